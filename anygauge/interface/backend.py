@@ -1,0 +1,168 @@
+"""The contract of a device: `BackendSpec` to be found, `Backend` to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from anygauge.interface.collectives import Collectives
+from anygauge.interface.graph import Graph
+from anygauge.interface.job import Job, Node
+from anygauge.interface.placement import Placement
+from anygauge.interface.probe import Probe
+from anygauge.interface.settings import Setting
+from anygauge.interface.support import Level, Support
+
+if TYPE_CHECKING:
+    import torch
+
+API_VERSION = 0
+"""Version of this contract. 0 is provisional: it may change between releases."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendSpec:
+    """How a backend announces itself; making one imports nothing heavy.
+
+    Attributes:
+        name: what users write after ``--backend``.
+        factory: ``"package.module:Class"``, imported only when the backend is selected.
+        probe: cheap and pure; imports no torch.
+        api_version: the contract's version that it was written for.
+        priority: orders ``--backend auto``; higher is tried first, 0 and below are never
+            chosen while another vendor's devices are present.
+    """
+
+    name: str
+    factory: str
+    probe: Callable[[], Probe]
+    api_version: int
+    priority: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchProfile:
+    """What launchers and containers need to know of a device.
+
+    Attributes:
+        visibility_variable: names the devices that a process may see; None where there is none.
+        image: container image that carries the vendor's stack; None where none is published.
+        container_flags: extra arguments for the container runtime.
+        cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.
+        binding: how ranks are bound to cores: ``cores``, ``numa`` or ``none``.
+    """
+
+    visibility_variable: str | None = None
+    image: str | None = None
+    container_flags: tuple[str, ...] = ()
+    cluster_resource: str | None = None
+    binding: str = "none"
+
+
+class Outcome:
+    """Verdicts of a diagnostic check."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One line of ``doctor``: what was seen, and what to do about it."""
+
+    name: str
+    outcome: str
+    seen: str
+    remedy: str = ""
+
+
+CAPABILITIES: Mapping[str, str] = {
+    "bfloat16": "compute in bfloat16",
+    "float16": "compute in float16 (training needs loss scaling)",
+    "collectives": "more than one process",
+    "zero": "DeepSpeed's ZeRO stages 0 to 3",
+    "compile": "torch.compile",
+    "mark_step": "cut the graph on demand",
+    "graph_limit": "a limit on operations per graph",
+    "memory_statistics": "bytes in use and peak from an allocator",
+    "peak_flops": "a published peak rate, for model FLOPs utilisation",
+}
+"""Names of the capabilities that the core asks about, and what each means."""
+
+
+class Backend:
+    """One device family. Subclass it, set the class attributes, override what differs.
+
+    Constructing a backend has no side effect; `open` is where the device is touched.
+    A device that PyTorch knows needs `name`, `device_type` and little else.
+    """
+
+    name: str
+    device_type: str
+    placement_class: type[Placement] = Placement
+    graph_class: type[Graph] = Graph
+    collectives_class: type[Collectives] = Collectives
+
+    kernels: Mapping[str, str] = {}
+    """Operation -> preferred kernel name; operations left out use the reference."""
+
+    attention: str = "eager"
+    """The attention implementation of the model library that is preferred here."""
+
+    launch: LaunchProfile = LaunchProfile()
+    capabilities: Mapping[str, Support] = {}
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """Args: options: the run file's ``backend_options``, checked by the backend itself."""
+        self.options = dict(options or {})
+        self.placement = self.placement_class(self.device_type)
+        self.graph = self.graph_class()
+        self.collectives = self.collectives_class(self.device_type)
+
+    def open(self, local_rank: int = 0) -> torch.device:
+        """Take this local rank's device; compiled extensions load here."""
+        return self.placement.open(local_rank)
+
+    def close(self) -> None:
+        """Leave the process group and give the device back."""
+        self.collectives.close()
+        self.placement.close()
+
+    def support(self, capability: str) -> Support:
+        """The level of a capability; one that the backend does not mention is not written yet."""
+        return self.capabilities.get(
+            capability,
+            Support(Level.NOT_WRITTEN_YET, f"the {self.name} backend does not mention it"),
+        )
+
+    def environment(
+        self, job: Job, node: Node, local_rank: int | None = None
+    ) -> Sequence[Setting]:
+        """Variables to set before torch is imported. Pure: a function of its arguments alone.
+
+        Args:
+            local_rank: None asks for job and node scope only.
+        """
+        return ()
+
+    def engine_settings(self, engine: str) -> Sequence[Setting]:
+        """Fields of an engine's own configuration that this device needs.
+
+        For ``deepspeed``, the setting ``accelerator`` names the accelerator it must use.
+        """
+        return ()
+
+    def diagnostics(self) -> Sequence[Check]:
+        """The checks that ``doctor`` runs for this device."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirement:
+    """Something a strategy or run needs of a backend."""
+
+    capability: str
+    because: str
+    extra: Mapping[str, Any] = field(default_factory=dict)

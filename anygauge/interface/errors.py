@@ -1,0 +1,60 @@
+"""Every error that anygauge raises on purpose.
+
+    AnygaugeError                   a sentence for the user; shown without a traceback
+    ├── RunFileError                the run file or an override is wrong (exit status 2)
+    ├── DataError                   a file or row of the data is wrong
+    ├── ModelError                  the model, tokenizer or adapter cannot be used
+    ├── PluginError                 a plugin is broken, misspelt, doubled or too old
+    │   └── NotAvailableError       the plugin is sound, but cannot run on this machine
+    ├── UnsupportedError            a device or strategy lacks what was asked of it
+    ├── NonFiniteLossError          the loss became inf or nan
+    └── RankFailedError             a process of the run ended early
+
+A message says what was received, where, what is valid, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class AnygaugeError(Exception):
+    """Base of all errors meant for the user.
+
+    Attributes:
+        exit_status: what the command line exits with.
+    """
+
+    exit_status = 1
+
+
+class RunFileError(AnygaugeError):
+    """A run file or an override that cannot be used as it stands."""
+
+    exit_status = 2
+
+
+class DataError(AnygaugeError):
+    """A data file or row that cannot be used."""
+
+
+class ModelError(AnygaugeError):
+    """A model, tokenizer or adapter that cannot be loaded or does not fit the run."""
+
+
+class PluginError(AnygaugeError):
+    """A plugin that cannot be used: the message names its distribution and version."""
+
+
+class NotAvailableError(PluginError):
+    """A sound plugin whose device, driver or software this machine lacks."""
+
+
+class UnsupportedError(AnygaugeError):
+    """Something asked of a device or strategy that it cannot do; quotes the capability's reason."""
+
+
+class NonFiniteLossError(AnygaugeError):
+    """The training loss became infinite or not a number; the message names the batch's rows."""
+
+
+class RankFailedError(AnygaugeError):
+    """A process of the run ended early; the message names the earliest failure."""

@@ -1,0 +1,65 @@
+"""What ranks and agents report while a job runs: one JSON object per line.
+
+A rank writes to the pipe whose number is in `EVENTS_FD`; its agent forwards every line to its own
+standard output and adds its own events. Whoever follows the job reads a single stream of lines,
+whatever the launcher. Fields common to all: ``event``, ``time`` (seconds since the epoch) and, from
+ranks, ``rank``.
+
+====================  =============================================================================
+``message``           ``text``, ``level`` (``info`` or ``warning``): a line for the terminal
+``started``           ``steps`` (total), ``world_size``, ``device``: the loop begins
+``step``              ``step`` (1-based) and the metrics of one optimizer step
+``evaluation``        ``step``, ``name`` and ``eval_loss`` (nats per token)
+``finished``          the rank has done all its work; rank 0 adds ``summary``
+``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),
+                      ``exit_status``
+``rank_exited``       from the agent: ``rank``, ``code`` (negative: signal), ``log`` (path)
+``ended``             from the agent, last: ``state`` (``ok``, ``failed``, ``cancelled``),
+                      ``exit_status``, ``cause`` (the earliest failure, in words)
+====================  =============================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from typing import Any
+
+EVENTS_FD = "ANYGAUGE_EVENTS_FD"
+"""Environment variable: the file descriptor that a rank writes its events to."""
+
+
+class EventWriter:
+    """Writes events as lines to a file descriptor; to nowhere if it is None. Thread-safe."""
+
+    def __init__(self, descriptor: int | None, rank: int | None = None) -> None:
+        self._descriptor = descriptor
+        self._rank = rank
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_rank(cls, rank: int) -> EventWriter:
+        """The writer of a rank that an agent started."""
+        descriptor = os.environ.get(EVENTS_FD)
+        return cls(int(descriptor) if descriptor else None, rank)
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Write one event. A reader that has gone away is ignored: the run's files tell all."""
+        if self._descriptor is None:
+            return
+        record: dict[str, Any] = {"event": event, "time": time.time(), **fields}
+        if self._rank is not None:
+            record["rank"] = self._rank
+        line = memoryview((json.dumps(record) + "\n").encode())
+        with self._lock:
+            try:
+                while line:
+                    line = line[os.write(self._descriptor, line) :]
+            except OSError:
+                self._descriptor = None
+
+    def message(self, text: str, level: str = "info") -> None:
+        """A line for the terminal."""
+        self.send("message", text=text, level=level)

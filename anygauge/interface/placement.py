@@ -1,0 +1,185 @@
+"""The placement facet: where tensors live, and what their memory costs.
+
+The defaults serve every device that PyTorch knows as a device module (``torch.get_device_module``);
+a backend overrides what its device does otherwise. Nothing here touches a device before `open`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+HOST_DEVICE = "cpu"
+"""Torch's name for the memory of the host: not a backend, but where files are read into."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryStats:
+    """Bytes as the device's own allocator counts them (process memory where there is none).
+
+    Attributes:
+        in_use: held by live tensors now.
+        peak: the most since the last `Placement.reset_peak`.
+        reserved: taken from the device, live or cached; None where not counted.
+        limit: what the process may take in all; None where unknown.
+        kind: what was counted, in words: ``allocator`` or ``process``.
+    """
+
+    in_use: int
+    peak: int
+    reserved: int | None = None
+    limit: int | None = None
+    kind: str = "allocator"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakFlops:
+    """A published peak rate: dense multiply-adds counted as two operations, per second."""
+
+    value: float
+    source: str
+
+
+class Placement:
+    """Opens one device for one process, and answers everything about it."""
+
+    worker_start_method = "spawn"
+    """How helper processes (data loading) may start once the device is open."""
+
+    dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
+    """Names of the compute types that the device has in hardware; refined by `open`."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self._device: torch.device | None = None
+
+    # -- opening ---------------------------------------------------------------------------
+
+    def open(self, local_rank: int) -> torch.device:
+        """Take the device of this local rank for this process, and return it.
+
+        Raises:
+            NotAvailableError: there is no such device, or it cannot be opened.
+        """
+        import torch
+
+        from anygauge.interface.errors import NotAvailableError
+
+        count = self.device_count()
+        if local_rank >= count:
+            raise NotAvailableError(
+                f"local rank {local_rank} has no device: {count} of type {self.device_type!r} are "
+                f"visible to this process; ask for at most --devices {count}"
+            )
+        self._module().set_device(local_rank)
+        self._device = torch.device(self.device_type, local_rank)
+        return self._device
+
+    def close(self) -> None:
+        """Give the device back. Called once, also after a failure."""
+        self._device = None
+
+    @property
+    def device(self) -> torch.device:
+        """The opened device.
+
+        Raises:
+            RuntimeError: `open` was not called.
+        """
+        if self._device is None:
+            raise RuntimeError(f"the {self.device_type!r} device is not open: call open() first")
+        return self._device
+
+    def device_count(self) -> int:
+        """Devices visible to this process (imports torch)."""
+        return int(self._module().device_count())
+
+    def _module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.device_type)
+
+    # -- moving data -----------------------------------------------------------------------
+
+    pinned_memory = True
+    """Whether host tensors are pinned before they are copied to the device."""
+
+    def to_device(self, batch: Any) -> Any:
+        """Copy a tensor, or each tensor in a mapping, to the opened device."""
+        import torch
+
+        if isinstance(batch, torch.Tensor):
+            if self.pinned_memory and batch.device.type == HOST_DEVICE:
+                batch = batch.pin_memory()
+            return batch.to(self.device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: self.to_device(value) for key, value in batch.items()}
+        return batch
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work given to it."""
+        self._module().synchronize()
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def memory(self) -> MemoryStats:
+        """What this process holds on the device, in bytes."""
+        module = self._module()
+        free_total = module.mem_get_info() if hasattr(module, "mem_get_info") else (None, None)
+        return MemoryStats(
+            in_use=int(module.memory_allocated()),
+            peak=int(module.max_memory_allocated()),
+            reserved=int(module.memory_reserved()) if hasattr(module, "memory_reserved") else None,
+            limit=free_total[1],
+        )
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is in use now."""
+        self._module().reset_peak_memory_stats()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an exception means that the device's memory is exhausted."""
+        import torch
+
+        return isinstance(error, torch.OutOfMemoryError)
+
+    # -- randomness ------------------------------------------------------------------------
+
+    def seed(self, seed: int) -> None:
+        """Seed the host's and the device's generators."""
+        import torch
+
+        torch.manual_seed(seed)
+        self._module().manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """States of the host's and the device's generators, as byte tensors on the host."""
+        import torch
+
+        return {"host": torch.get_rng_state(), "device": self._module().get_rng_state()}
+
+    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `rng_state` returned."""
+        import torch
+
+        torch.set_rng_state(state["host"])
+        self._module().set_rng_state(state["device"])
+
+    # -- arithmetic ------------------------------------------------------------------------
+
+    def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+        """Torch's autocast for this device; does nothing for float32."""
+        import torch
+
+        if dtype is torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, dtype=dtype)
+
+    def peak_flops(self, dtype: str) -> PeakFlops | None:
+        """Published dense peak of the opened device for a type, or None where unknown."""
+        return None
