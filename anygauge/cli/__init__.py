@@ -1,0 +1,96 @@
+"""The command line: ``anygauge COMMAND``.
+
+Each command is a file with a function that typer turns into options. The list of commands is
+static, so that ``anygauge --help`` and a misspelt command need no import but this one.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from anygauge.interface.errors import AnygaugeError
+
+COMMANDS = {
+    "train": "Fine-tune a model as a run file says.",
+    "generate": "Let a model answer, with or without an adapter.",
+    "merge": "Fold an adapter into its base model.",
+    "env": "Show the environment that a run would get, and why.",
+    "backends": "List backends, what each found here, and what auto would choose.",
+}
+
+
+def main() -> None:
+    """Entry point: an error meant for the user is one message, without a traceback."""
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except AnygaugeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns the exit status."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(help_text())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"anygauge {version('anygauge')}")
+        return 0
+    if name not in COMMANDS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, COMMANDS, 1)
+        print(
+            f"error: no command {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+            + f" Commands: {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    return run_command(name, rest)
+
+
+def run_command(name: str, arguments: list[str]) -> int:
+    """Import the command's file and hand its arguments to typer."""
+    import importlib
+    import signal
+
+    import typer
+    import typer.main
+
+    # A reader that went away (`anygauge backends | head`) ends us silently, as other tools do.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.command(name)(getattr(importlib.import_module(f"anygauge.cli.{name}"), name))
+    command = typer.main.get_command(app)
+    try:
+        command.main(args=arguments, prog_name=f"anygauge {name}")
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    return 0
+
+
+def help_text() -> str:
+    """What ``anygauge --help`` prints."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    return f"""Usage: anygauge COMMAND [OPTIONS]
+
+One LLM fine-tuning loop, any accelerator.
+
+Commands:
+{commands}
+
+Options:
+  -h, --help  Show this message, or a command's: anygauge COMMAND --help
+  --version   Show the version."""

@@ -96,9 +96,7 @@ class DataSection(Section):
     loss_on: Literal["answer", "all"] = Field(
         "answer", description="Tokens that are learned: the answer's, or every token."
     )
-    packing: bool = Field(
-        False, description="Put several rows in one sequence; none sees another."
-    )
+    packing: bool = Field(False, description="Put several rows in one sequence; none sees another.")
 
     @model_validator(mode="after")
     def _one_eval(self) -> DataSection:

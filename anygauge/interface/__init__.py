@@ -1,45 +1,54 @@
-"""The contract between the portable core and its plugins; imports no torch."""
+"""The contract between the portable core and its plugins; imports no torch.
 
-from anygauge.interface.backend import (
-    API_VERSION,
-    CAPABILITIES,
-    Backend,
-    BackendSpec,
-    Check,
-    LaunchProfile,
-    Outcome,
-    Requirement,
-)
-from anygauge.interface.collectives import Collectives
-from anygauge.interface.errors import (
-    AnygaugeError,
-    DataError,
-    ModelError,
-    NonFiniteLossError,
-    NotAvailableError,
-    PluginError,
-    RankFailedError,
-    RunFileError,
-    UnsupportedError,
-)
-from anygauge.interface.graph import Compiler, Graph, Phase, ShapeKind, ShapePolicy
-from anygauge.interface.hooks import hookimpl
-from anygauge.interface.job import Job, NetworkInterface, Node, RdmaDevice
-from anygauge.interface.placement import HOST_DEVICE, MemoryStats, PeakFlops, Placement
-from anygauge.interface.plugins import (
-    KernelSpec,
-    Launcher,
-    LauncherSpec,
-    Plan,
-    PlannedFile,
-    PlannedProcess,
-    RunningJob,
-    Tracker,
-    TrackerSpec,
-)
-from anygauge.interface.probe import Finding, Presence, Probe
-from anygauge.interface.settings import Scope, Setting
-from anygauge.interface.support import FULL, Level, Support
+Names are imported when they are first used, so that a command pays only for what it needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anygauge.interface.backend import (
+        API_VERSION,
+        CAPABILITIES,
+        Backend,
+        BackendSpec,
+        Check,
+        LaunchProfile,
+        Outcome,
+        Requirement,
+    )
+    from anygauge.interface.collectives import Collectives
+    from anygauge.interface.errors import (
+        AnygaugeError,
+        DataError,
+        ModelError,
+        NonFiniteLossError,
+        NotAvailableError,
+        PluginError,
+        RankFailedError,
+        RunFileError,
+        UnsupportedError,
+    )
+    from anygauge.interface.graph import Compiler, Graph, Phase, ShapeKind, ShapePolicy
+    from anygauge.interface.hooks import hookimpl
+    from anygauge.interface.job import Job, NetworkInterface, Node, RdmaDevice
+    from anygauge.interface.placement import HOST_DEVICE, MemoryStats, PeakFlops, Placement
+    from anygauge.interface.plugins import (
+        KernelSpec,
+        Launcher,
+        LauncherSpec,
+        Plan,
+        PlannedFile,
+        PlannedProcess,
+        RunningJob,
+        Tracker,
+        TrackerSpec,
+    )
+    from anygauge.interface.probe import Finding, Presence, Probe
+    from anygauge.interface.settings import Scope, Setting
+    from anygauge.interface.support import FULL, Level, Support
 
 __all__ = [
     "API_VERSION",
@@ -92,3 +101,63 @@ __all__ = [
     "UnsupportedError",
     "hookimpl",
 ]
+
+_HOMES = {
+    "API_VERSION": "backend",
+    "AnygaugeError": "errors",
+    "Backend": "backend",
+    "BackendSpec": "backend",
+    "CAPABILITIES": "backend",
+    "Check": "backend",
+    "Collectives": "collectives",
+    "Compiler": "graph",
+    "DataError": "errors",
+    "FULL": "support",
+    "Finding": "probe",
+    "Graph": "graph",
+    "HOST_DEVICE": "placement",
+    "Job": "job",
+    "KernelSpec": "plugins",
+    "LaunchProfile": "backend",
+    "Launcher": "plugins",
+    "LauncherSpec": "plugins",
+    "Level": "support",
+    "MemoryStats": "placement",
+    "ModelError": "errors",
+    "NetworkInterface": "job",
+    "Node": "job",
+    "NonFiniteLossError": "errors",
+    "NotAvailableError": "errors",
+    "Outcome": "backend",
+    "PeakFlops": "placement",
+    "Phase": "graph",
+    "Placement": "placement",
+    "Plan": "plugins",
+    "PlannedFile": "plugins",
+    "PlannedProcess": "plugins",
+    "PluginError": "errors",
+    "Presence": "probe",
+    "Probe": "probe",
+    "RankFailedError": "errors",
+    "RdmaDevice": "job",
+    "Requirement": "backend",
+    "RunFileError": "errors",
+    "RunningJob": "plugins",
+    "Scope": "settings",
+    "Setting": "settings",
+    "ShapeKind": "graph",
+    "ShapePolicy": "graph",
+    "Support": "support",
+    "Tracker": "plugins",
+    "TrackerSpec": "plugins",
+    "UnsupportedError": "errors",
+    "hookimpl": "hooks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from anygauge.interface.collectives import Collectives
 from anygauge.interface.graph import Graph
@@ -129,6 +129,13 @@ class Backend:
         """Leave the process group and give the device back."""
         self.collectives.close()
         self.placement.close()
+
+    def __enter__(self) -> Self:
+        """For ``with anygauge.open_backend(...) as backend:``; expects `open` to be done."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def support(self, capability: str) -> Support:
         """The level of a capability; one that the backend does not mention is not written yet."""

@@ -7,8 +7,9 @@ ranks, ``rank``.
 
 ====================  =============================================================================
 ``message``           ``text``, ``level`` (``info`` or ``warning``): a line for the terminal
-``started``           ``steps`` (total), ``world_size``, ``device``: the loop begins
-``step``              ``step`` (1-based) and the metrics of one optimizer step
+``started``           ``steps`` (total), ``world_size``, ``device``: the loop begins; ``lines``:
+                      a header for the terminal
+``step``              ``step`` (1-based), ``steps`` and the metrics of one optimizer step
 ``evaluation``        ``step``, ``name`` and ``eval_loss`` (nats per token)
 ``finished``          the rank has done all its work; rank 0 adds ``summary``
 ``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),

@@ -65,11 +65,18 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkInterface:
-    """One network interface as the kernel shows it (``/sys/class/net``)."""
+    """One network interface as the kernel shows it (``/sys/class/net``).
+
+    Attributes:
+        up: switched on, and not without a carrier.
+        physical: a device stands behind it (bridges, tunnels and container ends have none).
+        loopback: reaches this machine only.
+    """
 
     name: str
     up: bool
     physical: bool
+    loopback: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,13 +88,14 @@ class Node:
     Attributes:
         rank: which machine of the job this is, from 0.
         hostname: its name.
-        cores: logical processors this process may use (the affinity mask).
+        cores: logical processors this process may use (the affinity mask), ordered by package and
+            physical core, so that the threads of one core are neighbours.
         physical_cores: distinct cores among them.
         memory_bytes: installed memory.
-        interfaces: network interfaces.
+        interfaces: network interfaces; Ethernet first, then in the order the kernel made them.
         rdma_devices: names under ``/sys/class/infiniband`` with their link layer
             (``InfiniBand`` or ``Ethernet``) and driver (``mlx5_core``, ``efa``, ...).
-        libraries: names and versions of fabric libraries found, such as ``aws-ofi-nccl``.
+        libraries: versions of installed packages that settings depend on, such as ``torch``.
     """
 
     rank: int = 0
@@ -98,6 +106,44 @@ class Node:
     interfaces: tuple[NetworkInterface, ...] = ()
     rdma_devices: tuple[RdmaDevice, ...] = ()
     libraries: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def loopback(self) -> NetworkInterface | None:
+        """The interface that ranks of a single machine can always meet on, if it is up."""
+        return next((i for i in self.interfaces if i.up and i.loopback), None)
+
+    @property
+    def outward(self) -> tuple[NetworkInterface, ...]:
+        """Interfaces that are up and may reach other machines; physical ones come first."""
+        found = [i for i in self.interfaces if i.up and not i.loopback]
+        return tuple(sorted(found, key=lambda i: not i.physical))
+
+    @property
+    def main_interface(self) -> NetworkInterface | None:
+        """The one to reach other machines by: the first physical one, or the only one there is.
+
+        None where that would be a guess (several, all virtual).
+        """
+        outward = self.outward
+        if outward and (outward[0].physical or len(outward) == 1):
+            return outward[0]
+        return None
+
+    def threads_per_rank(self, ranks: int) -> int:
+        """Physical cores for each of `ranks` ranks on this machine, at least 1."""
+        return max(1, self.physical_cores // ranks)
+
+    def cores_of_rank(self, local_rank: int, ranks: int) -> tuple[int, ...]:
+        """Logical processors for one rank alone; empty where ranks must share physical cores.
+
+        Every rank gets equally many whole cores, so that none of them waits for a slower one;
+        cores that are left over serve the system.
+        """
+        threads_per_core, uneven = divmod(len(self.cores), max(1, self.physical_cores))
+        if uneven or self.physical_cores < ranks:
+            return ()
+        width = self.physical_cores // ranks * threads_per_core
+        return self.cores[local_rank * width : (local_rank + 1) * width]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,7 +72,7 @@ class RunningJob(Protocol):
         """Everything the agents report, until the job ends."""
 
     def cancel(self) -> None:
-        """Ask every agent to end its ranks; does not wait."""
+        """Ask every agent to end its ranks, a second time to kill them; does not wait."""
 
     def wait(self) -> int:
         """Exit status of the job."""

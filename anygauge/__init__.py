@@ -1,0 +1,58 @@
+"""anygauge: one LLM fine-tuning loop for any accelerator; importing it imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anygauge.interface import Backend
+
+    __version__: str
+
+__all__ = ["__version__", "open_backend"]
+
+
+def open_backend(
+    name: str = "auto",
+    *,
+    local_rank: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> Backend:
+    """Choose a backend and open its device, for a training loop of one's own.
+
+    Use it as a context manager, or call ``close()`` at the end::
+
+        with anygauge.open_backend() as backend:
+            model.to(backend.placement.device)
+
+    The environment variables that the backend would like to see before torch is imported are
+    not set: that is the launcher's work, and this process runs already.
+
+    Args:
+        name: a backend's name, or ``auto`` for the best that this machine offers.
+        local_rank: which of the machine's devices to take, from 0.
+        options: the backend's own options, as in a run file's ``backend_options``.
+
+    Returns:
+        The backend, with its device open.
+
+    Raises:
+        PluginError: there is no such backend, or it is broken.
+        NotAvailableError: it cannot run on this machine; the message says what is missing.
+    """
+    from anygauge.registry import Registry
+
+    registry = Registry.load()
+    backend = registry.create_backend(registry.select_backend(name), options)
+    backend.open(local_rank)
+    return backend
+
+
+def __getattr__(name: str) -> Any:
+    # Reading an installed distribution's metadata takes longer than all the rest of this import.
+    if name == "__version__":
+        import importlib.metadata
+
+        return importlib.metadata.version("anygauge")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,305 @@
+"""Watches the ranks of one node from start to end: all of them do their work, or none goes on.
+
+One thread, one loop: it wakes for events, ends of processes and signals, forwards what ranks
+report, and ends the others when one fails. Nothing it starts outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from anygauge.agent.failures import Failure, cause, earliest
+from anygauge.agent.outbox import Outbox
+from anygauge.agent.ranks import Rank
+from anygauge.interface import AnygaugeError, Job
+
+GRACE_S = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+_TURN_S = 0.2  # bounds how long ago a rank was last seen alive
+_TURN_WITHOUT_HANDLES_S = 0.02
+_UNKILLABLE_S = 30.0
+_REPEATED_SIGNAL_S = 0.5
+
+
+class Supervisor:
+    """Starts one rank per device of this node and stays until all have ended.
+
+    Args:
+        rank_argv: the command of a rank; all ranks run the same.
+        rank_environment: local rank -> its whole environment, but for its identity.
+        outbox: where events go.
+        grace_s: seconds between SIGTERM and SIGKILL when ranks are ended.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        node_rank: int,
+        hostname: str,
+        rank_argv: Sequence[str],
+        rank_environment: Callable[[int], dict[str, str]],
+        outbox: Outbox,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._job = job
+        self._node_rank = node_rank
+        self._hostname = hostname
+        self._argv = rank_argv
+        self._environment = rank_environment
+        self._outbox = outbox
+        self._grace_s = grace_s
+        self._ranks: list[Rank] = []
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[tuple[int, float]] = []
+        self._reading = True
+        self._ending_at: float | None = None  # monotonic, as are the next two
+        self._killed_at: float | None = None
+        self._first_finish: float | None = None
+        self._cancelled_at: float | None = None  # since the epoch: compared with failures
+
+    def run(self) -> int:
+        """Start the ranks, watch them to their end, report; call it from the main thread.
+
+        Returns:
+            The exit status: 0, that of the earliest failure, or 128 + the signal received.
+
+        Raises:
+            AnygaugeError: a rank cannot be started; those that were have been ended.
+        """
+        try:
+            with self._wakened_by_signals():
+                self._start()
+                while any(rank.running for rank in self._ranks) and not self._given_up():
+                    self._turn()
+        finally:
+            for rank in self._ranks:
+                rank.abandon()
+            self._selector.close()
+        return self._conclude()
+
+    def _start(self) -> None:
+        directory = Path(self._job.run_directory)
+        count = self._job.devices_per_node
+        for local_rank in range(count):
+            if self._signals:
+                return
+            rank = self._node_rank * count + local_rank
+            environment = {
+                **self._environment(local_rank),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "WORLD_SIZE": str(self._job.world_size),
+                "LOCAL_WORLD_SIZE": str(count),
+            }
+            try:
+                started = Rank(rank, local_rank, self._argv, environment, directory)
+            except OSError as error:
+                raise AnygaugeError(
+                    f"rank {rank} cannot be started on {self._hostname}: {error}"
+                ) from error
+            self._ranks.append(started)
+            self._listen(started, True)
+            if started.handle is not None:
+                self._selector.register(started.handle, selectors.EVENT_READ)
+            _note(f"rank {rank} started, process {started.pid}")
+
+    def _turn(self) -> None:
+        """Wait for news, and act on it."""
+        polled = any(rank.handle is None for rank in self._ranks)
+        for key, _ in self._selector.select(_TURN_WITHOUT_HANDLES_S if polled else _TURN_S):
+            if isinstance(key.data, Rank):
+                self._read(key.data)
+            elif key.data is not None:
+                os.read(key.fd, 512)  # the signal itself is in self._signals
+        self._check_all()
+        self._act_on_signals()
+        self._keep_time()
+        self._balance_reading()
+
+    def _check_all(self) -> None:
+        now = time.time()  # one time for all, so that no order is read into their sequence
+        for rank in self._ranks:
+            if not rank.check(now):
+                continue
+            self._read(rank)
+            self._listen(rank, False)
+            if rank.handle is not None:
+                self._selector.unregister(rank.handle)
+            rank.release()
+            _note(f"rank {rank.rank} ended with code {rank.code}")
+            self._outbox.send("rank_exited", rank=rank.rank, code=rank.code, log=str(rank.log))
+            if not rank.ok:
+                self._end_ranks()
+
+    def _read(self, rank: Rank) -> None:
+        for event, line in rank.read_events():
+            if event is None:
+                _note(f"rank {rank.rank} sent what is no event: {line[:500]!r}")
+                continue
+            self._outbox.forward(line)
+        if rank.silent:
+            self._listen(rank, False)
+        if rank.failure is not None:
+            self._end_ranks()
+        if rank.finished_at is not None and self._first_finish is None:
+            self._first_finish = time.monotonic()
+
+    def _end_ranks(self) -> None:
+        """Ask all that run to end. One that has reported its own failure is on its way out."""
+        if self._ending_at is not None:
+            return
+        self._ending_at = time.monotonic()
+        for rank in self._ranks:
+            # How a rank ends from here on may be our doing: settle first whether it is alive.
+            rank.touch(time.time())
+            if rank.failure is None:
+                rank.signal(signal.SIGTERM)
+
+    def _kill_ranks(self) -> None:
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
+            for rank in self._ranks:
+                rank.signal(signal.SIGKILL)
+
+    def _act_on_signals(self) -> None:
+        if not self._signals:
+            return
+        if self._cancelled_at is None:
+            self._cancelled_at = self._signals[0][1]
+            name = signal.Signals(self._signals[0][0]).name
+            _note(f"received {name}: ending the ranks")
+            self._end_ranks()
+        # Schedulers deliver one request twice in a row, to the step and to its processes.
+        if self._signals[-1][1] - self._cancelled_at > _REPEATED_SIGNAL_S:
+            self._kill_ranks()
+
+    def _keep_time(self) -> None:
+        now = time.monotonic()
+        if self._ending_at is not None and now - self._ending_at > self._grace_s:
+            self._kill_ranks()
+        limit = self._job.collective_timeout_s + self._grace_s
+        if (
+            self._ending_at is None
+            and self._first_finish is not None
+            and now - self._first_finish > limit
+        ):
+            late = next((rank for rank in self._ranks if rank.running), None)
+            if late is None:
+                return
+            did = "did not end" if late.finished_at is not None else "did not finish"
+            late.failure = Failure(
+                rank=late.rank,
+                time=time.time(),
+                what=f"{did} within {limit:g} s after the first rank had finished its work "
+                "(launch.collective_timeout_s and the grace time); it was killed",
+            )
+            self._ending_at = now
+            self._kill_ranks()
+
+    def _balance_reading(self) -> None:
+        """Let ranks wait with their events while the follower is far behind."""
+        if self._reading is not self._outbox.full:
+            return
+        self._reading = not self._reading
+        for rank in self._ranks:
+            self._listen(rank, self._reading and rank.running and not rank.silent)
+
+    def _listen(self, rank: Rank, wanted: bool) -> None:
+        if wanted is (rank.pipe in self._selector.get_map()):
+            return
+        if wanted:
+            self._selector.register(rank.pipe, selectors.EVENT_READ, rank)
+        else:
+            self._selector.unregister(rank.pipe)
+
+    def _given_up(self) -> bool:
+        """Whether a killed rank does not die: it waits inside the kernel, for a device say."""
+        return self._killed_at is not None and time.monotonic() - self._killed_at > _UNKILLABLE_S
+
+    def _conclude(self) -> int:
+        failures = [rank.failure for rank in self._ranks if rank.failure is not None]
+        first = earliest(failures)
+        cancelled = self._cancelled_at is not None and not (
+            first is not None and first.time < self._cancelled_at
+        )
+        complete = len(self._ranks) == self._job.devices_per_node
+        text = None
+        if complete and all(rank.ok for rank in self._ranks):
+            state, status = "ok", 0
+        elif cancelled:
+            state, status = "cancelled", 128 + self._signals[0][0]
+            text = f"ended by {signal.Signals(self._signals[0][0]).name}"
+        else:
+            assert first is not None, "a rank that is not ok has failed, or was ended for another"
+            state, status = "failed", first.exit_status
+            failed = next(rank for rank in self._ranks if rank.rank == first.rank)
+            text = cause(
+                first,
+                host=self._hostname,
+                world_size=self._job.world_size,
+                log=failed.log,
+                log_offset=failed.log_offset,
+            )
+        stuck = [rank for rank in self._ranks if rank.running]
+        if stuck:
+            text = f"{text}\nprocesses that SIGKILL does not end: {[rank.pid for rank in stuck]}"
+        for rank in self._ranks:
+            try:
+                rank.write_result(self._state_of(rank, state), self._hostname)
+            except OSError as error:
+                _note(f"{rank.result} cannot be written: {error}")
+        _note(f"ended: {state}, exit status {status}")
+        self._outbox.send(
+            "ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank
+        )
+        return status
+
+    def _state_of(self, rank: Rank, state: str) -> str:
+        if rank.ok:
+            return "ok"
+        if rank.running:
+            return "stuck"
+        if state == "cancelled":
+            return "cancelled"
+        return "failed" if rank.failure is not None else "stopped"
+
+    @contextlib.contextmanager
+    def _wakened_by_signals(self) -> Iterator[None]:
+        """Collect SIGTERM and SIGINT, and have them wake the loop."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+
+        def collect(signum: int, frame: FrameType | None) -> None:
+            self._signals.append((signum, time.time()))
+
+        self._selector.register(reader, selectors.EVENT_READ, "signals")
+        before = {number: signal.signal(number, collect) for number in _SIGNALS}
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._selector.unregister(reader)
+            os.close(reader)
+            os.close(writer)
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _note(text: str) -> None:
+    """A line in the agent's own log."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""What ``anygauge train --dry-run`` shows: everything that is settled before a device is opened."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from rich.console import Console
+
+from anygauge.cli.env import environment_table, rank_environments
+from anygauge.cli.plan import Intent
+from anygauge.interface import AnygaugeError
+
+
+def show(intent: Intent) -> None:
+    """Print the run; writes nothing, starts nothing, opens no device."""
+    console = Console(highlight=False, soft_wrap=True)
+    job, run = intent.job, intent.run
+    console.print(f"[bold]Run[/bold] {job.name}: would write {job.run_directory}")
+    console.print(
+        f"  backend {job.backend}, strategy {job.strategy}, {job.nodes} x {job.devices_per_node} "
+        f"ranks, launcher {run.launch.launcher}"
+    )
+    for name, reason in intent.selection.rejected:
+        console.print(f"  not {name}: {reason}", markup=False)
+    console.print("\n[bold]Environment[/bold] of each rank, decided before torch is imported")
+    console.print(environment_table(rank_environments(intent)))
+    console.print("\n[bold]Engine configuration[/bold]")
+    _show_engine(console, intent)
+    console.print("\n[bold]Processes[/bold]")
+    launcher = intent.registry.launcher(run.launch.launcher)()
+    plan = launcher.render(job, run.launch.options)
+    for file in plan.files:
+        console.print(f"  writes {file.path}", markup=False)
+    for process in plan.processes:
+        where = process.host or "this machine"
+        console.print(f"  node {process.node_rank} on {where}:", markup=False)
+        console.print(f"    {shlex.join(process.argv)}", markup=False)
+    console.print(
+        f"  each agent starts {job.devices_per_node}: "
+        f"python -m anygauge.training.worker --job {job.run_directory}/job.json",
+        markup=False,
+    )
+
+
+def _show_engine(console: Console, intent: Intent) -> None:
+    try:
+        settings, note = engine_settings(intent)
+    except ImportError as error:
+        console.print(f"  not shown: {error.name} is not installed here", markup=False)
+        return
+    for setting in settings:
+        console.print(f"  {setting.name} = {json.dumps(setting.value)}", markup=False)
+        console.print(f"      {setting.reason} ({setting.source})", style="dim", markup=False)
+    if not settings:
+        console.print(f"  {intent.job.strategy} has none")
+    if note:
+        console.print(f"  {note}", markup=False)
+
+
+def engine_settings(intent: Intent) -> tuple[list[Any], str]:
+    """The engine's settings with the model's sizes in them, and a note on what is not known.
+
+    Raises:
+        ImportError: torch or transformers is missing, as on a login node.
+    """
+    from anygauge.config.precision import resolve_precision
+    from anygauge.models.factory import CausalModelFactory
+    from anygauge.strategies import create_strategy
+    from anygauge.strategies.base import torch_dtype
+
+    run = intent.run
+    backend = intent.registry.create_backend(intent.selection, run.backend_options)
+    precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
+    strategy = create_strategy(run.strategy)
+    note = (
+        f"precision.compute is auto: {precision.compute} unless the opened device says otherwise"
+        if run.precision.compute == "auto"
+        else ""
+    )
+    skeleton = None
+    try:
+        factory = CausalModelFactory(
+            run.model,
+            run.adapter,
+            attention="eager",
+            dtype=torch_dtype(precision.compute),
+            seed=run.train.seed,
+            gradient_checkpointing=run.train.gradient_checkpointing,
+        )
+        skeleton = factory.adapt(factory.skeleton())
+    except AnygaugeError as error:
+        note += f"\n  settings that depend on the model's sizes are left out: {error}"
+    settings = strategy.settings(
+        backend,
+        precision,
+        skeleton=skeleton,
+        micro_batch=run.train.micro_batch,
+        max_norm=run.train.clip,
+    )
+    return list(settings), note.strip()

@@ -1,0 +1,185 @@
+"""``anygauge env``: the variables that a run's ranks would get, why, and who won."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from anygauge.cli.plan import BackendOption, DevicesOption, Intent, NodesOption, SetOption
+from anygauge.interface import Job
+
+if TYPE_CHECKING:
+    from anygauge.registry import Registry, ResolvedSetting
+
+
+class Format(str, enum.Enum):
+    """How the environment is printed."""
+
+    table = "table"
+    shell = "shell"
+    json = "json"
+
+
+def env(
+    run_file: Annotated[
+        Path | None, typer.Argument(help="A run file; left out: defaults.", metavar="[RUN.yaml]")
+    ] = None,
+    backend: BackendOption = None,
+    devices: DevicesOption = None,
+    nodes: NodesOption = None,
+    set_: SetOption = None,
+    local_rank: Annotated[
+        int | None, typer.Option("--local-rank", help="Only this rank of the machine.")
+    ] = None,
+    format_: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.table,
+) -> None:
+    """Show the environment that a run would get, and why. Needs no device, imports no torch."""
+    registry, job = _job(run_file, backend, devices, nodes, set_)
+    ranks = range(job.devices_per_node) if local_rank is None else (local_rank,)
+    if local_rank is not None and not 0 <= local_rank < job.devices_per_node:
+        raise typer.BadParameter(
+            f"{local_rank} is not a rank of this machine: 0 to {job.devices_per_node - 1}",
+            param_hint="--local-rank",
+        )
+    by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
+    console = Console(highlight=False, soft_wrap=format_ is not Format.table)
+    if format_ is Format.json:
+        typer.echo(json.dumps({str(r): [_record(s) for s in found] for r, found in by_rank.items()}, indent=2))
+    elif format_ is Format.shell:
+        for rank, found in by_rank.items():
+            typer.echo(f"# local rank {rank}")
+            for one in found:
+                typer.echo(_shell(one))
+    else:
+        console.print(
+            f"Backend {job.backend}, {job.nodes} x {job.devices_per_node} ranks. "
+            "Precedence: your own variable, run file, site hook, backend."
+        )
+        console.print(environment_table(by_rank))
+
+
+def _job(
+    run_file: Path | None,
+    backend: str | None,
+    devices: int | None,
+    nodes: int | None,
+    set_: list[str] | None,
+) -> tuple[Registry, Job]:
+    from anygauge.registry import Registry
+
+    registry = Registry.load()
+    if run_file is None:
+        selection = registry.select_backend(backend or "auto", need_device=False)
+        job = Job(
+            name="env",
+            run_directory=str(Path.cwd()),
+            run_file="",
+            backend=selection.spec.name,
+            strategy="zero",
+            nodes=nodes or 1,
+            devices_per_node=devices or 1,
+            rendezvous="file:///none",
+        )
+        return registry, job
+    from anygauge.config import load_run_file
+
+    flags: dict[str, Any] = {
+        "backend": backend,
+        "launch.devices": devices,
+        "launch.nodes": nodes,
+    }
+    run = load_run_file(run_file, list(set_ or ()), flags).run
+    selection = registry.select_backend(run.backend, need_device=False)
+    job = Job(
+        name=run.name,
+        run_directory=str(Path(run.output).absolute() / run.name),
+        run_file=str(run_file),
+        backend=selection.spec.name,
+        strategy=run.strategy.name,
+        nodes=run.launch.nodes,
+        devices_per_node=run.launch.devices,
+        rendezvous="file:///none",
+        environment=run.environment,
+        backend_options=run.backend_options,
+    )
+    return registry, job
+
+
+def rank_environments(intent: Intent) -> dict[int, list[ResolvedSetting]]:
+    """Local rank -> its settings, for every rank of this machine."""
+    return {
+        rank: _resolve(intent.registry, intent.job, rank)
+        for rank in range(intent.job.devices_per_node)
+    }
+
+
+def _resolve(registry: Registry, job: Job, local_rank: int) -> list[ResolvedSetting]:
+    from anygauge.agent.inherited import scrub
+    from anygauge.agent.node import inspect_node
+    from anygauge.registry import resolve_environment
+
+    backend = registry.create_backend(job.backend, job.backend_options)
+    return resolve_environment(
+        registry, backend, job, inspect_node(), local_rank, scrub(os.environ)
+    )
+
+
+def environment_table(by_rank: dict[int, list[ResolvedSetting]]) -> Table:
+    """One row per variable and distinct value; ranks that share a value share the row."""
+    from anygauge.registry import shown_overruled, shown_value
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("variable", "value", "rank", "set by", "why"):
+        table.add_column(column, overflow="fold")
+    rows: dict[tuple[str, str, str], tuple[list[int], ResolvedSetting]] = {}
+    for rank, found in by_rank.items():
+        for one in found:
+            key = (one.name, shown_value(one), one.origin)
+            rows.setdefault(key, ([], one))[0].append(rank)
+    for (name, value, origin), (ranks, one) in rows.items():
+        over = "; ".join(f"not {v} ({o})" for o, v in shown_overruled(one))
+        why = f"{one.setting.reason} [{one.setting.source}]" + (f"; {over}" if over else "")
+        everyone = len(ranks) == len(by_rank)
+        table.add_row(
+            name, value, "all" if everyone else ",".join(map(str, ranks)), origin, _escaped(why)
+        )
+    if not rows:
+        table.add_row("(none)", "", "", "", "this backend sets nothing for such a job")
+    return table
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _record(one: ResolvedSetting) -> dict[str, Any]:
+    from anygauge.registry import shown_overruled, shown_value
+
+    return {
+        "name": one.name,
+        "value": None if one.value is None else shown_value(one),
+        "scope": one.setting.scope.value,
+        "set_by": one.origin,
+        "reason": one.setting.reason,
+        "source": one.setting.source,
+        "overruled": [{"by": o, "value": v} for o, v in shown_overruled(one)],
+    }
+
+
+def _shell(one: ResolvedSetting) -> str:
+    if one.value is None:
+        return f"unset {one.name}"
+    if one.secret:
+        return f"# {one.name} is a secret: not shown"
+    return f"export {one.name}={shlex.quote(one.value)}"

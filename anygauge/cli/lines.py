@@ -1,0 +1,81 @@
+"""Events of a run as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+def step_line(event: Event) -> str:
+    """``step 10/200  loss 2.3456  lr 1.9e-04  grad 0.98  5,120 tok/s  peak 1.2 GiB``."""
+    steps = event.get("steps")
+    step = f"step {event.get('step', '?')}" + (f"/{steps}" if steps is not None else "")
+    return "  ".join([step, *step_metrics(event)])
+
+
+def step_metrics(event: Event) -> list[str]:
+    """The metrics of a step that are there, each with its unit; mfu is a fraction of 1."""
+    return [
+        show(event[name])
+        for name, show in _STEP.items()
+        if isinstance(event.get(name), int | float)
+    ]
+
+
+def evaluation_line(event: Event) -> str:
+    """``eval at step 200  loss 2.1234  perplexity 8.36``."""
+    name = event.get("name")
+    title = "eval" if name in (None, "", "eval") else f"eval {name}"
+    if event.get("step") is not None:
+        title += f" at step {event['step']}"
+    return "  ".join(
+        [
+            title,
+            *(
+                show(event[key])
+                for key, show in _EVALUATION.items()
+                if isinstance(event.get(key), int | float)
+            ),
+        ]
+    )
+
+
+def summary_lines(summary: Any) -> list[str]:
+    """A summary as rank 0 gives it: text, lines, or names and values; its ``lines`` if it has."""
+    if isinstance(summary, Mapping):
+        if isinstance(summary.get("lines"), list):
+            return [str(line) for line in summary["lines"]]
+        width = max((len(str(name)) for name in summary), default=0)
+        return [f"{name!s:<{width}}  {_value(value)}" for name, value in summary.items()]
+    if isinstance(summary, str):
+        return summary.splitlines()
+    return [str(line) for line in summary or ()]
+
+
+def size(count: float) -> str:
+    """A number of bytes in binary units: ``1.2 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _value(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+_STEP: Mapping[str, Callable[[float], str]] = {
+    "loss": lambda value: f"loss {value:.4f}",
+    "lr": lambda value: f"lr {value:.1e}",
+    "grad_norm": lambda value: f"grad {value:.2f}",
+    "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
+    "mfu": lambda value: f"mfu {value:.1%}",
+    "peak_memory": lambda value: f"peak {size(value)}",
+}
+_EVALUATION: Mapping[str, Callable[[float], str]] = {
+    "eval_loss": lambda value: f"loss {value:.4f}",
+    "perplexity": lambda value: f"perplexity {value:.2f}",
+}

@@ -1,0 +1,100 @@
+"""From a run file and options to a job: shared by the commands that start or describe one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anygauge.interface import Job
+
+if TYPE_CHECKING:
+    from anygauge.config import LoadedRun
+    from anygauge.registry import Registry, Selection
+
+RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="cpu, cuda, a plugin's name, or auto.")
+]
+DevicesOption = Annotated[
+    int | None, typer.Option("--devices", help="Ranks per machine, one per device.")
+]
+NodesOption = Annotated[int | None, typer.Option("--nodes", help="Machines.")]
+LauncherOption = Annotated[str | None, typer.Option("--launcher", help="How ranks are started.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a field: a.b=value. May be repeated.", metavar="A.B=VALUE"),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intent:
+    """What the user asked for, checked and with a backend chosen."""
+
+    loaded: LoadedRun
+    registry: Registry
+    selection: Selection
+    job: Job
+
+    @property
+    def run(self) -> Any:
+        """The run file."""
+        return self.loaded.run
+
+
+def read_intent(
+    path: Path,
+    overrides: Sequence[str] | None,
+    flags: Mapping[str, Any],
+    *,
+    need_device: bool,
+) -> Intent:
+    """Read the run file, choose the backend, and describe the job.
+
+    Args:
+        flags: dotted path -> value of a dedicated option; None where it was not given.
+        need_device: ranks will be started here, so the device must be there.
+    """
+    from anygauge.config import check_paths, load_run_file
+    from anygauge.data import accumulation
+    from anygauge.registry import Registry
+
+    loaded = load_run_file(path, list(overrides or ()), dict(flags))
+    run = loaded.run
+    check_paths(loaded)
+    registry = Registry.load()
+    registry.find_launcher(run.launch.launcher)
+    for tracker in run.trackers:
+        registry.find_tracker(tracker)
+    accumulation(
+        run.train.global_batch, run.train.micro_batch, run.launch.nodes * run.launch.devices
+    )
+    selection = registry.select_backend(run.backend, need_device=need_device)
+    folder = free_folder(Path(run.output) / run.name)
+    job = Job(
+        name=run.name,
+        run_directory=str(folder),
+        run_file=str(folder / "run.yaml"),
+        backend=selection.spec.name,
+        strategy=run.strategy.name,
+        nodes=run.launch.nodes,
+        devices_per_node=run.launch.devices,
+        rendezvous=f"file://{folder / 'rendezvous'}",
+        collective_timeout_s=run.launch.collective_timeout_s,
+        environment=run.environment,
+        backend_options=run.backend_options,
+    )
+    return Intent(loaded=loaded, registry=registry, selection=selection, job=job)
+
+
+def free_folder(wanted: Path) -> Path:
+    """`wanted`, or the first of ``wanted-2``, ``wanted-3``, ... that is no run's already."""
+    wanted = wanted.absolute()
+    number, folder = 1, wanted
+    while folder.exists() and any(folder.iterdir()):
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder

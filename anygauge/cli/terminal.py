@@ -1,0 +1,218 @@
+"""A run as its user sees it: progress while it runs, then its summary or the cause of failure."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
+from anygauge.interface import RunningJob
+
+Event = Mapping[str, Any]
+
+
+def follow(
+    running: RunningJob,
+    *,
+    run_directory: str | Path,
+    quiet: bool = False,
+    console: Console | None = None,
+    errors: Console | None = None,
+) -> int:
+    """Show a job until it ends. Ctrl-C ends its ranks in order, a second time kills them.
+
+    Args:
+        quiet: only warnings and how it ended.
+        console: where the run is shown; None for standard output, with a bar on a terminal.
+        errors: where failures are shown; None for standard error.
+
+    Returns:
+        The exit status: that of the job, or 128 + the signal by which the user ended it.
+    """
+    console = console or Console(force_terminal=sys.stdout.isatty(), highlight=False)
+    errors = errors or Console(stderr=True, highlight=False)
+    view = _View(console, quiet)
+    endings: list[Event] = []
+    with _interruptible(running) as signals:
+        with view.live():
+            told = 0
+            for event in _stream(running):
+                if len(signals) > told:
+                    told = len(signals)
+                    view.line(_ENDING if told == 1 else _KILLING, "notice")
+                if event is None:
+                    continue
+                if event["event"] == "ended":
+                    endings.append(event)
+                else:
+                    view.show(event)
+        status = running.wait()
+    if signals and all(event.get("state") == "cancelled" for event in endings):
+        errors.print("ended by request; the ranks have ended", soft_wrap=True)
+        _logs(errors, run_directory)
+        return 128 + signals[0]
+    if not endings:
+        log = Path(run_directory) / "logs" / "agent0.log"
+        _fail(errors, f"the agent died before it could report (exit status {status}); see {log}")
+        return 1
+    worst = next((event for event in endings if event.get("state") != "ok"), endings[-1])
+    if worst.get("state") == "ok":
+        view.summary()
+        return 0
+    _fail(errors, str(worst.get("cause") or "the run ended early, and no cause was reported"))
+    _logs(errors, run_directory)
+    return int(worst.get("exit_status") or 1)
+
+
+_ENDING = "ending the ranks (Ctrl-C again to kill)"
+_KILLING = "killing the ranks"
+_GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
+
+
+class _View:
+    """Turns events into lines, and on a terminal into a bar below them."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._summary: Any = None
+        if console.is_terminal and not console.is_dumb_terminal and not quiet:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[metrics]}"),
+                TextColumn("eta"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+                expand=True,
+            )
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """Draw the bar for as long as the run goes on."""
+        if self._bar is None:
+            yield
+        else:
+            with self._bar:
+                yield
+
+    def line(self, text: str, level: str = "info") -> None:
+        """One line of text, above the bar; ``info`` is what quiet leaves out."""
+        if level == "info" and self._quiet:
+            return
+        if level == "warning":
+            text = f"warning: {text}"
+        style = "" if level == "info" else "yellow"
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def show(self, event: Event) -> None:
+        """What one event has to say; rank 0 speaks for all but in messages."""
+        kind, rank = event["event"], event.get("rank") or 0
+        if kind == "message":
+            prefix = f"rank {rank}: " if rank else ""
+            self.line(prefix + str(event.get("text", "")), str(event.get("level", "info")))
+        elif rank:
+            return
+        elif kind == "started":
+            for text in event.get("lines") or ():
+                self.line(str(text))
+            self._advance(0, event.get("steps"), "")
+        elif kind == "step":
+            if self._bar is None:
+                self.line(step_line(event))
+            else:
+                metrics = "  ".join(step_metrics(event))
+                self._advance(int(event.get("step", 0)), event.get("steps"), metrics)
+        elif kind == "evaluation":
+            self.line(evaluation_line(event))
+        elif kind == "finished":
+            self._summary = event.get("summary")
+
+    def summary(self) -> None:
+        """What rank 0 said of the whole run."""
+        for text in summary_lines(self._summary):
+            self.line(text)
+
+    def _advance(self, step: int, steps: int | None, metrics: str) -> None:
+        if self._bar is None:
+            return
+        if self._task is None:
+            self._task = self._bar.add_task("", total=steps, metrics="")
+        if steps is not None:
+            self._bar.update(self._task, total=steps)
+        total = self._bar.tasks[0].total
+        description = f"step {step}/{total:.0f}" if total is not None else f"step {step}"
+        self._bar.update(self._task, completed=step, description=description, metrics=metrics)
+
+
+def _stream(running: RunningJob) -> Iterator[Event | None]:
+    """The events, with None now and then while none arrives.
+
+    A thread reads them: a signal in the middle of a read then loses nothing.
+    """
+    arrived: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            for event in running.events():
+                arrived.put(event)
+            arrived.put(None)
+        except BaseException as error:  # raised again by the one who waits
+            arrived.put(error)
+
+    threading.Thread(target=read, name="events", daemon=True).start()
+    while True:
+        try:
+            item = arrived.get(timeout=_GLANCE_S)
+        except queue.Empty:
+            yield None
+            continue
+        if item is None:
+            return
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+
+
+@contextmanager
+def _interruptible(running: RunningJob) -> Iterator[list[int]]:
+    """Answer Ctrl-C and SIGTERM by cancelling the job; yields the signals received so far."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # signals go to the main thread, which has its own plans
+        return
+
+    def cancel(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        running.cancel()
+
+    before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {
+        number: signal.signal(number, cancel) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _fail(errors: Console, text: str) -> None:
+    errors.print(Text("error: ", style="bold red") + Text(text, style="red"), soft_wrap=True)
+
+
+def _logs(errors: Console, run_directory: str | Path) -> None:
+    errors.print(Text(f"logs: {Path(run_directory) / 'logs'}"), soft_wrap=True)

@@ -1,0 +1,70 @@
+"""``anygauge train RUN.yaml``: start a run and follow it to its end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from anygauge.cli.plan import (
+    BackendOption,
+    DevicesOption,
+    Intent,
+    LauncherOption,
+    NodesOption,
+    RunFileArgument,
+    SetOption,
+    read_intent,
+)
+
+
+def train(
+    run_file: RunFileArgument,
+    backend: BackendOption = None,
+    devices: DevicesOption = None,
+    nodes: NodesOption = None,
+    launcher: LauncherOption = None,
+    output: Annotated[
+        str | None, typer.Option("--output", help="Folder for run directories.")
+    ] = None,
+    set_: SetOption = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show settings, engine and processes; start nothing."),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Only the end, not every step, on the terminal.")
+    ] = False,
+) -> None:
+    """Fine-tune a model as a run file says."""
+    flags = {
+        "backend": backend,
+        "launch.devices": devices,
+        "launch.nodes": nodes,
+        "launch.launcher": launcher,
+        "output": output,
+    }
+    intent = read_intent(run_file, set_, flags, need_device=not dry_run)
+    if dry_run:
+        from anygauge.cli.dry_run import show
+
+        show(intent)
+        return
+    raise typer.Exit(start(intent, quiet=quiet))
+
+
+def start(intent: Intent, *, quiet: bool) -> int:
+    """Write the resolved run file, submit the job and follow it; returns the exit status."""
+    from pathlib import Path
+
+    from anygauge.cli.terminal import follow
+    from anygauge.config import dump_run
+    from anygauge.interface.files import write_text
+
+    job, run = intent.job, intent.run
+    chosen = run.model_copy(update={"backend": job.backend})
+    write_text(Path(job.run_file), dump_run(chosen))
+    launcher = intent.registry.launcher(run.launch.launcher)()
+    plan = launcher.render(job, run.launch.options)
+    running = launcher.submit(plan)
+    return follow(running, run_directory=job.run_directory, quiet=quiet)

@@ -1,0 +1,179 @@
+"""The schema in words: what a field takes, where a name belongs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from anygauge.config.schema import RunFile, Section
+
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+
+# What other fine-tuning tools call a field of ours; only ever used to suggest, never to accept.
+ELSEWHERE = {
+    "batch_size": "train.global_batch",
+    "bf16": "precision.compute",
+    "cutoff_len": "data.max_length",
+    "dtype": "precision.compute",
+    "learning_rate": "train.optimizer.lr",
+    "logging_steps": "train.log_every",
+    "eval_steps": "train.eval_every",
+    "lora": "adapter",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_r": "adapter.rank",
+    "lr_scheduler_type": "train.schedule.name",
+    "max_grad_norm": "train.clip",
+    "max_seq_length": "data.max_length",
+    "max_steps": "train.steps",
+    "model_name_or_path": "model.name",
+    "num_train_epochs": "train.epochs",
+    "output_dir": "output",
+    "peft": "adapter",
+    "per_device_train_batch_size": "train.micro_batch",
+    "r": "adapter.rank",
+    "target_modules": "adapter.targets",
+    "torch_dtype": "precision.compute",
+    "zero_stage": "strategy.stage",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type with its bounds: `annotation` is free of Annotated, `metadata` holds the bounds."""
+
+    annotation: Any
+    metadata: tuple[Any, ...] = ()
+
+    @staticmethod
+    def of(annotation: Any, metadata: tuple[Any, ...] = ()) -> Kind:
+        """Takes Annotated[...] apart."""
+        while get_origin(annotation) is Annotated:
+            annotation, *more = get_args(annotation)
+            for item in more:
+                metadata += tuple(item.metadata) if isinstance(item, FieldInfo) else (item,)
+        return Kind(annotation, metadata)
+
+    @property
+    def members(self) -> tuple[Kind, ...]:
+        """The alternatives of a union; of any other type, itself."""
+        if get_origin(self.annotation) in (Union, types.UnionType):
+            return tuple(Kind.of(member, self.metadata) for member in get_args(self.annotation))
+        return (self,)
+
+    @property
+    def nullable(self) -> bool:
+        """Whether null is a value of this type."""
+        return any(member.annotation in (None, type(None), Any) for member in self.members)
+
+    @property
+    def section(self) -> type[Section] | None:
+        """The section that this type is, null aside."""
+        for member in self.members:
+            if isinstance(member.annotation, type) and issubclass(member.annotation, Section):
+                return member.annotation
+        return None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a Literal."""
+        return get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
+
+    def below(self, part: object) -> Kind | None:
+        """The type of a field, an entry or an item of this one."""
+        for member in self.members:
+            origin, args = get_origin(member.annotation), get_args(member.annotation)
+            if member.section is not None and isinstance(part, str):
+                field = member.section.model_fields.get(part)
+                return None if field is None else field_kind(field)
+            if origin is dict:
+                return Kind.of(args[1])
+            if type(part) is int and origin is list:
+                return Kind.of(args[0])
+            if type(part) is int and origin is tuple:
+                return Kind.of(args[part]) if part < len(args) else None
+        return None
+
+    def __str__(self) -> str:
+        return " or ".join(self._words(member) for member in self.members)
+
+    @staticmethod
+    def _words(kind: Kind) -> str:
+        origin, args = get_origin(kind.annotation), get_args(kind.annotation)
+        if kind.annotation in (None, type(None)):
+            return "null"
+        if kind.annotation is Any:
+            return "any value"
+        if kind.section is not None:
+            return "section"
+        if kind.choices:
+            return kind.choices[0] if len(args) == 1 else f"one of {', '.join(kind.choices)}"
+        if origin is list:
+            return f"list of {Kind.of(args[0])}"
+        if origin is tuple:
+            return f"list of {len(args)}: {', '.join(str(Kind.of(arg)) for arg in args)}"
+        if origin is dict:
+            return "mapping" if args[1] is Any else f"mapping of names to {Kind.of(args[1])}"
+        word = _WORDS.get(kind.annotation, str(kind.annotation))
+        bounds = [
+            f"{sign} {getattr(item, name):g}"
+            for item in kind.metadata
+            for name, sign in _BOUNDS.items()
+            if getattr(item, name, None) is not None
+        ]
+        pattern = next((item.pattern for item in kind.metadata if hasattr(item, "pattern")), None)
+        if pattern is not None:
+            bounds.append(f"matching {pattern}")
+        return " ".join([word, " and ".join(bounds)]) if bounds else word
+
+
+ROOT = Kind(RunFile)
+
+
+def field_kind(field: FieldInfo) -> Kind:
+    """The type of a section's field."""
+    return Kind.of(field.annotation, tuple(field.metadata))
+
+
+def kind_at(path: tuple[object, ...]) -> Kind | None:
+    """The type at a path of the run file; None where the schema has nothing."""
+    kind: Kind | None = ROOT
+    for part in path:
+        kind = None if kind is None else kind.below(part)
+    return kind
+
+
+def meaning(field: FieldInfo) -> str:
+    """A field's description; for a section without one, what its class says first."""
+    if field.description:
+        return field.description
+    section = field_kind(field).section
+    return "" if section is None else (section.__doc__ or "").strip().splitlines()[0]
+
+
+def sections() -> Iterator[tuple[tuple[str, ...], type[Section]]]:
+    """Every section with its path, outer ones first; the run file itself has the path ()."""
+    waiting: list[tuple[tuple[str, ...], type[Section]]] = [((), RunFile)]
+    while waiting:
+        path, section = waiting.pop(0)
+        yield path, section
+        below = [
+            ((*path, name), inner)
+            for name, field in section.model_fields.items()
+            if (inner := field_kind(field).section) is not None
+        ]
+        waiting[:0] = below
+
+
+@cache
+def homes(name: str) -> tuple[str, ...]:
+    """Dotted paths of the sections that have a field of this name; "" is the top level."""
+    if name == "extends":
+        return ("",)
+    return tuple(".".join(path) for path, section in sections() if name in section.model_fields)

@@ -1,0 +1,262 @@
+"""YAML text as a tree of values that know the line they were written on.
+
+PyYAML's safe types, with four differences that all prevent a wrong number or text: `2e-4` and `1e5`
+are numbers; `12:30:00` is text and not a count of seconds; `010` is text and not 8; a date is text.
+A key written twice in one mapping is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from anygauge.config.origin import Origin, Problem, dotted
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
+_MERGE = f"{_TAG}merge"
+_KEPT = {f"{_TAG}null", f"{_TAG}bool", _MERGE}
+
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
+_FLOAT = re.compile(
+    r"""[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?
+    |[0-9][0-9_]*[eE][-+]?[0-9]+
+    |\.(?:inf|Inf|INF))$
+    |\.(?:nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+# Our reading of plain scalars: tag, pattern, characters it may begin with.
+RESOLVERS = (
+    (f"{_TAG}int", _INT, list("-+0123456789")),
+    (f"{_TAG}float", _FLOAT, list("-+.0123456789")),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with our reading of numbers; used for its scalars and line marks."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+for _tag, _pattern, _first in RESOLVERS:
+    _Loader.add_implicit_resolver(_tag, _pattern, _first)
+
+
+class NotYaml(Exception):
+    """Text that cannot be read as one YAML document.
+
+    Attributes:
+        line: counted from 1, or None where the reader does not say.
+    """
+
+    def __init__(self, text: str, line: int | None) -> None:
+        super().__init__(text)
+        self.line = line
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value and where it was written.
+
+    Attributes:
+        value: a scalar, a tuple of nodes, or a dict of nodes by key.
+        origin: for an entry of a mapping, the line of its key.
+        text: a scalar as it was written; "" for a mapping, a list and a value left empty.
+        implied: a mapping that stands only on the way to a value: `train` in --set train.steps=1.
+    """
+
+    value: Any
+    origin: Origin
+    text: str = ""
+    implied: bool = False
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether `value` is a dict of nodes."""
+        return isinstance(self.value, dict)
+
+    def get(self, *path: object) -> Node | None:
+        """The node at `path` below this one, or None."""
+        node = self
+        for part in path:
+            value = node.value
+            is_item = isinstance(value, tuple) and type(part) is int and part < len(value)
+            if not is_item and not (isinstance(value, dict) and part in value):
+                return None
+            node = value[part]
+        return node
+
+    def nearest(self, *path: object) -> Node:
+        """The node at `path`, or else the deepest one that was written on the way to it."""
+        for length in range(len(path), 0, -1):
+            found = self.get(*path[:length])
+            if found is not None:
+                return found
+        return self
+
+
+def read_yaml(
+    text: str,
+    label: str,
+    folder: Path,
+    problems: list[Problem],
+    *,
+    lines: bool = True,
+    path: tuple[str, ...] = (),
+) -> Node | None:
+    """The one document in `text`, or None where there is nothing but blanks and comments.
+
+    Args:
+        text: YAML.
+        label: what complaints name as the place.
+        folder: what relative paths in `text` are relative to.
+        problems: complaints that leave the rest readable (a key written twice, an odd tag) are
+            added here.
+        lines: False for text without lines of its own, such as the value of an option.
+        path: where the document will stand in the run file; for complaints.
+
+    Raises:
+        NotYaml: the text cannot be read at all.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            top = loader.get_single_node()
+            if top is None:
+                return None
+            builder = _Builder(loader, label, folder, problems, lines)
+            return builder.node(top, builder.origin(top), path)
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        text = f"the character U+{error.character:04X} is not allowed in YAML"
+        raise NotYaml(text, line) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        if "'\\t'" in said:
+            said += "; indent with spaces"
+        raise NotYaml(said, None if mark is None else mark.line + 1) from None
+    except RecursionError:
+        raise NotYaml("nested too deeply", None) from None
+
+
+class _Builder:
+    """Turns PyYAML's nodes into ours."""
+
+    def __init__(
+        self, loader: _Loader, label: str, folder: Path, problems: list[Problem], lines: bool
+    ) -> None:
+        self._loader = loader
+        self._label = label
+        self._folder = folder
+        self._problems = problems
+        self._lines = lines
+        self._open: set[int] = set()
+
+    def origin(self, raw: yaml.Node) -> Origin:
+        line = raw.start_mark.line + 1 if self._lines else None
+        return Origin(self._label, line, self._folder)
+
+    def node(self, raw: yaml.Node, origin: Origin, path: tuple[object, ...]) -> Node:
+        if id(raw) in self._open:
+            return self._refuse(origin, path, f"the alias of line {origin.line} contains itself")
+        self._open.add(id(raw))
+        try:
+            if isinstance(raw, yaml.MappingNode) and raw.tag == f"{_TAG}map":
+                return Node(self._mapping(raw, path), origin)
+            if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{_TAG}seq":
+                items = (
+                    self.node(item, self.origin(item), (*path, index))
+                    for index, item in enumerate(raw.value)
+                )
+                return Node(tuple(items), origin)
+            if isinstance(raw, yaml.ScalarNode) and raw.tag in _SCALARS:
+                return self._scalar(raw, origin, path)
+        finally:
+            self._open.discard(id(raw))
+        tag = raw.tag.replace(_TAG, "!!")
+        return self._refuse(origin, path, f"the tag {tag} means nothing here; write a plain value")
+
+    def _scalar(self, raw: yaml.ScalarNode, origin: Origin, path: tuple[object, ...]) -> Node:
+        try:
+            value = self._loader.construct_object(raw)
+        except (ValueError, KeyError):
+            kind = raw.tag.removeprefix(_TAG)
+            return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
+        return Node(value, origin, raw.value)
+
+    def _mapping(self, raw: yaml.MappingNode, path: tuple[object, ...]) -> dict[Any, Node]:
+        own: dict[Any, Node] = {}
+        merged: dict[Any, Node] = {}
+        for key_node, value_node in raw.value:
+            origin = self.origin(key_node)
+            if key_node.tag == _MERGE:
+                for key, node in self._merge(value_node, path).items():
+                    merged.setdefault(key, node)
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._refuse(origin, path, "a list or mapping cannot be a key")
+                continue
+            key = self.node(key_node, origin, path).value
+            if key in own:
+                first = own[key].origin
+                text = "written twice"
+                if self._lines:
+                    text += f", on line {first.line} and on line {origin.line}; keep one of them"
+                self._refuse(origin, (*path, key), text)
+            own[key] = self.node(value_node, origin, (*path, key))
+        return merged | own
+
+    def _merge(self, raw: yaml.Node, path: tuple[object, ...]) -> Mapping[Any, Node]:
+        """What `<<: *anchor` or `<<: [*one, *two]` brings in; the first to name a key wins."""
+        parts = raw.value if isinstance(raw, yaml.SequenceNode) else [raw]
+        found: dict[Any, Node] = {}
+        for part in parts:
+            node = self.node(part, self.origin(part), path)
+            if not node.is_mapping:
+                self._refuse(self.origin(raw), path, "'<<' takes a mapping, or a list of mappings")
+                break
+            found = node.value | found
+        return found
+
+    def _refuse(self, origin: Origin, path: tuple[object, ...], text: str) -> Node:
+        self._problems.append(Problem(origin, dotted(path), text))
+        return Node(None, origin, "null")
+
+
+def merge(base: Node, over: Node) -> Node:
+    """`over` laid upon `base`: mappings are merged key by key, everything else is replaced."""
+    if not (base.is_mapping and over.is_mapping):
+        return over
+    merged = dict(base.value)
+    for key, node in over.value.items():
+        merged[key] = merge(merged[key], node) if key in merged else node
+    origin = base.origin if over.implied else over.origin
+    return Node(merged, origin, implied=base.implied and over.implied)
+
+
+def replace(node: Node, path: tuple[str, ...], value: Any) -> Node:
+    """The same tree with another scalar at `path`, which must exist; origins are kept."""
+    if not path:
+        return Node(value, node.origin, str(value))
+    below = replace(node.value[path[0]], path[1:], value)
+    return Node(node.value | {path[0]: below}, node.origin, node.text, node.implied)
+
+
+def plain(node: Node) -> Any:
+    """The value alone: dicts, lists and scalars."""
+    if isinstance(node.value, dict):
+        return {key: plain(below) for key, below in node.value.items()}
+    if isinstance(node.value, tuple):
+        return [plain(item) for item in node.value]
+    return node.value

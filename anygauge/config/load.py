@@ -1,0 +1,248 @@
+"""Reads a run file: YAML, what it extends, and the command line, into one checked RunFile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import ValidationError
+
+from anygauge.config.describe import ROOT, Kind, field_kind
+from anygauge.config.document import Node, NotYaml, merge, plain, read_yaml
+from anygauge.config.messages import explain, received
+from anygauge.config.origin import Origin, Problem, dotted, run_file_error
+from anygauge.config.overrides import command_line
+from anygauge.config.paths import ALL, OUTPUT, complaint_about, expand, locate, resolve_paths
+from anygauge.config.schema import RunFile
+from anygauge.interface import RunFileError
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run file that passed every check, and where its values come from.
+
+    Attributes:
+        run: the run, with absolute paths and all defaults filled in.
+        sources: dotted path -> where it was written; a value left at its default has no entry.
+        files: the files that were read, absolute: the run file first, then what it extends.
+        file: the run file as the user named it.
+    """
+
+    run: RunFile
+    sources: Mapping[str, Origin]
+    files: tuple[Path, ...]
+    file: str = field(default="run file", kw_only=True)
+
+    def source(self, path: str) -> Origin:
+        """Where `path` was written, or else the section that it belongs to, or the file."""
+        while path and path not in self.sources:
+            path = path.rpartition(".")[0]
+        return self.sources[path]
+
+    def error(self, path: str, text: str) -> RunFileError:
+        """An error to raise about one field: "FILE:LINE: path: text"."""
+        return run_file_error(self.file, [Problem(self.source(path), path, text)])
+
+
+def load_run_file(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> LoadedRun:
+    """Reads and checks a run file; whether data and models exist is left to `check_paths`.
+
+    What wins over what: `flags` and `overrides`, the file, what it extends, the schema's default.
+    Mappings are merged, lists are replaced, null stands for the default.
+
+    Args:
+        path: the run file.
+        overrides: values of --set, "dotted.path=YAML".
+        flags: values of options of their own by dotted path; None where an option is not given.
+        environ: variables for paths; left out: those of the process.
+        cwd: what `output` and paths of the command line are relative to; left out: the process's.
+
+    Raises:
+        RunFileError: naming every problem that was found, with file and line.
+    """
+    environ = os.environ if environ is None else environ
+    cwd = Path.cwd() if cwd is None else cwd
+    name = os.fspath(path)
+    problems: list[Problem] = []
+    files: list[Path] = []
+    root = _read(cwd / path, name, (), environ, files, problems)
+    root = merge(root, command_line(overrides, flags or {}, cwd, problems))
+    root = resolve_paths(root, environ, cwd, problems)
+    broken = len(problems)
+    values = _values(root, ROOT, (), problems)
+    try:
+        run = RunFile.model_validate(values, strict=True)
+    except ValidationError as error:
+        # Whatever could not be read was complained about already, and stands as null in the tree.
+        known = {problem.path for problem in problems[:broken]}
+        problems += [each for each in explain(error, root) if each.path not in known]
+    if problems:
+        raise run_file_error(name, problems)
+    if root.get(*OUTPUT) is None:
+        run = run.model_copy(update={"output": locate(OUTPUT, run.output, cwd)})
+    return LoadedRun(run, dict(_sources(root)), tuple(files), file=name)
+
+
+def check_paths(loaded: LoadedRun) -> None:
+    """Looks for the data files, and for the model and tokenizer where they are local.
+
+    Raises:
+        RunFileError: "FILE:LINE: data.train.path: no such file: /abs/path", a line for each.
+    """
+    problems = []
+    for path in ALL:
+        value: Any = loaded.run
+        for part in path:
+            value = getattr(value, part, None)
+        text = complaint_about(path, value) if isinstance(value, str) else ""
+        if text:
+            problems.append(Problem(loaded.source(dotted(path)), dotted(path), text))
+    if problems:
+        raise run_file_error(loaded.file, problems)
+
+
+def _read(
+    path: Path,
+    shown: str,
+    chain: tuple[tuple[Path, str], ...],
+    environ: Mapping[str, str],
+    files: list[Path],
+    problems: list[Problem],
+) -> Node:
+    """One file with everything it extends merged beneath it.
+
+    Args:
+        path: the file, absolute.
+        shown: the file as complaints name it.
+        chain: the files that led here, each real path with its shown name.
+    """
+    root = _document(path, shown, problems)
+    chain = (*chain, (path.resolve(), shown))
+    if path not in files:
+        files.append(path)
+    extends = root.value.pop("extends", None)
+    if extends is None or extends.value is None:
+        return root
+    items = extends.value if isinstance(extends.value, tuple) else (extends,)
+    below: Node | None = None
+    for item in items:
+        if not isinstance(item.value, str):
+            text = f"got {received(item)}, expected a file or a list of files"
+            raise run_file_error(chain[0][1], [Problem(item.origin, "extends", text)])
+        text, complaint = expand(item.value, environ)
+        base = path.parent / text
+        if not complaint and not base.is_file():
+            complaint = f"no such file: {base}{_similar(base)}"
+        seen = [real for real, _ in chain]
+        if not complaint and base.resolve() in seen:
+            circle = [*(name for _, name in chain[seen.index(base.resolve()) :]), item.value]
+            complaint = f"goes in a circle: {' extends '.join(circle)}"
+        if complaint:
+            raise run_file_error(chain[0][1], [Problem(item.origin, "extends", complaint)])
+        name = os.path.normpath(Path(shown).parent / text)
+        layer = _read(base, name, chain, environ, files, problems)
+        below = layer if below is None else merge(below, layer)
+    return root if below is None else merge(below, root)
+
+
+def _document(path: Path, shown: str, problems: list[Problem]) -> Node:
+    """One file as a tree; its root is known by the file, without a line.
+
+    Raises:
+        RunFileError: there is no such file, or it is not a mapping in YAML.
+    """
+    whole = Origin(shown, None, path.parent)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise RunFileError(f"{shown}: no such file{_similar(path)}") from None
+    except IsADirectoryError:
+        found = sorted(each.name for each in path.iterdir() if _is_yaml(each.name))
+        hint = f"; it holds {', '.join(found)}" if found else ""
+        raise RunFileError(f"{shown}: is a folder, expected a run file{hint}") from None
+    except UnicodeDecodeError as error:
+        text = f"is not text in UTF-8 (byte {error.start}); expected a run file in YAML"
+        raise RunFileError(f"{shown}: {text}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunFileError(f"{shown}: cannot be read: {reason}") from None
+    try:
+        root = read_yaml(text, shown, path.parent, problems)
+    except NotYaml as error:
+        place = Origin(shown, error.line, path.parent)
+        raise RunFileError(f"{place}: not valid YAML: {error}") from None
+    if root is None:
+        raise RunFileError(f"{shown}: is empty; a run file needs at least 'model' and 'data'")
+    if not root.is_mapping:
+        text = f"got {received(root)}, expected a mapping such as 'model: {{...}}' at the top"
+        raise RunFileError(f"{root.origin}: {text}")
+    return Node(root.value, whole)
+
+
+def _similar(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    names = sorted(each.name for each in path.parent.iterdir() if _is_yaml(each.name))
+    close = get_close_matches(path.name, names, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _is_yaml(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _values(
+    node: Node, kind: Kind | None, path: tuple[object, ...], problems: list[Problem]
+) -> Any:
+    """Plain values for pydantic, with null as "left out" wherever a default stands ready."""
+    if kind is not None and node.is_mapping:
+        node = _text_keys(node, kind, path, problems)
+    section = None if kind is None else kind.section
+    if section is None or not node.is_mapping:
+        value = plain(node)
+        is_tuple = kind is not None and get_origin(kind.annotation) is tuple
+        return tuple(value) if is_tuple and isinstance(value, list) else value
+    values = {}
+    for name, below in node.value.items():
+        field = section.model_fields.get(name)
+        inner = None if field is None else field_kind(field)
+        if field is not None and below.value is None:
+            if not below.text and inner is not None and inner.nullable and inner.section:
+                text = "is left empty; give its fields, '{}' for all defaults, or null for none"
+                problems.append(Problem(below.origin, dotted((*path, name)), text))
+            if not field.is_required():
+                continue
+        values[name] = _values(below, inner, (*path, name), problems)
+    return values
+
+
+def _text_keys(node: Node, kind: Kind, path: tuple[object, ...], problems: list[Problem]) -> Node:
+    """The mapping without keys that are not text, each of which is a problem."""
+    kept = {}
+    for key, below in node.value.items():
+        if isinstance(key, str):
+            kept[key] = below
+            continue
+        shown = str(key).lower() if isinstance(key, bool) else str(key)
+        text = f"the key {shown} ({type(key).__name__}) is not text; put it in quotes"
+        problems.append(Problem(below.origin, dotted(path), text))
+    return Node(kept, node.origin, node.text, node.implied)
+
+
+def _sources(node: Node, path: tuple[object, ...] = ()) -> list[tuple[str, Origin]]:
+    found = [(dotted(path), node.origin)]
+    if isinstance(node.value, dict):
+        for name, below in node.value.items():
+            found += _sources(below, (*path, name))
+    return found

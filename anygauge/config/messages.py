@@ -1,0 +1,156 @@
+"""Pydantic's complaints about a run file, each as one line that says what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from anygauge.config.describe import ELSEWHERE, Kind, homes, kind_at, meaning
+from anygauge.config.document import Node
+from anygauge.config.origin import Problem, dotted
+
+_YAML_BOOLEANS = ("yes", "no", "on", "off", "true", "false")
+
+
+def explain(error: ValidationError, root: Node) -> list[Problem]:
+    """One problem for each wrong field.
+
+    Args:
+        error: what pydantic said about `plain(root)`.
+        root: the merged tree, for places and for values as they were written.
+    """
+    problems = []
+    values: list[tuple[object, ...]] = []
+    for item in error.errors(include_url=False):
+        path = _path(item["loc"], root)
+        kind = item["type"]
+        if kind == "missing" and isinstance(item["loc"][-1], str):
+            problems.append(_missing(path, root))
+        elif kind == "extra_forbidden":
+            problems.append(_unknown(path, root))
+        elif kind == "value_error":
+            problems.append(_refused(path, str(item["ctx"]["error"]), root))
+        else:
+            values.append(path)
+    # A union complains once for each of its members, about the value and about what is in it:
+    # the innermost is the one to change.
+    for path in dict.fromkeys(values):
+        if not any(other[: len(path)] == path and other != path for other in values):
+            problems.append(_wrong(path, root))
+    return problems
+
+
+def _path(loc: Sequence[object], root: Node) -> tuple[object, ...]:
+    """`loc` without pydantic's names of union members, which are no part of the file."""
+    path: tuple[object, ...] = ()
+    for index, part in enumerate(loc):
+        last = index == len(loc) - 1
+        if root.get(*path, part) is not None or (last and _is_field(path, part)):
+            path = (*path, part)
+    return path
+
+
+def _is_field(path: tuple[object, ...], part: object) -> bool:
+    kind = kind_at(path)
+    return kind is not None and kind.section is not None and isinstance(part, str)
+
+
+def _missing(path: tuple[object, ...], root: Node) -> Problem:
+    parent = kind_at(path[:-1])
+    assert parent is not None and parent.section is not None
+    text = meaning(parent.section.model_fields[str(path[-1])])
+    return Problem(root.nearest(*path).origin, dotted(path), f"missing: {text}")
+
+
+def _unknown(path: tuple[object, ...], root: Node) -> Problem:
+    name = str(path[-1])
+    parent = kind_at(path[:-1])
+    assert parent is not None and parent.section is not None
+    valid = [*parent.section.model_fields, *([] if path[:-1] else ["extends"])]
+    hints = ["no such field"]
+    close = get_close_matches(name.lower(), valid, n=1)
+    if homes(name):
+        places = [home or "the top level" for home in homes(name)]
+        hints.append(f"'{name}' belongs under {' or '.join(places)}")
+    elif not close and name in ELSEWHERE:
+        hints.append(f"here that is '{ELSEWHERE[name]}'")
+    if close:
+        hints.append(f"did you mean '{close[0]}'?")
+    said = "; ".join(hints)
+    said += " " if said.endswith("?") else "; "
+    return Problem(
+        root.nearest(*path).origin, dotted(path), f"{said}valid here: {', '.join(valid)}"
+    )
+
+
+def _refused(path: tuple[object, ...], text: str, root: Node) -> Problem:
+    """What a section's own check said, with the places of the fields that it names."""
+    places = {
+        name: str(node.origin)
+        for name in re.findall(r"'(\w+)'", text)
+        if (node := root.get(*path, name)) is not None and node.value is not None
+    }
+    if len(places) > 1:
+        text += f" ({', '.join(f'{name}: {place}' for name, place in places.items())})"
+    return Problem(root.nearest(*path).origin, dotted(path), text)
+
+
+def _wrong(path: tuple[object, ...], root: Node) -> Problem:
+    node = root.nearest(*path)
+    expected = kind_at(path) or Kind(Any)
+    said = f"got {received(node)}, expected {wanted(expected)}"
+    text = "; ".join([said, *_hints(node, expected)])
+    return Problem(node.origin, dotted(path), text)
+
+
+def _hints(node: Node, expected: Kind) -> Iterator[str]:
+    value = node.value
+    takes = {member.annotation for member in expected.members}
+    if str in takes and isinstance(value, int | float):
+        if isinstance(value, bool) and node.text.lower() in _YAML_BOOLEANS:
+            yield f"put it in quotes, YAML reads {node.text} as {str(value).lower()}"
+        else:
+            yield "put it in quotes to make it text"
+    if int in takes and isinstance(value, float) and value.is_integer():
+        yield f"write {int(value)}"
+    if isinstance(value, str):
+        close = get_close_matches(value, expected.choices, n=1)
+        if close and len(expected.choices) > 1:
+            yield f"did you mean '{close[0]}'?"
+        if takes & {int, float} and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value):
+            yield "write it without quotes and without leading zeros"
+
+
+def received(node: Node) -> str:
+    """A value as it was written, with its type: 'fast' (str), 1e3 (float), null."""
+    value = node.value
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "a mapping" if value else "an empty mapping"
+    if isinstance(value, tuple):
+        return f"a list of {len(value)}"
+    shown = repr(value) if isinstance(value, str) else node.text
+    if len(shown) > 60:
+        shown = f"{shown[:57]}..."
+    return f"{shown} ({type(value).__name__})"
+
+
+def wanted(kind: Kind) -> str:
+    """What a field takes, as the end of "expected ..."."""
+    words = [_with_article(member) for member in kind.members]
+    return " or ".join(dict.fromkeys(words))
+
+
+def _with_article(kind: Kind) -> str:
+    if kind.section is not None:
+        return f"a mapping of {', '.join(kind.section.model_fields)}"
+    text = str(kind)
+    plain = ("text", "null", "true", "one of", "any")
+    if kind.choices or text.startswith(plain):
+        return f"'{text}'" if len(kind.choices) == 1 else text
+    return f"a {text}"

@@ -1,0 +1,119 @@
+"""Paths in a run file: `~` and variables expanded, made absolute, and looked for.
+
+A data file, a model folder and a tokenizer are relative to the file they are written in, so that a
+run file can be used from any directory; `output` is relative to the current directory, because
+that is where a user expects results. A model or tokenizer that is not a path is a name on the hub.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from anygauge.config.document import Node, replace
+from anygauge.config.origin import Problem, dotted
+
+DATA_FILES = (("data", "train", "path"), ("data", "eval", "path"))
+MODEL_FOLDER = ("model", "name")
+TOKENIZER = ("model", "tokenizer")
+OUTPUT = ("output",)
+ALL = (*DATA_FILES, MODEL_FOLDER, TOKENIZER, OUTPUT)
+
+_VARIABLE = re.compile(r"\$(?:(?P<dollar>\$)|\{(?P<braced>[^}]*)\}|(?P<bare>[A-Za-z_]\w*))")
+_SURELY_A_PATH = re.compile(r"\.{0,2}/|\.{1,2}$|~")
+
+
+def resolve_paths(
+    root: Node, environ: Mapping[str, str], cwd: Path, problems: list[Problem]
+) -> Node:
+    """The tree with its paths expanded and absolute; hub names and wrong types are left alone.
+
+    Args:
+        root: the merged tree.
+        environ: variables for `$NAME`, `${NAME}` and `~`.
+        cwd: what `output` is relative to.
+        problems: a variable that is not set, and the like, is added here.
+    """
+    for path in ALL:
+        node = root.get(*path)
+        if node is None or not isinstance(node.value, str):
+            continue
+        text, complaint = expand(node.value, environ)
+        if complaint:
+            problems.append(Problem(node.origin, dotted(path), complaint))
+            continue
+        folder = cwd if path == OUTPUT else node.origin.folder
+        root = replace(root, path, locate(path, text, folder))
+    return root
+
+
+def expand(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """`text` with `~`, `$NAME` and `${NAME}` replaced and `$$` as a dollar sign, and a complaint.
+
+    The complaint is "" unless a variable is not set, a home is not known, or no path is left.
+    """
+    unset: list[str] = []
+
+    def value(match: re.Match[str]) -> str:
+        if match["dollar"]:
+            return "$"
+        name = match["bare"] or match["braced"]
+        if name not in environ:
+            unset.append(name or "")
+        return environ.get(name or "", "")
+
+    expanded = _VARIABLE.sub(value, text)
+    if unset:
+        return text, f"the variable '{unset[0]}' in {text!r} is not set; export it"
+    if text.startswith("~"):
+        home, slash, rest = expanded.partition("/")
+        known = environ.get("HOME") if home == "~" else None
+        expanded = (known or os.path.expanduser(home)) + slash + rest  # noqa: PTH111
+        if expanded.startswith("~"):
+            return text, f"no home folder is known for {home!r}"
+    if not expanded.strip() or "\0" in expanded:
+        return text, f"{text!r} is not a path"
+    return expanded, ""
+
+
+def locate(path: tuple[str, ...], text: str, folder: Path) -> str:
+    """The absolute path that `text` at `path` means in `folder`; a hub name is left unchanged."""
+    joined = folder / text
+    is_named = path in (MODEL_FOLDER, TOKENIZER) and not _SURELY_A_PATH.match(text)
+    if is_named and not joined.exists() and not text.endswith(".json"):
+        return text
+    normal = os.path.normpath(joined)
+    # `link/..` is not where the text says if `link` points elsewhere: then the dots stay.
+    same = os.path.realpath(normal) == os.path.realpath(joined)
+    return normal if same else str(joined)
+
+
+def complaint_about(path: tuple[str, ...], text: str) -> str:
+    """What is wrong with the file or folder that a resolved field names; "" if it can be used."""
+    if path == OUTPUT:
+        return ""
+    target = Path(text)
+    if path in DATA_FILES:
+        if target.is_file():
+            return ""
+        if target.is_dir():
+            return f"is a folder, expected a file: {target}"
+        return f"no such file: {target}{_neighbour(target)}"
+    if not target.is_absolute() or target.is_dir():
+        return ""
+    if path == TOKENIZER:
+        return "" if target.is_file() else f"no such file or folder: {target}{_neighbour(target)}"
+    if target.is_file():
+        return f"is a file, expected a folder: {target}"
+    return f"no such folder: {target}{_neighbour(target)}"
+
+
+def _neighbour(target: Path) -> str:
+    if not target.parent.is_dir():
+        return "" if target.parent == target else f" (nor is there a folder {target.parent})"
+    names = sorted(each.name for each in target.parent.iterdir())
+    close = get_close_matches(target.name, names, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,119 @@
+"""Sequences to tensors: padding, labels, positions and document numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from anygauge.data.tokens import TokenizedRows
+from anygauge.interface import ShapePolicy
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100
+"""The label of positions that are not learned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MicroBatch:
+    """What one forward reads. Tensors are int64 of shape (sequences, length), on the host.
+
+    Attributes:
+        input_ids: token numbers; sequences are padded on the right.
+        labels: the tokens to be learned *at their own position* (the loss shifts them);
+            `IGNORED` elsewhere, and on the first token of every document.
+        attention_mask: 1 for tokens, 0 for padding. A dummy sequence keeps one 1, since attention
+            over nothing at all is not a number.
+        position_ids: from 0; packed documents and the padding behind them each begin anew.
+        segment_ids: packed: the document's number in its sequence from 1, 0 for padding.
+            None where nothing is packed.
+        origins: where the rows came from; dummies have none.
+        supervised_tokens: labels that count.
+        tokens: real tokens, without padding and dummies.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    segment_ids: torch.Tensor | None
+    origins: tuple[str, ...]
+    supervised_tokens: int
+    tokens: int
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, for moving to a device; `segment_ids` only where packed."""
+        named = {
+            "input_ids": self.input_ids,
+            "labels": self.labels,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+        if self.segment_ids is not None:
+            named["segment_ids"] = self.segment_ids
+        return named
+
+
+def collate(
+    rows: TokenizedRows,
+    sequences: Sequence[Sequence[int]],
+    *,
+    packed: bool,
+    shapes: ShapePolicy,
+    max_length: int,
+    pad_id: int,
+) -> MicroBatch:
+    """Lay out sequences side by side.
+
+    Args:
+        sequences: for each, the rows it holds, in order; none at all makes a dummy, from which
+            nothing is learned.
+        packed: whether documents are told apart by positions and `segment_ids`; only then may a
+            sequence hold several rows.
+        shapes: decides the padded length.
+        max_length: most tokens of a sequence.
+    """
+    import torch
+
+    lengths = rows.lengths
+    longest = max(sum(int(lengths[row]) for row in sequence) for sequence in sequences)
+    width = shapes.padded_length(max(1, longest), max_length)
+    shape = (len(sequences), width)
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    labels = np.full(shape, IGNORED, dtype=np.int64)
+    mask = np.zeros(shape, dtype=np.int64)
+    positions = np.tile(np.arange(width, dtype=np.int64), (len(sequences), 1))
+    segments = np.zeros(shape, dtype=np.int64)
+    tokens = supervised = 0
+    for place, sequence in enumerate(sequences):
+        at = 0
+        for number, row in enumerate(sequence, start=1):
+            ids, masked = rows.row(row), int(rows.masked[row])
+            end = at + len(ids)
+            input_ids[place, at:end] = ids
+            labels[place, at + masked : end] = ids[masked:]
+            mask[place, at:end] = 1
+            segments[place, at:end] = number
+            if packed:
+                positions[place, at:] = np.arange(width - at)
+            supervised += rows.supervised(row)
+            at = end
+        tokens += at
+        if not sequence:
+            mask[place, 0] = segments[place, 0] = at = 1
+        if packed:
+            positions[place, at:] = np.arange(width - at)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        attention_mask=torch.from_numpy(mask),
+        position_ids=torch.from_numpy(positions),
+        segment_ids=torch.from_numpy(segments) if packed else None,
+        origins=tuple(rows.origins[row] for sequence in sequences for row in sequence),
+        supervised_tokens=supervised,
+        tokens=tokens,
+    )

@@ -1,0 +1,78 @@
+"""Processes that end with the process that started them, even if that one is killed outright.
+
+The chain of a run is: command line, agent, ranks, helper processes of a rank. A parent that ends
+in an orderly way ends its children itself; `die_with_parent` covers the other ways.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+PARENT_PID = "ANYGAUGE_PARENT_PID"
+"""Environment variable: process id of the parent that the child must not outlive."""
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_POLL_S = 0.5
+
+
+def parent_environment() -> dict[str, str]:
+    """What a parent adds to a child's environment for `die_with_parent` to find.
+
+    On Linux the parent is the *thread* that starts the child: start children from a thread that
+    lives as long as they should, best the main thread.
+    """
+    return {PARENT_PID: str(os.getpid())}
+
+
+def die_with_parent(signum: int = signal.SIGKILL) -> bool:
+    """Have this process receive `signum` when its parent ends, and at once if it already has.
+
+    Call it first thing in a child, before heavy imports. Without `PARENT_PID` in the environment
+    nothing happens; the variable is removed, so that grandchildren do not take it for theirs.
+
+    Returns:
+        Whether the process is tied to its parent now.
+    """
+    expected = os.environ.pop(PARENT_PID, None)
+    if expected is None:
+        return False
+    parent = int(expected)
+    if not _signal_at_parent_death(signum):
+        threading.Thread(
+            target=_watch_parent, args=(parent, signum), name="parent-watch", daemon=True
+        ).start()
+    # The parent may have ended before the request was made: then nothing would ever arrive.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+    return True
+
+
+def describe_exit(code: int) -> str:
+    """An exit code as `subprocess` reports it, in words: negative codes are signals."""
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return f"signal {-code}, {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _signal_at_parent_death(signum: int) -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+    except (OSError, AttributeError):
+        return False
+    return prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0) == 0
+
+
+def _watch_parent(parent: int, signum: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signum)

@@ -1,0 +1,195 @@
+"""The model factory: a causal language model from a folder, a hub name or a bare configuration."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.interface import ModelError
+from anygauge.models.adapter import add_adapter
+from anygauge.models.files import WeightFiles, match_names
+
+FILE_PATTERNS = ["*.json", "*.safetensors", "*.safetensors.index.json", "*.py", "*.model"]
+
+
+def local_folder(section: ModelSection) -> Path:
+    """The folder of the model's files; fetches them from the hub where `name` is no folder.
+
+    Raises:
+        ModelError: there is no such folder or hub model.
+    """
+    assert section.name is not None
+    folder = Path(section.name)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or section.name.startswith("."):
+        raise ModelError(f"model.name: no such folder: {folder}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                section.name, revision=section.revision, allow_patterns=FILE_PATTERNS
+            )
+        )
+    except Exception as error:
+        raise ModelError(
+            f"model.name: {section.name!r} is neither a folder here nor a model that the hub "
+            f"would give: {str(error).splitlines()[0]}. Check the name, your network and, for a "
+            "gated model, HF_TOKEN"
+        ) from error
+
+
+def load_config(section: ModelSection) -> Any:
+    """The architecture's configuration, as transformers has it.
+
+    Raises:
+        ModelError: the configuration cannot be read or made.
+    """
+    from transformers import AutoConfig
+
+    try:
+        if section.config is not None:
+            fields = dict(section.config)
+            return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        return AutoConfig.from_pretrained(
+            local_folder(section), trust_remote_code=section.trust_remote_code
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        field = "model.config" if section.config is not None else "model.name"
+        raise ModelError(f"{field}: {str(error).splitlines()[0]}") from error
+
+
+class CausalModelFactory:
+    """Makes one causal language model; implements what strategies call a `ModelFactory`."""
+
+    def __init__(
+        self,
+        section: ModelSection,
+        adapter: AdapterSection | None,
+        *,
+        attention: str,
+        dtype: torch.dtype,
+        seed: int,
+        gradient_checkpointing: bool,
+    ) -> None:
+        """Args: dtype: type of the adapter's factors; attention: a resolved implementation."""
+        self.section = section
+        self.adapter = adapter
+        self.config = load_config(section)
+        self._attention = attention
+        self._dtype = dtype
+        self._seed = seed
+        self._gradient_checkpointing = gradient_checkpointing
+        self._files = None if section.name is None else WeightFiles(local_folder(section))
+        self._names: dict[str, str] | None = None
+
+    def skeleton(self) -> nn.Module:
+        """See `ModelFactory.skeleton`; buffers are float32, as the architecture computes them."""
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with init_empty_weights(include_buffers=False), _no_initialisation():
+                model = AutoModelForCausalLM.from_config(
+                    self.config,
+                    attn_implementation=self._attention,
+                    trust_remote_code=self.section.trust_remote_code,
+                    torch_dtype=torch.float32,
+                )
+        except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+            raise ModelError(
+                f"model: {type(self.config).__name__} with attention {self._attention!r} cannot "
+                f"be built: {str(error).splitlines()[0]}"
+            ) from error
+        model.tie_weights()
+        model.config.use_cache = False
+        return model
+
+    def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:
+        """See `ModelFactory.values`."""
+        module = model.get_submodule(unit)
+        names = [name for name, p in module.named_parameters() if p.is_meta]
+        if self._files is None:
+            return self._drawn(model, unit, names)
+        if self._names is None:
+            self._names = match_names(model, self._files)
+        prefix = f"{unit}." if unit else ""
+        found = {}
+        for name in names:
+            tensor = self._files.read(self._names[prefix + name])
+            expected = module.get_parameter(name).shape
+            if tensor.shape != expected:
+                raise ModelError(
+                    f"{self._files.folder}: tensor {prefix + name} has shape "
+                    f"{tuple(tensor.shape)}, but config.json makes it {tuple(expected)}"
+                )
+            found[name] = tensor
+        return found
+
+    def _drawn(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
+        """Initial values by the architecture's own rule, from a generator of this unit's own.
+
+        A function of seed and unit: equal on every strategy, device and number of ranks.
+        """
+        module = model.get_submodule(unit)
+        # A parent with parameters of its own comes after its children, which are real by then.
+        whole = all(p.is_meta for p in module.parameters())
+        twins: dict[int, nn.Parameter] = {}
+        found: dict[str, Tensor] = {}
+        for name in names:
+            path, _, key = name.rpartition(".")
+            owner = module.get_submodule(path)
+            meta = owner._parameters[key]
+            assert meta is not None
+            # NaN shows what the architecture's rule leaves out.
+            twin = twins.setdefault(id(meta), nn.Parameter(torch.full(meta.shape, torch.nan)))
+            owner._parameters[key] = twin
+            found[name] = twin.detach()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(zlib.crc32(f"{self._seed}:{unit}".encode()))
+            if whole:
+                nn.Module.apply(module, model._init_weights)
+            else:
+                model._init_weights(module)
+        for name, value in found.items():
+            if value.isnan().any():
+                raise ModelError(
+                    f"model.config: {type(model).__name__} gives no initial value to "
+                    f"{unit}.{name}; start from existing weights (model.name)"
+                )
+        return found
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """See `ModelFactory.adapt`."""
+        if self.adapter is None:
+            return model
+        return add_adapter(model, self.adapter, dtype=self._dtype, seed=self._seed)
+
+    def checkpoint_activations(self, model: Any, *, reentrant: bool) -> None:
+        """See `ModelFactory.checkpoint_activations`."""
+        if not self._gradient_checkpointing:
+            return
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
+        if reentrant and self.adapter is not None:
+            # A reentrant region passes no gradient unless an input of it asks for one.
+            model.enable_input_require_grads()
+
+
+def _no_initialisation() -> Any:
+    """Construct without drawing values: they come from files or from `_drawn`."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # before transformers 5
+        from transformers.modeling_utils import no_init_weights
+    return no_init_weights()

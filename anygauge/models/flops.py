@@ -1,0 +1,46 @@
+"""Floating-point operations of a training step, for model FLOPs utilisation (MFU).
+
+Per token, a weight of a matrix product costs 2 operations forward, 2 for the gradient of its input
+and 2 for its own gradient; a frozen weight has no own gradient. Attention scores cost 4 x heads x
+head size x (positions seen) forward and twice that backward; a causal token sees half of its row.
+Recomputation is not counted: MFU is about the model, not about what the run chose to repeat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFlops:
+    """Operations as a function of tokens and of the tokens' row length."""
+
+    per_token: float
+    per_token_and_position: float
+
+    def of(self, tokens: int, row_length: float) -> float:
+        """Operations for `tokens` tokens (padding included) in rows of `row_length`."""
+        return tokens * (self.per_token + self.per_token_and_position * row_length)
+
+
+def step_flops(model: nn.Module, config: Any) -> StepFlops:
+    """Count from the parameters of linear layers, sharded or not."""
+    per_token = 0.0
+    seen: set[int] = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, nn.Linear) or weight is None or id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        elements = getattr(weight, "ds_numel", None) or weight.numel()
+        per_token += elements * (6 if weight.requires_grad else 4)
+    layers = getattr(config, "num_hidden_layers", 0)
+    heads = getattr(config, "num_attention_heads", 0)
+    size = getattr(config, "head_dim", None) or (
+        getattr(config, "hidden_size", 0) // heads if heads else 0
+    )
+    # Two products (scores, values) x 2 operations x half the row, three times (forward, backward).
+    return StepFlops(per_token=per_token, per_token_and_position=6.0 * layers * heads * size)

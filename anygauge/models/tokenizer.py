@@ -1,0 +1,71 @@
+"""The tokenizer: from the model's folder, a hub name or a bare ``tokenizer.json``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from anygauge.config.schema import ModelSection
+from anygauge.interface import ModelError
+
+
+def load_tokenizer(section: ModelSection) -> Any:
+    """The run's tokenizer, with a pad token.
+
+    Where it has none, the end-of-text token pads: padded positions are masked and never learned.
+
+    Raises:
+        ModelError: there is no usable tokenizer.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    origin = section.tokenizer or section.name
+    assert origin is not None
+    try:
+        if origin.endswith(".json") and Path(origin).is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(
+                tokenizer_file=origin, **_special_tokens(Path(origin))
+            )
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                origin,
+                revision=section.revision,
+                trust_remote_code=section.trust_remote_code,
+            )
+    except Exception as error:
+        raise ModelError(
+            f"model.tokenizer: no tokenizer could be loaded from {origin!r}: "
+            f"{str(error).splitlines()[0]}. Give a folder with tokenizer files, a tokenizer.json, "
+            "or a hub name"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"model.tokenizer: {origin!r} has no end-of-text token, so answers would never end; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+ROLES = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
+    "pad_token": ("<pad>", "<|pad|>", "[PAD]"),
+    "unk_token": ("<unk>", "[UNK]"),
+}
+"""A bare tokenizer.json does not say which special token plays which role; customary names do."""
+
+
+def _special_tokens(file: Path) -> dict[str, str]:
+    import json
+
+    added = {t["content"] for t in json.loads(file.read_text()).get("added_tokens", [])}
+    found = {}
+    for role, names in ROLES.items():
+        for name in names:
+            if name in added:
+                found[role] = name
+                break
+    return found

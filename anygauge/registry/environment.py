@@ -1,0 +1,226 @@
+"""The environment of a rank: who proposes which variable, and whose value wins.
+
+Precedence: the user's own variable, the run file, a site's hook, the backend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anygauge.interface import AnygaugeError, Backend, Job, Node, PluginError, Setting
+from anygauge.registry.plugins import BLOCK_VARIABLE, TUNING_HOOK, LoadedPlugin
+from anygauge.registry.registry import Registry
+from anygauge.registry.words import describe, plugin_words
+
+USER = "user"
+RUN_FILE = "run file"
+SITE_HOOK = "site hook"
+BACKEND = "backend"
+
+HIDDEN = "(hidden)"
+REMOVED = "(removed)"
+
+# TOKEN and KEY count at the end of a word only: TOKENIZERS_PARALLELISM is no secret.
+_SECRET = re.compile(r"SECRET|PASSWORD|(?:TOKEN|KEY)S?(?![A-Z])", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedSetting:
+    """One variable, decided.
+
+    Attributes:
+        setting: what the winner proposed, with its reason and source.
+        value: the winner's value; None removes the variable.
+        origin: ``user``, ``run file``, ``site hook`` or ``backend``.
+        overruled: (origin, value) of the others, strongest first.
+        secret: whether any of them is kept from screens and records.
+    """
+
+    setting: Setting
+    value: str | None
+    origin: str
+    overruled: tuple[tuple[str, str | None], ...] = ()
+    secret: bool = False
+
+    @property
+    def name(self) -> str:
+        """The variable."""
+        return self.setting.name
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value is a secret."""
+    return _SECRET.search(name) is not None
+
+
+def shown_value(resolved: ResolvedSetting) -> str:
+    """The winner's value for screens and records: secrets are hidden."""
+    return _shown(resolved.value, resolved.secret)
+
+
+def shown_overruled(resolved: ResolvedSetting) -> list[tuple[str, str]]:
+    """The other values, in the same way."""
+    return [(origin, _shown(value, resolved.secret)) for origin, value in resolved.overruled]
+
+
+def applied(resolved: Iterable[ResolvedSetting], base: Mapping[str, str]) -> dict[str, str]:
+    """A copy of `base` with every decision carried out."""
+    environ = dict(base)
+    for one in resolved:
+        if one.value is None:
+            environ.pop(one.name, None)
+        else:
+            environ[one.name] = one.value
+    return environ
+
+
+def resolve_environment(
+    registry: Registry,
+    backend: Backend,
+    job: Job,
+    node: Node,
+    local_rank: int | None,
+    user_environ: Mapping[str, str],
+) -> list[ResolvedSetting]:
+    """Decide every variable that the backend, a site's hook or the run file mentions.
+
+    Args:
+        local_rank: whose environment; None for what the whole node shares.
+        user_environ: the variables that the user has set; only those that somebody else
+            mentions appear in the result.
+
+    Returns:
+        In the order: the backend's, the sites', the run file's.
+
+    Raises:
+        PluginError: a backend or hook raises or proposes what is no setting, or two hooks
+            disagree.
+    """
+    proposals: dict[str, list[tuple[str, Setting]]] = {}
+
+    def propose(origin: str, settings: Iterable[Setting]) -> None:
+        for setting in settings:
+            # Each source overrules those before it, so the strongest comes first.
+            proposals.setdefault(setting.name, []).insert(0, (origin, setting))
+
+    own = _ask_backend(registry, backend, job, node, local_rank)
+    propose(BACKEND, own)
+    propose(SITE_HOOK, _ask_sites(registry, backend, job, node, own))
+    propose(
+        RUN_FILE,
+        (
+            Setting(name=name, value=value, reason="asked for", source="run file: environment")
+            for name, value in job.environment.items()
+        ),
+    )
+    propose(
+        USER,
+        (
+            Setting(
+                name=name,
+                value=user_environ[name],
+                scope=proposals[name][0][1].scope,
+                reason="already set by the user",
+                source="the user's environment",
+            )
+            for name in list(proposals)
+            if name in user_environ
+        ),
+    )
+    return [_decide(offers) for offers in proposals.values()]
+
+
+def _decide(offers: Sequence[tuple[str, Setting]]) -> ResolvedSetting:
+    origin, setting = offers[0]
+    return ResolvedSetting(
+        setting=setting,
+        value=setting.value,
+        origin=origin,
+        overruled=tuple((other, proposal.value) for other, proposal in offers[1:]),
+        secret=is_secret(setting.name) or any(proposal.secret for _, proposal in offers),
+    )
+
+
+def _ask_backend(
+    registry: Registry, backend: Backend, job: Job, node: Node, local_rank: int | None
+) -> list[Setting]:
+    origins = [p.origin for p in registry.backends if p.spec.name == backend.name]
+    title = f"backend {backend.name!r}" + (f" of {origins[0]}" if origins else "")
+    try:
+        settings = list(backend.environment(job, node, local_rank))
+    except AnygaugeError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{title}: environment() raised {describe(error)}") from error
+    for setting in settings:
+        _check(setting, title)
+    return settings
+
+
+def _ask_sites(
+    registry: Registry, backend: Backend, job: Job, node: Node, settings: Sequence[Setting]
+) -> list[Setting]:
+    """The settings of all hooks; two that agree on a variable count once."""
+    decided: dict[str, tuple[Setting, str]] = {}
+    for plugin in registry.plugins:
+        if not plugin.tunes_environment:
+            continue
+        origin = plugin_words(plugin.distribution, plugin.version)
+        title = f"plugin {plugin.entry_point!r} of {origin}"
+        proposed = _call_site(plugin, title, backend, job, node, settings)
+        # Within one plugin a later value replaces an earlier one, as in a list of assignments.
+        for name, setting in {s.name: s for s in proposed}.items():
+            earlier, earlier_title = decided.setdefault(name, (setting, title))
+            if earlier.value != setting.value:
+                raise PluginError(
+                    f"{earlier_title} and {title} set {name} to different values; set {name} in "
+                    f"the run file's 'environment', or name the plugin to skip in {BLOCK_VARIABLE}"
+                )
+    return [setting for setting, _ in decided.values()]
+
+
+def _call_site(
+    plugin: LoadedPlugin,
+    title: str,
+    backend: Backend,
+    job: Job,
+    node: Node,
+    settings: Sequence[Setting],
+) -> list[Setting]:
+    try:
+        results: list[Any] = plugin.manager.hook.anygauge_tune_environment(
+            backend=backend, job=job, node=node, settings=tuple(settings)
+        )
+        proposed = [setting for result in results for setting in result]
+    except AnygaugeError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{title}: {TUNING_HOOK} raised {describe(error)}; to go on without it, name it in "
+            f"{BLOCK_VARIABLE}"
+        ) from error
+    for setting in proposed:
+        _check(setting, title)
+    return proposed
+
+
+def _check(setting: Any, title: str) -> None:
+    """Refuse what the operating system would refuse later, with less to say about it."""
+    if not isinstance(setting, Setting):
+        raise PluginError(f"{title} gave {setting!r} for the environment; it must give Setting")
+    if not setting.name or "=" in setting.name or "\0" in setting.name:
+        raise PluginError(f"{title}: {setting.name!r} is no name of an environment variable")
+    if setting.value is not None and not isinstance(setting.value, str):
+        raise PluginError(
+            f"{title}: {setting.name} has a value of type {type(setting.value).__name__}; "
+            "environment variables are strings, or None to remove one"
+        )
+
+
+def _shown(value: str | None, secret: bool) -> str:
+    if value is None:
+        return REMOVED
+    return HIDDEN if secret else value

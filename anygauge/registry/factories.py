@@ -1,0 +1,89 @@
+"""From a factory's name to the object: the only place that imports what a plugin announced."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from anygauge.interface import AnygaugeError, Backend, BackendSpec, NotAvailableError, PluginError
+from anygauge.registry.plugins import Provided
+from anygauge.registry.words import describe
+
+
+def load_factory(provided: Provided[Any], kind: str) -> Callable[..., Any]:
+    """Import what ``spec.factory`` names.
+
+    Raises:
+        PluginError: it cannot be imported, does not exist or cannot be called.
+    """
+    factory = provided.spec.factory
+    module_name, _, attribute = factory.partition(":")
+    title = f"{kind} {provided.spec.name!r} of {provided.origin}"
+    try:
+        value: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except (Exception, SystemExit) as error:
+        raise PluginError(
+            f"{title}: its factory {factory!r} cannot be loaded: {describe(error)}; install what "
+            f"is missing, or another release of {provided.distribution}"
+        ) from error
+    if not callable(value):
+        raise PluginError(
+            f"{title}: its factory {factory!r} is a {type(value).__name__}, which cannot be called"
+        )
+    return value
+
+
+def make_backend(provided: Provided[BackendSpec], options: Mapping[str, Any] | None) -> Backend:
+    """Construct a backend; opens nothing.
+
+    Raises:
+        PluginError: the factory is broken, or gives no `Backend` of the announced name.
+        AnygaugeError: what the backend itself says of its options.
+    """
+    title = f"backend {provided.spec.name!r} of {provided.origin}"
+    factory_name = provided.spec.factory
+    factory = load_factory(provided, "backend")
+    if isinstance(factory, type) and not issubclass(factory, Backend):
+        raise PluginError(
+            f"{title}: its factory {factory_name!r} is a class that does not derive from "
+            "anygauge.interface.Backend"
+        )
+    try:
+        backend = factory(options)
+    except AnygaugeError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{title}: its factory {factory_name!r} raised {describe(error)}"
+        ) from error
+    if not isinstance(backend, Backend):
+        raise PluginError(
+            f"{title}: its factory {factory_name!r} gave a {type(backend).__name__}, "
+            "not an anygauge.interface.Backend"
+        )
+    if getattr(backend, "name", None) != provided.spec.name:
+        raise PluginError(
+            f"{title}: its factory {factory_name!r} gave a backend that calls itself "
+            f"{getattr(backend, 'name', None)!r}; both names must be the same"
+        )
+    return backend
+
+
+def why_missing(missing: Callable[[], str | None]) -> str | None:
+    """What a spec's ``missing`` says, where a check that raises counts as missing."""
+    try:
+        return missing()
+    except Exception as error:
+        return f"its check raised {describe(error)}"
+
+
+def refuse_if_missing(provided: Provided[Any], kind: str) -> None:
+    """Raises: NotAvailableError: the spec says that something is missing on this machine."""
+    reason = why_missing(provided.spec.missing)
+    if reason is not None:
+        raise NotAvailableError(
+            f"{kind} {provided.spec.name!r} of {provided.origin} cannot run here: {reason}"
+        )

@@ -1,0 +1,298 @@
+"""Loading plugins: each entry point is imported, checked and asked alone, so none harms another.
+
+A plugin is taken whole or not at all: one that fails in any way is recorded as a
+`PluginFailure` and provides nothing. Every plugin has a pluggy manager of its own, because a
+hook that raises ends the whole call of a shared one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+import pluggy
+
+from anygauge.interface import (
+    API_VERSION,
+    BackendSpec,
+    KernelSpec,
+    LauncherSpec,
+    PluginError,
+    TrackerSpec,
+    hooks,
+)
+from anygauge.interface.hooks import ENTRY_POINT_GROUP, PROJECT
+from anygauge.registry.words import describe, did_you_mean, plugin_words
+
+BLOCK_VARIABLE = "ANYGAUGE_BLOCK_PLUGINS"
+"""Comma-separated names of entry points or distributions that are not loaded."""
+
+AUTO = "auto"
+"""The name that asks for a choice; no backend may bear it."""
+
+AnySpec = BackendSpec | KernelSpec | LauncherSpec | TrackerSpec
+SpecT = TypeVar("SpecT", bound=AnySpec)
+
+PROVIDING_HOOKS: Mapping[str, type[AnySpec]] = {
+    "anygauge_provide_backends": BackendSpec,
+    "anygauge_provide_kernels": KernelSpec,
+    "anygauge_provide_launchers": LauncherSpec,
+    "anygauge_provide_trackers": TrackerSpec,
+}
+TUNING_HOOK = "anygauge_tune_environment"
+HOOK_NAMES = (*PROVIDING_HOOKS, TUNING_HOOK)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provided(Generic[SpecT]):
+    """A spec, and the installed distribution whose plugin gave it."""
+
+    spec: SpecT
+    distribution: str
+    version: str
+    entry_point: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Distribution and version, for messages."""
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginFailure:
+    """A plugin that was found and could not be loaded, and why."""
+
+    distribution: str
+    version: str
+    entry_point: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockedPlugin:
+    """A plugin that was skipped because the user's `BLOCK_VARIABLE` names it."""
+
+    distribution: str
+    version: str
+    entry_point: str
+    blocked_by: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedPlugin:
+    """A plugin that passed every check.
+
+    Attributes:
+        manager: knows this plugin alone; calls its hooks.
+        provided: all that it announced, of every kind.
+        tunes_environment: whether it implements `TUNING_HOOK`.
+    """
+
+    distribution: str
+    version: str
+    entry_point: str
+    manager: pluggy.PluginManager
+    provided: tuple[Provided[Any], ...]
+    tunes_environment: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Discovery:
+    """Everything that was found on this machine.
+
+    Attributes:
+        unmatched_blocks: names in `BLOCK_VARIABLE` that no plugin bears.
+    """
+
+    plugins: tuple[LoadedPlugin, ...] = ()
+    failures: tuple[PluginFailure, ...] = ()
+    blocked: tuple[BlockedPlugin, ...] = ()
+    unmatched_blocks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    distribution: str
+    version: str
+    entry_point: importlib.metadata.EntryPoint
+
+
+def discover(environ: Mapping[str, str]) -> Discovery:
+    """Load every installed plugin that `environ` does not block; raises nothing."""
+    block_list = [name.strip() for name in environ.get(BLOCK_VARIABLE, "").split(",")]
+    blocks = {_normal(name): name for name in block_list if name}
+    matched: set[str] = set()
+    plugins: list[LoadedPlugin] = []
+    failures: list[PluginFailure] = []
+    blocked: list[BlockedPlugin] = []
+    for found in _entry_points(failures):
+        identity = {
+            "distribution": found.distribution,
+            "version": found.version,
+            "entry_point": found.entry_point.name,
+        }
+        hits = blocks.keys() & {_normal(found.entry_point.name), _normal(found.distribution)}
+        if hits:
+            matched |= hits
+            blocked.append(BlockedPlugin(**identity, blocked_by=blocks[min(hits)]))
+            continue
+        try:
+            plugins.append(_load(found))
+        except PluginError as error:
+            failures.append(PluginFailure(**identity, reason=str(error)))
+        # SystemExit too: a module that ends the interpreter on import must not end ours.
+        except (Exception, SystemExit) as error:
+            failures.append(PluginFailure(**identity, reason=describe(error)))
+    return Discovery(
+        plugins=tuple(plugins),
+        failures=tuple(failures),
+        blocked=tuple(blocked),
+        unmatched_blocks=tuple(blocks[key] for key in sorted(blocks.keys() - matched)),
+    )
+
+
+def _entry_points(failures: list[PluginFailure]) -> Iterator[_Found]:
+    """Our entry points in a stable order; adds to `failures` what cannot be read."""
+    everything: list[_Found] = []
+    seen: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        name, version = "an unnamed distribution", "of unknown version"
+        try:
+            text = distribution.read_text("entry_points.txt") or ""
+            # Only our own are parsed: another project's malformed file is none of our business.
+            if f"[{ENTRY_POINT_GROUP}]" not in text:
+                continue
+            name = distribution.metadata["Name"] or name
+            version = distribution.version or version
+            # The first on the path is the one that Python would import.
+            if _normal(name) in seen:
+                continue
+            seen.add(_normal(name))
+            for entry_point in distribution.entry_points.select(group=ENTRY_POINT_GROUP):
+                everything.append(_Found(name, version, entry_point))
+        except Exception as error:
+            reason = f"its metadata cannot be read: {describe(error)}"
+            failures.append(
+                PluginFailure(distribution=name, version=version, entry_point="", reason=reason)
+            )
+    yield from sorted(everything, key=lambda f: (_normal(f.distribution), f.entry_point.name))
+
+
+def _normal(name: str) -> str:
+    """A distribution's name as package indexes compare them."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _load(found: _Found) -> LoadedPlugin:
+    """Import one plugin, check its hooks and call those that provide specs."""
+    value = found.entry_point.value
+    if ":" in value or "[" in value:
+        raise PluginError(
+            f"the entry point's value {value!r} names an object; a plugin is a module: "
+            f"write {re.split('[:[]', value)[0].strip()!r}"
+        )
+    module = importlib.import_module(value.strip())
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hooks)
+    try:
+        manager.register(module)
+    except pluggy.PluginValidationError as error:
+        raise PluginError(_flat(error)) from error
+    _check_hook_names(manager, module)
+    implemented = {caller.name for caller in manager.get_hookcallers(module) or ()}
+    if not implemented:
+        raise PluginError(
+            f"module {value!r} implements no hook; mark at least one of {', '.join(HOOK_NAMES)}"
+        )
+    provided: list[Provided[Any]] = []
+    for hook, kind in PROVIDING_HOOKS.items():
+        if hook not in implemented:
+            continue
+        for spec in _call(manager, hook, kind):
+            _check_spec(spec, hook, kind, plugin_words(found.distribution, found.version))
+            provided.append(
+                Provided(
+                    spec=spec,
+                    distribution=found.distribution,
+                    version=found.version,
+                    entry_point=found.entry_point.name,
+                )
+            )
+    return LoadedPlugin(
+        distribution=found.distribution,
+        version=found.version,
+        entry_point=found.entry_point.name,
+        manager=manager,
+        provided=tuple(provided),
+        tunes_environment=TUNING_HOOK in implemented,
+    )
+
+
+def _check_hook_names(manager: pluggy.PluginManager, module: ModuleType) -> None:
+    """Refuse hooks that nobody calls: misspelt ones, and those that lack the mark."""
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        unknown = [c.name for c in manager.get_hookcallers(module) or () if not c.has_spec()]
+        complaints = [f"unknown hook {name!r}{did_you_mean(name, HOOK_NAMES)}" for name in unknown]
+        raise PluginError("; ".join(complaints) or _flat(error)) from error
+    for name, value in vars(module).items():
+        own = inspect.isfunction(value) and value.__module__ == module.__name__
+        if own and not hasattr(value, f"{PROJECT}_impl") and did_you_mean(name, HOOK_NAMES, 0.9):
+            hint = "" if name in HOOK_NAMES else did_you_mean(name, HOOK_NAMES)
+            raise PluginError(
+                f"function {name!r} is not marked with @anygauge.interface.hookimpl, so it would "
+                f"never be called{hint}"
+            )
+
+
+def _call(manager: pluggy.PluginManager, hook: str, kind: type[AnySpec]) -> Iterable[Any]:
+    """The specs that the one plugin of `manager` gives for a hook."""
+    try:
+        results = getattr(manager.hook, hook)()
+        # Leaves out None; a generator runs, and may raise, only here.
+        if results and isinstance(results[0], Iterable):
+            return list(results[0])
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{hook} raised {describe(error)}") from error
+    gave = f"a bare {type(results[0]).__name__}" if results else "None"
+    raise PluginError(f"{hook} gave {gave}; it must return a list of {kind.__name__}")
+
+
+def _check_spec(spec: Any, hook: str, kind: type[AnySpec], origin: str) -> None:
+    """Refuse a spec of the wrong type, API version or form."""
+    if not isinstance(spec, kind):
+        raise PluginError(
+            f"{hook} gave {spec!r}, a {type(spec).__name__}; it must give {kind.__name__}"
+        )
+    title = f"{kind.__name__} {spec.name!r}"
+    if spec.api_version != API_VERSION:
+        raise PluginError(
+            f"{title} is written for API version {spec.api_version!r}, and this anygauge has "
+            f"API version {API_VERSION}; install a release of {origin.split()[0]} made for it"
+        )
+    if not isinstance(spec.name, str) or not _NAME.fullmatch(spec.name):
+        raise PluginError(f"{title}: a name is letters, digits, '.', '_' and '-'")
+    if not isinstance(spec.factory, str) or not _FACTORY.fullmatch(spec.factory):
+        raise PluginError(f"{title}: factory {spec.factory!r} must read 'package.module:name'")
+    if isinstance(spec, BackendSpec):
+        if spec.name == AUTO:
+            raise PluginError(f"{title}: {AUTO!r} is reserved for choosing a backend")
+        if not callable(spec.probe):
+            raise PluginError(f"{title}: probe {spec.probe!r} cannot be called")
+        if not isinstance(spec.priority, int):
+            raise PluginError(f"{title}: priority {spec.priority!r} is no integer")
+
+
+def _flat(error: BaseException) -> str:
+    """Pluggy's messages on one line."""
+    return " ".join(str(error).split())

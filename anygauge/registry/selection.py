@@ -1,0 +1,228 @@
+"""Choosing a backend: a named one never falls back, and ``auto`` gives its reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from anygauge.interface import BackendSpec, Finding, NotAvailableError, Presence, Probe
+from anygauge.registry.plugins import BLOCK_VARIABLE, Provided
+from anygauge.registry.words import describe, listed, plugin_words
+
+if TYPE_CHECKING:
+    from anygauge.registry.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """The backend that a run uses, and why not the others.
+
+    Attributes:
+        probe: what it found on this machine.
+        rejected: (name, reason) of each backend, and of each absent plugin, not chosen.
+        reason: why this one was chosen.
+    """
+
+    spec: BackendSpec
+    distribution: str
+    version: str
+    probe: Probe
+    rejected: tuple[tuple[str, str], ...] = ()
+    reason: str = ""
+
+
+def guarded_probe(provided: Provided[BackendSpec]) -> Probe:
+    """Probe once; one that raises, or gives no `Probe`, becomes an unavailable one."""
+    try:
+        probe = provided.spec.probe()
+    except (Exception, SystemExit) as error:
+        return _failed_probe(f"the probe raised {describe(error)}", provided)
+    if not isinstance(probe, Probe):
+        return _failed_probe(f"the probe gave {probe!r}, which is no Probe", provided)
+    return probe
+
+
+def _failed_probe(reason: str, provided: Provided[BackendSpec]) -> Probe:
+    skipped = Finding(presence=Presence.NOT_NEEDED, detail="not asked: the probe failed")
+    return Probe(
+        devices=Finding.no(f"{reason}; this is a fault of {provided.origin}"),
+        driver=skipped,
+        software=skipped,
+    )
+
+
+def questions(probe: Probe) -> tuple[tuple[str, Finding], ...]:
+    """The three questions by name, in the order in which they are asked."""
+    return (("device", probe.devices), ("driver", probe.driver), ("software", probe.software))
+
+
+def select_named(
+    registry: Registry, provided: Provided[BackendSpec], *, need_device: bool
+) -> Selection:
+    """Take a backend that was asked for by name.
+
+    Raises:
+        NotAvailableError: a device is needed, and this backend cannot run here.
+    """
+    name = provided.spec.name
+    probe = guarded_probe(provided)
+    if need_device and not probe.available:
+        others = [other for other, p in registry.probe_all().items() if p.available]
+        raise NotAvailableError(
+            f"backend {name!r} ({provided.origin}) cannot run on this machine:\n"
+            f"{_findings(probe)}\n"
+            "Supply what is missing, run on a machine that has it, or choose another backend: "
+            f"available here: {listed(others)}."
+        )
+    others_reason = f"backend {name!r} was asked for by name"
+    return _selection(
+        provided,
+        probe,
+        rejected=[(p.spec.name, others_reason) for p in registry.backends if p is not provided],
+        reason="asked for by name",
+    )
+
+
+def select_auto(registry: Registry, *, need_device: bool) -> Selection:
+    """Take the highest priority that is available.
+
+    Raises:
+        NotAvailableError: none is available; or the only ones are of priority 0 or below, while
+            devices were seen whose backend cannot run, and a device is needed.
+    """
+    ranked = sorted(registry.backends, key=lambda p: (-p.spec.priority, p.spec.name))
+    probes = {p.spec.name: guarded_probe(p) for p in ranked}
+    chosen = next((p for p in ranked if probes[p.spec.name].available), None)
+    idle = [
+        p for p in ranked if probes[p.spec.name].has_hardware and not probes[p.spec.name].available
+    ]
+    doubled = [
+        (duplicate, provided, guarded_probe(provided))
+        for duplicate in registry.duplicates
+        if duplicate.kind == "backend"
+        for provided in duplicate.providers
+    ]
+    reason = "highest priority of those available"
+    if chosen is None or chosen.spec.priority <= 0:
+        seen = [_idle_line(p, probes[p.spec.name]) for p in idle]
+        seen += [
+            f"  {provided.spec.name} ({provided.origin}): {probe.devices.detail}\n"
+            f"    cannot run: {duplicate.reason}"
+            for duplicate, provided, probe in doubled
+            if probe.has_hardware
+        ]
+        if seen and not need_device and idle:
+            chosen = idle[0]
+            reason = "its devices are on this machine; they cannot be used yet, nor need they be"
+        elif seen:
+            raise NotAvailableError(_refusal(seen, chosen, idle))
+    if chosen is None:
+        raise NotAvailableError(_nothing(ranked, probes, _absent(registry)))
+    return _selection(
+        chosen,
+        probes[chosen.spec.name],
+        rejected=[
+            *((p.spec.name, _why_not(p, chosen, probes)) for p in ranked if p is not chosen),
+            *{d.name: (d.name, d.reason) for d, _, _ in doubled}.values(),
+            *_absent(registry),
+        ],
+        reason=reason,
+    )
+
+
+def _selection(
+    provided: Provided[BackendSpec],
+    probe: Probe,
+    *,
+    rejected: list[tuple[str, str]],
+    reason: str,
+) -> Selection:
+    return Selection(
+        spec=provided.spec,
+        distribution=provided.distribution,
+        version=provided.version,
+        probe=probe,
+        rejected=tuple(rejected),
+        reason=reason,
+    )
+
+
+def _why_not(
+    other: Provided[BackendSpec], chosen: Provided[BackendSpec], probes: dict[str, Probe]
+) -> str:
+    probe = probes[other.spec.name]
+    if not probe.available:
+        return probe.reason
+    if not probes[chosen.spec.name].available:
+        return f"{chosen.spec.name!r} has devices on this machine, which come first"
+    if other.spec.priority == chosen.spec.priority:
+        return f"same priority as {chosen.spec.name!r}, whose name comes first"
+    return (
+        f"available, but its priority {other.spec.priority} is below "
+        f"{chosen.spec.name!r}'s {chosen.spec.priority}"
+    )
+
+
+def _absent(registry: Registry) -> list[tuple[str, str]]:
+    """Plugins that could not be asked; what they would provide is not known."""
+    failed = [
+        (
+            failure.entry_point or failure.distribution,
+            f"could not be probed: the plugin of "
+            f"{plugin_words(failure.distribution, failure.version)} "
+            f"failed to load: {failure.reason}",
+        )
+        for failure in registry.failures
+    ]
+    blocked = [
+        (skipped.entry_point, f"could not be probed: its plugin is blocked by {BLOCK_VARIABLE}")
+        for skipped in registry.blocked
+    ]
+    return failed + blocked
+
+
+def _findings(probe: Probe) -> str:
+    lines = []
+    for question, finding in questions(probe):
+        looked = f" (looked at {', '.join(finding.looked_at)})" if finding.looked_at else ""
+        lines.append(f"  {question}: {finding.presence.value}: {finding.detail}{looked}")
+    return "\n".join(lines)
+
+
+def _idle_line(provided: Provided[BackendSpec], probe: Probe) -> str:
+    return (
+        f"  {provided.spec.name} ({provided.origin}): {probe.devices.detail}\n"
+        f"    cannot run: {probe.reason}"
+    )
+
+
+def _refusal(
+    seen: list[str],
+    chosen: Provided[BackendSpec] | None,
+    idle: list[Provided[BackendSpec]],
+) -> str:
+    advice = "Mend that"
+    if chosen is not None:
+        advice += (
+            f", or ask for the slower one on purpose with --backend {chosen.spec.name} "
+            f"(run file: backend: {chosen.spec.name})"
+        )
+    elif idle:
+        advice += f", then --backend {idle[0].spec.name} names it"
+    return (
+        "this machine has devices that no backend can use as it stands, and `auto` does not "
+        "leave them idle without being told to:\n" + "\n".join(seen) + f"\n{advice}."
+    )
+
+
+def _nothing(
+    ranked: list[Provided[BackendSpec]],
+    probes: dict[str, Probe],
+    absent: list[tuple[str, str]],
+) -> str:
+    reasons = [(p.spec.name, probes[p.spec.name].reason) for p in ranked] + absent
+    if not reasons:
+        return "no backend is installed: no distribution here has a plugin that provides one"
+    return "no backend is available on this machine:\n" + "\n".join(
+        f"  {name}: {reason}" for name, reason in reasons
+    )

@@ -1,0 +1,171 @@
+"""The contract of a strategy: how a model is spread over ranks, built and stepped.
+
+A `Strategy` builds an `Engine`; the loop talks to the engine alone. The engine schedules forward
+and backward itself, so that one that runs them in another order (a pipeline) fits as well as one
+that runs them batch by batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.config.precision import Precision
+from anygauge.interface import Backend, Requirement, Setting
+
+
+class ModelFactory(Protocol):
+    """Makes the model in the pieces that a strategy needs, in the order it decides."""
+
+    def skeleton(self) -> nn.Module:
+        """The architecture: parameters on the meta device, buffers real and in their own types."""
+
+    def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:
+        """Values of every parameter below the submodule `unit`, on the host.
+
+        Read from files, or drawn from a generator that depends on seed and `unit` alone. Keys are
+        names within the unit. May put host parameters in place of the model's meta ones.
+        """
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """Freeze the base and add the adapter; returns the model unchanged where there is none."""
+
+    def checkpoint_activations(self, model: nn.Module, *, reentrant: bool) -> None:
+        """Recompute activations in backward, if the run asks for it."""
+
+
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+"""Named trained parameters -> an optimizer over them."""
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(logits (B, T, V), labels (B, T) int64 with -100 where not supervised) -> summed loss, ()."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One micro-batch on the device.
+
+    Attributes:
+        inputs: keyword arguments of the model's forward.
+        labels: (B, T) int64, not shifted; -100 where not supervised.
+    """
+
+    inputs: Mapping[str, Any]
+    labels: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Losses of one step on this rank: summed over tokens, one () float32 per micro-batch."""
+
+    loss_sums: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What an update did: gradient norm before clipping, and whether loss scaling skipped it."""
+
+    grad_norm: float
+    skipped: bool = False
+
+
+class Engine(Protocol):
+    """A built model with its optimizer."""
+
+    model: nn.Module
+
+    def run_step(
+        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, global_tokens: int
+    ) -> StepResult:
+        """Forward and backward of one step's micro-batches; gradients add up.
+
+        Args:
+            global_tokens: supervised tokens of the whole global batch over all ranks: the
+                gradient is that of the summed loss divided by this number.
+        """
+
+    def update(self, lr: float, max_norm: float) -> UpdateResult:
+        """Clip to `max_norm` (0: do not), step the optimizer at rate `lr`, clear gradients."""
+
+    def evaluate(
+        self, batches: Iterable[DeviceBatch], loss_function: LossFunction
+    ) -> Sequence[Tensor]:
+        """Summed losses of this rank's batches, without gradients or dropout."""
+
+    def export_trained(self) -> Mapping[str, Tensor]:
+        """Trained parameters, whole and in the master type, on the host.
+
+        Every rank must call it; only rank 0 gets values, others an empty mapping.
+        """
+
+    def close(self) -> None:
+        """Let go of what the engine holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildContext:
+    """What a strategy is given to build with.
+
+    Attributes:
+        rank, world_size: of this process in the run.
+        micro_batch: sequences per forward.
+        max_norm: the run's clipping norm.
+        say: tells the user a line.
+    """
+
+    factory: ModelFactory
+    optimizer: OptimizerFactory
+    precision: Precision
+    backend: Backend
+    rank: int
+    world_size: int
+    micro_batch: int
+    max_norm: float
+    say: Callable[[str], None] = field(default=lambda line: None)
+
+
+class Strategy(Protocol):
+    """How a model is spread."""
+
+    needs: Sequence[Requirement]
+    needs_process_group: bool
+
+    def settings(
+        self,
+        backend: Backend,
+        precision: Precision,
+        *,
+        skeleton: nn.Module | None,
+        micro_batch: int,
+        max_norm: float,
+    ) -> Sequence[Setting]:
+        """The engine's configuration, each field with its reason; also for dry runs.
+
+        Args:
+            skeleton: the adapted model on the meta device; None leaves out what depends on it.
+        """
+
+    def build(self, context: BuildContext) -> Engine:
+        """Build the model on the backend's opened device."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that require a gradient, in the model's order."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Give every parameter group the rate `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

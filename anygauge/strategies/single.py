@@ -1,0 +1,164 @@
+"""The `single` strategy: plain torch in one process.
+
+The reference that other strategies are compared with, and the proof that the contract is nobody's
+shape in particular. Weights are stored in the compute type; the optimizer works on float32 masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.config.precision import Precision
+from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting, UnsupportedError
+from anygauge.strategies.base import (
+    BuildContext,
+    DeviceBatch,
+    LossFunction,
+    StepResult,
+    UpdateResult,
+    set_learning_rate,
+    torch_dtype,
+    trained_parameters,
+)
+from anygauge.strategies.materialise import materialise
+
+
+class SingleEngine:
+    """A whole model on one device."""
+
+    def __init__(self, model: nn.Module, context: BuildContext) -> None:
+        self.model = model
+        self._backend = context.backend
+        self._precision = context.precision
+        self._reduce_dtype = torch_dtype(context.precision.reduce)
+        self._trained = trained_parameters(model)
+        master_dtype = torch_dtype(context.precision.master)
+        # A parameter already stored in the master type is its own master.
+        self._masters = [
+            p if p.dtype is master_dtype else nn.Parameter(p.detach().to(master_dtype))
+            for _, p in self._trained
+        ]
+        self._gradients: list[Tensor | None] = [None] * len(self._masters)
+        self._optimizer = context.optimizer(
+            (name, master) for (name, _), master in zip(self._trained, self._masters, strict=True)
+        )
+        self._scaler = torch.amp.GradScaler(
+            context.backend.device_type, enabled=context.precision.scales_loss
+        )
+
+    def run_step(
+        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, global_tokens: int
+    ) -> StepResult:
+        """See `Engine.run_step`."""
+        self.model.train()
+        sums = []
+        for batch in batches:
+            logits = self.model(**batch.inputs).logits
+            self._backend.graph.mark_step(Phase.FORWARD)
+            loss = loss_function(logits, batch.labels)
+            self._scaler.scale(loss / global_tokens).backward()
+            self._accumulate()
+            self._backend.graph.mark_step(Phase.BACKWARD)
+            sums.append(loss.detach())
+        return StepResult(sums)
+
+    def _accumulate(self) -> None:
+        """Add this micro-batch's gradients in the reduction type."""
+        for index, (_, parameter) in enumerate(self._trained):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            parameter.grad = None
+            total = self._gradients[index]
+            if total is None:
+                self._gradients[index] = gradient.to(self._reduce_dtype)
+            else:
+                total.add_(gradient)
+
+    def update(self, lr: float, max_norm: float) -> UpdateResult:
+        """See `Engine.update`."""
+        for master, gradient in zip(self._masters, self._gradients, strict=True):
+            master.grad = None if gradient is None else gradient.to(master.dtype)
+        self._gradients = [None] * len(self._masters)
+        set_learning_rate(self._optimizer, lr)
+        self._scaler.unscale_(self._optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self._masters, max_norm if max_norm > 0 else float("inf")
+        )
+        scale = self._scaler.get_scale()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for (_, parameter), master in zip(self._trained, self._masters, strict=True):
+                if parameter is not master:
+                    parameter.copy_(master)
+        self._backend.graph.mark_step(Phase.UPDATE)
+        skipped = self._precision.scales_loss and self._scaler.get_scale() < scale
+        return UpdateResult(float(norm), skipped)
+
+    def evaluate(
+        self, batches: Iterable[DeviceBatch], loss_function: LossFunction
+    ) -> Sequence[Tensor]:
+        """See `Engine.evaluate`."""
+        self.model.eval()
+        sums = []
+        with torch.no_grad():
+            for batch in batches:
+                sums.append(loss_function(self.model(**batch.inputs).logits, batch.labels))
+                self._backend.graph.mark_step(Phase.FORWARD)
+        return sums
+
+    def export_trained(self) -> Mapping[str, Tensor]:
+        """See `Engine.export_trained`."""
+        return {
+            name: master.detach().to(HOST_DEVICE, copy=True)
+            for (name, _), master in zip(self._trained, self._masters, strict=True)
+        }
+
+    def close(self) -> None:
+        """Nothing is held that Python does not free."""
+
+
+class Single:
+    """One process, one device, the whole model."""
+
+    needs: Sequence[Requirement] = ()
+    needs_process_group = False
+
+    def settings(
+        self,
+        backend: Backend,
+        precision: Precision,
+        *,
+        skeleton: nn.Module | None,
+        micro_batch: int,
+        max_norm: float,
+    ) -> Sequence[Setting]:
+        """Plain torch has no configuration of its own."""
+        return ()
+
+    def build(self, context: BuildContext) -> SingleEngine:
+        """See `Strategy.build`.
+
+        Raises:
+            UnsupportedError: more than one rank was started.
+        """
+        if context.world_size != 1:
+            raise UnsupportedError(
+                f"strategy 'single' trains in one process, but {context.world_size} ranks were "
+                "started; use --devices 1, or strategy.name: zero"
+            )
+        model = context.factory.skeleton()
+        materialise(
+            model,
+            context.factory,
+            device=context.backend.placement.device,
+            dtype=torch_dtype(context.precision.compute),
+        )
+        model = context.factory.adapt(model)
+        context.factory.checkpoint_activations(model, reentrant=False)
+        return SingleEngine(model, context)

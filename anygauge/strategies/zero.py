@@ -1,0 +1,192 @@
+"""The `zero` strategy: DeepSpeed's ZeRO stages 0 to 3 over all ranks.
+
+Stage 3 never holds the model whole: rank 0 reads one unit at a time, DeepSpeed broadcasts and
+shards it before the next is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.config.precision import Precision
+from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting
+from anygauge.strategies.base import (
+    BuildContext,
+    DeviceBatch,
+    LossFunction,
+    StepResult,
+    UpdateResult,
+    set_learning_rate,
+    torch_dtype,
+    trained_parameters,
+)
+from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
+from anygauge.strategies.zero_runtime import (
+    import_deepspeed,
+    needs_reentrant_checkpointing,
+    synchronise_before_release,
+)
+from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+
+
+class ZeroEngine:
+    """A DeepSpeed engine behind anygauge's contract."""
+
+    def __init__(self, engine: Any, stage: int, context: BuildContext) -> None:
+        self._engine = engine
+        self.model: nn.Module = engine.module
+        self._stage = stage
+        self._backend = context.backend
+        self._rank = context.rank
+        self._world_size = context.world_size
+        self._scales_loss = context.precision.scales_loss
+        self._trained = trained_parameters(self.model)
+        self._undo_release = (
+            synchronise_before_release(context.backend.placement.synchronize)
+            if stage == 3 and context.backend.graph.sync_on_release
+            else lambda: None
+        )
+
+    def run_step(
+        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, global_tokens: int
+    ) -> StepResult:
+        """See `Engine.run_step`."""
+        self._engine.train()
+        sums = []
+        # DeepSpeed averages gradients over ranks; the sum is wanted.
+        scale = self._world_size / global_tokens
+        for index, batch in enumerate(batches):
+            self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            logits = self._engine(**batch.inputs).logits
+            self._backend.graph.mark_step(Phase.FORWARD)
+            loss = loss_function(logits, batch.labels)
+            self._engine.backward(loss * scale, scale_wrt_gas=False)
+            self._backend.graph.mark_step(Phase.BACKWARD)
+            sums.append(loss.detach())
+        return StepResult(sums)
+
+    def update(self, lr: float, max_norm: float) -> UpdateResult:
+        """See `Engine.update`."""
+        optimizer = self._engine.optimizer
+        set_learning_rate(optimizer, lr)
+        norm: Any = None
+        if hasattr(optimizer, "clip_grad"):
+            optimizer.clip_grad = max_norm
+        else:
+            # Stage 0 in float32 hands torch's own optimizer through, which keeps no norm.
+            norm = torch.nn.utils.clip_grad_norm_(
+                [p for _, p in self._trained], max_norm if max_norm > 0 else math.inf
+            )
+        skipped_before = self._engine.skipped_steps
+        self._engine.step()
+        self._backend.graph.mark_step(Phase.UPDATE)
+        if norm is None:
+            norm = self._engine.get_global_grad_norm()
+        skipped = self._engine.skipped_steps > skipped_before
+        return UpdateResult(float(norm), skipped and self._scales_loss)
+
+    def evaluate(
+        self, batches: Iterable[DeviceBatch], loss_function: LossFunction
+    ) -> Sequence[Tensor]:
+        """See `Engine.evaluate`."""
+        self._engine.eval()
+        sums = []
+        with torch.no_grad():
+            for batch in batches:
+                sums.append(loss_function(self._engine(**batch.inputs).logits, batch.labels))
+                self._backend.graph.mark_step(Phase.FORWARD)
+        return sums
+
+    def export_trained(self) -> Mapping[str, Tensor]:
+        """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        whole: dict[str, Tensor] = {}
+        for name, parameter in self._trained:
+            value = parameter if self._stage == 0 else safe_get_full_fp32_param(parameter)
+            if value is None:
+                raise RuntimeError(f"DeepSpeed returned no value for the trained parameter {name}")
+            if self._rank == 0:
+                whole[name] = value.detach().to(HOST_DEVICE, torch.float32, copy=True)
+        return whole
+
+    def close(self) -> None:
+        """Take hooks off and free DeepSpeed's buffers."""
+        self._undo_release()
+        self._engine.destroy()
+
+
+class Zero:
+    """DeepSpeed over all ranks."""
+
+    needs: Sequence[Requirement] = (
+        Requirement(capability="zero", because="strategy.name is zero"),
+        Requirement(capability="collectives", because="ZeRO shards over ranks"),
+    )
+    needs_process_group = True
+
+    def __init__(self, stage: int, options: Mapping[str, Any]) -> None:
+        self.stage = stage
+        self.options = dict(options)
+
+    def settings(
+        self,
+        backend: Backend,
+        precision: Precision,
+        *,
+        skeleton: nn.Module | None,
+        micro_batch: int,
+        max_norm: float,
+    ) -> Sequence[Setting]:
+        """See `Strategy.settings`."""
+        return zero_settings(
+            stage=self.stage,
+            precision=precision,
+            backend=backend,
+            micro_batch=micro_batch,
+            max_norm=max_norm,
+            sizes=None if skeleton is None else ModelSizes.of(skeleton),
+            options=self.options,
+        )
+
+    def build(self, context: BuildContext) -> ZeroEngine:
+        """See `Strategy.build`."""
+        deepspeed = import_deepspeed(context.backend)
+        factory = context.factory
+        config = as_config(
+            self.settings(
+                context.backend,
+                context.precision,
+                micro_batch=context.micro_batch,
+                max_norm=context.max_norm,
+                skeleton=factory.adapt(factory.skeleton()),
+            )
+        )
+        deepspeed.init_distributed()
+
+        def shard(unit: nn.Module) -> None:
+            deepspeed.zero.Init(module=unit, config_dict_or_path=config)
+
+        sharded = self.stage == 3
+        model = factory.skeleton()
+        materialise(
+            model,
+            factory,
+            device=context.backend.placement.device,
+            dtype=torch_dtype(context.precision.compute),
+            read=not sharded or context.rank == 0,
+            place=shard if sharded else None,
+        )
+        model = factory.adapt(model)
+        factory.checkpoint_activations(model, reentrant=needs_reentrant_checkpointing())
+        buffers = buffers_of(model)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=context.optimizer(trained_parameters(model)), config=config
+        )
+        restore_buffers(buffers)
+        return ZeroEngine(engine, self.stage, context)

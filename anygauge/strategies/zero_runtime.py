@@ -1,0 +1,78 @@
+"""What DeepSpeed needs around it: its accelerator, its log lines, its known defects."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from packaging.version import Version
+
+from anygauge.interface import Backend, UnsupportedError
+from anygauge.strategies.zero_settings import ENGINE
+
+NON_REENTRANT_SINCE = Version("0.19.6")
+"""First version whose ZeRO-3 keeps frozen weights whole in non-reentrant recomputation (#8148)."""
+
+
+def import_deepspeed(backend: Backend) -> ModuleType:
+    """Import DeepSpeed with the accelerator that the backend names, and check that it took it.
+
+    DeepSpeed chooses an accelerator while it is imported, from what it finds on the machine; the
+    variable is its documented override.
+
+    Raises:
+        UnsupportedError: the backend names none, or DeepSpeed was imported before with another.
+    """
+    wanted = next(
+        (s.value for s in backend.engine_settings(ENGINE) if s.name == "accelerator"), None
+    )
+    if wanted is None:
+        raise UnsupportedError(
+            f"strategy 'zero': the {backend.name} backend names no DeepSpeed accelerator in its "
+            f"engine_settings({ENGINE!r}); use strategy.name: single, or a backend that does"
+        )
+    if ENGINE not in sys.modules:
+        os.environ["DS_ACCELERATOR"] = str(wanted)
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    actual = get_accelerator().device_name()
+    if actual != wanted:
+        raise UnsupportedError(
+            f"DeepSpeed was imported before anygauge and chose the accelerator {actual!r}, but "
+            f"backend {backend.name!r} needs {wanted!r}; import deepspeed after anygauge, or set "
+            f"DS_ACCELERATOR={wanted}"
+        )
+    # Only inference uses this operator; building it would need a C++ compiler on every machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def needs_reentrant_checkpointing() -> bool:
+    """Whether the installed DeepSpeed loses frozen weights in non-reentrant recomputation."""
+    return Version(metadata.version(ENGINE)) < NON_REENTRANT_SINCE
+
+
+def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], None]:
+    """Wait for the device each time ZeRO-3 frees a gathered parameter; returns the undoing.
+
+    For devices whose work may still read the memory when the host frees it.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    release = partition_parameters.free_param
+
+    def synchronised(param: Any) -> None:
+        synchronize()
+        release(param)
+
+    partition_parameters.free_param = synchronised
+
+    def undo() -> None:
+        partition_parameters.free_param = release
+
+    return undo

@@ -1,0 +1,154 @@
+"""DeepSpeed's configuration for a run, field by field, each with its reason.
+
+The defaults are made for a frozen base with low-rank factors: the factors stay resident, and a
+frozen weight that gradient checkpointing gathers for recomputation is kept until its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from anygauge.config.precision import Precision
+from anygauge.interface import Backend, Setting, UnsupportedError
+from anygauge.strategies.base import trained_parameters
+
+ENGINE = "deepspeed"
+DEFAULT_PERSISTENCE = 100_000
+DEFAULT_LIVE = 1_000_000_000
+PREFETCH = 500_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """What the settings depend on, in elements.
+
+    Attributes:
+        largest_factor: of the trained tensors, where a frozen base carries an adapter; else 0.
+        largest_block: parameters of the largest decoder layer.
+    """
+
+    largest_factor: int
+    largest_block: int
+
+    @classmethod
+    def of(cls, adapted: nn.Module) -> ModelSizes:
+        """Measure an adapted model, real or on the meta device."""
+        frozen = any(not p.requires_grad for p in adapted.parameters())
+        blocks = [
+            sum(p.numel() for p in block.parameters())
+            for module in adapted.modules()
+            if isinstance(module, nn.ModuleList)
+            for block in module
+        ]
+        return cls(
+            largest_factor=max((p.numel() for _, p in trained_parameters(adapted)), default=0)
+            if frozen
+            else 0,
+            largest_block=max(blocks, default=0),
+        )
+
+
+def zero_settings(
+    *,
+    stage: int,
+    precision: Precision,
+    backend: Backend,
+    micro_batch: int,
+    max_norm: float,
+    sizes: ModelSizes | None,
+    options: Mapping[str, Any],
+) -> list[Setting]:
+    """DeepSpeed's fields as settings, named by dotted path; later ones win over earlier ones.
+
+    Args:
+        sizes: None before the model is known: fields that depend on it are left out.
+        options: the run file's ``strategy.options``: fields of ``zero_optimization``.
+
+    Raises:
+        UnsupportedError: DeepSpeed has no such combination of stage and types.
+    """
+    source = "DeepSpeed configuration reference"
+    found: list[Setting] = []
+
+    def add(name: str, value: Any, reason: str, source: str = source) -> None:
+        found.append(Setting(name=name, value=value, reason=reason, source=source))
+
+    add("train_micro_batch_size_per_gpu", micro_batch, "train.micro_batch")
+    add("gradient_accumulation_steps", 1, "anygauge marks the boundaries itself")
+    add("gradient_clipping", max_norm, "train.clip")
+    add("steps_per_print", 2**31 - 1, "anygauge reports steps itself")
+    add("zero_allow_untested_optimizer", True, "anygauge brings the optimizer")
+    if precision.compute == "bfloat16":
+        add("bf16.enabled", True, "precision.compute")
+    elif precision.compute == "float16":
+        add("fp16.enabled", True, "precision.compute; the loss is scaled dynamically")
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    if stage == 0 and precision.reduce != precision.compute:
+        raise UnsupportedError(
+            f"strategy zero, stage 0: DeepSpeed accumulates gradients in the compute type "
+            f"({precision.compute}) there, not in {precision.reduce}. Set precision.reduce: "
+            "compute, or strategy.stage: 1 or higher."
+        )
+    add("data_types.grad_accum_dtype", short[precision.reduce], "precision.reduce")
+    if stage > 0:
+        add("communication_data_type", short[precision.reduce], "precision.reduce")
+    add("zero_optimization.stage", stage, "strategy.stage")
+    if stage == 3:
+        add(
+            "zero_optimization.stage3_prefetch_bucket_size",
+            PREFETCH,
+            "large enough to fetch the next weight of a 70B model whole",
+            "Gaudi2 MLPerf v4.0 submission",
+        )
+        if sizes is not None:
+            _add_lora_settings(add, sizes)
+    for setting in backend.engine_settings(ENGINE):
+        if setting.name != "accelerator":
+            found.append(setting)
+    for name, value in options.items():
+        add(f"zero_optimization.{name}", value, "strategy.options", "run file")
+    return found
+
+
+def _add_lora_settings(add: Any, sizes: ModelSizes) -> None:
+    threshold = max(DEFAULT_PERSISTENCE, sizes.largest_factor)
+    add(
+        "zero_optimization.stage3_param_persistence_threshold",
+        threshold,
+        f"the largest trained factor has {sizes.largest_factor:,} elements: factors stay resident "
+        "and cost one gather a step"
+        if sizes.largest_factor > DEFAULT_PERSISTENCE
+        else "DeepSpeed's default: at or above the largest trained factor",
+        "DeepSpeed issue 5047",
+    )
+    # From a weight's first use in recomputation to its use in backward lie at most the rest of
+    # the block forwards and the whole block backwards.
+    reach = max(DEFAULT_LIVE, 2 * sizes.largest_block)
+    add(
+        "zero_optimization.stage3_max_reuse_distance",
+        reach,
+        "a layer gathered for recomputation is kept until its backward: two gathers, not three",
+        "DeepSpeed's parameter coordinator; counted by the tests",
+    )
+    add(
+        "zero_optimization.stage3_max_live_parameters",
+        max(DEFAULT_LIVE, 2 * sizes.largest_block + PREFETCH),
+        "room for one layer and the prefetch bucket",
+        "DeepSpeed's parameter coordinator; counted by the tests",
+    )
+
+
+def as_config(settings: Sequence[Setting]) -> dict[str, Any]:
+    """Nest dotted names into the dictionary that DeepSpeed takes."""
+    config: dict[str, Any] = {}
+    for setting in settings:
+        *path, leaf = setting.name.split(".")
+        section = config
+        for part in path:
+            section = section.setdefault(part, {})
+        section[leaf] = setting.value
+    return config

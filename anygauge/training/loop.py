@@ -1,0 +1,96 @@
+"""The loop: the same for every device and every strategy.
+
+One step is: this rank's micro-batches -> device -> `Engine.run_step` (loss per token over the whole
+global batch) -> `Engine.update` -> metrics. What differs between devices is behind `Backend`, what
+differs between strategies behind `Engine`; there is no branch on either here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from anygauge.config.schema import TrainSection
+from anygauge.data import MicroBatch
+from anygauge.interface import Backend
+from anygauge.strategies.base import DeviceBatch, Engine
+from anygauge.training.guard import check_finite
+from anygauge.training.schedule import learning_rate
+
+
+class TrainingBatches(Protocol):
+    """This rank's share of the data, by step."""
+
+    steps: int
+
+    def step(self, index: int) -> Sequence[MicroBatch]: ...  # noqa: D102
+    def supervised_tokens(self, index: int) -> int: ...  # noqa: D102
+
+
+class Meter(Protocol):
+    """Turns steps into metrics and sends them where they are wanted."""
+
+    def step(
+        self, index: int, *, loss: float, lr: float, grad_norm: float, skipped: bool, seconds: float
+    ) -> None: ...  # noqa: D102
+    def evaluation(self, index: int, name: str, loss: float, tokens: int) -> None: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loop:
+    """What a training loop is made of.
+
+    Attributes:
+        place: moves a micro-batch to the device and makes the model's arguments.
+        loss_function: (logits, labels) -> summed loss.
+        evaluations: name -> this rank's batches and the supervised tokens over all ranks.
+    """
+
+    engine: Engine
+    backend: Backend
+    batches: TrainingBatches
+    place: Callable[[MicroBatch], DeviceBatch]
+    loss_function: Callable[..., object]
+    evaluations: Mapping[str, tuple[Sequence[MicroBatch], int]]
+    meter: Meter
+    settings: TrainSection
+
+    def run(self) -> None:
+        """Train to the end.
+
+        Raises:
+            NonFiniteLossError: the loss became inf or nan; names the rows.
+        """
+        steps = self.batches.steps
+        for index in range(steps):
+            began = time.perf_counter()
+            micro_batches = self.batches.step(index)
+            tokens = self.batches.supervised_tokens(index)
+            lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
+            result = self.engine.run_step(
+                [self.place(batch) for batch in micro_batches], self.loss_function, tokens
+            )
+            update = self.engine.update(lr, self.settings.clip)
+            sums = [float(loss) for loss in result.loss_sums]
+            (total,) = self.backend.collectives.sum_on_host([sum(sums)])
+            check_finite(index, total, sums, micro_batches, self.backend.collectives)
+            self.meter.step(
+                index,
+                loss=total / tokens,
+                lr=lr,
+                grad_norm=update.grad_norm,
+                skipped=update.skipped,
+                seconds=time.perf_counter() - began,
+            )
+            every = self.settings.eval_every
+            if index + 1 == steps or (every and (index + 1) % every == 0):
+                self.evaluate(index)
+
+    def evaluate(self, index: int) -> None:
+        """Mean loss per supervised token of each evaluation set."""
+        for name, (batches, tokens) in self.evaluations.items():
+            losses = self.engine.evaluate(map(self.place, batches), self.loss_function)
+            (total,) = self.backend.collectives.sum_on_host([float(sum(losses))])
+            self.meter.evaluation(index, name, total / tokens, tokens)

@@ -1,0 +1,30 @@
+"""Learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from anygauge.config.schema import ScheduleSection
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection) -> float:
+    """Rate of one optimizer step.
+
+    Linear warmup reaches the peak at the first step after it, then: ``constant`` stays, ``linear``
+    and ``cosine`` fall to ``final_ratio`` of the peak, reached one step after the last.
+
+    Args:
+        step: from 0.
+        steps: in the whole run.
+    """
+    warmup = schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if schedule.name == "constant":
+        return peak
+    progress = (step - warmup) / max(1, steps - warmup)
+    if schedule.name == "linear":
+        share = 1.0 - progress
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * share)

@@ -1,0 +1,225 @@
+"""Brings the rooms together for one rank: device, data, model, strategy, loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anygauge.config import load_run_file
+from anygauge.config.precision import Precision, resolve_precision
+from anygauge.config.schema import RunFile
+from anygauge.data import Batches, MicroBatch, Prepared, evaluation_batches, prepare
+from anygauge.interface import Backend, Job, ModelError, UnsupportedError
+from anygauge.interface.events import EventWriter
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.flops import step_flops
+from anygauge.models.inputs import check_packing, model_inputs
+from anygauge.models.loss import summed_cross_entropy
+from anygauge.models.tokenizer import load_tokenizer
+from anygauge.registry import Registry
+from anygauge.strategies import create_strategy
+from anygauge.strategies.base import (
+    BuildContext,
+    DeviceBatch,
+    Engine,
+    Strategy,
+    torch_dtype,
+    trained_parameters,
+)
+from anygauge.training.loop import Loop
+from anygauge.training.meter import RunMeter, Volume
+from anygauge.training.optimizer import optimizer_factory
+
+TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRun:
+    """A run ready to train, and what is needed to save it afterwards."""
+
+    run: RunFile
+    loop: Loop
+    engine: Engine
+    meter: RunMeter
+    factory: CausalModelFactory
+    tokenizer: Any
+    precision: Precision
+    data: Prepared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """Which process of the run this is, and how it speaks to the user."""
+
+    index: int
+    local: int
+    world_size: int
+    events: EventWriter
+
+    def say(self, text: str) -> None:
+        """A line for the terminal, once per run."""
+        if self.index == 0:
+            self.events.message(text)
+
+
+def open_device(job: Job, rank: Rank, registry: Registry, strategy: Strategy) -> Backend:
+    """Create the job's backend, open this rank's device and join the process group.
+
+    Raises:
+        UnsupportedError: the strategy needs what the device lacks.
+    """
+    backend = registry.create_backend(job.backend, job.backend_options)
+    for need in strategy.needs:
+        support = backend.support(need.capability)
+        if not support:
+            raise UnsupportedError(
+                f"backend {backend.name!r} lacks {need.capability!r}, needed because "
+                f"{need.because}: {support}"
+            )
+    device = backend.open(rank.local)
+    if strategy.needs_process_group:
+        backend.collectives.open(
+            rendezvous=job.rendezvous,
+            rank=rank.index,
+            world_size=rank.world_size,
+            timeout_s=job.collective_timeout_s,
+            device=device,
+        )
+    return backend
+
+
+def placer(backend: Backend, compute: str) -> Callable[[MicroBatch], DeviceBatch]:
+    """The function that moves a micro-batch to the device and makes the model's arguments."""
+    dtype = torch_dtype(compute)
+
+    def place(batch: MicroBatch) -> DeviceBatch:
+        tensors = {name: getattr(batch, name) for name in TENSORS}
+        moved = dataclasses.replace(batch, **backend.placement.to_device(tensors))
+        return DeviceBatch(inputs=model_inputs(moved, dtype), labels=moved.labels)
+
+    return place
+
+
+def prepare_run(
+    job: Job, rank: Rank, registry: Registry, backend: Backend, strategy: Strategy
+) -> PreparedRun:
+    """Build everything that the loop needs on this rank's opened device."""
+    run = load_run_file(job.run_file).run
+    precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
+    attention = backend.attention if run.model.attention == "auto" else run.model.attention
+    # Ranks draw their dropout apart; initial weights come from generators of their own.
+    backend.placement.seed(run.train.seed * 100_003 + rank.index)
+    tokenizer = load_tokenizer(run.model)
+    factory = CausalModelFactory(
+        run.model,
+        run.adapter,
+        attention=attention,
+        dtype=torch_dtype(precision.compute),
+        seed=run.train.seed,
+        gradient_checkpointing=run.train.gradient_checkpointing,
+    )
+    vocabulary = getattr(factory.config, "vocab_size", None)
+    if vocabulary is not None and len(tokenizer) > vocabulary:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary} rows in its "
+            "embedding; give model.tokenizer the model's own tokenizer"
+        )
+    if run.data.packing:
+        check_packing(factory.config, attention, run.data.max_length)
+    data = prepare(run.data, tokenizer, run.train.seed)
+    rank.say(f"data: {data.report}")
+    shared: dict[str, Any] = {
+        "micro_batch": run.train.micro_batch,
+        "max_length": run.data.max_length,
+        "pad_id": tokenizer.pad_token_id,
+        "world_size": rank.world_size,
+        "rank": rank.index,
+        "packing": run.data.packing,
+        "shapes": backend.graph.shapes,
+    }
+    batches = Batches(
+        data.train,
+        seed=run.train.seed,
+        global_batch=run.train.global_batch,
+        epochs=run.train.epochs,
+        steps=run.train.steps,
+        **shared,
+    )
+    evaluations = {}
+    if data.eval is not None:
+        rank.say(f"evaluation: {data.eval.report}")
+        held_out = evaluation_batches(data.eval, **shared)
+        evaluations["eval"] = (held_out, data.eval.report.supervised_tokens)
+    engine = strategy.build(
+        BuildContext(
+            factory=factory,
+            optimizer=optimizer_factory(run.train.optimizer),
+            precision=precision,
+            backend=backend,
+            rank=rank.index,
+            world_size=rank.world_size,
+            micro_batch=run.train.micro_batch,
+            max_norm=run.train.clip,
+            say=rank.say,
+        )
+    )
+    total, trained = parameter_counts(engine)
+    rank.say(
+        f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
+        f"{trained:,} trained ({trained / total:.2%}); {precision.compute} ({precision.why}); "
+        f"attention {attention}"
+    )
+    peak = backend.placement.peak_flops(precision.compute)
+    meter = RunMeter(
+        path=Path(job.run_directory) / "metrics.jsonl",
+        rank=rank.index,
+        steps=batches.steps,
+        world_size=rank.world_size,
+        volume=lambda index: Volume(
+            tokens=batches.real_tokens(index),
+            supervised_tokens=batches.supervised_tokens(index),
+            sequences=run.train.global_batch,
+        ),
+        epoch=batches.epoch,
+        flops=step_flops(engine.model, factory.config),
+        peak_flops=peak.value if peak else None,
+        backend=backend,
+        events=rank.events,
+        trackers=[registry.tracker(name)(job.run_directory) for name in run.trackers]
+        if rank.index == 0
+        else [],
+        log_every=run.train.log_every,
+    )
+    loop = Loop(
+        engine=engine,
+        backend=backend,
+        batches=batches,
+        place=placer(backend, precision.compute),
+        loss_function=summed_cross_entropy,
+        evaluations=evaluations,
+        meter=meter,
+        settings=run.train,
+    )
+    return PreparedRun(
+        run=run,
+        loop=loop,
+        engine=engine,
+        meter=meter,
+        factory=factory,
+        tokenizer=tokenizer,
+        precision=precision,
+        data=data,
+    )
+
+
+def parameter_counts(engine: Engine) -> tuple[int, int]:
+    """Parameters in all, and trained ones; whole counts where they are sharded."""
+
+    def count(parameter: Any) -> int:
+        return int(getattr(parameter, "ds_numel", None) or parameter.numel())
+
+    trained = sum(count(p) for _, p in trained_parameters(engine.model))
+    return sum(count(p) for p in engine.model.parameters()), trained

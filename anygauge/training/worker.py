@@ -1,0 +1,181 @@
+"""One rank of a run: ``python -m anygauge.training.worker --job JOB``, started by an agent.
+
+Its environment was decided before this process began; nothing here sets a variable for a device.
+Whatever goes wrong is reported as one event; the traceback goes to the rank's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from anygauge.interface import AnygaugeError, Backend, Job
+from anygauge.interface.events import EventWriter
+from anygauge.interface.processes import die_with_parent
+
+PACKAGES = ("anygauge", "torch", "transformers", "peft", "deepspeed", "tokenizers", "safetensors")
+GIB = 2**30
+
+
+def main() -> int:
+    """Run one rank; returns the exit status."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", required=True)
+    job = Job.load(parser.parse_args().job)
+    index = int(os.environ["RANK"])
+    events = EventWriter.of_rank(index)
+    try:
+        summary = run_rank(job, index, events)
+    except AnygaugeError as error:
+        traceback.print_exc()
+        events.send(
+            "failed",
+            error=type(error).__name__,
+            message=str(error),
+            for_user=True,
+            exit_status=error.exit_status,
+        )
+        return error.exit_status
+    except BaseException as error:
+        traceback.print_exc()
+        events.send(
+            "failed",
+            error=type(error).__name__,
+            message=str(error).strip() or type(error).__name__,
+            for_user=False,
+            exit_status=1,
+        )
+        if isinstance(error, SystemExit):
+            raise
+        return 1
+    events.send("finished", **({"summary": summary} if index == 0 else {}))
+    return 0
+
+
+def run_rank(job: Job, index: int, events: EventWriter) -> dict[str, Any]:
+    """Open the device, train, save; returns the run's summary (on rank 0)."""
+    from anygauge.config import load_run_file
+    from anygauge.registry import Registry
+    from anygauge.strategies import create_strategy
+    from anygauge.training.setup import Rank, open_device, prepare_run
+
+    rank = Rank(
+        index=index,
+        local=int(os.environ["LOCAL_RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        events=events,
+    )
+    if rank.world_size != job.world_size:
+        raise AnygaugeError(
+            f"the job has {job.world_size} ranks, but this process was told of {rank.world_size}"
+        )
+    began = time.time()
+    registry = Registry.load()
+    strategy = create_strategy(load_run_file(job.run_file).run.strategy)
+    backend = open_device(job, rank, registry, strategy)
+    try:
+        with out_of_memory_advice(backend):
+            prepared = prepare_run(job, rank, registry, backend, strategy)
+            if index == 0:
+                events.send(
+                    "started",
+                    steps=prepared.loop.batches.steps,
+                    world_size=rank.world_size,
+                    device=str(backend.placement.device),
+                )
+                write_versions(Path(job.run_directory))
+            try:
+                prepared.loop.run()
+            finally:
+                prepared.meter.close()
+            summary = save(job, rank, prepared)
+            summary["seconds"] = time.time() - began
+            if index == 0:
+                from anygauge.models.writing import write_text
+
+                write_text(
+                    Path(job.run_directory) / "report.json",
+                    json.dumps(summary, indent=2) + "\n",
+                )
+            prepared.engine.close()
+        return summary
+    finally:
+        backend.close()
+
+
+@contextlib.contextmanager
+def out_of_memory_advice(backend: Backend) -> Iterator[None]:
+    """Turn a device's out-of-memory error into one that says what held how much."""
+    try:
+        yield
+    except Exception as error:
+        if not backend.placement.is_out_of_memory(error):
+            raise
+        stats = backend.placement.memory()
+        limit = f" of {stats.limit / GIB:.1f} GiB" if stats.limit else ""
+        raise AnygaugeError(
+            f"out of memory on {backend.placement.device}: {stats.in_use / GIB:.1f} GiB in use, "
+            f"peak {stats.peak / GIB:.1f} GiB{limit}. Lower train.micro_batch or "
+            "data.max_length, switch train.gradient_checkpointing on, or shard over more --devices"
+        ) from error
+
+
+def save(job: Job, rank: Any, prepared: Any) -> dict[str, Any]:
+    """Write the adapter, or the whole model where all weights were trained."""
+    from anygauge.models.adapter import save_adapter
+    from anygauge.models.export import save_model
+    from anygauge.strategies.base import torch_dtype
+
+    trained = prepared.engine.export_trained()
+    run = prepared.run
+    folder = Path(job.run_directory) / ("model" if run.adapter is None else "adapter")
+    if rank.index == 0:
+        if run.adapter is None:
+            save_model(
+                trained,
+                prepared.factory.config,
+                prepared.tokenizer,
+                folder,
+                dtype=torch_dtype(prepared.precision.compute),
+            )
+        else:
+            save_adapter(prepared.engine.model, trained, folder, base=run.model.name)
+    meter = prepared.meter
+    return {
+        "steps": prepared.loop.batches.steps,
+        "first_loss": meter.first_loss,
+        "final_loss": meter.last_loss,
+        "evaluations": meter.evaluations,
+        "tokens": meter.tokens,
+        "tokens_per_s": meter.tokens / meter.seconds if meter.seconds else None,
+        "saved": str(folder),
+        "data": str(prepared.data.report),
+    }
+
+
+def write_versions(folder: Path) -> None:
+    """What ran: versions of the packages that decide the result."""
+    from anygauge.models.writing import write_text
+
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""The launchers that come with anygauge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from anygauge.interface import API_VERSION, LauncherSpec, hookimpl
+
+
+@hookimpl
+def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
+    """Announce the launchers of this distribution."""
+    return [
+        LauncherSpec(
+            name="local",
+            factory="anygauge_launchers.local:Local",
+            api_version=API_VERSION,
+            fidelity="real",
+            max_nodes=1,
+        )
+    ]

@@ -1,0 +1,158 @@
+"""The local launcher: one agent on this machine, tied to the process that started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from anygauge.interface import (
+    AnygaugeError,
+    Job,
+    Plan,
+    PlannedFile,
+    PlannedProcess,
+    RunFileError,
+    UnsupportedError,
+)
+from anygauge.interface.files import write_text
+from anygauge.interface.processes import parent_environment
+
+OPTIONS = ("grace_s",)
+"""Names that ``launch.options`` may hold: seconds from SIGTERM to SIGKILL when ranks are ended."""
+
+
+class Local:
+    """Starts the agent of this machine; it ends when the starting process ends."""
+
+    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+        """One job file and one agent.
+
+        Raises:
+            UnsupportedError: the job wants more than one machine.
+            RunFileError: an option that this launcher does not have, or a bad value.
+        """
+        if job.nodes != 1:
+            raise UnsupportedError(
+                f"launch.launcher: 'local' starts ranks on this machine only, and launch.nodes is "
+                f"{job.nodes}. Set launch.nodes to 1, or use a launcher for several machines "
+                "(`anygauge plugins` lists those installed)."
+            )
+        job_file = str(Path(job.run_directory) / "job.json")
+        return Plan(
+            files=(PlannedFile(path=job_file, text=job.dump()),),
+            processes=(
+                PlannedProcess(
+                    node_rank=0,
+                    argv=(
+                        *(sys.executable, "-m", "anygauge.agent"),
+                        *("--job", job_file, "--node-rank", "0"),
+                        *_grace(options),
+                    ),
+                ),
+            ),
+        )
+
+    def submit(self, plan: Plan) -> LocalJob:
+        """Write the files and start the agent.
+
+        Call it from the main thread: on Linux the agent ends with the thread that started it.
+
+        Raises:
+            UnsupportedError: the plan is not one of this launcher.
+            AnygaugeError: a file cannot be written, or the agent cannot be started.
+        """
+        if len(plan.processes) != 1 or plan.processes[0].host is not None or not plan.files:
+            raise UnsupportedError(
+                f"the local launcher starts exactly one process on this machine; the plan has "
+                f"{len(plan.processes)} (hosts: {[p.host for p in plan.processes]})"
+            )
+        process = plan.processes[0]
+        log = Path(plan.files[0].path).parent / "logs" / "agent0.log"
+        try:
+            for file in plan.files:
+                write_text(file.path, file.text, file.mode)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as stderr:
+                agent = subprocess.Popen(
+                    process.argv,
+                    env={**os.environ, **process.environment, **parent_environment()},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    # Ctrl-C reaches the command line alone, which then ends the job in order.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise AnygaugeError(
+                f"cannot start the run in {log.parent.parent}: {error}. Check that the folder can "
+                "be written and that the disk is not full."
+            ) from error
+        return LocalJob(agent, log)
+
+
+class LocalJob:
+    """A job whose agent is a child of this process."""
+
+    def __init__(self, agent: subprocess.Popen[bytes], log: Path) -> None:
+        self._agent = agent
+        self._log = log
+        self._cancellations = 0
+
+    @property
+    def pid(self) -> int:
+        """Process id of the agent."""
+        return self._agent.pid
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        """What the agent reports, until it ends; lines that are no events go to its log."""
+        assert self._agent.stdout is not None
+        for line in self._agent.stdout:
+            event = _parse(line)
+            if event is None:
+                with self._log.open("ab") as log:
+                    log.write(line)
+            else:
+                yield event
+
+    def cancel(self) -> None:
+        """End the ranks in order; the second call ends them at once, the third ends the agent."""
+        self._cancellations += 1
+        # The agent's death takes its ranks along: the last resort if it does not respond.
+        self._agent.send_signal(signal.SIGKILL if self._cancellations > 2 else signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Exit status of the agent; 128 + signal if it was killed."""
+        code = self._agent.wait()
+        return code if code >= 0 else 128 - code
+
+
+def _grace(options: Mapping[str, Any]) -> tuple[str, ...]:
+    for name in options:
+        if name not in OPTIONS:
+            raise RunFileError(
+                f"launch.options.{name}: the local launcher has no such option; "
+                f"it has: {', '.join(OPTIONS)}"
+            )
+    if "grace_s" not in options:
+        return ()
+    value = options["grace_s"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 86400:
+        raise RunFileError(
+            f"launch.options.grace_s: {value!r} is not a number of seconds from 0 to 86400; "
+            "5 is the default"
+        )
+    return ("--grace", f"{value:g}")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None

@@ -1,0 +1,118 @@
+"""A run that was written out is the same run when it is read again, from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from anygauge.config import RunFile, dump_run, load_run_file
+
+SHARED = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+# Lone surrogates cannot be stored in a file.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+TRICKY = st.sampled_from(
+    ["1e5", "2e-4", "010", "12:30:00", "yes", "off", "null", "~", "", " a ", "#x", "a: b", "- a"]
+    + ["2024-01-31", "0x1F", ".inf", "1_000", "=", "<<", "$HOME", "a\n\nb\n", "\t", "\u2028", "é"]
+)
+WORDS = TEXT | TRICKY
+NUMBERS = st.floats(min_value=1e-300, max_value=1e300)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS
+FREE = st.dictionaries(
+    WORDS,
+    st.recursive(
+        SCALARS, lambda below: st.lists(below, max_size=3) | st.dictionaries(WORDS, below)
+    ),
+    max_size=3,
+)
+PATHS = st.lists(
+    st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/"), min_size=1)
+    | st.sampled_from(["$HOME", "~", "${A}", "$$", "1e5"]),
+    min_size=1,
+    max_size=3,
+).map(lambda parts: "/" + "/".join(f"x{part}" for part in parts))
+
+RUNS = st.builds(
+    lambda **sections: RunFile.model_validate(sections, strict=True),
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
+    output=PATHS,
+    backend=WORDS,
+    model=st.fixed_dictionaries(
+        {"name": PATHS | st.just("org/name-1e5"), "revision": st.none() | WORDS}
+    )
+    | st.fixed_dictionaries(
+        {"config": FREE.map(lambda free: free | {"model_type": "llama"}), "tokenizer": PATHS}
+    ),
+    adapter=st.none()
+    | st.fixed_dictionaries({"alpha": NUMBERS, "targets": WORDS | st.lists(WORDS, max_size=3)}),
+    data=st.fixed_dictionaries(
+        {
+            "train": st.fixed_dictionaries({"path": PATHS, "template": WORDS}),
+            "eval": st.none() | st.fixed_dictionaries({"path": PATHS}),
+            "packing": st.booleans(),
+        }
+    ),
+    train=st.fixed_dictionaries(
+        {
+            "steps": st.none() | st.integers(min_value=1),
+            "optimizer": st.fixed_dictionaries(
+                {"lr": NUMBERS, "betas": st.tuples(NUMBERS, NUMBERS)}
+            ),
+        }
+    ),
+    launch=st.fixed_dictionaries({"options": FREE}),
+    environment=st.dictionaries(WORDS, WORDS, max_size=3),
+    trackers=st.lists(WORDS, max_size=3),
+)
+
+
+@SHARED
+@given(run=RUNS)
+def test_a_dump_loads_back_to_an_equal_run(reload, tmp_path_factory, run):
+    text = dump_run(run)
+    assert reload(text, cwd=Path("/somewhere/else")).run == run
+    assert dump_run(reload(text).run) == text
+
+
+@SHARED
+@given(run=RUNS)
+def test_a_dump_is_read_alike_by_plain_yaml(run):
+    read = yaml.safe_load(dump_run(run))
+    assert read["trackers"] == run.trackers
+    assert read["environment"] == run.environment
+    assert read["train"]["optimizer"]["lr"] == run.train.optimizer.lr
+
+
+def test_a_dump_is_a_commented_file_with_every_field_and_absolute_paths(folder, minimal):
+    (folder.path / "m").mkdir()
+    text = dump_run(folder.load("model: {name: m}\ndata: {train: {path: $D/x.jsonl}}", D="d").run)
+    assert text.startswith("# A resolved run file: every field with its value")
+    read = yaml.safe_load(text)
+    assert list(read) == list(RunFile.model_fields)
+    assert read["model"]["name"] == str(folder.path / "m")
+    assert read["data"]["train"]["path"] == str(folder.path / "d/x.jsonl")
+    assert read["output"] == str(folder.path / "runs")
+    assert read["train"]["optimizer"]["betas"] == [0.9, 0.999]
+
+
+def test_a_run_made_by_hand_is_dumped_relative_to_the_current_directory(folder):
+    run = RunFile.model_validate(
+        {"model": {"name": "org/m"}, "data": {"train": {"path": "a$b.jsonl"}}, "output": "~"}
+    )
+    target = folder.write("deep/run.yaml", dump_run(run))
+    again = load_run_file(target, environ={}).run
+    assert again.model.name == "org/m"
+    assert again.data.train.path == str(folder.path / "a$b.jsonl")
+    assert again.output == str(folder.path / "~")
+
+
+def test_equal_values_are_written_out_and_not_as_aliases(folder, minimal):
+    text = minimal + "strategy: {options: {a: &x [1, 2], b: *x}}"
+    dumped = dump_run(folder.load(text).run)
+    assert "&" not in dumped
+    assert yaml.safe_load(dumped)["strategy"]["options"] == {"a": [1, 2], "b": [1, 2]}

@@ -1,0 +1,265 @@
+"""Reading YAML, `extends`, and files that are no run files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from anygauge.config import load_run_file
+from anygauge.interface import RunFileError
+
+
+def test_a_minimal_file_gets_all_defaults(folder, minimal):
+    loaded = folder.load(minimal)
+    assert loaded.run.model.name == "some/model"
+    assert loaded.run.train.optimizer.lr == 2e-4
+    assert loaded.run.adapter is None
+    assert loaded.files == (folder.path / "run.yaml",)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("2e-4", 2e-4), ("1e5", 1e5), ("1E+2", 100.0), ("1.5e3", 1500.0), (".5", 0.5), ("3", 3.0)],
+)
+def test_floats_are_read_as_people_write_them(folder, minimal, written, value):
+    assert folder.load(f"{minimal}train: {{epochs: {written}}}").run.train.epochs == value
+
+
+@pytest.mark.parametrize(
+    "written", ["12:30:00", "1:30", "010", "0o17", "2024-01-31", "2024-01-31 10:00:00", "1e", "e5"]
+)
+def test_what_is_no_number_stays_text(folder, minimal, written):
+    loaded = folder.load(f"{minimal}launch: {{options: {{it: {written}}}}}")
+    assert loaded.run.launch.options == {"it": written}
+
+
+def test_other_scalars_are_those_of_safe_yaml(folder, minimal):
+    text = "launch: {options: {a: yes, b: ~, c: 0x10, d: 1_000, e: '5', f: [1, {g: off}]}}"
+    assert folder.load(minimal + text).run.launch.options == {
+        "a": True,
+        "b": None,
+        "c": 16,
+        "d": 1000,
+        "e": "5",
+        "f": [1, {"g": False}],
+    }
+
+
+def test_anchors_and_merge_keys(folder, minimal):
+    text = """
+    strategy: {options: {base: &b {x: 1, y: 2}, one: {y: 3, <<: *b}, two: {<<: [{x: 5}, *b]}}}
+    """
+    options = folder.load(minimal + text.replace("\n    ", "\n")).run.strategy.options
+    assert options["one"] == {"x": 1, "y": 3}
+    assert options["two"] == {"x": 5, "y": 2}
+
+
+def test_extends_merges_mappings_replaces_lists_and_null_resets(folder):
+    folder.write(
+        "bases/base.yaml",
+        """\
+        model: {name: some/model}
+        data: {train: {path: rows.jsonl}}
+        adapter: {rank: 4, targets: [a, b]}
+        train: {steps: 5, clip: 2.0, optimizer: {lr: 1e-3, eps: 1e-6}}
+        trackers: [x, y]
+        """,
+    )
+    run = folder.load(
+        """\
+        extends: bases/base.yaml
+        adapter: {targets: [c]}
+        train: {steps: null, clip: null, optimizer: {lr: 1e-4}}
+        trackers: [z]
+        """
+    ).run
+    assert (run.adapter.rank, run.adapter.targets, run.trackers) == (4, ["c"], ["z"])
+    assert (run.train.steps, run.train.clip) == (None, 1.0)
+    assert (run.train.optimizer.lr, run.train.optimizer.eps) == (1e-4, 1e-6)
+
+
+def test_null_takes_a_section_away_and_a_later_file_starts_it_anew(folder, minimal):
+    folder.write("a.yaml", minimal + "adapter: {rank: 4, alpha: 7}\n")
+    folder.write("b.yaml", "extends: a.yaml\nadapter: null\n")
+    assert folder.load("extends: b.yaml").run.adapter is None
+    adapter = folder.load("extends: b.yaml\nadapter: {rank: 2}").run.adapter
+    assert (adapter.rank, adapter.alpha) == (2, 32)
+
+
+def test_null_in_a_free_mapping_is_a_value(folder):
+    folder.write(
+        "a.yaml",
+        "model: {config: {model_type: llama, rope: 1}, tokenizer: a/b}\n"
+        "data: {train: {path: x.txt}}\n",
+    )
+    config = folder.load("extends: a.yaml\nmodel: {config: {rope: null}}").run.model.config
+    assert config == {"model_type": "llama", "rope": None}
+
+
+def test_a_list_of_bases_and_a_base_reached_twice(folder, minimal):
+    folder.write("root.yaml", minimal + "name: root\ntrain: {seed: 1, steps: 1, clip: 1}\n")
+    folder.write("a.yaml", "extends: root.yaml\nname: a\ntrain: {steps: 2, seed: 2}\n")
+    folder.write("b.yaml", "name: b\ntrain: {seed: 3}\n")
+    loaded = folder.load("extends: [a.yaml, b.yaml]\ntrain: {clip: 4}")
+    run = loaded.run
+    assert (run.name, run.train.seed, run.train.steps, run.train.clip) == ("b", 3, 2, 4)
+    assert [each.name for each in loaded.files] == ["run.yaml", "a.yaml", "root.yaml", "b.yaml"]
+
+
+def test_every_value_knows_where_it_was_written(folder, minimal):
+    folder.write("sub/base.yaml", minimal + "train:\n  steps: 5\n  clip: 2\n")
+    loaded = folder.load(
+        "extends: sub/base.yaml\n\ntrain:\n  steps: 6\n",
+        "train.seed=3",
+        flags={"launch.devices": 2},
+    )
+    assert str(loaded.source("train.steps")) == "run.yaml:4"
+    assert str(loaded.source("train.clip")) == "sub/base.yaml:5"
+    assert str(loaded.source("train.seed")) == "--set train.seed=3"
+    assert str(loaded.source("launch.devices")) == "--devices"
+    assert "train.micro_batch" not in loaded.sources
+    assert str(loaded.source("train.micro_batch")) == "run.yaml:3"
+    assert str(loaded.source("strategy.name")) == "run.yaml"
+    assert str(loaded.error("train.clip", "too large")) == (
+        "run.yaml: 1 problem\n  sub/base.yaml:5: train.clip: too large"
+    )
+
+
+def test_a_circle_of_files_is_named_in_full(folder):
+    folder.write("a.yaml", "extends: sub/b.yaml\n")
+    folder.write("sub/b.yaml", "name: b\nextends: ../run.yaml\n")
+    assert folder.refuse("extends: a.yaml") == [
+        "sub/b.yaml:2: extends: goes in a circle: "
+        "run.yaml extends a.yaml extends sub/b.yaml extends ../run.yaml"
+    ]
+    assert folder.refuse("name: x\nextends: run.yaml") == [
+        "run.yaml:2: extends: goes in a circle: run.yaml extends run.yaml"
+    ]
+
+
+def test_extends_of_what_is_not_there(folder, minimal):
+    folder.write("bases/base.yaml", minimal)
+    assert folder.refuse("\nextends:\n - bases/bsae.yaml\n") == [
+        f"run.yaml:3: extends: no such file: {folder.path}/bases/bsae.yaml; "
+        "did you mean 'base.yaml'?"
+    ]
+    assert folder.refuse("extends: 3") == [
+        "run.yaml:1: extends: got 3 (int), expected a file or a list of files"
+    ]
+    assert folder.refuse("extends: $NOWHERE/a.yaml") == [
+        "run.yaml:1: extends: the variable 'NOWHERE' in '$NOWHERE/a.yaml' is not set; export it"
+    ]
+    assert folder.refuse("extends: bases") == [
+        f"run.yaml:1: extends: no such file: {folder.path}/bases"
+    ]
+
+
+def test_extends_below_the_top_is_an_unknown_field(folder, minimal):
+    (line,) = folder.refuse(minimal + "train: {extends: a.yaml}")
+    assert line.startswith(
+        "run.yaml:3: train.extends: no such field; 'extends' belongs under the top level; valid"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "run.yaml: is empty; a run file needs at least 'model' and 'data'"),
+        (b"# x\n\n", "run.yaml: is empty; a run file needs at least 'model' and 'data'"),
+        (
+            b"- a\n- b\n",
+            "run.yaml:1: got a list of 2, expected a mapping such as 'model: {...}' at the top",
+        ),
+        (
+            b"\nhello\n",
+            "run.yaml:2: got 'hello' (str), expected a mapping such as 'model: {...}' at the top",
+        ),
+        (b"\xff\xfe\x00", "run.yaml: is not text in UTF-8 (byte 0); expected a run file in YAML"),
+        (
+            b"a: 1\nb: \x07\n",
+            "run.yaml:2: not valid YAML: the character U+0007 is not allowed in YAML",
+        ),
+        (
+            b"a: 1\nb: [1, 2\nc: 3\n",
+            "run.yaml:3: not valid YAML: while parsing a flow sequence, "
+            "expected ',' or ']', but got ':'",
+        ),
+        (
+            b"train:\n\tsteps: 1\n",
+            "run.yaml:2: not valid YAML: while scanning for the next token, found character '\\t' "
+            "that cannot start any token; indent with spaces",
+        ),
+        (
+            b"a: 1\n---\nb: 2\n",
+            "run.yaml:2: not valid YAML: expected a single document in the stream, "
+            "but found another document",
+        ),
+        (b"[" * 600, "run.yaml: not valid YAML: nested too deeply"),
+    ],
+)
+def test_files_that_are_no_run_files(folder, content, complaint):
+    (folder.path / "run.yaml").write_bytes(content)
+    with pytest.raises(RunFileError) as caught:
+        load_run_file("run.yaml")
+    assert str(caught.value) == complaint
+    assert caught.value.exit_status == 2
+
+
+def test_files_that_are_not_there(folder, minimal):
+    folder.write("configs/first.yaml", minimal)
+    folder.write("configs/second.yml", minimal)
+    for path, complaint in {
+        "configs/frist.yaml": "configs/frist.yaml: no such file; did you mean 'first.yaml'?",
+        "nowhere/a.yaml": "nowhere/a.yaml: no such file",
+        "configs": "configs: is a folder, expected a run file; it holds first.yaml, second.yml",
+        "configs/first.yaml/x": "configs/first.yaml/x: cannot be read: Not a directory",
+    }.items():
+        with pytest.raises(RunFileError) as caught:
+            load_run_file(path)
+        assert str(caught.value) == complaint
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(folder, minimal):
+    text = minimal + "train:\n  steps: x\n"
+    (folder.path / "run.yaml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    with pytest.raises(RunFileError, match=r"run\.yaml:4: train\.steps: got 'x'"):
+        load_run_file("run.yaml")
+
+
+def test_keys_written_twice_name_both_lines(folder, minimal):
+    text = minimal + "train:\n  steps: 1\n  seed: 2\n  steps: 1\nname: a\nname: a\n"
+    assert folder.refuse(text) == [
+        "run.yaml:6: train.steps: written twice, on line 4 and on line 6; keep one of them",
+        "run.yaml:8: name: written twice, on line 7 and on line 8; keep one of them",
+    ]
+
+
+def test_odd_yaml_is_refused_where_it_stands(folder, minimal):
+    text = minimal + (
+        "name: !!python/name:os.system\n"
+        "environment: {? [a] : b}\n"
+        "backend_options: &loop\n  again: *loop\n"
+        "launch:\n  options:\n    <<: 3\n"
+        "train: {seed: !!int abc}\n"
+    )
+    assert folder.refuse(text) == [
+        "run.yaml:3: name: the tag !!python/name:os.system means nothing here; write a plain value",
+        "run.yaml:4: environment: a list or mapping cannot be a key",
+        "run.yaml:6: backend_options.again: the alias of line 6 contains itself",
+        "run.yaml:9: launch.options: '<<' takes a mapping, or a list of mappings",
+        "run.yaml:10: train.seed: 'abc' cannot be read as int",
+    ]
+
+
+def test_reading_a_run_file_needs_no_torch(folder, minimal):
+    folder.write("run.yaml", minimal)
+    code = (
+        "import sys, anygauge.config as c\n"
+        "early = 'pydantic' in sys.modules\n"
+        "c.dump_run(c.load_run_file('run.yaml').run)\n"
+        "print(early, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,198 @@
+"""Every kind of wrong field: one line each, with file, line and what would be right."""
+
+from __future__ import annotations
+
+import pytest
+
+from anygauge.config.describe import ELSEWHERE, kind_at
+
+TRAIN = (
+    "steps, epochs, global_batch, micro_batch, optimizer, schedule, clip, "
+    "gradient_checkpointing, seed, eval_every, log_every"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "train:\n  optimizer:\n    lr: fast",
+            "run.yaml:5: train.optimizer.lr: got 'fast' (str), expected a number > 0",
+        ),
+        ("train: {optimizer: {lr: 0}}", "train.optimizer.lr: got 0 (int), expected a number > 0"),
+        (
+            "train: {global_batch: 1e3}",
+            "train.global_batch: got 1e3 (float), expected a whole number > 0; write 1000",
+        ),
+        (
+            "train: {seed: '7'}",
+            "train.seed: got '7' (str), expected a whole number >= 0; "
+            "write it without quotes and without leading zeros",
+        ),
+        (
+            "train: {steps: true}",
+            "train.steps: got true (bool), expected a whole number > 0 or null",
+        ),
+        (
+            "train: {optimizer: {betas: [0.9]}}",
+            "train.optimizer.betas: got a list of 1, expected a list of 2: number, number",
+        ),
+        (
+            "train: {optimizer: {betas: [0.9, 1, 1]}}",
+            "train.optimizer.betas: got a list of 3, expected a list of 2: number, number",
+        ),
+        (
+            "train: {optimizer: {betas: [0.9, x]}}",
+            "train.optimizer.betas[1]: got 'x' (str), expected a number",
+        ),
+        (
+            "train: {schedule: {name: cosin}}",
+            "train.schedule.name: got 'cosin' (str), expected one of constant, linear, cosine; "
+            "did you mean 'cosine'?",
+        ),
+        ("adapter: {type: dora}", "adapter.type: got 'dora' (str), expected 'lora'"),
+        ("adapter: {dropout: 1}", "adapter.dropout: got 1 (int), expected a number >= 0 and < 1"),
+        (
+            "adapter: {targets: 5}",
+            "adapter.targets: got 5 (int), expected text or a list of text; "
+            "put it in quotes to make it text",
+        ),
+        (
+            "adapter:\n  targets:\n  - q\n  - 3",
+            "run.yaml:6: adapter.targets[1]: got 3 (int), expected text; "
+            "put it in quotes to make it text",
+        ),
+        (
+            "adapter: lora",
+            "adapter: got 'lora' (str), expected a mapping of type, rank, alpha, dropout, targets "
+            "or null",
+        ),
+        (
+            "adapter:",
+            "adapter: is left empty; give its fields, '{}' for all defaults, or null for none",
+        ),
+        (
+            "launch: {}\ntrackers: board",
+            "run.yaml:4: trackers: got 'board' (str), expected a list of text",
+        ),
+        (
+            "environment: {LEVEL: 4}",
+            "environment.LEVEL: got 4 (int), expected text; put it in quotes to make it text",
+        ),
+        ("environment: {4: a}", "environment: the key 4 (int) is not text; put it in quotes"),
+        ("train: {on: a}", "train: the key true (bool) is not text; put it in quotes"),
+        (
+            "backend: on",
+            "backend: got on (bool), expected text; put it in quotes, YAML reads on as true",
+        ),
+        (
+            "name: a b",
+            "name: got 'a b' (str), expected text matching ^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        ),
+        (
+            f"name: '{'long ' * 40}'",
+            f"name: got '{'long ' * 11}l... (str), "
+            "expected text matching ^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        ),
+        ("launch: {options: 3}", "launch.options: got 3 (int), expected a mapping"),
+        (
+            "train: {gradient_checkpointing: 1}",
+            "train.gradient_checkpointing: got 1 (int), expected true or false",
+        ),
+    ],
+)
+def test_wrong_values(folder, minimal, text, complaint):
+    if not complaint.startswith("run.yaml:"):
+        complaint = f"run.yaml:3: {complaint}"
+    assert folder.refuse(minimal + text) == [complaint]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "train: {optimzer: {lr: 1}}",
+            f"train.optimzer: no such field; did you mean 'optimizer'? valid here: {TRAIN}",
+        ),
+        (
+            "train: {lr: 1}",
+            f"train.lr: no such field; 'lr' belongs under train.optimizer; valid here: {TRAIN}",
+        ),
+        (
+            "train: {learning_rate: 1}",
+            "train.learning_rate: no such field; here that is 'train.optimizer.lr'; "
+            f"valid here: {TRAIN}",
+        ),
+        ("train: {zzz: 1}", f"train.zzz: no such field; valid here: {TRAIN}"),
+        (
+            "adapter: {path: x}",
+            "adapter.path: no such field; 'path' belongs under data.train or data.eval; "
+            "valid here: type, rank, alpha, dropout, targets",
+        ),
+        (
+            "precision: {backend: x}",
+            "precision.backend: no such field; 'backend' belongs under the top level; "
+            "valid here: compute, reduce",
+        ),
+        (
+            "steps: 10",
+            "steps: no such field; 'steps' belongs under train; valid here: name, output, "
+            "backend, model, adapter, data, train, precision, strategy, launch, kernels, "
+            "backend_options, environment, trackers, extends",
+        ),
+    ],
+)
+def test_unknown_fields(folder, minimal, text, complaint):
+    assert folder.refuse(minimal + text) == [f"run.yaml:3: {complaint}"]
+
+
+@pytest.mark.parametrize(("name", "target"), sorted(ELSEWHERE.items()))
+def test_names_of_other_tools_point_at_fields_that_exist(name, target):
+    assert kind_at(tuple(target.split("."))) is not None
+    assert kind_at((name,)) is None
+
+
+def test_missing_fields_say_what_they_are_for(folder):
+    assert folder.refuse("name: x") == [
+        "run.yaml: model: missing: Which model to train. "
+        "Give `name`, or `config` for random weights.",
+        "run.yaml: data: missing: Rows to train and evaluate on, and how they become tokens.",
+    ]
+    assert folder.refuse("model: {name: x}\ndata:\n  train:\n    limit: 3") == [
+        "run.yaml:3: data.train.path: missing: A .json, .jsonl or .txt file."
+    ]
+    assert folder.refuse("model:\ndata: {train: {path: null}}") == [
+        "run.yaml:1: model: got null, expected a mapping of name, revision, config, tokenizer, "
+        "attention, trust_remote_code",
+        "run.yaml:2: data.train.path: got null, expected text",
+    ]
+
+
+def test_checks_of_a_whole_section_name_its_line_and_the_fields(folder, minimal):
+    text = minimal + "train:\n  schedule:\n    warmup_ratio: 0.1\n"
+    assert folder.refuse(text, "train.schedule.warmup_steps=5") == [
+        "run.yaml:4: train.schedule: give 'warmup_steps' or 'warmup_ratio', not both "
+        "(warmup_steps: --set train.schedule.warmup_steps=5, warmup_ratio: run.yaml:5)"
+    ]
+    assert folder.refuse("data: {train: {path: x}}\n\nmodel:\n  revision: a\n") == [
+        "run.yaml:3: model: give exactly one of 'name' (existing weights) and 'config' (random)"
+    ]
+
+
+def test_all_problems_are_told_together_in_the_order_of_the_files(folder):
+    folder.write("bases/base.yaml", "train:\n  seed: -1\n\n  clip: x\nmodel: {nam: a}\n")
+    text = "extends: bases/base.yaml\ntrackers: [1]\n\ndata: {train: {path: a}}\nbackend: 3\n"
+    lines = folder.refuse(text, "train.foo=1", flags={"launch.devices": 0})
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["run.yaml:2", "trackers[0]"],
+        ["run.yaml:5", "backend"],
+        ["bases/base.yaml:2", "train.seed"],
+        ["bases/base.yaml:4", "train.clip"],
+        ["bases/base.yaml:5", "model.nam"],
+        ["--set train.foo=1", "train.foo"],
+        ["--devices", "launch.devices"],
+    ]
+    assert lines[6] == "--devices: launch.devices: got 0 (int), expected a whole number > 0"
+    assert lines[4].startswith(
+        "bases/base.yaml:5: model.nam: no such field; did you mean 'name'? valid here: name, rev"
+    )

@@ -1,0 +1,126 @@
+"""`--set a.b=c` and options of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+SHARED = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def test_values_are_yaml_and_win_over_the_file(folder, minimal):
+    run = folder.load(
+        minimal + "train: {steps: 5, seed: 3}\nadapter: {rank: 4}\n",
+        "train.steps=10",
+        "train.optimizer.lr=1e-5",
+        "adapter.targets=[q_proj,v_proj]",
+        'model.revision="123"',
+        "launch.options={time: 12:30:00}",
+        "launch.options.account=a=b",
+    ).run
+    assert (run.train.steps, run.train.seed, run.train.optimizer.lr) == (10, 3, 1e-5)
+    assert (run.adapter.rank, run.adapter.targets) == (4, ["q_proj", "v_proj"])
+    assert run.model.revision == "123"
+    assert run.launch.options == {"time": "12:30:00", "account": "a=b"}
+
+
+def test_null_resets_and_a_path_below_nothing_begins_a_section(folder, minimal):
+    text = minimal + "adapter: {rank: 4}\ntrain: {seed: 4}\n"
+    run = folder.load(text, "adapter=null", "train.seed=null").run
+    assert (run.adapter, run.train.seed) == (None, 0)
+    assert folder.load(minimal, "adapter={}").run.adapter.rank == 16
+    assert folder.load(minimal, "adapter.rank=2").run.adapter.rank == 2
+
+
+def test_the_last_override_of_a_field_wins(folder, minimal):
+    assert folder.load(minimal, "train.seed=1", "train.seed=2").run.train.seed == 2
+
+
+def test_flags_win_and_one_that_was_not_given_is_left_alone(folder, minimal):
+    text = minimal + "backend: a\nlaunch: {devices: 2, nodes: 3}\n"
+    flags = {"backend": "b", "launch.devices": None, "output": Path("out")}
+    run = folder.load(text, flags=flags).run
+    assert (run.backend, run.launch.devices, run.launch.nodes) == ("b", 2, 3)
+    assert run.output == str(folder.path / "out")
+
+
+def test_flags_and_overrides_must_not_contradict_each_other(folder, minimal):
+    assert folder.refuse(minimal, "launch.devices=4", flags={"launch.devices": 2}) == [
+        "--devices: launch.devices: contradicts --set launch.devices=4; give one of them"
+    ]
+    same = folder.load(minimal, "launch.devices=2", flags={"launch.devices": 2})
+    assert same.run.launch.devices == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("train.steps", ": expected PATH=VALUE, such as --set train.steps=10"),
+        (
+            "=3",
+            ": '' is not a path of names with dots between, such as --set train.steps=10",
+        ),
+        (
+            "train..steps=3",
+            ": 'train..steps' is not a path of names with dots between, "
+            "such as --set train.steps=10",
+        ),
+        (
+            "train.steps=",
+            ": train.steps: no value; write null for the default, or '\"\"' for empty text",
+        ),
+        ("name=#1", ": name: no value; quote a value that begins with '#'"),
+        (
+            "trackers=[a",
+            ": trackers: the value is not valid YAML: while parsing a flow sequence, "
+            "expected ',' or ']', but got '<stream end>'",
+        ),
+        ("train={seed: 1, seed: 2}", ": train.seed: written twice"),
+        ("extends=a.yaml", ": 'extends' works in a file alone"),
+        ("name=!x y", ": name: the tag !x means nothing here; write a plain value"),
+        (
+            "train.optimizer.lr=fast",
+            ": train.optimizer.lr: got 'fast' (str), expected a number > 0",
+        ),
+        ("name.x=1", ": name: got a mapping, expected text matching ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+        ("trackers.0=a", ": trackers: got a mapping, expected a list of text"),
+    ],
+)
+def test_wrong_overrides_name_the_override(folder, minimal, override, complaint):
+    assert folder.refuse(minimal, override) == [f"--set {override}{complaint}"]
+
+
+def test_an_unknown_field_of_an_override(folder, minimal):
+    (line,) = folder.refuse(minimal, "train.foo=1")
+    assert line.startswith("--set train.foo=1: train.foo: no such field; valid here: steps, ")
+
+
+@SHARED
+@given(value=st.integers(min_value=1) | st.none())
+def test_any_whole_number_can_be_set(reload, minimal, value):
+    written = "null" if value is None else value
+    assert reload(minimal, [f"train.steps={written}"]).run.train.steps == value
+
+
+@SHARED
+@given(value=st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+def test_any_number_can_be_set_as_python_prints_it(reload, minimal, value):
+    assert reload(minimal, [f"train.optimizer.lr={value!r}"]).run.train.optimizer.lr == value
+
+
+@SHARED
+@given(value=st.booleans())
+def test_booleans_can_be_set(reload, minimal, value):
+    assert reload(minimal, [f"data.packing={str(value).lower()}"]).run.data.packing is value
+
+
+@SHARED
+@given(values=st.lists(st.text(st.characters(codec="ascii")), min_size=0, max_size=4))
+def test_any_list_of_text_can_be_set_as_json(reload, minimal, values):
+    assert reload(minimal, [f"trackers={json.dumps(values)}"]).run.trackers == values

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anygauge.data import (
+    IGNORED,
+    Batches,
+    Row,
+    accumulation,
+    evaluation_batches,
+    tokenize_rows,
+)
+from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy
+
+MAX = 64
+PAD = 2
+
+
+def make(rows, **options):
+    defaults = {"seed": 3, "global_batch": 8, "micro_batch": 2, "max_length": MAX, "pad_id": PAD}
+    return Batches(rows, **{**defaults, **options})
+
+
+def check(batch, rows, packed):
+    """Everything that must hold for any micro-batch; recomputed from the definition."""
+    ids, labels, mask = batch.input_ids, batch.labels, batch.attention_mask
+    for tensor in batch.tensors().values():
+        assert tensor.dtype is torch.int64
+        assert tensor.shape == ids.shape
+    assert batch.supervised_tokens == int((labels[:, 1:] != IGNORED).sum())
+    assert (labels[:, 0] == IGNORED).all()
+    assert (labels[labels != IGNORED] == ids[labels != IGNORED]).all()
+    assert (ids[mask == 0] == PAD).all()
+    assert (labels[mask == 0] == IGNORED).all()
+    assert (mask.diff(dim=1) <= 0).all(), "padding on the right only"
+    assert (mask.sum(dim=1) >= 1).all()
+    assert (batch.segment_ids is not None) == packed
+    if packed:
+        assert ((batch.segment_ids > 0) == (mask > 0)).all()
+        starts = batch.position_ids == 0
+        changes = batch.segment_ids.diff(dim=1, prepend=torch.full((len(ids), 1), -1)) != 0
+        assert (starts == changes).all(), "positions begin anew with each document"
+        assert (labels[starts] == IGNORED).all(), "no document predicts its neighbour's start"
+    lengths = dict(zip(rows.origins, rows.lengths.tolist(), strict=True))
+    assert batch.tokens == sum(lengths[origin] for origin in batch.origins)
+
+
+def test_one_padded_batch_token_by_token(tokenizer):
+    rows = tokenize_rows([Row("a", "b", "x:1"), Row("a", "bcd", "x:2")], tokenizer, max_length=MAX)
+    (batch,) = make(rows, global_batch=2, shuffle=False).step(0)
+    a, b, c, d = (tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "abcd")
+    assert batch.input_ids.tolist() == [[0, a, b, 1, PAD, PAD], [0, a, b, c, d, 1]]
+    assert batch.labels.tolist() == [
+        [IGNORED, IGNORED, b, 1, IGNORED, IGNORED],
+        [IGNORED, IGNORED, b, c, d, 1],
+    ]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
+    assert batch.position_ids.tolist() == [list(range(6))] * 2
+    assert batch.segment_ids is None
+    assert "segment_ids" not in batch.tensors()
+    assert batch.origins == ("x:1", "x:2")
+    assert (batch.supervised_tokens, batch.tokens) == (6, 10)
+
+
+def test_one_pack_token_by_token(tokenizer):
+    rows = tokenize_rows([Row("a", "b", "x:1"), Row("a", "bcd", "x:2")], tokenizer, max_length=12)
+    batches = make(rows, global_batch=1, micro_batch=1, max_length=12, packing=True,
+                   shapes=ShapePolicy(kind=ShapeKind.STATIC))  # fmt: skip
+    (batch,) = batches.step(0)
+    a, b, c, d = (tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "abcd")
+    assert batch.input_ids.tolist() == [[0, a, b, c, d, 1, 0, a, b, 1, PAD, PAD]]
+    no = IGNORED
+    assert batch.labels.tolist() == [[no, no, b, c, d, 1, no, no, b, 1, no, no]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]]
+    assert batch.segment_ids.tolist() == [[1] * 6 + [2] * 4 + [0] * 2]
+    assert batch.origins == ("x:2", "x:1")
+    assert (batch.supervised_tokens, batch.tokens) == (6, 10)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    world=st.integers(1, 4),
+    micro=st.integers(1, 3),
+    turns=st.integers(1, 3),
+    packing=st.booleans(),
+    epochs=st.floats(0.05, 2.5),
+    seed=st.integers(0, 5),
+)
+def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
+    tokenized, world, micro, turns, packing, epochs, seed
+):
+    options = {"global_batch": world * micro * turns, "packing": packing, "epochs": epochs}
+    options["seed"] = seed
+    whole = make(tokenized, micro_batch=options["global_batch"], **options)
+    ranks = [
+        make(tokenized, micro_batch=micro, world_size=world, rank=rank, **options)
+        for rank in range(world)
+    ]
+    for index in range(whole.steps):
+        (together,) = whole.step(index)
+        steps = [rank.step(index) for rank in ranks]
+        assert all(len(step) == turns for step in steps)
+        parts = [steps[rank][turn] for turn in range(turns) for rank in range(world)]
+        for batch in (together, *parts):
+            check(batch, tokenized, packing)
+        assert tuple(origin for part in parts for origin in part.origins) == together.origins
+        assert together.origins == whole.global_origins(index)
+        tokens = sum(part.supervised_tokens for part in parts)
+        assert tokens == together.supervised_tokens == whole.global_tokens(index)
+    with pytest.raises(IndexError):
+        whole.step(whole.steps)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_epoch_has_every_row_once(tokenized, packing, shuffle):
+    batches = make(tokenized, packing=packing, shuffle=shuffle, epochs=2)
+    seen = [origin for index in range(batches.steps) for origin in batches.global_origins(index)]
+    assert sorted(seen) == sorted(tokenized.origins * 2)
+    assert batches.epoch(batches.steps - 1) == 2
+    assert (seen[: len(tokenized)] == seen[len(tokenized) :]) is not shuffle
+    if packing:
+        assert batches.sequences_per_epoch < len(tokenized)
+
+
+def test_the_last_step_is_filled_with_dummies(tokenized):
+    ranks = [make(tokenized, world_size=4, rank=rank) for rank in range(4)]
+    assert ranks[0].steps == 3  # 23 rows in steps of 8
+    last = [rank.step(2) for rank in ranks]
+    assert [[batch.input_ids.shape[0] for batch in step] for step in last] == [[2]] * 4
+    assert [len(step[0].origins) for step in last] == [2, 2, 2, 1]
+    dummy = last[3][0]
+    assert (dummy.labels[1] == IGNORED).all()
+    assert (dummy.input_ids[1] == PAD).all()
+    assert dummy.attention_mask[1].tolist() == [1] + [0] * (dummy.input_ids.shape[1] - 1)
+
+
+def test_steps_win_over_epochs_and_begin_anew(tokenized):
+    batches = make(tokenized, steps=6, epochs=0.1)
+    assert len(batches) == 6
+    assert all(len(batches.global_origins(index)) == 8 for index in range(6))
+    assert batches.epoch(5) == 48 / 23
+
+
+def test_part_of_an_epoch(tokenized):
+    batches = make(tokenized, epochs=0.5, global_batch=4)
+    counts = [len(batches.global_origins(index)) for index in range(batches.steps)]
+    assert counts == [4, 4, 4]
+    assert make(tokenized, epochs=0.0001).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("shapes", "allowed"),
+    [
+        (ShapePolicy(kind=ShapeKind.STATIC), {64}),
+        (ShapePolicy(kind=ShapeKind.BUCKETED, buckets=4), {16, 32, 48, 64}),
+        (ShapePolicy(multiple=8), set(range(8, 65, 8))),
+    ],
+)
+def test_the_padded_length_follows_the_policy(tokenized, shapes, allowed):
+    batches = make(tokenized, shapes=shapes)
+    widths = {
+        batch.input_ids.shape[1] for index in range(batches.steps) for batch in batches.step(index)
+    }
+    assert widths <= allowed
+    assert len(widths) > 1 or len(allowed) == 1
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("micro", "world"), [(1, 1), (2, 3), (5, 4), (40, 2)])
+def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micro, world):
+    ranks = [
+        evaluation_batches(
+            tokenized,
+            micro_batch=micro,
+            max_length=MAX,
+            pad_id=PAD,
+            world_size=world,
+            rank=rank,
+            packing=packing,
+        )
+        for rank in range(world)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    every = [batch for batches in ranks for batch in batches]
+    for batch in every:
+        check(batch, tokenized, packing)
+        assert batch.input_ids.shape[0] == micro
+    origins = [origin for batch in every for origin in batch.origins]
+    assert sorted(origins) == sorted(tokenized.origins)
+    total = sum(batch.supervised_tokens for batch in every)
+    assert total == tokenized.report.supervised_tokens
+    with pytest.raises(IndexError):
+        ranks[0][len(ranks[0])]
+
+
+def test_evaluation_keeps_the_rows_order(tokenized):
+    batches = evaluation_batches(tokenized, micro_batch=4, max_length=MAX, pad_id=PAD)
+    assert sum((batch.origins for batch in batches), ()) == tokenized.origins
+    assert batches[-1].origins == batches[len(batches) - 1].origins == tokenized.origins[20:]
+    assert [batch.origins for batch in batches[1:3]] == [batches[1].origins, batches[2].origins]
+
+
+def test_accumulation():
+    assert accumulation(16, 4, 1) == 4
+    assert accumulation(16, 4, 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        ((10, 4, 1), "train.global_batch 8 or 12; or train.micro_batch 1, 2"),
+        ((4, 4, 3), "what works: train.global_batch 12"),
+        ((12, 4, 2), "train.global_batch 8 or 16; or train.micro_batch 1, 2, 3"),
+    ],
+)
+def test_a_global_batch_that_cannot_be_divided(values, remedy):
+    with pytest.raises(RunFileError) as caught:
+        accumulation(*values)
+    assert str(caught.value).endswith(remedy)
+
+
+def test_rows_of_another_maximum_length_are_refused(tokenized):
+    with pytest.raises(DataError, match="another maximum length"):
+        make(tokenized, max_length=16)
+
+
+def test_the_room_imports_no_torch():
+    code = "import sys, anygauge.data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

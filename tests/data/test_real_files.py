@@ -1,0 +1,66 @@
+"""Real files of the forms that are read; found through ANYGAUGE_DATA."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from anygauge.config.schema import DataSection, SourceSection
+from anygauge.data import Batches, prepare, read_rows
+from anygauge.interface import DataError
+
+FOLDER = os.environ.get("ANYGAUGE_DATA", "")
+
+pytestmark = pytest.mark.skipif(not FOLDER, reason="ANYGAUGE_DATA names no folder of real files")
+
+
+def test_question_and_answer(tokenizer):
+    path = Path(FOLDER) / "gsm8k_train.jsonl"
+    source = SourceSection(path=str(path), prompt="question", completion="answer", limit=400)
+    data = DataSection(train=source, max_length=2048, too_long="drop", packing=True)
+    prepared = prepare(data, tokenizer, seed=0)
+    report = prepared.report
+    assert report.rows == 400
+    assert report.used == 400
+    first = json.loads(path.read_text(encoding="utf-8").split("\n")[0])
+    masked = prepared.train.masked[0]
+    assert tokenizer.decode(prepared.train.row(0)[1:masked]) == first["question"] + "\n"
+    assert tokenizer.decode(prepared.train.row(0)[masked:-1]) == first["answer"]
+    batches = Batches(
+        prepared.train, seed=0, global_batch=8, micro_batch=4, max_length=2048,
+        pad_id=tokenizer.pad_token_id, packing=True,
+    )  # fmt: skip
+    filled = report.tokens / (batches.sequences_per_epoch * 2048)
+    assert filled > 0.95
+
+
+def test_columns_that_must_be_named():
+    source = SourceSection(path=str(Path(FOLDER) / "gsm8k_train.jsonl"))
+    with pytest.raises(DataError, match=r"data\.train\.prompt: question"):
+        read_rows(source)
+    source = SourceSection(path=str(Path(FOLDER) / "toolcall_sharegpt.json"))
+    with pytest.raises(DataError, match="columns here: conversations, tools"):
+        read_rows(source)
+
+
+def test_alpaca(tokenizer):
+    source = SourceSection(path=str(Path(FOLDER) / "alpaca_en_demo.json"))
+    rows = read_rows(source)
+    assert len(rows) == 999
+    assert all(row.prompt.endswith("### Response:\n") for row in rows)
+    assert 0 < sum("### Input:" in row.prompt for row in rows) < 999
+    report = prepare(DataSection(train=source, max_length=512), tokenizer, seed=0).report
+    assert report.rows == report.used + report.dropped_long + report.dropped_empty == 999
+
+
+def test_plain_text(tokenizer):
+    path = Path(FOLDER) / "wiki_demo.txt"
+    data = DataSection(train=SourceSection(path=str(path), limit=4), max_length=512)
+    rows = prepare(data, tokenizer, seed=0).train
+    lines = path.read_text(encoding="utf-8").split("\n")[:4]
+    whole = tokenizer([line for line in lines if line], add_special_tokens=False)["input_ids"]
+    assert rows.report.supervised_tokens == sum(len(ids) + 1 for ids in whole)
+    assert rows.lengths.max() == 512

@@ -1,0 +1,122 @@
+"""Fake installed distributions: real metadata on a real path, found as any other."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from anygauge.registry import BLOCK_VARIABLE, Registry
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """``install("dist", "1.0", {"entry": "module"}, module=source)`` puts a plugin on the path."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    before = set(sys.modules)
+
+    def put(
+        distribution: str, version: str, entry_points: Mapping[str, str], **modules: str
+    ) -> None:
+        info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+        )
+        lines = "".join(f"{name} = {value}\n" for name, value in entry_points.items())
+        (info / "entry_points.txt").write_text(f"[anygauge]\n{lines}")
+        for name, source in modules.items():
+            (site / f"{name}.py").write_text(textwrap.dedent(source))
+
+    yield put
+    for name in set(sys.modules) - before:
+        if str(site) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def load() -> Callable[..., Registry]:
+    """Load the registry without the plugins that anygauge itself ships."""
+
+    def loaded(*blocked: str) -> Registry:
+        return Registry.load({**os.environ, BLOCK_VARIABLE: ",".join(("anygauge", *blocked))})
+
+    return loaded
+
+
+@pytest.fixture
+def backend_source() -> Callable[..., str]:
+    """Source of a plugin module with one backend; `devices`, ... are answers of its probe."""
+
+    def source(
+        name: str,
+        *,
+        module: str | None = None,
+        priority: int = 10,
+        devices: str = "yes",
+        driver: str = "yes",
+        software: str = "yes",
+        probe: str | None = None,
+        api_version: str = "API_VERSION",
+        factory: str | None = None,
+        more: str = "",
+    ) -> str:
+        module = module or f"fake_{name}"
+        body = probe or (
+            f"return Probe(devices={finding(devices, 'card')}, "
+            f"driver={finding(driver, 'driver')}, software={finding(software, 'library')})"
+        )
+        return f"""\
+from anygauge.interface import *
+from anygauge.interface import API_VERSION, hookimpl
+
+def probe():
+    {body}
+
+class Fake(Backend):
+    name = {name!r}
+    device_type = "meta"
+    kernels = {{"softmax": "fast"}}
+
+class Impostor:
+    def __init__(self, options):
+        self.name = {name!r}
+
+class Renamed(Backend):
+    name = "another"
+    device_type = "meta"
+
+def broken(options):
+    raise RuntimeError("no such card")
+
+def impostor(options):
+    return Impostor(options)
+
+@hookimpl
+def anygauge_provide_backends():
+    return [BackendSpec(
+        name={name!r},
+        factory={(factory or module + ":Fake")!r},
+        probe=probe,
+        api_version={api_version},
+        priority={priority},
+    )]
+{more}
+"""
+
+    return source
+
+
+def finding(answer: str, what: str) -> str:
+    """Source of a `Finding` of the answer yes, no or not_needed."""
+    if answer == "not_needed":
+        return "Finding.not_needed()"
+    return f"Finding.{answer}('{what} {answer}', '/fake/{what}')"

@@ -1,0 +1,103 @@
+"""`anygauge backends` shows every backend, the choice with its reasons, and broken plugins."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from anygauge.cli.backends import backends
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Runs the command with all plugins that anygauge ships, and those named, blocked."""
+    app = typer.Typer()
+    app.command()(backends)
+
+    def run(*arguments, block=(), width=80):
+        monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(("anygauge", *block)))
+        monkeypatch.setenv("COLUMNS", str(width))
+        result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+        assert result.exit_code == 0
+        return result.output
+
+    return run
+
+
+@pytest.fixture
+def machine(install, backend_source):
+    """A host backend, one without its device, a broken plugin, a doubled name, one to block."""
+
+    def put(name, **answers):
+        source = backend_source(name, **answers)
+        install(f"{name}-dist", "1.0", {name: f"fake_{name}"}, **{f"fake_{name}": source})
+
+    put("host", priority=0, devices="not_needed")
+    put("fast", devices="no")
+    put("shut")
+    install("gone-dist", "3.1", {"gone": "fake_gone"}, fake_gone="import no_such_module")
+    twin = {"devices": "no"}
+    install("one-dist", "1.0", {"one": "fake_one"}, fake_one=backend_source("twin", **twin))
+    install("two-dist", "2.0", {"two": "fake_two"}, fake_two=backend_source("twin", **twin))
+
+
+def test_json_holds_everything(machine, command):
+    report = json.loads(command("--json", block=["shut", "nobody"]))
+    assert [b["name"] for b in report["backends"]] == ["fast", "host"]
+    fast = report["backends"][0]
+    assert (fast["distribution"], fast["version"], fast["priority"]) == ("fast-dist", "1.0", 10)
+    assert (fast["available"], fast["reason"]) == (False, "device: card no")
+    assert fast["findings"]["device"] == {
+        "presence": "no",
+        "detail": "card no",
+        "looked_at": ["/fake/card"],
+    }
+    assert set(fast["findings"]) == {"device", "driver", "software"}
+    assert report["auto"]["chosen"] == "host"
+    assert {r["name"] for r in report["auto"]["rejected"]} >= {"fast", "twin", "gone", "shut"}
+    assert [f["distribution"] for f in report["failed"]] == ["gone-dist"]
+    assert "shut" in [b["entry_point"] for b in report["blocked"]]
+    assert report["unmatched_blocks"] == ["nobody"]
+    assert [d["name"] for d in report["duplicates"]] == ["twin"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_table_fits_and_tells(machine, command, width):
+    output = command(block=["shut"], width=width)
+    assert max(len(line) for line in output.splitlines()) <= width
+    flat = " ".join(output.split())
+    for text in (
+        "fast-dist 1.0",
+        "What fast looked at",
+        "/fake/card",
+        "--backend auto would choose host",
+        "not fast: device: card no",
+        "gone (gone-dist 3.1): ModuleNotFoundError",
+        "one-dist 1.0 (plugin 'one') and two-dist 2.0 (plugin 'two')",
+        "shut (shut-dist 1.0)",
+    ):
+        assert text in flat
+
+
+def test_refusal_of_auto_is_shown_and_not_raised(install, backend_source, command):
+    source = backend_source("fast", software="no")
+    install("fast-dist", "1.0", {"fast": "fake_fast"}, fake_fast=source)
+    assert json.loads(command("--json"))["auto"]["chosen"] is None
+    output = command()
+    assert "--backend auto would be refused" in output
+    assert "software: library no" in output
+
+
+def test_text_of_plugins_is_no_markup(install, backend_source, command):
+    probe = "return Probe(devices=Finding.no('[bold]x[/bold]'), "
+    probe += "driver=Finding.not_needed(), software=Finding.not_needed())"
+    source = backend_source("odd", probe=probe)
+    install("odd-dist", "1.0", {"odd": "fake_odd"}, fake_odd=source)
+    assert "[bold]x[/bold]" in command(width=120)
+
+
+def test_nothing_installed(command):
+    assert "No backend is installed." in command()

@@ -1,0 +1,186 @@
+"""Who wins a variable: the user, then the run file, then a site, then the backend."""
+
+from __future__ import annotations
+
+import pytest
+
+from anygauge.interface import Backend, Job, Node, PluginError, Scope, Setting
+from anygauge.registry import applied, is_secret, resolve_environment, shown_overruled, shown_value
+
+
+def setting(name, value, **more):
+    return Setting(name=name, value=value, reason="a reason", source="a manual", **more)
+
+
+def backend_with(*settings):
+    class Fake(Backend):
+        name = "fake"
+        device_type = "meta"
+
+        def environment(self, job, node, local_rank=None):
+            return settings
+
+    return Fake()
+
+
+def job(**environment):
+    return Job(
+        name="run",
+        run_directory="/runs/run",
+        run_file="/runs/run/run.yaml",
+        backend="fake",
+        strategy="single",
+        rendezvous="file:///runs/meet",
+        environment=environment,
+    )
+
+
+@pytest.fixture
+def site(install):
+    """``site("return [...]")`` installs a plugin whose tuning hook has that body."""
+
+    def put(body, name="site"):
+        source = f"""\
+from anygauge.interface import hookimpl, Setting
+
+def setting(name, value):
+    return Setting(name=name, value=value, reason="this site's network", source="its handbook")
+
+@hookimpl
+def anygauge_tune_environment(backend, settings):
+    {body}
+"""
+        install(f"{name}-dist", "1.0", {name: f"fake_{name}"}, **{f"fake_{name}": source})
+
+    return put
+
+
+def resolve(registry, backend, run=None, **user):
+    return resolve_environment(registry, backend, run or job(), Node(), 0, user)
+
+
+def test_all_four_in_order(site, load):
+    site("return [setting('A', 'site')]")
+    backend = backend_with(setting("A", "backend", scope=Scope.RANK))
+    registry = load()
+
+    (one,) = resolve(registry, backend, job(A="file"), A="user", UNRELATED="x")
+    assert (one.name, one.value, one.origin) == ("A", "user", "user")
+    assert one.overruled == (("run file", "file"), ("site hook", "site"), ("backend", "backend"))
+
+    (one,) = resolve(registry, backend, job(A="file"))
+    assert (one.value, one.origin) == ("file", "run file")
+    assert one.overruled == (("site hook", "site"), ("backend", "backend"))
+
+    (one,) = resolve(registry, backend)
+    assert (one.value, one.origin) == ("site", "site hook")
+    assert one.setting.reason == "this site's network"
+
+    (one,) = resolve(load("site"), backend)
+    assert (one.value, one.origin, one.overruled) == ("backend", "backend", ())
+    assert (one.setting.reason, one.setting.source) == ("a reason", "a manual")
+    assert one.setting.scope is Scope.RANK
+
+
+def test_variables_that_only_the_run_file_or_a_site_mentions(site, load):
+    site("return [setting('SITE', '1')]")
+    resolved = resolve(load(), backend_with(), job(MINE="2"))
+    assert [(r.name, r.value, r.origin) for r in resolved] == [
+        ("SITE", "1", "site hook"),
+        ("MINE", "2", "run file"),
+    ]
+
+
+def test_hook_sees_what_the_backend_proposes(site, load):
+    site("return [setting(s.name, s.value + backend.name) for s in settings]")
+    (one,) = resolve(load(), backend_with(setting("A", "by ")))
+    assert one.value == "by fake"
+
+
+def test_none_removes_a_variable_unless_the_user_set_it(load):
+    backend = backend_with(setting("A", None), setting("B", "1"))
+    resolved = resolve(load(), backend, job(B="2"))
+    assert applied(resolved, {"A": "inherited", "C": "3"}) == {"B": "2", "C": "3"}
+    assert shown_value(resolved[0]) == "(removed)"
+    kept = resolve(load(), backend, A="")
+    assert applied(kept, {})["A"] == ""
+
+
+def test_the_last_of_a_backends_own_values_counts(load):
+    (one,) = resolve(load(), backend_with(setting("A", "1"), setting("A", "2")))
+    assert (one.value, one.overruled) == ("2", (("backend", "1"),))
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        ("HF_TOKEN", True),
+        ("API_KEY", True),
+        ("APIKEY", True),
+        ("AWS_SECRET_ACCESS_KEY", True),
+        ("AWS_ACCESS_KEY_ID", True),
+        ("DB_PASSWORD", True),
+        ("api_key", True),
+        ("TOKENIZERS_PARALLELISM", False),
+        ("KEYBOARD", False),
+        ("OMP_NUM_THREADS", False),
+    ],
+)
+def test_names_of_secrets(name, secret):
+    assert is_secret(name) is secret
+
+
+def test_secrets_are_not_shown(load):
+    backend = backend_with(setting("PLAIN", "hush", secret=True), setting("HF_TOKEN", "old"))
+    plain, token = resolve(load(), backend, PLAIN="hash", HF_TOKEN="new")
+    assert (shown_value(plain), shown_value(token)) == ("(hidden)", "(hidden)")
+    assert shown_overruled(plain) == [("backend", "(hidden)")]
+    assert token.value == "new"
+
+
+def test_two_sites_that_disagree(site, load):
+    site("return [setting('A', '1')]", name="north")
+    site("return [setting('A', '2')]", name="south")
+    with pytest.raises(PluginError, match=r"north-dist 1.0 and .*south-dist 1.0 set A"):
+        resolve(load(), backend_with())
+    (one,) = resolve(load("south"), backend_with())
+    assert one.value == "1"
+
+
+def test_two_sites_that_agree(site, load):
+    site("return [setting('A', '1')]", name="north")
+    site("return [setting('A', '1')]", name="south")
+    (one,) = resolve(load(), backend_with())
+    assert (one.value, one.overruled) == ("1", ())
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise ValueError('bad site')", "raised ValueError: bad site"),
+        ("return [('A', '1')]", "it must give Setting"),
+        ("return [setting('A', 1)]", "A has a value of type int"),
+        ("return [setting('A=B', '1')]", "'A=B' is no name"),
+    ],
+)
+def test_broken_site_hook_is_named(site, load, body, reason):
+    site(body)
+    with pytest.raises(PluginError) as caught:
+        resolve(load(), backend_with())
+    assert reason in str(caught.value)
+    assert "site-dist 1.0" in str(caught.value)
+
+
+def test_broken_backend_is_named(load):
+    with pytest.raises(PluginError, match="backend 'fake': A has a value of type int"):
+        resolve(load(), backend_with(setting("A", 1)))
+
+    class Raising(Backend):
+        name = "raising"
+        device_type = "meta"
+
+        def environment(self, job, node, local_rank=None):
+            raise KeyError("no interface")
+
+    with pytest.raises(PluginError, match=r"'raising': environment\(\) raised KeyError"):
+        resolve(load(), Raising())

@@ -1,0 +1,148 @@
+"""One kernel for each operation: asked for, preferred, default or the reference."""
+
+from __future__ import annotations
+
+import pytest
+
+from anygauge.interface import Backend, NotAvailableError, PluginError
+
+
+class Plain(Backend):
+    name = "plain"
+    device_type = "meta"
+
+
+class Fussy(Plain):
+    name = "fussy"
+    kernels = {"softmax": "fast"}
+
+
+@pytest.fixture
+def kernels(install, load):
+    """``kernels("name='fast', default=True", ...)`` gives a registry with softmax kernels."""
+
+    def put(*specs, plugin="kernels"):
+        listed = ",\n".join(
+            f"KernelSpec(**{{'operation': 'softmax', 'factory': 'fake_{plugin}:make', "
+            f"'api_version': API_VERSION, **dict({spec})}})"
+            for spec in specs
+        )
+        source = f"""\
+from anygauge.interface import hookimpl, API_VERSION, KernelSpec
+
+def make():
+    return "the kernel"
+
+@hookimpl
+def anygauge_provide_kernels():
+    return [{listed}]
+"""
+        install(f"{plugin}-dist", "1.0", {plugin: f"fake_{plugin}"}, **{f"fake_{plugin}": source})
+        registry = load()
+        assert registry.failures == ()
+        return registry
+
+    return put
+
+
+META = "device_types=frozenset({'meta'})"
+ELSEWHERE = "device_types=frozenset({'elsewhere'})"
+
+
+def test_nothing_installed_gives_the_reference(load):
+    assert load().resolve_kernels(Plain(), {}) == {}
+    choice = load().resolve_kernels(Fussy(), {})["softmax"]
+    assert (choice.name, choice.provided) == ("reference", None)
+    assert choice.rejected == (
+        ("fast", "preferred by the fussy backend, but no installed plugin provides it"),
+    )
+    assert load().load_kernel(choice) is None
+
+
+def test_preferred_comes_before_default(kernels):
+    registry = kernels("name='fast'", "name='usual', default=True")
+    assert registry.resolve_kernels(Fussy(), {})["softmax"].name == "fast"
+    assert registry.resolve_kernels(Plain(), {})["softmax"].name == "usual"
+
+
+def test_preferred_that_cannot_run_gives_way_with_a_reason(kernels):
+    registry = kernels("name='fast', missing=lambda: 'no compiler'", "name='usual', default=True")
+    choice = registry.resolve_kernels(Fussy(), {})["softmax"]
+    assert choice.name == "usual"
+    assert choice.rejected == (("fast", "preferred by the fussy backend, but no compiler"),)
+
+
+def test_default_made_for_the_device_comes_first(kernels):
+    registry = kernels(
+        "name='all', default=True",
+        f"name='far', default=True, {ELSEWHERE}",
+        f"name='ours', default=True, {META}",
+    )
+    assert registry.resolve_kernels(Plain(), {})["softmax"].name == "ours"
+
+
+def test_default_of_another_device_is_rejected(kernels):
+    registry = kernels(f"name='far', default=True, {ELSEWHERE}", "name='reference'")
+    choice = registry.resolve_kernels(Plain(), {})["softmax"]
+    assert choice.name == "reference"
+    assert choice.provided is not None
+    assert choice.rejected == (("far", "it serves elsewhere devices, not 'meta'"),)
+    assert registry.load_kernel(choice) == "the kernel"
+
+
+def test_requested_wins_and_is_recorded(kernels):
+    registry = kernels("name='fast'", "name='usual', default=True")
+    choice = registry.resolve_kernels(Fussy(), {"softmax": "usual"})["softmax"]
+    assert choice.record() == {
+        "operation": "softmax",
+        "name": "usual",
+        "reason": "asked for by name",
+        "distribution": "kernels-dist",
+        "version": "1.0",
+        "rejected": [],
+    }
+    assert registry.resolve_kernels(Fussy(), {"softmax": "reference"})["softmax"].name == (
+        "reference"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (f"name='fast', {ELSEWHERE}", "it serves elsewhere devices, not 'meta'"),
+        ("name='fast', missing=lambda: 'no compiler'", "no compiler"),
+        ("name='fast', missing=lambda: 1 / 0", "its check raised ZeroDivisionError"),
+    ],
+)
+def test_requested_that_cannot_run_is_refused(kernels, spec, reason):
+    registry = kernels(spec, "name='usual'")
+    with pytest.raises(NotAvailableError) as caught:
+        registry.resolve_kernels(Plain(), {"softmax": "fast"})
+    assert reason in str(caught.value)
+    assert "kernels-dist 1.0" in str(caught.value)
+    assert "those that can: reference, usual" in str(caught.value)
+
+
+def test_unknown_kernel_and_unknown_operation(kernels):
+    registry = kernels("name='fast'")
+    with pytest.raises(PluginError, match=r"did you mean 'fast'\? valid names: fast, reference"):
+        registry.resolve_kernels(Plain(), {"softmax": "fats"})
+    with pytest.raises(PluginError, match=r"no operation 'sofmax'; did you mean 'softmax'\?"):
+        registry.resolve_kernels(Plain(), {"sofmax": "fast"})
+
+
+def test_kernel_claimed_twice(kernels):
+    kernels("name='fast', default=True")
+    registry = kernels("name='fast', default=True", plugin="rivals")
+    choice = registry.resolve_kernels(Plain(), {})["softmax"]
+    assert choice.name == "reference"
+    assert "rivals-dist 1.0" in dict(choice.rejected)["fast"]
+    with pytest.raises(PluginError, match=r"kernels-dist 1.0 .* rivals-dist 1.0"):
+        registry.resolve_kernels(Plain(), {"softmax": "fast"})
+
+
+def test_choosing_imports_no_kernel(kernels):
+    registry = kernels("name='fast', factory='fake_nowhere:make'")
+    choice = registry.resolve_kernels(Plain(), {"softmax": "fast"})["softmax"]
+    with pytest.raises(PluginError, match="fake_nowhere"):
+        registry.load_kernel(choice)

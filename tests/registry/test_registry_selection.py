@@ -1,0 +1,272 @@
+"""A named backend never falls back; `auto` states its reasons and leaves no device idle."""
+
+from __future__ import annotations
+
+import pytest
+
+from anygauge.interface import NotAvailableError, PluginError, RunFileError
+
+
+@pytest.fixture
+def have(install, backend_source):
+    """``have("name", ...)`` installs one backend by that name, as version 1.0 of name-dist."""
+
+    def put(name, **answers):
+        install(
+            f"{name}-dist",
+            "1.0",
+            {name: f"fake_{name}"},
+            **{f"fake_{name}": backend_source(name, **answers)},
+        )
+
+    return put
+
+
+# -- by name -------------------------------------------------------------------------------------
+
+
+def test_named_backend_is_taken_whatever_its_priority(have, load):
+    have("host", priority=0)
+    have("fast", priority=50)
+    selection = load().select_backend("host")
+    assert selection.spec.name == "host"
+    assert (selection.distribution, selection.version) == ("host-dist", "1.0")
+    assert selection.probe.available
+    assert dict(selection.rejected) == {"fast": "backend 'host' was asked for by name"}
+
+
+def test_named_backend_never_falls_back(have, load):
+    have("host", priority=0)
+    have("fast", devices="no", software="no")
+    with pytest.raises(NotAvailableError) as caught:
+        load().select_backend("fast")
+    message = str(caught.value)
+    assert "fast-dist 1.0" in message
+    assert "device: no: card no (looked at /fake/card)" in message
+    assert "driver: yes" in message
+    assert "software: no: library no (looked at /fake/library)" in message
+    assert "available here: host" in message
+
+
+def test_named_backend_without_need_of_a_device(have, load):
+    have("fast", devices="no")
+    selection = load().select_backend("fast", need_device=False)
+    assert selection.spec.name == "fast"
+    assert not selection.probe.available
+
+
+def test_unknown_name_lists_and_suggests(have, load):
+    have("host")
+    with pytest.raises(PluginError) as caught:
+        load().select_backend("hots")
+    assert "did you mean 'host'?" in str(caught.value)
+    assert "valid names: auto, host" in str(caught.value)
+    assert not isinstance(caught.value, NotAvailableError)
+
+
+def test_unknown_name_of_a_failed_plugin_says_why(have, install, load):
+    have("host")
+    install("gone-dist", "3.1", {"gone": "fake_gone"}, fake_gone="import no_such_module")
+    with pytest.raises(PluginError, match=r"gone-dist 3.1 failed to load: .*no_such_module"):
+        load().select_backend("gone")
+
+
+def test_unknown_name_of_a_blocked_plugin_says_so(have, load):
+    have("host")
+    with pytest.raises(PluginError, match=r"host-dist 1\.0 is blocked by ANYGAUGE_BLOCK_PLUGINS"):
+        load("host").select_backend("host")
+
+
+# -- auto ----------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_highest_priority_and_gives_reasons(have, load):
+    have("host", priority=0, devices="not_needed")
+    have("low", priority=10)
+    have("high", priority=20)
+    have("absent", priority=30, devices="no")
+    selection = load().select_backend("auto")
+    assert selection.spec.name == "high"
+    reasons = dict(selection.rejected)
+    assert "priority 10 is below 'high'" in reasons["low"]
+    assert "priority 0 is below 'high'" in reasons["host"]
+    assert reasons["absent"] == "device: card no"
+    assert set(reasons) >= {"low", "host", "absent"}
+
+
+def test_auto_of_equal_priorities_is_settled_and_said(have, load):
+    have("beta", priority=10)
+    have("alpha", priority=10)
+    selection = load().select_backend("auto")
+    assert selection.spec.name == "alpha"
+    assert "same priority" in dict(selection.rejected)["beta"]
+
+
+def test_auto_takes_the_host_where_no_device_is_seen(have, load):
+    have("host", priority=0, devices="not_needed")
+    have("fast", devices="no", driver="no")
+    selection = load().select_backend("auto")
+    assert selection.spec.name == "host"
+    assert dict(selection.rejected)["fast"] == "device: card no; driver: driver no"
+
+
+def test_auto_refuses_to_leave_devices_idle_silently(have, load):
+    have("host", priority=0, devices="not_needed")
+    have("fast", software="no")
+    with pytest.raises(NotAvailableError) as caught:
+        load().select_backend("auto")
+    message = str(caught.value)
+    assert "fast (fast-dist 1.0): card yes" in message
+    assert "software: library no" in message
+    assert "--backend host" in message
+
+
+def test_auto_without_need_of_a_device_takes_the_idle_device(have, load):
+    have("host", priority=0, devices="not_needed")
+    have("fast", software="no")
+    selection = load().select_backend("auto", need_device=False)
+    assert selection.spec.name == "fast"
+    assert not selection.probe.available
+    assert "'fast' has devices" in dict(selection.rejected)["host"]
+
+
+def test_auto_prefers_another_device_that_works(have, load):
+    have("host", priority=0, devices="not_needed")
+    have("fast", priority=20, software="no")
+    have("other", priority=10)
+    selection = load().select_backend("auto")
+    assert selection.spec.name == "other"
+    assert dict(selection.rejected)["fast"] == "software: library no"
+
+
+def test_auto_counts_the_devices_of_a_name_claimed_twice(install, backend_source, have, load):
+    have("host", priority=0, devices="not_needed")
+    install("one-dist", "1.0", {"one": "fake_one"}, fake_one=backend_source("twin"))
+    install("two-dist", "2.0", {"two": "fake_two"}, fake_two=backend_source("twin"))
+    with pytest.raises(NotAvailableError, match=r"one-dist 1.0 .* and two-dist 2.0"):
+        load().select_backend("auto")
+
+
+def test_auto_with_nothing_available(have, load):
+    have("fast", devices="no")
+    with pytest.raises(NotAvailableError, match="fast: device: card no"):
+        load().select_backend("auto")
+
+
+def test_auto_with_nothing_installed(load):
+    registry = load()
+    assert list(registry.backends) == []
+    with pytest.raises(NotAvailableError, match="no backend"):
+        registry.select_backend("auto")
+
+
+def test_auto_names_what_it_could_not_probe(have, install, load):
+    have("host", priority=0, devices="not_needed")
+    have("shut")
+    install("gone-dist", "3.1", {"gone": "fake_gone"}, fake_gone="import no_such_module")
+    reasons = dict(load("shut").select_backend("auto").rejected)
+    assert "could not be probed" in reasons["gone"]
+    assert "no_such_module" in reasons["gone"]
+    assert "blocked" in reasons["shut"]
+
+
+# -- probes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise OSError('no permission')", "the probe raised OSError: no permission"),
+        ("return True", "the probe gave True, which is no Probe"),
+    ],
+)
+def test_broken_probe_is_an_unavailable_backend(have, load, body, reason):
+    have("host", priority=0, devices="not_needed")
+    have("fast", probe=body)
+    registry = load()
+    probe = registry.probe("fast")
+    assert not probe.available
+    assert reason in probe.reason
+    assert "fast-dist 1.0" in probe.reason
+    assert registry.probe_all()["host"].available
+    assert reason in dict(registry.select_backend("auto").rejected)["fast"]
+    with pytest.raises(NotAvailableError, match="fault of fast-dist"):
+        registry.select_backend("fast")
+
+
+# -- creation ------------------------------------------------------------------------------------
+
+
+def test_create_from_selection_and_from_name(have, load):
+    have("host")
+    registry = load()
+    for chosen in (registry.select_backend("host"), "host", "auto"):
+        backend = registry.create_backend(chosen, {"threads": 2})
+        assert (backend.name, backend.options) == ("host", {"threads": 2})
+
+
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [
+        ("fake_host:Impostor", "does not derive from anygauge.interface.Backend"),
+        ("fake_host:impostor", "gave a Impostor"),
+        ("fake_host:Renamed", "calls itself 'another'"),
+        ("fake_host:broken", "raised RuntimeError: no such card"),
+        ("fake_host:API_VERSION", "is a int, which cannot be called"),
+        ("fake_host:Absent", "AttributeError"),
+        ("fake_nowhere:Fake", "ModuleNotFoundError"),
+    ],
+)
+def test_factory_of_the_wrong_kind(have, load, factory, reason):
+    have("host", factory=factory)
+    with pytest.raises(PluginError) as caught:
+        load().create_backend("host")
+    assert reason in str(caught.value)
+    assert "host-dist 1.0" in str(caught.value)
+
+
+def test_what_a_backend_says_of_its_options_reaches_the_user(have, load):
+    more = """
+def picky(options):
+    raise RunFileError("backend_options: there is no 'threds'")
+"""
+    have("host", factory="fake_host:picky", more=more)
+    with pytest.raises(RunFileError, match="threds"):
+        load().create_backend("host", {"threds": 1})
+
+
+# -- launchers and trackers ----------------------------------------------------------------------
+
+OTHERS = """
+from anygauge.interface import hookimpl, API_VERSION, LauncherSpec, TrackerSpec
+
+class Launch: ...
+
+@hookimpl
+def anygauge_provide_launchers():
+    return [LauncherSpec(
+        name="near", factory="fake_others:Launch", api_version=API_VERSION, fidelity="real")]
+
+@hookimpl
+def anygauge_provide_trackers():
+    yield TrackerSpec(name="board", factory="fake_others:Launch", api_version=API_VERSION)
+    yield TrackerSpec(
+        name="lacking", factory="fake_others:Launch", api_version=API_VERSION,
+        missing=lambda: "package 'boards' is not installed")
+    yield TrackerSpec(name="broken", factory="fake_others:gone", api_version=API_VERSION)
+"""
+
+
+def test_launchers_and_trackers_by_name(install, load):
+    install("others-dist", "1.0", {"others": "fake_others"}, fake_others=OTHERS)
+    registry = load()
+    assert registry.launcher("near").__name__ == "Launch"
+    assert registry.tracker("board").__name__ == "Launch"
+    with pytest.raises(PluginError, match=r"no launcher named 'nera'; did you mean 'near'\?"):
+        registry.launcher("nera")
+    with pytest.raises(PluginError, match="valid names: board, broken, lacking"):
+        registry.tracker("near")
+    with pytest.raises(NotAvailableError, match="'boards' is not installed"):
+        registry.tracker("lacking")
+    with pytest.raises(PluginError, match=r"tracker 'broken' of others-dist 1\.0: its factory"):
+        registry.tracker("broken")
