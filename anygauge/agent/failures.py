@@ -6,9 +6,9 @@ earliest, and time is known with different precision:
 - A `failed` event carries the rank's own clock. A rank reports before it closes its connections,
   so its event precedes whatever it causes in others.
 - A process killed from outside reports nothing. Its death lies between the moment it was last seen
-  alive and the moment its exit was observed; by the latter, a peer may already have reported a
-  broken connection. Such a death is not caused by a peer, whereas the peer's report may well be
-  caused by it, so the *earlier* bound counts.
+  alive (the kernel had not begun to take it down) and the moment its exit was observed; by the
+  latter, a peer may already have reported a broken connection. Such a death is not caused by a
+  peer, whereas the peer's report may well be caused by it, so the *earlier* bound counts.
 - An abort (SIGABRT) may be caused by a peer: communication libraries abort when a connection
   breaks. There the moment of observation counts.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from anygauge.interface import NetworkInterface, Node, RdmaDevice
 
-LIBRARIES = ("torch", "deepspeed")
+LIBRARIES = ("torch",)
 """Installed distributions whose version a setting may depend on."""
 
 _ETHERNET = 1  # ARPHRD_ETHER, <linux/if_arp.h>

@@ -17,6 +17,7 @@ from anygauge.interface.events import EVENTS_FD
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import parent_environment
 
+_PF_EXITING = 0x4  # <linux/sched.h>
 _CHUNKS = 16
 _LONGEST_LINE = 16 * 1024 * 1024
 
@@ -106,9 +107,11 @@ class Rank:
 
     def signal(self, signum: int) -> None:
         """Send a signal to its whole process group."""
-        if self.running:
+        if not self.running:
+            return
+        if not self._dying():  # otherwise its death is not our doing
             self._signalled.add(signum)
-            self._signal_group(signum)
+        self._signal_group(signum)
 
     def read_events(self) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
         """The lines that it has written since: (event, line), or (None, line) for other text.
@@ -128,12 +131,10 @@ class Rank:
                     yield None, self._pending + b"\n"
                     self._pending = b""
 
-    def touch(self, now: float) -> bool:
-        """Whether it runs; if so it was alive at `now`, a moment that has just passed."""
-        if not self.running or not self._alive():
-            return False
-        self.seen_alive = now
-        return True
+    def touch(self, now: float) -> None:
+        """Record that it was alive at `now`, a moment that has just passed, if it is."""
+        if self.running and not self._dying():
+            self.seen_alive = now
 
     def check(self, now: float) -> bool:
         """Notice whether it has ended; True the first time that it has.
@@ -141,7 +142,10 @@ class Rank:
         The process is not reaped here: its number, and so its group's, stays taken until
         `release`, and a signal to the group cannot reach strangers.
         """
-        if not self.running or self.touch(now):
+        if not self.running:
+            return False
+        if not self._ended():
+            self.touch(now)
             return False
         self.observed_exit = time.time()
         return True
@@ -194,10 +198,23 @@ class Rank:
         }
         write_text(self.result, json.dumps(record, indent=2) + "\n")
 
-    def _alive(self) -> bool:
+    def _ended(self) -> bool:
         if not hasattr(os, "waitid"):
-            return self._process.poll() is None
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            return self._process.poll() is not None
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _dying(self) -> bool:
+        """Whether the kernel has begun to take it down.
+
+        Peers notice that early: connections close seconds before the process is gone, if a driver
+        has memory to clean up.
+        """
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+        except OSError:
+            return self._ended()
+        # proc(5): the name, field 2, may hold spaces and brackets; flags are field 9.
+        return self._ended() or bool(int(stat.rpartition(b")")[2].split()[6]) & _PF_EXITING)
 
     def _take(self, line: bytes) -> dict[str, Any] | None:
         try:

@@ -43,15 +43,19 @@ def evaluation_line(event: Event) -> str:
 
 
 def summary_lines(summary: Any) -> list[str]:
-    """A summary as rank 0 gives it: text, lines, or names and values; its ``lines`` if it has."""
-    if isinstance(summary, Mapping):
-        if isinstance(summary.get("lines"), list):
-            return [str(line) for line in summary["lines"]]
-        width = max((len(str(name)) for name in summary), default=0)
-        return [f"{name!s:<{width}}  {_value(value)}" for name, value in summary.items()]
-    if isinstance(summary, str):
-        return summary.splitlines()
-    return [str(line) for line in summary or ()]
+    """Rank 0's summary of the run: a line for each single value.
+
+    Lists within it, such as the evaluations, were shown as they came.
+    """
+    if not isinstance(summary, Mapping):
+        return []
+    shown = {
+        str(name).replace("_", " "): _value(value)
+        for name, value in summary.items()
+        if isinstance(value, str | int | float)
+    }
+    width = max(map(len, shown), default=0)
+    return [f"{name:<{width}}  {value}" for name, value in shown.items()]
 
 
 def size(count: float) -> str:
@@ -64,7 +68,9 @@ def size(count: float) -> str:
 
 
 def _value(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 _STEP: Mapping[str, Callable[[float], str]] = {

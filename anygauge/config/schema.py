@@ -151,6 +151,9 @@ class TrainSection(Section):
     )
     seed: NonNegative = Field(0, description="Order, initial weights and dropout.")
     eval_every: NonNegative = Field(0, description="Steps between evaluations; 0: at the end.")
+    eval_at_start: bool = Field(
+        False, description="Evaluate before the first step too: with an adapter, the base model."
+    )
     log_every: Positive = Field(1, description="Steps between lines of metrics.")
 
 

@@ -154,10 +154,17 @@ class Batches:
             batches.append(self._sequences.batch(groups[start : start + self.micro_batch]))
         return batches
 
-    def global_tokens(self, index: int) -> int:
+    def supervised_tokens(self, index: int) -> int:
         """Supervised tokens of a step over all ranks; needs no communication."""
         rows = self._sequences.rows
         return sum(rows.supervised(row) for group in self._groups(index) for row in group)
+
+    def real_tokens(self, index: int) -> int:
+        """Tokens of a step over all ranks, without padding; needs no communication."""
+        starts = self._sequences.rows.starts
+        return sum(
+            int(starts[row + 1] - starts[row]) for group in self._groups(index) for row in group
+        )
 
     def global_origins(self, index: int) -> tuple[str, ...]:
         """Where the rows of a step came from, over all ranks, in the global order."""

@@ -11,9 +11,10 @@ ranks, ``rank``.
                       a header for the terminal
 ``step``              ``step`` (1-based), ``steps`` and the metrics of one optimizer step
 ``evaluation``        ``step``, ``name`` and ``eval_loss`` (nats per token)
-``finished``          the rank has done all its work; rank 0 adds ``summary``
+``finished``          the rank has done all its work; rank 0 adds ``summary`` (name: value)
 ``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),
-                      ``exit_status``
+                      ``exit_status``; sent before the rank closes its connections, so that it
+                      precedes the failures which it causes in others
 ``rank_exited``       from the agent: ``rank``, ``code`` (negative: signal), ``log`` (path)
 ``ended``             from the agent, last: ``state`` (``ok``, ``failed``, ``cancelled``),
                       ``exit_status``, ``cause`` (the earliest failure, in words)

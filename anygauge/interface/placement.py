@@ -85,6 +85,11 @@ class Placement:
         self._device = None
 
     @property
+    def is_open(self) -> bool:
+        """Whether a device is open: some answers are known only then."""
+        return self._device is not None
+
+    @property
     def device(self) -> torch.device:
         """The opened device.
 

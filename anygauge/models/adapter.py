@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
+from anygauge.interface.files import replaced
 
 ADAPTER_NAME = "default"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -91,8 +92,6 @@ def save_adapter(
         ModelError: what was read back is not what was written.
     """
     from safetensors.torch import load_file, save_file
-
-    from anygauge.models.writing import replaced
 
     state = adapter_state(model, trained)
     folder.mkdir(parents=True, exist_ok=True)

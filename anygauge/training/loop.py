@@ -35,7 +35,7 @@ class Meter(Protocol):
     def step(
         self, index: int, *, loss: float, lr: float, grad_norm: float, skipped: bool, seconds: float
     ) -> None: ...  # noqa: D102
-    def evaluation(self, index: int, name: str, loss: float, tokens: int) -> None: ...  # noqa: D102
+    def evaluation(self, step: int, name: str, loss: float, tokens: int) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +64,8 @@ class Loop:
             NonFiniteLossError: the loss became inf or nan; names the rows.
         """
         steps = self.batches.steps
+        if self.settings.eval_at_start:
+            self.evaluate(0)
         for index in range(steps):
             began = time.perf_counter()
             micro_batches = self.batches.step(index)
@@ -86,11 +88,11 @@ class Loop:
             )
             every = self.settings.eval_every
             if index + 1 == steps or (every and (index + 1) % every == 0):
-                self.evaluate(index)
+                self.evaluate(index + 1)
 
-    def evaluate(self, index: int) -> None:
-        """Mean loss per supervised token of each evaluation set."""
+    def evaluate(self, done: int) -> None:
+        """Mean loss per supervised token of each evaluation set, after `done` steps."""
         for name, (batches, tokens) in self.evaluations.items():
             losses = self.engine.evaluate(map(self.place, batches), self.loss_function)
             (total,) = self.backend.collectives.sum_on_host([float(sum(losses))])
-            self.meter.evaluation(index, name, total / tokens, tokens)
+            self.meter.evaluation(done, name, total / tokens, tokens)

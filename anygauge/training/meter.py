@@ -104,16 +104,16 @@ class RunMeter:
         for tracker in self._trackers:
             tracker.log(index + 1, {f"train/{name}": value for name, value in metrics.items()})
 
-    def evaluation(self, index: int, name: str, loss: float, tokens: int) -> None:
-        """Record one evaluation; `loss` in nats per supervised token."""
-        record = {"step": index + 1, "name": name, "eval_loss": loss, "eval_tokens": tokens}
+    def evaluation(self, step: int, name: str, loss: float, tokens: int) -> None:
+        """Record one evaluation after `step` steps; `loss` in nats per supervised token."""
+        record = {"step": step, "name": name, "eval_loss": loss, "eval_tokens": tokens}
         self.evaluations.append(record)
         if self._file is None:
             return
         self._write(record)
         self._events.send("evaluation", **{key: _finite(value) for key, value in record.items()})
         for tracker in self._trackers:
-            tracker.log(index + 1, {f"{name}/loss": loss})
+            tracker.log(step, {f"{name}/loss": loss})
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None

@@ -21,6 +21,7 @@ from typing import Any
 
 from anygauge.interface import AnygaugeError, Backend, Job
 from anygauge.interface.events import EventWriter
+from anygauge.interface.files import write_text
 from anygauge.interface.processes import die_with_parent
 
 PACKAGES = ("anygauge", "torch", "transformers", "peft", "deepspeed", "tokenizers", "safetensors")
@@ -35,8 +36,11 @@ def main() -> int:
     job = Job.load(parser.parse_args().job)
     index = int(os.environ["RANK"])
     events = EventWriter.of_rank(index)
+    opened = contextlib.ExitStack()
     try:
-        summary = run_rank(job, index, events)
+        summary = run_rank(job, index, events, opened)
+    # A failure is reported before anything is closed: peers would report a broken connection
+    # first. What is open then ends with the process.
     except AnygaugeError as error:
         traceback.print_exc()
         events.send(
@@ -59,12 +63,19 @@ def main() -> int:
         if isinstance(error, SystemExit):
             raise
         return 1
+    opened.close()
     events.send("finished", **({"summary": summary} if index == 0 else {}))
     return 0
 
 
-def run_rank(job: Job, index: int, events: EventWriter) -> dict[str, Any]:
-    """Open the device, train, save; returns the run's summary (on rank 0)."""
+def run_rank(
+    job: Job, index: int, events: EventWriter, opened: contextlib.ExitStack
+) -> dict[str, Any]:
+    """Open the device, train, save; returns the run's summary.
+
+    Args:
+        opened: takes what must be closed once all is done.
+    """
     from anygauge.config import load_run_file
     from anygauge.registry import Registry
     from anygauge.strategies import create_strategy
@@ -84,34 +95,27 @@ def run_rank(job: Job, index: int, events: EventWriter) -> dict[str, Any]:
     registry = Registry.load()
     strategy = create_strategy(load_run_file(job.run_file).run.strategy)
     backend = open_device(job, rank, registry, strategy)
-    try:
-        with out_of_memory_advice(backend):
-            prepared = prepare_run(job, rank, registry, backend, strategy)
-            if index == 0:
-                events.send(
-                    "started",
-                    steps=prepared.loop.batches.steps,
-                    world_size=rank.world_size,
-                    device=str(backend.placement.device),
-                )
-                write_versions(Path(job.run_directory))
-            try:
-                prepared.loop.run()
-            finally:
-                prepared.meter.close()
-            summary = save(job, rank, prepared)
-            summary["seconds"] = time.time() - began
-            if index == 0:
-                from anygauge.models.writing import write_text
-
-                write_text(
-                    Path(job.run_directory) / "report.json",
-                    json.dumps(summary, indent=2) + "\n",
-                )
-            prepared.engine.close()
-        return summary
-    finally:
-        backend.close()
+    opened.callback(backend.close)
+    with out_of_memory_advice(backend):
+        prepared = prepare_run(job, rank, registry, backend, strategy)
+        opened.callback(prepared.engine.close)
+        if index == 0:
+            events.send(
+                "started",
+                steps=prepared.loop.batches.steps,
+                world_size=rank.world_size,
+                device=str(backend.placement.device),
+            )
+            write_versions(Path(job.run_directory))
+        try:
+            prepared.loop.run()
+        finally:
+            prepared.meter.close()
+        summary = save(job, rank, prepared)
+    summary["seconds"] = time.time() - began
+    if index == 0:
+        write_text(Path(job.run_directory) / "report.json", json.dumps(summary, indent=2) + "\n")
+    return summary
 
 
 @contextlib.contextmanager
@@ -166,8 +170,6 @@ def save(job: Job, rank: Any, prepared: Any) -> dict[str, Any]:
 
 def write_versions(folder: Path) -> None:
     """What ran: versions of the packages that decide the result."""
-    from anygauge.models.writing import write_text
-
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:

@@ -53,6 +53,11 @@ def main() -> None:
             (here / argument).touch()
         elif action == "wait":
             wait_for(here / argument)
+        elif action == "connect":
+            held = os.open(here / argument, os.O_WRONLY)
+            print("connected by descriptor", held)
+        elif action == "wait_for_disconnection":
+            (here / argument).read_bytes()
         elif action == "sleep":
             time.sleep(argument)
         elif action == "close_events":

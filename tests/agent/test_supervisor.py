@@ -8,39 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anygauge.interface import Job
-
-FAKE_AGENT = str(Path(__file__).with_name("fake_agent.py"))
-FOREVER = ["sleep", 600]
-PATIENCE_S = 30.0
-
-
-def sends(event: str, **fields: Any) -> list[Any]:
-    return ["send", {"event": event, **fields}]
-
-
-FINISHED = sends("finished")
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
+from tests.agent.fakes import (
+    FAKE_AGENT,
+    FINISHED,
+    FOREVER,
+    PATIENCE_S,
+    alive,
+    read_pid,
+    sends,
+    until,
+    write_script,
+)
 
 
 class Run:
@@ -60,8 +45,7 @@ class Run:
         timeout: float = 600,
         environment: dict[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        script = self.folder / "script.json"
-        script.write_text(json.dumps({str(rank): actions for rank, actions in ranks.items()}))
+        script = write_script(self.folder, ranks)
         self.directory.mkdir(exist_ok=True)
         job = Job(
             name="t",
@@ -102,9 +86,7 @@ class Run:
         return self.end()
 
     def pid(self, name: str) -> int:
-        path = self.folder / name
-        until(lambda: path.exists() and path.read_text(), name)
-        return int(path.read_text())
+        return read_pid(self.folder / name)
 
     def wait(self, name: str) -> None:
         until((self.folder / name).exists, name)
@@ -198,15 +180,15 @@ def test_a_crash_after_the_work_is_a_failure(run: Run) -> None:
 
 
 def test_a_killed_rank_wins_over_a_peer_that_reports_the_broken_connection(run: Run) -> None:
+    os.mkfifo(run.folder / "connection")
     ended = run(
         {
             0: [
-                ["wait", "pid1"],
-                ["wait", "dying"],
+                ["wait_for_disconnection", "connection"],
                 sends("failed", error="RuntimeError", message="Connection closed by peer"),
                 ["exit", 1],
             ],
-            1: [["touch", "dying"], ["die", signal.SIGKILL]],
+            1: [["connect", "connection"], ["die", signal.SIGKILL]],
         }
     )
     assert "rank 1" in ended["cause"]

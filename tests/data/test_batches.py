@@ -112,7 +112,8 @@ def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
         assert tuple(origin for part in parts for origin in part.origins) == together.origins
         assert together.origins == whole.global_origins(index)
         tokens = sum(part.supervised_tokens for part in parts)
-        assert tokens == together.supervised_tokens == whole.global_tokens(index)
+        assert tokens == together.supervised_tokens == whole.supervised_tokens(index)
+        assert sum(part.tokens for part in parts) == whole.real_tokens(index)
     with pytest.raises(IndexError):
         whole.step(whole.steps)
 

@@ -1,0 +1,121 @@
+"""The backend object: what the core may ask about NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anygauge.interface import (
+    FULL,
+    Backend,
+    Check,
+    Collectives,
+    Job,
+    LaunchProfile,
+    Level,
+    Node,
+    RunFileError,
+    Setting,
+    Support,
+)
+from anygauge_cuda.diagnostics import checks
+from anygauge_cuda.environment import environment
+from anygauge_cuda.placement import CudaPlacement
+
+
+class CudaCollectives(Collectives):
+    """NCCL, bound to the rank's GPU from the start: barriers then cannot pick another one."""
+
+    process_group_backend = "nccl"
+    binds_device = True
+
+
+class CudaBackend(Backend):
+    """NVIDIA GPUs. Knows no options."""
+
+    name = "cuda"
+    device_type = "cuda"
+    placement_class = CudaPlacement
+    collectives_class = CudaCollectives
+    attention = "sdpa"
+    launch = LaunchProfile(
+        visibility_variable="CUDA_VISIBLE_DEVICES",
+        # With compilers, since DeepSpeed builds its operations at first use.
+        image="pytorch/pytorch:2.9.0-cuda12.8-cudnn9-devel",
+        # NVIDIA's advice for containers that run several processes with NCCL.
+        container_flags=("--gpus=all", "--ipc=host", "--ulimit=memlock=-1"),
+        cluster_resource="nvidia.com/gpu",
+    )
+    capabilities: Mapping[str, Support] = {
+        "bfloat16": Support(
+            Level.PARTIAL, "cards of compute capability 8.0 or newer; known once one is opened"
+        ),
+        "float16": Support(
+            Level.PARTIAL, "cards of compute capability 7.0 or newer; known once one is opened"
+        ),
+        "collectives": FULL,
+        "zero": FULL,
+        "compile": Support(
+            Level.NOT_WRITTEN_YET, "needs Triton and a C compiler on every node; not tried yet"
+        ),
+        "mark_step": Support(
+            Level.UNSUPPORTED_BY_HARDWARE,
+            "each operation is queued as it comes: there is no graph to cut",
+        ),
+        "graph_limit": Support(
+            Level.UNSUPPORTED_BY_HARDWARE, "each operation is queued as it comes: no graph"
+        ),
+        "memory_statistics": FULL,
+        "peak_flops": Support(
+            Level.PARTIAL, "data centre cards with a published rate; known once one is opened"
+        ),
+    }
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """Args: options: the run file's ``backend_options``."""
+        super().__init__(options)
+        for name in self.options:
+            raise RunFileError(
+                f"backend_options.{name}: unknown; the cuda backend has no options. Remove it"
+            )
+
+    def support(self, capability: str) -> Support:
+        """As declared; what depends on the card is settled once one is opened."""
+        if not self.placement.is_open:
+            return super().support(capability)
+        if capability in ("bfloat16", "float16"):
+            if capability in self.placement.dtypes:
+                return FULL
+            return Support(
+                Level.UNSUPPORTED_BY_HARDWARE,
+                f"the opened card has {', '.join(sorted(self.placement.dtypes))} only",
+            )
+        if capability == "peak_flops":
+            if any(self.placement.peak_flops(dtype) for dtype in sorted(self.placement.dtypes)):
+                return FULL
+            return Support(
+                Level.NOT_WRITTEN_YET,
+                "the opened card is not in the table of anygauge_cuda.peaks",
+            )
+        return super().support(capability)
+
+    def environment(self, job: Job, node: Node, local_rank: int | None = None) -> Sequence[Setting]:
+        """Device order, allocator, threads and the network; see `anygauge_cuda.environment`."""
+        return environment(job, node, local_rank)
+
+    def engine_settings(self, engine: str) -> Sequence[Setting]:
+        """DeepSpeed is told, so that it does not look around by itself."""
+        if engine != "deepspeed":
+            return ()
+        return (
+            Setting(
+                name="accelerator",
+                value="cuda",
+                reason="the run asked for NVIDIA GPUs, whatever else is installed",
+                source="deepspeed/accelerator/real_accelerator.py",
+            ),
+        )
+
+    def diagnostics(self) -> Sequence[Check]:
+        """See `anygauge_cuda.diagnostics`."""
+        return checks()

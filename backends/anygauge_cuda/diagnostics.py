@@ -1,0 +1,120 @@
+"""The checks that `doctor` runs for NVIDIA GPUs: driver, torch, GPUs and shared memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from anygauge.interface import Check, Outcome
+from anygauge_cuda.probe import driver_version, probe
+
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""CUDA major version -> oldest driver branch (NVIDIA CUDA Compatibility, minor versions)."""
+
+_SHARED_MEMORY = 2**30
+"""Containers get 64 MiB unless told otherwise, too little for NCCL and several data workers."""
+
+
+def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence[Check]:
+    """Look at files first, then ask torch, so that each step that fails has its own line."""
+    found = probe(root, torch_folder)
+    results = [
+        _step("GPUs", found.devices.presence.value == "yes", found.devices.detail, _NO_GPU),
+        _step("driver", bool(found.driver.presence), found.driver.detail, _NO_DRIVER),
+        _step("torch", bool(found.software.presence), found.software.detail, _NO_SOFTWARE),
+    ]
+    if found.software.presence:
+        results += [_compatibility(driver_version(root)), _usable(found.device_count)]
+    results.append(_shared_memory(root))
+    return results
+
+
+_NO_GPU = "in a container, hand the GPUs in (docker run --gpus=all); in a cluster, ask for them"
+_NO_DRIVER = "install NVIDIA's driver on the host (not in the container) and load it"
+_NO_SOFTWARE = "install a build of torch with CUDA: pytorch.org/get-started"
+
+
+def _step(name: str, passed: bool, seen: str, remedy: str) -> Check:
+    if passed:
+        return Check(name=name, outcome=Outcome.PASS, seen=seen)
+    return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
+
+
+def driver_serves(driver: str, cuda: str) -> bool | None:
+    """Whether a driver such as ``550.54.15`` serves CUDA such as ``12.8``; None if unknown."""
+    oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    if oldest is None:
+        return None
+    return int(driver.split(".")[0]) >= oldest
+
+
+def _compatibility(driver: str | None) -> Check:
+    import torch
+
+    cuda, name = torch.version.cuda, "driver for this torch"
+    if driver is None or cuda is None:
+        return Check(
+            name=name,
+            outcome=Outcome.WARN,
+            seen=f"cannot be compared (driver {driver}, CUDA {cuda})",
+            remedy="solve the checks above first",
+        )
+    seen = f"driver {driver}, torch built for CUDA {cuda}"
+    serves = driver_serves(driver, cuda)
+    if serves is None:
+        return Check(
+            name=name,
+            outcome=Outcome.WARN,
+            seen=seen,
+            remedy="compare with NVIDIA's CUDA Compatibility guide: this version is not known here",
+        )
+    return _step(name, serves, seen, "install a newer driver, or a torch for an older CUDA")
+
+
+def _usable(expected: int | None) -> Check:
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return Check(
+            name="usable GPUs",
+            outcome=Outcome.FAIL,
+            seen=str(error),
+            remedy="compare driver and torch above; check CUDA_VISIBLE_DEVICES",
+        )
+    count = torch.cuda.device_count()
+    names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
+    seen = f"{count} usable ({names})"
+    if expected is None or count >= expected:
+        return Check(name="usable GPUs", outcome=Outcome.PASS, seen=seen)
+    return Check(
+        name="usable GPUs",
+        outcome=Outcome.WARN,
+        seen=f"{seen}, of {expected} in this machine",
+        remedy="check CUDA_VISIBLE_DEVICES, if fewer were not meant",
+    )
+
+
+def _shared_memory(root: Path) -> Check:
+    path = root / "dev/shm"
+    try:
+        status = os.statvfs(path)
+    except OSError as error:
+        return Check(
+            name="shared memory",
+            outcome=Outcome.WARN,
+            seen=f"{path}: {error.strerror}",
+            remedy="mount a tmpfs at /dev/shm",
+        )
+    size = status.f_frsize * status.f_blocks
+    seen = f"/dev/shm has {size / 2**20:.0f} MiB"
+    if size >= _SHARED_MEMORY:
+        return Check(name="shared memory", outcome=Outcome.PASS, seen=seen)
+    return Check(
+        name="shared memory",
+        outcome=Outcome.WARN,
+        seen=seen,
+        remedy="give the container the host's (--ipc=host) or more (--shm-size=8g)",
+    )

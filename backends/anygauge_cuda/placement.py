@@ -1,0 +1,85 @@
+"""Opens one GPU for one process, and answers for its memory and arithmetic."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anygauge.interface import NotAvailableError, PeakFlops, Placement
+from anygauge_cuda.peaks import published_peak
+
+if TYPE_CHECKING:
+    import torch
+
+_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Exhausted memory that torch's allocator did not see: the driver or cuBLAS asked for it."""
+
+
+class CudaPlacement(Placement):
+    """One GPU, by its number among those that the process may see."""
+
+    # Once CUDA is initialised a forked child cannot use it ("Cannot re-initialize CUDA in forked
+    # subprocess"), and may deadlock before it tries: helpers must be started afresh.
+    worker_start_method = "spawn"
+
+    # -- opening ---------------------------------------------------------------------------
+
+    def open(self, local_rank: int) -> torch.device:
+        """Take the GPU of this local rank.
+
+        Raises:
+            NotAvailableError: torch has no CUDA, CUDA has no usable GPU, or too few of them.
+        """
+        import torch
+
+        if torch.version.cuda is None:
+            raise NotAvailableError(
+                f"torch {torch.__version__} is built without CUDA: install a build with it "
+                "(pytorch.org/get-started), or choose --backend cpu"
+            )
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            raise NotAvailableError(
+                f"CUDA cannot be used: {error}. `anygauge doctor --backend cuda` looks for the "
+                "cause"
+            ) from error
+        device = super().open(local_rank)
+        self.dtypes = self._hardware_dtypes(device)
+        return device
+
+    def close(self) -> None:
+        """Give cached memory back to the driver: others may need it while this process lives on."""
+        if self._device is not None:
+            self._module().empty_cache()
+        super().close()
+
+    def _hardware_dtypes(self, device: torch.device) -> frozenset[str]:
+        import torch
+
+        found = {"float32"}
+        # Without this argument cards are counted in that emulate it, at a fraction of the speed.
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            found.add("bfloat16")
+        # Tensor cores for float16 came with compute capability 7.0 (CUDA programming guide).
+        if torch.cuda.get_device_capability(device) >= (7, 0):
+            found.add("float16")
+        return frozenset(found)
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether the GPU's memory is exhausted, whoever noticed it."""
+        return super().is_out_of_memory(error) or (
+            isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        )
+
+    # -- arithmetic ------------------------------------------------------------------------
+
+    def peak_flops(self, dtype: str) -> PeakFlops | None:
+        """The datasheet's dense rate of the opened card; None for a card without an entry."""
+        import torch
+
+        if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+            # Multiplications then run in TF32, and the plain float32 rate is no bound on them.
+            return None
+        return published_peak(torch.cuda.get_device_name(self.device), dtype)

@@ -1,0 +1,137 @@
+"""Are there NVIDIA GPUs, is their driver loaded, and is torch built for them? Files only.
+
+A GPU shows itself in three places, any of which a container may hide: the PCI bus, the driver's
+folder in /proc, and the device files. Under Windows' WSL there is none of them, but a paravirtual
+device and the driver's library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from anygauge.interface import Finding, Probe
+
+_VENDOR = "0x10de"
+_DISPLAY_CLASS = "0x03"  # PCI base class 3: VGA (0x0300) and 3D (0x0302) controllers
+_WSL_DEVICE = "dev/dxg"
+_WSL_LIBRARIES = "usr/lib/wsl/lib"
+
+_VERSION = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
+_TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:None|['\"]([^'\"]*)['\"])", re.MULTILINE)
+
+
+def probe(root: Path = Path("/"), torch_folder: Path | None = None) -> Probe:
+    """Look at files, and import nothing.
+
+    Args:
+        root: where /dev, /proc, /sys and /usr are found.
+        torch_folder: the installed torch package; None looks for it.
+    """
+    nodes, listed, on_bus = _device_files(root), _driver_folders(root), _on_pci_bus(root)
+    notes = []
+    if on_bus and not nodes:
+        notes.append(
+            "the GPUs have no /dev/nvidia* files yet: a container needs them handed in, elsewhere "
+            "nvidia-modprobe makes them at first use"
+        )
+    # A container sees every GPU on the bus, but has files of those alone that it was given.
+    count = len(nodes) or len(listed) or len(on_bus) or None
+    return Probe(
+        devices=_devices(root, nodes, listed, on_bus),
+        driver=_driver(root),
+        software=_software(torch_folder),
+        device_count=count,
+        notes=tuple(notes),
+    )
+
+
+def driver_version(root: Path = Path("/")) -> str | None:
+    """Version of the loaded kernel driver, such as ``550.54.15``; None if there is none."""
+    loaded = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
+    match = _VERSION.search(loaded) or _VERSION.search(_text(root / "sys/module/nvidia/version"))
+    return match.group(1) if match else None
+
+
+def torch_cuda_version(torch_folder: Path) -> str | None:
+    """The CUDA version that an installed torch was built for; None if for none."""
+    match = _TORCH_CUDA.search(_text(torch_folder / "version.py"))
+    return match.group(1) if match else None
+
+
+def _devices(root: Path, nodes: list[str], listed: list[str], on_bus: list[str]) -> Finding:
+    looked = ("/sys/bus/pci/devices", "/proc/driver/nvidia/gpus", "/dev/nvidia*", f"/{_WSL_DEVICE}")
+    if nodes:
+        return Finding.yes(f"{_gpus(len(nodes))} ({', '.join(nodes)})", *looked)
+    if listed:
+        return Finding.yes(f"{_gpus(len(listed))} known to the driver", *looked)
+    if on_bus:
+        return Finding.yes(f"{_gpus(len(on_bus))} on the PCI bus", *looked)
+    if _is_wsl(root):
+        return Finding.yes("GPUs of the Windows host, through WSL", *looked)
+    return Finding.no("no NVIDIA GPU", *looked)
+
+
+def _driver(root: Path) -> Finding:
+    looked = ("/proc/driver/nvidia/version", "/sys/module/nvidia/version", f"/{_WSL_LIBRARIES}")
+    version = driver_version(root)
+    if version:
+        return Finding.yes(f"NVIDIA driver {version}", *looked)
+    if _is_wsl(root):
+        return Finding.yes("the Windows host's driver", *looked)
+    return Finding.no("the NVIDIA kernel driver is not loaded", *looked)
+
+
+def _software(torch_folder: Path | None) -> Finding:
+    folder = torch_folder or _installed_torch()
+    if folder is None:
+        return Finding.no("torch is not installed", "torch")
+    path = folder / "version.py"
+    version = torch_cuda_version(folder)
+    if version is None:
+        return Finding.no(
+            "the installed torch is built without CUDA (pytorch.org/get-started has builds with)",
+            str(path),
+        )
+    return Finding.yes(f"torch is built for CUDA {version}", str(path))
+
+
+def _installed_torch() -> Path | None:
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _device_files(root: Path) -> list[str]:
+    names = (path.name for path in (root / "dev").glob("nvidia*"))
+    found = [name for name in names if re.fullmatch(r"nvidia\d+", name)]
+    return sorted(found, key=lambda name: int(name.removeprefix("nvidia")))
+
+
+def _driver_folders(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / "proc/driver/nvidia/gpus").glob("*"))
+
+
+def _on_pci_bus(root: Path) -> list[str]:
+    return sorted(
+        path.name
+        for path in (root / "sys/bus/pci/devices").glob("*")
+        if _text(path / "vendor").strip() == _VENDOR
+        and _text(path / "class").startswith(_DISPLAY_CLASS)
+    )
+
+
+def _is_wsl(root: Path) -> bool:
+    # /dev/dxg alone serves other vendors' GPUs too.
+    return (root / _WSL_DEVICE).exists() and any((root / _WSL_LIBRARIES).glob("libcuda.so*"))
+
+
+def _gpus(count: int) -> str:
+    return f"{count} NVIDIA GPU" + ("" if count == 1 else "s")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,38 @@
+"""A command line over fake ranks: `fake_cli.py SCRIPT RUN_DIRECTORY RANKS GRACE`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from anygauge.cli.terminal import follow
+from anygauge.interface import Job, Plan
+from anygauge_launchers.local import Local
+
+FAKE_AGENT = str(Path(__file__).with_name("fake_agent.py"))
+
+
+def fake_plan(script: str, run_directory: str, ranks: int, grace_s: float) -> Plan:
+    """What the local launcher plans, but for a fake agent."""
+    job = Job(
+        name="t",
+        run_directory=run_directory,
+        run_file=str(Path(run_directory) / "run.yaml"),
+        backend="cpu",
+        strategy="single",
+        devices_per_node=ranks,
+        rendezvous="file:///nowhere",
+    )
+    plan = Local().render(job, {"grace_s": grace_s})
+    (process,) = plan.processes
+    assert process.argv[:3] == (sys.executable, "-m", "anygauge.agent")
+    argv = (sys.executable, FAKE_AGENT, script, *process.argv[3:])
+    return replace(plan, processes=(replace(process, argv=argv),))
+
+
+if __name__ == "__main__":
+    plan = fake_plan(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+    running = Local().submit(plan)
+    (Path(sys.argv[1]).parent / "agent_pid").write_text(str(running.pid))
+    sys.exit(follow(running, run_directory=sys.argv[2]))

@@ -1,0 +1,370 @@
+"""The CPU backend: what it finds, asks for, and does in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.interface import Level, Presence, RunFileError, Scope, UnsupportedError
+from anygauge_cpu import anygauge_provide_backends, memory
+from anygauge_cpu.backend import CpuBackend
+from anygauge_cpu.placement import hardware_dtypes
+from anygauge_cpu.probe import probe
+from tests.helpers.machines import (
+    BRIDGE,
+    DOWN,
+    ETH0,
+    ETH1,
+    LO,
+    VIRTUAL,
+    assert_pure,
+    by_name,
+    job,
+    machine,
+)
+from tests.helpers.tree import write_tree
+
+
+def in_process(code: str, **environment: str) -> Any:
+    """Run code in a fresh interpreter; it prints one line of JSON."""
+    inherited = {k: v for k, v in os.environ.items() if k != "ANYGAUGE_CPU_CORES"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# -- finding it ------------------------------------------------------------------------------
+
+
+def test_processors_are_no_hardware_that_auto_must_respect() -> None:
+    found = probe()
+    assert found.available
+    assert not found.has_hardware
+    assert found.devices.presence is Presence.NOT_NEEDED
+
+
+def test_without_torch_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = probe()
+    assert not found.available
+    assert "torch is not installed" in found.reason
+
+
+def test_nothing_imports_torch_before_open() -> None:
+    code = """
+        import json, sys
+        import anygauge_cpu
+        from anygauge_cpu.backend import CpuBackend
+        from tests.helpers.machines import job, machine
+        (spec,) = anygauge_cpu.anygauge_provide_backends()
+        spec.probe()
+        backend = CpuBackend({"bind_cores": True})
+        backend.environment(job(devices=2), machine(), 0)
+        backend.engine_settings("deepspeed"), backend.support("bfloat16")
+        print(json.dumps("torch" in sys.modules))
+    """
+    assert in_process(code) is False
+
+
+def test_the_spec_names_the_class() -> None:
+    (spec,) = anygauge_provide_backends()
+    assert (spec.name, spec.factory) == ("cpu", "anygauge_cpu.backend:CpuBackend")
+    assert spec.priority == 0
+
+
+# -- environment -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("local_rank", [None, 0, 1])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_environment_is_pure(
+    nodes: int, local_rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = CpuBackend()
+    the_job, node = job(nodes=nodes, devices=2), machine()
+    assert_pure(lambda: backend.environment(the_job, node, local_rank), monkeypatch)
+
+
+def test_every_setting_has_a_reason_and_a_source() -> None:
+    for setting in CpuBackend().environment(job(nodes=2, devices=2), machine(), 0):
+        assert setting.reason
+        assert setting.source
+        assert isinstance(setting.value, str)
+
+
+def test_cores_are_shared_out_without_overlap() -> None:
+    node = machine(cores=7, threads_per_core=2)
+    ranks = [by_name(CpuBackend().environment(job(devices=3), node, rank)) for rank in range(3)]
+    shares = [r["ANYGAUGE_CPU_CORES"].value for r in ranks]
+    assert shares == ["0,1,2,3", "4,5,6,7", "8,9,10,11"]
+    assert {r["OMP_NUM_THREADS"].value for r in ranks} == {"2"}
+    assert {r["ANYGAUGE_CPU_CORES"].scope for r in ranks} == {Scope.RANK}
+
+
+def test_a_single_rank_has_all_cores_and_is_not_bound() -> None:
+    found = by_name(CpuBackend().environment(job(), machine(cores=8, threads_per_core=2), 0))
+    assert found["OMP_NUM_THREADS"].value == "8"
+    assert "ANYGAUGE_CPU_CORES" not in found
+
+
+def test_more_ranks_than_cores_share_them_and_say_so() -> None:
+    found = by_name(CpuBackend().environment(job(devices=4), machine(cores=2), 3))
+    assert found["OMP_NUM_THREADS"].value == "1"
+    assert "4 ranks share 2 physical cores" in found["OMP_NUM_THREADS"].reason
+    assert "ANYGAUGE_CPU_CORES" not in found
+
+
+def test_binding_can_be_switched_off() -> None:
+    the_job = job(devices=2, backend_options={"bind_cores": False})
+    found = by_name(CpuBackend().environment(the_job, machine(), 0))
+    assert "ANYGAUGE_CPU_CORES" not in found
+    assert "switched off" in found["OMP_NUM_THREADS"].reason
+
+
+@pytest.mark.parametrize(
+    ("nodes", "interfaces", "chosen"),
+    [
+        (1, (ETH0, LO), "lo"),
+        (1, (ETH0,), None),
+        (2, (LO, DOWN, ETH0), "eth0"),
+        (2, (LO, BRIDGE, ETH1), "eth1"),
+        (2, (LO, VIRTUAL), "veth0"),
+        (2, (LO, BRIDGE, VIRTUAL), None),
+        (2, (LO,), None),
+    ],
+)
+def test_gloo_interface(nodes: int, interfaces: tuple[Any, ...], chosen: str | None) -> None:
+    node = machine(interfaces=interfaces)
+    found = by_name(CpuBackend().environment(job(nodes=nodes), node))
+    assert (found["GLOO_SOCKET_IFNAME"].value if found else None) == chosen
+
+
+def test_without_a_rank_there_are_no_settings_of_a_rank() -> None:
+    scopes = {s.scope for s in CpuBackend().environment(job(devices=2), machine(), None)}
+    assert scopes == {Scope.NODE}
+
+
+# -- options, capabilities and engines -------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"bind_core": True}, {"bind_cores": "yes"}])
+def test_wrong_options_are_refused_by_name(options: Mapping[str, Any]) -> None:
+    with pytest.raises(RunFileError, match=r"backend_options\.bind_core"):
+        CpuBackend(options)
+
+
+def test_bfloat16_is_settled_when_the_processor_is_known() -> None:
+    backend = CpuBackend()
+    assert backend.support("bfloat16").level is Level.PARTIAL
+    backend.placement.dtypes = frozenset({"float32", "bfloat16"})
+    assert backend.support("bfloat16").level is Level.FULL
+    assert not backend.support("float16")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "bfloat16"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16\n", True),
+        ("flags\t\t: fpu amx_bf16 amx_tile\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("flags\t\t: fpu avx2\nmodel name\t: bf16 dreams\n", False),
+    ],
+)
+def test_dtypes_follow_the_processor(tmp_path: Path, cpuinfo: str, bfloat16: bool) -> None:
+    found = hardware_dtypes(write_tree(tmp_path, {"proc/cpuinfo": cpuinfo}))
+    assert found == ({"float32", "bfloat16"} if bfloat16 else {"float32"})
+
+
+def test_deepspeed_is_told_its_accelerator() -> None:
+    settings = by_name(CpuBackend().engine_settings("deepspeed"))
+    assert settings["accelerator"].value == "cpu"
+    assert CpuBackend().engine_settings("another") == ()
+
+
+def test_diagnostics_of_this_machine() -> None:
+    found = {check.name: check for check in CpuBackend().diagnostics()}
+    assert found["torch"].outcome == "pass"
+    assert "GiB in use of" in found["memory"].seen
+
+
+# -- memory files ----------------------------------------------------------------------------
+
+
+def test_memory_limit_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
+    root = write_tree(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal:  8000 kB\n",
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/memory.max": "4096000\n",
+            "sys/fs/cgroup/a/b/memory.max": "max\n",
+        },
+    )
+    assert memory.limit_bytes(root) == 4096000
+
+
+def test_memory_limit_of_version_1_groups(tmp_path: Path) -> None:
+    root = write_tree(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal:  8000 kB\n",
+            "proc/self/cgroup": "4:cpu,memory:/docker/abc\n2:pids:/x\n",
+            # In a container the listed path is the host's: the limit lies at the mount.
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "1024000\n",
+        },
+    )
+    assert memory.limit_bytes(root) == 1024000
+
+
+def test_memory_without_a_limit_is_the_machines(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, {"proc/meminfo": "MemTotal:  8000 kB\n"})
+    assert memory.limit_bytes(root) == 8000 * 1024
+    assert memory.limit_bytes(tmp_path / "nothing") is None
+
+
+def test_memory_that_cannot_be_read_is_an_error_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="VmRSS"):
+        memory.resident_bytes(tmp_path)
+
+
+def test_a_refused_reset_is_told_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = memory.reset_peak(tmp_path)
+    assert refusal is not None
+    assert "clear_refs" in refusal
+    placement = CpuBackend().placement
+    monkeypatch.setattr(memory, "reset_peak", lambda: refusal)
+    placement.reset_peak()
+    assert "peak since its start" in placement.memory().kind
+
+
+# -- a real process --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What one process saw of its device."""
+    return in_process("""
+        import json, torch
+        from anygauge_cpu.backend import CpuBackend
+        backend = CpuBackend()
+        device = backend.open(0)
+        placement = backend.placement
+        MIB = 2**20
+
+        before = placement.memory()
+        block = torch.ones(64 * MIB // 4, device=device)
+        held = placement.memory()
+        del block
+        freed = placement.memory()
+        placement.reset_peak()
+        after = placement.memory()
+
+        draw = lambda: torch.rand(3).tolist()
+        placement.seed(7); first = draw(); state = placement.rng_state(); second = draw()
+        placement.seed(7); again = draw()
+        placement.set_rng_state(state); resumed = draw()
+
+        try:
+            torch.empty(2**60, dtype=torch.uint8)
+        except RuntimeError as error:
+            exhausted = placement.is_out_of_memory(error)
+
+        print(json.dumps({
+            "device": str(device), "kind": after.kind, "limit": after.limit / MIB,
+            "before": before.in_use / MIB, "held": held.in_use / MIB, "freed": freed.in_use / MIB,
+            "peak_then": freed.peak / MIB, "peak_after": after.peak / MIB,
+            "first": first, "again": again, "second": second, "resumed": resumed,
+            "exhausted": exhausted,
+        }))
+    """)
+
+
+def test_memory_follows_tensors(seen: dict[str, Any]) -> None:
+    assert seen["device"] == "cpu"
+    assert seen["held"] - seen["before"] > 60
+    assert seen["held"] - seen["freed"] > 60
+    # The kernel adds a thread's pages up in batches: its figures are off by some of them.
+    assert seen["peak_then"] > seen["held"] - 1
+    assert seen["limit"] > seen["held"]
+
+
+def test_the_peak_resets(seen: dict[str, Any]) -> None:
+    if seen["kind"] != "process":
+        pytest.skip(f"this kernel does not reset the peak: {seen['kind']}")
+    assert seen["peak_then"] - seen["peak_after"] > 60
+
+
+def test_seeds_reproduce_and_states_resume(seen: dict[str, Any]) -> None:
+    assert seen["first"] == seen["again"]
+    assert seen["second"] == seen["resumed"]
+    assert seen["first"] != seen["second"]
+
+
+def test_exhausted_memory_is_recognised(seen: dict[str, Any]) -> None:
+    assert seen["exhausted"]
+    placement = CpuBackend().placement
+    assert placement.is_out_of_memory(MemoryError())
+    assert not placement.is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+BIND = """
+    import json, os, threading, torch
+    from pathlib import Path
+    from anygauge_cpu.backend import CpuBackend
+    stop = threading.Event()
+    threading.Thread(target=stop.wait, daemon=True).start()
+    masks = lambda: sorted({
+        tuple(sorted(os.sched_getaffinity(int(t.name)))) for t in Path("/proc/self/task").iterdir()
+    })
+    backend = CpuBackend()
+    before = torch.get_num_threads()
+    backend.open(0)
+    bound, threads = masks(), torch.get_num_threads()
+    backend.close()
+    print(json.dumps([bound, threads, masks(), torch.get_num_threads() == before]))
+"""
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="binding shows only with two cores or more"
+)
+@pytest.mark.parametrize(("omp", "threads"), [("", 1), ("2", 2)])
+def test_all_threads_are_bound_and_set_free(omp: str, threads: int) -> None:
+    """The number of threads is the number of cores, unless the user set another one."""
+    allowed = sorted(os.sched_getaffinity(0))
+    core = allowed[-1]
+    seen = in_process(BIND, ANYGAUGE_CPU_CORES=str(core), OMP_NUM_THREADS=omp)
+    assert seen == [[[core]], threads, [allowed], True]
+
+
+def test_cores_that_do_not_exist_are_refused_in_words() -> None:
+    seen = in_process(
+        """
+        import json
+        from anygauge.interface import NotAvailableError
+        from anygauge_cpu.backend import CpuBackend
+        try:
+            CpuBackend().open(0)
+        except NotAvailableError as error:
+            print(json.dumps(str(error)))
+        """,
+        ANYGAUGE_CPU_CORES="9999",
+    )
+    assert "ANYGAUGE_CPU_CORES=9999" in seen
+    assert "bind_cores" in seen

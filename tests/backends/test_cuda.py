@@ -1,0 +1,475 @@
+"""The CUDA backend: what it finds in fake trees, asks for by what a node shows, and refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.interface import (
+    Level,
+    NotAvailableError,
+    RdmaDevice,
+    RunFileError,
+    Scope,
+)
+from anygauge_cuda import anygauge_provide_backends
+from anygauge_cuda.backend import CudaBackend
+from anygauge_cuda.diagnostics import checks, driver_serves
+from anygauge_cuda.peaks import published_peak
+from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
+from tests.helpers.machines import (
+    BRIDGE,
+    ETH0,
+    ETH1,
+    LO,
+    VIRTUAL,
+    assert_pure,
+    by_name,
+    job,
+    machine,
+)
+from tests.helpers.tree import write_tree
+
+PROPRIETARY = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
+    "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n"
+)
+OPEN = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86  Release Build  (dvs@b)  "
+    "Sat Jan 11\n"
+)
+WITH_CUDA = "__version__ = '2.9.0+cu128'\ndebug = False\ncuda: Optional[str] = '12.8'\nhip = None\n"
+WITHOUT_CUDA = "__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.2'\n"
+
+DRIVER = {"proc/driver/nvidia/version": PROPRIETARY}
+FILES = {"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "dev/nvidia-uvm": ""}
+TORCH = {"torch/version.py": WITH_CUDA}
+
+EFA = RdmaDevice(name="rdmap0", driver="efa", link_layer="Unspecified")
+INFINIBAND = RdmaDevice(name="mlx5_0", driver="mlx5_core", link_layer="InfiniBand")
+
+
+def pci(address: str, vendor: str, kind: str) -> dict[str, str]:
+    base = f"sys/bus/pci/devices/{address}"
+    return {f"{base}/vendor": f"{vendor}\n", f"{base}/class": f"{kind}\n"}
+
+
+def look(root: Path, *parts: dict[str, str]) -> Any:
+    for files in parts:
+        write_tree(root, files)
+    return probe(root, root / "torch")
+
+
+# -- finding it ------------------------------------------------------------------------------
+
+
+def test_a_complete_machine_is_available(tmp_path: Path) -> None:
+    found = look(tmp_path, FILES, DRIVER, TORCH)
+    assert found.available
+    assert found.device_count == 2
+    assert "535.129.03" in found.driver.detail
+    assert "CUDA 12.8" in found.software.detail
+
+
+def test_a_machine_without_gpus_says_what_is_missing(tmp_path: Path) -> None:
+    found = look(tmp_path, TORCH, pci("0000:00:02.0", "0x8086", "0x030000"))
+    assert not found.available
+    assert not found.has_hardware
+    assert found.device_count is None
+    assert "no NVIDIA GPU" in found.reason
+    assert "driver is not loaded" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "is_gpu"),
+    [
+        ("0x10de", "0x030000", True),  # a VGA controller
+        ("0x10de", "0x030200", True),  # a 3D controller, as data centre cards are
+        ("0x10de", "0x040300", False),  # the sound device on a graphics card
+        ("0x10de", "0x068000", False),  # an NVSwitch
+        ("0x1da3", "0x120000", False),  # another vendor's accelerator
+        ("0x1002", "0x030000", False),  # another vendor's GPU
+    ],
+)
+def test_gpus_on_the_bus(tmp_path: Path, vendor: str, kind: str, is_gpu: bool) -> None:
+    found = look(tmp_path, pci("0000:3b:00.0", vendor, kind))
+    assert found.has_hardware is is_gpu
+
+
+def test_gpus_without_a_driver_are_still_hardware(tmp_path: Path) -> None:
+    found = look(tmp_path, TORCH, pci("0000:3b:00.0", "0x10de", "0x030200"))
+    assert found.has_hardware
+    assert not found.available
+    assert found.device_count == 1
+    assert any("/dev/nvidia" in note for note in found.notes)
+
+
+def test_a_container_counts_what_it_was_given(tmp_path: Path) -> None:
+    bus = {}
+    for slot in range(8):
+        bus |= pci(f"0000:{slot}b:00.0", "0x10de", "0x030200")
+    assert look(tmp_path, bus, FILES, DRIVER).device_count == 2
+
+
+def test_gpus_that_only_the_driver_lists(tmp_path: Path) -> None:
+    folder = "proc/driver/nvidia/gpus/0000:3b:00.0/information"
+    found = look(tmp_path, {folder: "Model: NVIDIA A10\n"})
+    assert found.has_hardware
+    assert found.device_count == 1
+
+
+def test_wsl_needs_the_vendors_library(tmp_path: Path) -> None:
+    assert not look(tmp_path, {"dev/dxg": ""}).has_hardware
+    found = look(tmp_path, {"usr/lib/wsl/lib/libcuda.so.1": ""}, TORCH)
+    assert found.available
+    assert found.device_count is None
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "version"),
+    [
+        ("proc/driver/nvidia/version", PROPRIETARY, "535.129.03"),
+        ("proc/driver/nvidia/version", OPEN, "570.86"),
+        ("sys/module/nvidia/version", "550.54.15\n", "550.54.15"),
+        ("proc/driver/nvidia/version", "", None),
+    ],
+)
+def test_driver_version(tmp_path: Path, path: str, text: str, version: str | None) -> None:
+    assert driver_version(write_tree(tmp_path, {path: text})) == version
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (WITH_CUDA, "12.8"),
+        (WITHOUT_CUDA, None),
+        ("cuda = '11.8'\n", "11.8"),
+        ('cuda: str | None = "13.0"\n', "13.0"),
+        ("cuda = None\n", None),
+        ("", None),
+    ],
+)
+def test_the_build_of_torch_is_read_as_text(tmp_path: Path, text: str, version: str | None) -> None:
+    assert torch_cuda_version(write_tree(tmp_path, {"version.py": text})) == version
+
+
+def test_torch_without_cuda_is_named_as_the_cause(tmp_path: Path) -> None:
+    found = look(tmp_path, FILES, DRIVER, {"torch/version.py": WITHOUT_CUDA})
+    assert not found.available
+    assert "without CUDA" in found.reason
+
+
+def test_torch_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    write_tree(tmp_path, FILES)
+    assert "torch is not installed" in probe(tmp_path).reason
+
+
+def test_nothing_imports_torch_before_open() -> None:
+    code = (
+        "import sys, anygauge_cuda; from anygauge_cuda.backend import CudaBackend; "
+        "from tests.helpers.machines import job, machine; "
+        "(spec,) = anygauge_cuda.anygauge_provide_backends(); spec.probe(); "
+        "backend = CudaBackend(); backend.environment(job(nodes=2), machine(), 0); "
+        "backend.support('bfloat16'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_auto_prefers_it_to_the_host() -> None:
+    (spec,) = anygauge_provide_backends()
+    assert (spec.name, spec.factory) == ("cuda", "anygauge_cuda.backend:CudaBackend")
+    assert spec.priority == 100
+
+
+# -- environment -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("local_rank", [None, 0, 1])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_environment_is_pure(
+    nodes: int, local_rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = CudaBackend()
+    the_job, node = job(nodes=nodes, devices=2), machine(rdma_devices=(EFA,))
+    assert_pure(lambda: backend.environment(the_job, node, local_rank), monkeypatch)
+
+
+def test_every_setting_has_a_reason_and_a_source() -> None:
+    node = machine(interfaces=(LO, ETH0, ETH1), rdma_devices=(EFA,))
+    settings = CudaBackend().environment(job(nodes=2, devices=2), node, 0)
+    assert len(settings) == 6
+    for setting in settings:
+        assert setting.reason
+        assert setting.source
+        assert isinstance(setting.value, str)
+
+
+def test_a_single_node_needs_no_fabric() -> None:
+    node = machine(interfaces=(LO, ETH0, ETH1, BRIDGE), rdma_devices=(EFA, INFINIBAND))
+    found = by_name(CudaBackend().environment(job(devices=4), node, 0))
+    assert set(found) == {
+        "CUDA_DEVICE_ORDER",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "GLOO_SOCKET_IFNAME",
+        "OMP_NUM_THREADS",
+    }
+    assert found["GLOO_SOCKET_IFNAME"].value == "lo"
+    assert found["OMP_NUM_THREADS"].value == "2"
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "value"),
+    [
+        ((LO, ETH0), None),
+        ((LO, VIRTUAL), None),
+        ((LO, ETH0, ETH1), "=eth0"),
+        ((LO, BRIDGE, ETH0), "=eth0"),
+        ((LO, BRIDGE, VIRTUAL), None),
+    ],
+)
+def test_nccl_is_pinned_where_it_could_choose_wrongly(
+    interfaces: tuple[Any, ...], value: str | None
+) -> None:
+    node = machine(interfaces=interfaces)
+    found = by_name(CudaBackend().environment(job(nodes=2), node, None))
+    assert ("NCCL_SOCKET_IFNAME" in found) is (value is not None)
+    if value is not None:
+        assert found["NCCL_SOCKET_IFNAME"].value == value
+        assert found["GLOO_SOCKET_IFNAME"].value == value.removeprefix("=")
+
+
+@pytest.mark.parametrize(
+    ("devices", "huge_pages"), [((EFA,), "0"), ((INFINIBAND,), None), ((), None)]
+)
+def test_fabrics_are_left_to_themselves(
+    devices: tuple[RdmaDevice, ...], huge_pages: str | None
+) -> None:
+    """No variable that current plugins do not want; the outdated lists do harm."""
+    node = machine(rdma_devices=devices)
+    found = by_name(CudaBackend().environment(job(nodes=2), node, None))
+    fabric = {name: s.value for name, s in found.items() if name.startswith(("FI_", "RDMAV_"))}
+    assert fabric == ({} if huge_pages is None else {"FI_EFA_USE_HUGE_PAGE": huge_pages})
+    assert not any(name.startswith("NCCL_") for name in found)
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("2.6.0+cu124", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("2.8.0a0+5228986c39", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("2.9.0", "PYTORCH_ALLOC_CONF"),
+        ("2.13.0+cu130", "PYTORCH_ALLOC_CONF"),
+        ("odd", "PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+def test_the_allocators_variable_follows_torch(version: str, name: str) -> None:
+    node = machine(libraries={"torch": version})
+    found = by_name(CudaBackend().environment(job(), node, None))
+    assert [n for n in found if n.endswith("ALLOC_CONF")] == [name]
+    assert found[name].value == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_allocator_of_the_run_file_has_no_rival(name: str) -> None:
+    the_job = job(environment={name: "max_split_size_mb:512"})
+    found = by_name(CudaBackend().environment(the_job, machine(), None))
+    assert not any(n.endswith("ALLOC_CONF") for n in found)
+
+
+def test_without_a_rank_there_are_no_settings_of_a_rank() -> None:
+    scopes = {s.scope for s in CudaBackend().environment(job(nodes=2), machine(), None)}
+    assert Scope.RANK not in scopes
+    with_rank = {s.scope for s in CudaBackend().environment(job(nodes=2), machine(), 0)}
+    assert Scope.RANK in with_rank
+
+
+# -- options, capabilities and peaks ---------------------------------------------------------
+
+
+def test_options_are_refused() -> None:
+    with pytest.raises(RunFileError, match=r"backend_options\.tf32"):
+        CudaBackend({"tf32": True})
+
+
+def test_deepspeed_is_told_its_accelerator() -> None:
+    settings = by_name(CudaBackend().engine_settings("deepspeed"))
+    assert settings["accelerator"].value == "cuda"
+    assert CudaBackend().engine_settings("another") == ()
+
+
+def test_what_the_card_decides_is_partial_until_one_is_opened() -> None:
+    backend = CudaBackend()
+    for capability in ("bfloat16", "float16", "peak_flops"):
+        assert backend.support(capability).level is Level.PARTIAL
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "value"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.4e12),
+        ("NVIDIA H200 NVL", "bfloat16", 835.5e12),
+        ("NVIDIA H100 80GB HBM3", "float16", 989.4e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA A100 80GB PCIe", "float32", 19.5e12),
+        ("NVIDIA L40S", "bfloat16", 362.05e12),
+        ("NVIDIA L4", "bfloat16", 121e12),
+        ("Tesla V100-SXM2-32GB", "float16", 125e12),
+        ("Tesla V100-SXM2-32GB", "bfloat16", None),
+        ("Tesla T4", "float16", 65e12),
+        ("NVIDIA B200", "float32", None),
+        # Other cards, whose names merely resemble these.
+        ("NVIDIA A10G", "bfloat16", None),
+        ("NVIDIA H20", "bfloat16", None),
+        ("NVIDIA L40", "bfloat16", None),
+        # A slice of a card does not have the card's peak.
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16", None),
+        ("NVIDIA H200", "int8", None),
+    ],
+)
+def test_peaks_are_known_for_whole_known_cards(name: str, dtype: str, value: float | None) -> None:
+    peak = published_peak(name, dtype)
+    assert (peak.value if peak else None) == value
+    assert peak is None or "datasheet" in peak.source
+
+
+# -- diagnostics -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "serves"),
+    [
+        ("535.129.03", "12.8", True),
+        ("520.61.05", "12.1", False),
+        ("570.86", "13.0", False),
+        ("580.65.06", "13.0", True),
+        ("580.65.06", "12.8", True),
+        ("580.65.06", "14.0", None),
+    ],
+)
+def test_drivers_are_compared_with_the_build_of_torch(
+    driver: str, cuda: str, serves: bool | None
+) -> None:
+    assert driver_serves(driver, cuda) is serves
+
+
+def test_every_failed_step_has_a_remedy(tmp_path: Path) -> None:
+    write_tree(tmp_path, {"torch/version.py": WITHOUT_CUDA})
+    found = checks(tmp_path, tmp_path / "torch")
+    assert [(c.name, c.outcome) for c in found] == [
+        ("GPUs", "fail"),
+        ("driver", "fail"),
+        ("torch", "fail"),
+        ("shared memory", "warn"),
+    ]
+    assert all(check.remedy for check in found)
+
+
+# -- torch without and with a GPU ------------------------------------------------------------
+
+
+def test_a_build_without_cuda_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(NotAvailableError, match="built without CUDA.*--backend cpu"):
+        CudaBackend().open(0)
+
+
+def test_torchs_own_complaint_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def no_driver() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    with pytest.raises(NotAvailableError, match="Found no NVIDIA driver"):
+        CudaBackend().open(0)
+
+
+def test_exhausted_memory_is_recognised() -> None:
+    import torch
+
+    placement = CudaBackend().placement
+    assert placement.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert placement.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert placement.is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    )
+    assert not placement.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+def _gpu_is_missing() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+@pytest.fixture
+def opened() -> Any:
+    if _gpu_is_missing():
+        pytest.skip("needs a GPU that CUDA can use")
+    backend = CudaBackend()
+    backend.open(0)
+    yield backend
+    backend.close()
+
+
+def test_memory_follows_tensors(opened: CudaBackend) -> None:
+    import torch
+
+    placement = opened.placement
+    placement.reset_peak()
+    before = placement.memory()
+    block = torch.ones(2**24, device=placement.device)
+    held = placement.memory()
+    del block
+    freed = placement.memory()
+    placement.reset_peak()
+    assert held.in_use - before.in_use == 2**26
+    assert freed.in_use == before.in_use
+    assert freed.peak == held.in_use
+    assert placement.memory().peak == freed.in_use
+    assert held.limit is not None
+    assert held.limit > held.in_use
+
+
+def test_seeds_reproduce_and_states_resume(opened: CudaBackend) -> None:
+    import torch
+
+    placement = opened.placement
+
+    def draw() -> list[float]:
+        return torch.rand(3, device=placement.device).tolist()
+
+    placement.seed(7)
+    first = draw()
+    state = placement.rng_state()
+    second = draw()
+    placement.seed(7)
+    assert draw() == first
+    placement.set_rng_state(state)
+    assert draw() == second
+    assert first != second
+
+
+def test_types_and_capabilities_agree(opened: CudaBackend) -> None:
+    assert "float32" in opened.placement.dtypes
+    for dtype in ("bfloat16", "float16"):
+        assert bool(opened.support(dtype)) is (dtype in opened.placement.dtypes)
+
+
+def test_too_high_a_rank_is_refused(opened: CudaBackend) -> None:
+    with pytest.raises(NotAvailableError, match="local rank 99"):
+        CudaBackend().open(99)
+
+
+def test_all_checks_pass_or_warn(opened: CudaBackend) -> None:
+    assert not [check for check in opened.diagnostics() if check.outcome == "fail"]

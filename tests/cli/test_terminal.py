@@ -1,0 +1,221 @@
+"""A run on the screen: lines, the bar, the end, and Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from anygauge.cli.lines import evaluation_line, size, step_line, summary_lines
+from anygauge.cli.terminal import follow
+from tests.agent.fakes import (
+    FAKE_CLI,
+    FOREVER,
+    PATIENCE_S,
+    alive,
+    read_pid,
+    sends,
+    until,
+    write_script,
+)
+
+STEP = {
+    "event": "step",
+    "step": 10,
+    "steps": 200,
+    "loss": 2.34561,
+    "lr": 1.9e-4,
+    "grad_norm": 0.98,
+    "tokens_per_s": 5120.4,
+    "peak_memory": 1.2 * 2**30,
+}
+ENDED = {"event": "ended", "state": "ok", "exit_status": 0, "cause": None}
+FAILED = {"event": "ended", "state": "failed", "exit_status": 2, "cause": "rank 1 [bold] died"}
+
+
+class Played:
+    """A job that reports what it is told."""
+
+    def __init__(self, events: list[Mapping[str, Any]], status: int = 0) -> None:
+        self._events = events
+        self._status = status
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self._events)
+
+    def cancel(self) -> None:
+        raise AssertionError("nobody asked for the end")
+
+    def wait(self) -> int:
+        return self._status
+
+
+def play(
+    *events: Mapping[str, Any], terminal: bool = False, quiet: bool = False
+) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    status = follow(
+        Played(list(events)),
+        run_directory="/runs/one",
+        quiet=quiet,
+        console=Console(file=out, force_terminal=terminal, width=120, color_system=None),
+        errors=Console(file=err, width=40, color_system=None),
+    )
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_a_step_is_one_line() -> None:
+    line = "step 10/200  loss 2.3456  lr 1.9e-04  grad 0.98  5,120 tok/s  peak 1.2 GiB"
+    assert step_line(STEP) == line
+    assert play(STEP, ENDED) == (0, line + "\n", "")
+
+
+def test_a_step_shows_mfu_where_there_is_one_and_skips_what_is_missing() -> None:
+    assert step_line({"step": 1, "loss": 1.0, "mfu": 0.412}) == "step 1  loss 1.0000  mfu 41.2%"
+    assert step_line({"step": 1, "loss": 1.0, "mfu": None}) == "step 1  loss 1.0000"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40, "1.0 TiB"), (3 * 2**20, "3.0 MiB")],
+)
+def test_sizes(count: float, text: str) -> None:
+    assert size(count) == text
+
+
+def test_an_evaluation_is_one_line() -> None:
+    event = {"event": "evaluation", "name": "eval", "step": 5, "eval_loss": 2.0, "perplexity": 7.39}
+    assert evaluation_line(event) == "eval at step 5  loss 2.0000  perplexity 7.39"
+
+
+def test_a_summary_is_a_line_for_each_single_value() -> None:
+    summary = {
+        "final_loss": 1.25,
+        "tokens": 12345,
+        "tokens_per_s": 5120.44,
+        "evaluations": [{"eval_loss": 1.0}],
+        "skipped": None,
+        "saved": "/runs/one/adapter",
+    }
+    assert summary_lines(summary) == [
+        "final loss    1.25",
+        "tokens        12,345",
+        "tokens per s  5,120.4",
+        "saved         /runs/one/adapter",
+    ]
+
+
+def test_no_summary_is_no_line() -> None:
+    assert summary_lines(None) == []
+
+
+def test_header_messages_and_summary_appear_and_brackets_stay() -> None:
+    status, out, err = play(
+        {"event": "started", "steps": 2, "lines": ["model tiny [llama]"], "rank": 0},
+        {"event": "started", "steps": 2, "lines": ["model tiny [llama]"], "rank": 1},
+        {"event": "message", "text": "[red]3 rows", "level": "info", "rank": 0},
+        {"event": "message", "text": "slow disk", "level": "warning", "rank": 1},
+        {"event": "rank_exited", "rank": 0, "code": 0, "log": "x"},
+        {"event": "finished", "rank": 0, "summary": {"steps": 2}},
+        {"event": "finished", "rank": 1},
+        ENDED,
+    )
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        *("model tiny [llama]", "[red]3 rows", "warning: rank 1: slow disk", "steps  2")
+    ]
+
+
+def test_quiet_leaves_warnings() -> None:
+    warning = {"event": "message", "text": "slow disk", "level": "warning"}
+    note = {"event": "message", "text": "note", "level": "info"}
+    assert play(STEP, note, warning, ENDED, quiet=True)[1] == "warning: slow disk\n"
+
+
+def test_a_terminal_gets_a_bar_with_the_metrics_and_no_line_for_each_step() -> None:
+    status, out, _ = play(
+        {"event": "started", "steps": 200}, STEP, {**STEP, "step": 200}, ENDED, terminal=True
+    )
+    assert status == 0
+    assert "step 200/200" in out
+    assert "loss 2.3456" in out
+    assert "eta" in out
+    assert step_line(STEP) not in out
+
+
+def test_a_failure_is_one_message_on_standard_error_with_the_logs() -> None:
+    status, out, err = play(STEP, FAILED)
+    assert status == 2
+    assert "died" not in out
+    assert err == "error: rank 1 [bold] died\nlogs: /runs/one/logs\n"
+
+
+def test_a_stream_without_an_end_means_that_the_agent_died() -> None:
+    status, _, err = play(STEP)
+    assert status == 1
+    assert "agent died" in err
+    assert "/runs/one/logs/agent0.log" in err
+
+
+def test_an_error_of_the_launcher_is_not_swallowed() -> None:
+    class Broken(Played):
+        def events(self) -> Iterator[Mapping[str, Any]]:
+            raise LookupError("gone")
+
+    with pytest.raises(LookupError, match="gone"):
+        follow(Broken([]), run_directory="/runs/one", console=Console(file=io.StringIO()))
+
+
+def command_line(folder: Path, ranks: dict[int, list[Any]], grace: str) -> subprocess.Popen[str]:
+    script = write_script(folder, ranks)
+    return subprocess.Popen(
+        [sys.executable, FAKE_CLI, script, folder / "a run", str(len(ranks)), grace],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_run_that_fails_from_end_to_end(tmp_path: Path) -> None:
+    command = command_line(tmp_path, {0: [sends("step", step=1, loss=2.0), ["exit", 7]]}, "0.5")
+    out, err = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == 1
+    assert out == "step 1  loss 2.0000\n"
+    assert err.startswith("error: rank 0 on ")
+    assert err.endswith(f"logs: {tmp_path / 'a run' / 'logs'}\n")
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_ctrl_c_ends_the_ranks_in_order(tmp_path: Path, signum: int, status: int) -> None:
+    command = command_line(tmp_path, {0: [["touch", "up"], FOREVER]}, "30")
+    until((tmp_path / "up").exists, "the rank")
+    command.send_signal(signum)
+    out, err = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == status
+    assert "Ctrl-C again to kill" in out
+    assert "ended by request" in err
+    assert "Traceback" not in err
+    assert not alive(read_pid(tmp_path / "pid0"))
+
+
+def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
+    ranks = {0: [["ignore", signal.SIGTERM], ["touch", "up"], FOREVER]}
+    command = command_line(tmp_path, ranks, "3600")
+    until((tmp_path / "up").exists, "the rank")
+    assert command.stdout is not None
+    command.send_signal(signal.SIGINT)
+    assert "Ctrl-C again" in command.stdout.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        command.wait(timeout=1)  # the rank is deaf, and its grace time long
+    command.send_signal(signal.SIGINT)
+    _, err = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == 130
+    assert "Traceback" not in err
+    assert not alive(read_pid(tmp_path / "pid0"))

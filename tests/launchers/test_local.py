@@ -1,0 +1,175 @@
+"""The local launcher: what it plans, and what it leaves behind when things die."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, UnsupportedError
+from anygauge_launchers import anygauge_provide_launchers
+from anygauge_launchers.local import Local, LocalJob
+from tests.agent.fake_cli import fake_plan
+from tests.agent.fakes import (
+    FAKE_CLI,
+    FINISHED,
+    FOREVER,
+    alive,
+    read_pid,
+    sends,
+    until,
+    write_script,
+)
+
+
+def job(directory: Path, nodes: int = 1) -> Job:
+    return Job(
+        name="t",
+        run_directory=str(directory),
+        run_file=str(directory / "run.yaml"),
+        backend="cpu",
+        strategy="single",
+        nodes=nodes,
+        rendezvous="file:///nowhere",
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "a folder $HOME 'with' spaces"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def started() -> Iterator[list[LocalJob]]:
+    jobs: list[LocalJob] = []
+    yield jobs
+    for one in jobs:
+        for _ in range(3):
+            one.cancel()
+        one.wait()
+
+
+def plan_of(folder: Path, ranks: dict[int, list[object]], grace_s: float = 0.5) -> Plan:
+    script = write_script(folder, ranks)
+    return fake_plan(str(script), str(folder / "run"), len(ranks), grace_s)
+
+
+def test_it_announces_itself_as_proven_on_one_machine() -> None:
+    (spec,) = [spec for spec in anygauge_provide_launchers() if spec.name == "local"]
+    assert (spec.fidelity, spec.max_nodes) == ("real", 1)
+
+
+def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path) -> None:
+    run = folder / "run"
+    plan = Local().render(job(run), {})
+    assert not run.exists()
+    (file,) = plan.files
+    assert file.path == str(run / "job.json")
+    assert json.loads(file.text)["run_directory"] == str(run)
+    (process,) = plan.processes
+    assert process.host is None
+    assert process.argv == (
+        *(sys.executable, "-m", "anygauge.agent"),
+        *("--job", str(run / "job.json"), "--node-rank", "0"),
+    )
+
+
+def test_the_grace_time_is_an_option(folder: Path) -> None:
+    (process,) = Local().render(job(folder), {"grace_s": 1.5}).processes
+    assert process.argv[-2:] == ("--grace", "1.5")
+
+
+@pytest.mark.parametrize("value", [-1, "5", True, None])
+def test_a_grace_time_that_is_none_is_refused(folder: Path, value: object) -> None:
+    with pytest.raises(RunFileError, match=r"launch\.options\.grace_s"):
+        Local().render(job(folder), {"grace_s": value})
+
+
+def test_an_unknown_option_is_refused_with_those_that_exist(folder: Path) -> None:
+    with pytest.raises(RunFileError, match=r"launch\.options\.hosts.*it has: grace_s"):
+        Local().render(job(folder), {"hosts": "a,b"})
+
+
+def test_more_than_one_machine_is_refused(folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"launch\.nodes is 2"):
+        Local().render(job(folder, nodes=2), {})
+
+
+def test_a_job_runs_where_paths_have_spaces(folder: Path, started: list[LocalJob]) -> None:
+    running = Local().submit(plan_of(folder, {0: [sends("step", step=1), FINISHED]}))
+    started.append(running)
+    events = [event["event"] for event in running.events()]
+    assert events == ["step", "finished", "rank_exited", "ended"]
+    assert running.wait() == 0
+    assert Job.load(folder / "run" / "job.json").run_directory == str(folder / "run")
+    assert not list((folder / "run").glob(".*"))
+
+
+def test_lines_that_are_no_events_go_to_the_agents_log(
+    folder: Path, started: list[LocalJob]
+) -> None:
+    script = folder / "agent.py"
+    script.write_text("print('stray'); print('[1]'); print('{\"event\": \"message\"}')")
+    plan = plan_of(folder, {0: []})
+    (process,) = plan.processes
+    stray = type(process)(node_rank=0, argv=(sys.executable, str(script)))
+    running = Local().submit(Plan(files=plan.files, processes=(stray,)))
+    started.append(running)
+    assert [event["event"] for event in running.events()] == ["message"]
+    assert (folder / "run" / "logs" / "agent0.log").read_text() == "stray\n[1]\n"
+
+
+def test_cancelling_ends_the_ranks(folder: Path, started: list[LocalJob]) -> None:
+    running = Local().submit(plan_of(folder, {0: [["touch", "up"], FOREVER]}))
+    started.append(running)
+    until((folder / "up").exists, "the rank")
+    running.cancel()
+    assert list(running.events())[-1]["state"] == "cancelled"
+    assert running.wait() == 143
+    assert not alive(read_pid(folder / "pid0"))
+
+
+def test_a_killed_agent_ends_the_stream(folder: Path, started: list[LocalJob]) -> None:
+    running = Local().submit(plan_of(folder, {0: [["touch", "up"], FOREVER]}))
+    started.append(running)
+    until((folder / "up").exists, "the rank")
+    for _ in range(3):
+        running.cancel()
+    assert "ended" not in [event["event"] for event in running.events()]
+    assert running.wait() == 128 + signal.SIGKILL
+    until(lambda: not alive(read_pid(folder / "pid0")), "the end of the rank")
+
+
+def test_a_killed_command_line_leaves_no_process(folder: Path) -> None:
+    ranks = {0: [["touch", "up0"], FOREVER], 1: [["ignore", 15], ["touch", "up1"], FOREVER]}
+    script = write_script(folder, ranks)
+    command = subprocess.Popen([sys.executable, FAKE_CLI, script, folder / "run", "2", "0.5"])
+    until((folder / "up0").exists, "rank 0")
+    until((folder / "up1").exists, "rank 1")
+    pids = [read_pid(folder / name) for name in ("agent_pid", "pid0", "pid1")]
+    assert all(alive(pid) for pid in pids)
+    command.kill()
+    command.wait()
+    until(lambda: not any(alive(pid) for pid in pids), "the end of agent and ranks")
+
+
+def test_a_folder_that_cannot_be_written_is_said(folder: Path) -> None:
+    (folder / "run").write_text("a file, not a folder")
+    with pytest.raises(AnygaugeError, match="cannot start the run in"):
+        Local().submit(plan_of(folder, {0: []}))
+
+
+def test_a_plan_for_other_machines_is_refused(folder: Path) -> None:
+    plan = plan_of(folder, {0: []})
+    (process,) = plan.processes
+    remote = type(process)(node_rank=0, argv=process.argv, host="elsewhere")
+    with pytest.raises(UnsupportedError, match="elsewhere"):
+        Local().submit(Plan(files=plan.files, processes=(remote,)))
+    assert not (folder / "run").exists()
