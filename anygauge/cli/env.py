@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from anygauge.registry import Registry, ResolvedSetting
 
 
-class Format(str, enum.Enum):
+class Format(enum.StrEnum):
     """How the environment is printed."""
 
     table = "table"
@@ -53,7 +53,11 @@ def env(
     by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
     console = Console(highlight=False, soft_wrap=format_ is not Format.table)
     if format_ is Format.json:
-        typer.echo(json.dumps({str(r): [_record(s) for s in found] for r, found in by_rank.items()}, indent=2))
+        typer.echo(
+            json.dumps(
+                {str(r): [_record(s) for s in found] for r, found in by_rank.items()}, indent=2
+            )
+        )
     elif format_ is Format.shell:
         for rank, found in by_rank.items():
             typer.echo(f"# local rank {rank}")

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
 BackendOption = Annotated[
-    str | None, typer.Option("--backend", help="cpu, cuda, a plugin's name, or auto.")
+    str | None,
+    typer.Option("--backend", help="A backend's name, or auto; `anygauge backends` lists them."),
 ]
 DevicesOption = Annotated[
     int | None, typer.Option("--devices", help="Ranks per machine, one per device.")

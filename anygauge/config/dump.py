@@ -25,6 +25,15 @@ for _tag, _pattern, _first in RESOLVERS:
     _Dumper.add_implicit_resolver(_tag, _pattern, _first)
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # PyYAML writes a lone U+0085 in single quotes, and reads it back as a space.
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def dump_run(run: RunFile) -> str:
     """YAML that `load_run_file` reads back to an equal run.
 

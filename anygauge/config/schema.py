@@ -202,7 +202,9 @@ class RunFile(Section):
     output: str = Field(
         "runs", description="Folder for run directories; each run makes <output>/<name>."
     )
-    backend: str = Field("auto", description="cpu, cuda, hpu, a plugin's name, or auto.")
+    backend: str = Field(
+        "auto", description="A backend's name (`anygauge backends` lists them), or auto."
+    )
     model: ModelSection
     adapter: AdapterSection | None = None
     data: DataSection

@@ -144,9 +144,7 @@ class Backend:
             Support(Level.NOT_WRITTEN_YET, f"the {self.name} backend does not mention it"),
         )
 
-    def environment(
-        self, job: Job, node: Node, local_rank: int | None = None
-    ) -> Sequence[Setting]:
+    def environment(self, job: Job, node: Node, local_rank: int | None = None) -> Sequence[Setting]:
         """Variables to set before torch is imported. Pure: a function of its arguments alone.
 
         Args:

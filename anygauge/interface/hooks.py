@@ -50,7 +50,7 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:  # type: ignore[empty-
 
 
 @hookspec
-def anygauge_tune_environment(
+def anygauge_tune_environment(  # type: ignore[empty-body]
     backend: Backend, job: Job, node: Node, settings: Sequence[Setting]
-) -> Iterable[Setting]:  # type: ignore[empty-body]
+) -> Iterable[Setting]:
     """A site adds or changes variables: what is returned wins over the backend's of that name."""

@@ -37,14 +37,17 @@ class Finding:
 
     @classmethod
     def yes(cls, detail: str, *looked_at: str) -> Finding:
+        """It is there."""
         return cls(presence=Presence.YES, detail=detail, looked_at=looked_at)
 
     @classmethod
     def no(cls, detail: str, *looked_at: str) -> Finding:
+        """It is not there."""
         return cls(presence=Presence.NO, detail=detail, looked_at=looked_at)
 
     @classmethod
     def not_needed(cls, detail: str = "nothing to look for") -> Finding:
+        """The backend has no use for it."""
         return cls(presence=Presence.NOT_NEEDED, detail=detail)
 
 

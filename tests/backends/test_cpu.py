@@ -38,6 +38,7 @@ def in_process(code: str, **environment: str) -> Any:
     inherited = {k: v for k, v in os.environ.items() if k != "ANYGAUGE_CPU_CORES"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=Path(__file__).parents[2],
         env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,

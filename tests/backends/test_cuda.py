@@ -43,6 +43,8 @@ OPEN = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86  Release Build  (dvs@b)  "
     "Sat Jan 11\n"
 )
+REPOSITORY = Path(__file__).parents[2]
+
 WITH_CUDA = "__version__ = '2.9.0+cu128'\ndebug = False\ncuda: Optional[str] = '12.8'\nhip = None\n"
 WITHOUT_CUDA = "__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.2'\n"
 
@@ -178,7 +180,7 @@ def test_nothing_imports_torch_before_open() -> None:
         "backend = CudaBackend(); backend.environment(job(nodes=2), machine(), 0); "
         "backend.support('bfloat16'); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
 def test_auto_prefers_it_to_the_host() -> None:
@@ -378,7 +380,7 @@ def test_a_build_without_cuda_is_refused_in_words(monkeypatch: pytest.MonkeyPatc
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(NotAvailableError, match="built without CUDA.*--backend cpu"):
+    with pytest.raises(NotAvailableError, match=r"built without CUDA.*--backend cpu"):
         CudaBackend().open(0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import pytest
 
@@ -97,7 +97,7 @@ def test_dots_behind_a_link_to_elsewhere_are_kept(folder, minimal):
     (folder.path / "link").symlink_to("real/deep")
     folder.write("real/rows.jsonl", "{}")
     loaded = folder.load(minimal, "data.train.path=link/../rows.jsonl")
-    assert os.path.samefile(loaded.run.data.train.path, folder.path / "real/rows.jsonl")
+    assert Path(loaded.run.data.train.path).samefile(folder.path / "real/rows.jsonl")
     check_paths(loaded)
 
 

@@ -1,0 +1,95 @@
+# Everything here works in a fresh clone: the environment is made by whatever needs it first.
+#
+#   make demo        fine-tune a small model on this machine
+#   make test        lint, types, import contracts, and the tests but the slow ones
+#   make test-slow   the slow tests
+#   make lint        lint, types and import contracts alone
+#   make format      format the code, and repair what the linter can
+#   make .venv       only make the environment
+#   make clean       remove builds and caches; the environment stays
+#
+# PYTHON=python3.12     the interpreter to make the environment with
+# TORCH_INDEX=URL       where torch is taken from: https://download.pytorch.org/whl/cpu has a build
+#                       without GPU libraries, a tenth of the usual size
+# JOBS=4                test processes; a test may start two ranks of its own
+
+PYTHON ?=
+TORCH_VERSION ?= 2.13.0
+TORCH_INDEX ?=
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+# More than one thread in each of several ranks only makes them wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+# ensurepip, because some distributions ship an interpreter that cannot make an environment.
+USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
+.DEFAULT_GOAL := test
+.PHONY: demo test test-slow lint format clean .venv
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo/demo.py
+
+test: lint
+	@echo "==> tests"
+	@$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+
+test-slow: $(STAMP)
+	@echo "==> slow tests"
+	@$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	@echo "==> ruff"
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+	@echo "==> mypy"
+	@$(BIN)/mypy
+	@echo "==> import contracts"
+	@$(BIN)/lint-imports --no-logo
+
+format: $(STAMP)
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+clean:
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name $(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "Removed builds and caches. To make the environment anew: rm -rf $(VENV)"
+
+.venv: $(STAMP)
+
+# torch comes first and by itself: deepspeed's build needs it, and a build in isolation would fetch
+# the largest torch there is once more. Naming torch again keeps the one that was chosen here.
+# The stamp is written last, so that whatever was interrupted is taken up again.
+$(STAMP): pyproject.toml
+	@rm -f $@
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	    chosen=; \
+	    for candidate in $(or $(PYTHON),python3 python3.12 python3.11 python3.13); do \
+	        if "$$candidate" -c '$(USABLE)' >/dev/null 2>&1; then chosen="$$candidate"; break; fi; \
+	    done; \
+	    if [ -z "$$chosen" ]; then \
+	        echo "error: no usable Python 3.11, 3.12 or 3.13 with venv;" \
+	            "tried: $(or $(PYTHON),python3 python3.12 python3.11 python3.13)." \
+	            "Install one (Debian, Ubuntu: also python3-venv)," \
+	            "or name it: make PYTHON=/path/to/python3.12" >&2; \
+	        exit 1; \
+	    fi; \
+	    echo "==> $(VENV) with $$("$$chosen" --version)"; \
+	    "$$chosen" -m venv --clear $(VENV); \
+	fi
+	@$(PIP) install --upgrade pip
+	@echo "==> torch $(TORCH_VERSION)$(if $(TORCH_INDEX), from $(TORCH_INDEX)): the longest part"
+	@$(PIP) install "torch==$(TORCH_VERSION)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@echo "==> what the builds need"
+	@$(PIP) install setuptools wheel hatchling editables ninja numpy packaging psutil py-cpuinfo
+	@echo "==> anygauge, deepspeed and the developer's tools"
+	@DS_BUILD_OPS=0 $(PIP) install --no-build-isolation --editable ".[dev]" "torch==$(TORCH_VERSION)"
+	@$(PIP) check
+	@touch $@
+	@echo "==> ready: $(BIN)/anygauge --help"

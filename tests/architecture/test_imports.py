@@ -1,0 +1,58 @@
+"""Who imports whom: the contracts hold, and no room or plugin escapes them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from tests.architecture.repository import ROOT, packages, project, rooms
+
+LINT_IMPORTS = Path(sysconfig.get_path("scripts")) / "lint-imports"
+
+
+def contract(name: str) -> dict:
+    return next(c for c in project()["tool"]["importlinter"]["contracts"] if c["name"] == name)
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, LINT_IMPORTS, "--no-cache", "--no-logo"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_contracts_hold():
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 broken" in result.stdout
+
+
+def test_every_room_has_a_floor():
+    layers = contract("Rooms import downwards only")["layers"]
+    assert {room.strip() for layer in layers for room in layer.split("|")} == rooms()
+
+
+def test_plugins_may_import_no_room_but_the_interface():
+    named = contract("Plugins import the interface alone")["forbidden_modules"]
+    assert set(named) == rooms() - {"anygauge.interface"}
+
+
+def test_every_package_is_under_contract():
+    names = {path.name for path in packages()}
+    assert set(project()["tool"]["importlinter"]["root_packages"]) == names
+    plugins = names - {"anygauge"}
+    assert set(contract("Plugins import the interface alone")["source_modules"]) == plugins
+    assert set(contract("Nothing imports a plugin")["forbidden_modules"]) == plugins
+
+
+def test_every_package_on_disk_is_shipped():
+    on_disk = {
+        path.parent
+        for folder in (ROOT, ROOT / "backends", ROOT / "launchers")
+        for path in folder.glob("anygauge*/__init__.py")
+    }
+    assert set(packages()) == on_disk

@@ -1,0 +1,98 @@
+"""The portable core names no device: not in a string, not in an identifier."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.names import HOST, find_names
+from tests.architecture.repository import CORE
+
+# Where torch's name for the host's memory is given a name of its own; everything else uses that.
+HOST_DEVICE_HOME = CORE / "interface/placement.py"
+
+
+def test_the_core_names_no_device():
+    sources = sorted(CORE.rglob("*.py"))
+    assert HOST_DEVICE_HOME in sources
+    found = [
+        one
+        for path in sources
+        for one in find_names(path)
+        if not (path == HOST_DEVICE_HOME and one.word == HOST)
+    ]
+    assert not found, "\n".join(map(str, found))
+
+
+def test_the_host_is_named_once():
+    assert [one.text for one in find_names(HOST_DEVICE_HOME)] == [HOST]
+
+
+@pytest.fixture
+def find(tmp_path: Path):
+    def found(source: str) -> list[tuple[int, str]]:
+        path = tmp_path / "planted.py"
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        return [(one.line, one.word) for one in find_names(path)]
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ('device = "cuda"', "cuda"),
+        ('device = "cuda:0"', "cuda"),
+        ('place = f"hpu:{rank}"', "hpu"),
+        ('place = f"{kind} on Gaudi2"', "gaudi"),
+        ('table = {"nccl": 1}', "nccl"),
+        ('module = "habana_frameworks.torch"', "habana"),
+        ('import os; os.environ["PT_HPU_LAZY_MODE"]', "hpu"),
+        ('name = "CUDA_VISIBLE_DEVICES"', "cuda"),
+        ('name = "HCCL_OVER_TCP"', "hccl"),
+        ('name = "GLOO_SOCKET_IFNAME"', "gloo"),
+        ('kind = "CudaError"', "cuda"),
+        ('name = b"rocm"', "rocm"),
+        ('text = "an NVIDIA card"', "nvidia"),
+        ('call(x, "mps")', "mps"),
+        ('where = "cpu"', "cpu"),
+        ('def f(device="xpu"): ...', "xpu"),
+        ('text = ("one "\n        "tpu")', "tpu"),
+        ("torch.cuda.synchronize()", "cuda"),
+        ("import torch.mps", "mps"),
+        ("from transformers.utils import is_torch_npu_available", "npu"),
+        ("use_cuda = True", "cuda"),
+        ("make(with_neuron=True)", "neuron"),
+    ],
+)
+def test_a_planted_name_is_found(find, source, word):
+    assert [found for _, found in find(source)] == [word]
+
+
+def test_the_line_is_named(find):
+    assert find('a = 1\n\n\nb = {"x": ["mlu"]}\n') == [(4, "mlu")]
+
+
+def test_documentation_and_longer_words_are_no_names(find):
+    source = '''
+    """The module: cuda, for instance."""
+
+    # hpu in a comment
+    LIMIT = 1
+    """What the attribute means on an NVIDIA card."""
+
+
+    class A:
+        """Gaudi."""
+
+        def f(self):
+            """nccl."""
+            return "inputs", "dumps", "tpus", "cpus", "manipulate", "neurons"
+
+
+    count = os.cpu_count()
+    host = tensor.cpu()
+    '''
+    assert find(source) == []
