@@ -39,13 +39,13 @@ class Precision:
 
 def resolve_precision(
     section: PrecisionSection,
-    hardware_dtypes: frozenset[str],
+    fast: frozenset[str],
     support: Callable[[str], Support],
 ) -> Precision:
     """Settle ``auto``, and refuse a type that the device cannot compute in.
 
     Args:
-        hardware_dtypes: types that the opened device has in hardware.
+        fast: types that the opened device is fast in (`Placement.dtypes`).
         support: a backend's capability look-up.
 
     Raises:
@@ -53,12 +53,12 @@ def resolve_precision(
     """
     compute, why = section.compute, "asked for"
     if compute == "auto":
-        compute = next(name for name in AUTO_ORDER if name in hardware_dtypes)
-        why = "auto: the best of " + ", ".join(sorted(hardware_dtypes)) + " in hardware"
+        compute = next(name for name in AUTO_ORDER if name in fast)
+        why = "auto: the best of " + ", ".join(sorted(fast))
     elif compute != "float32" and not support(compute):
         raise UnsupportedError(
-            f"precision.compute: {compute!r} on this device: {support(compute)}; in hardware: "
-            f"{', '.join(sorted(hardware_dtypes))}. Use one of these, or auto."
+            f"precision.compute: {compute!r} on this device: {support(compute)}; fast here: "
+            f"{', '.join(sorted(fast))}. Use one of these, or auto."
         )
     return Precision(
         compute=compute, reduce=compute if section.reduce == "compute" else "float32", why=why

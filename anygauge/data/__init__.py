@@ -5,7 +5,7 @@ from anygauge.data.collate import IGNORED, MicroBatch
 from anygauge.data.order import Stream, permutation, split
 from anygauge.data.packing import fill, pack
 from anygauge.data.prepare import Prepared, prepare
-from anygauge.data.sources import Row, read_rows, render, render_alpaca
+from anygauge.data.sources import Row, prompt_template, read_rows, render, render_alpaca
 from anygauge.data.tokens import Report, TokenizedRows, prompt_ids, tokenize_rows
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "permutation",
     "prepare",
     "prompt_ids",
+    "prompt_template",
     "read_rows",
     "render",
     "render_alpaca",

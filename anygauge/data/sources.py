@@ -91,6 +91,23 @@ def render_alpaca(instruction: str, given: str = "") -> str:
     return before + instruction + after.replace("{input}", given)
 
 
+def prompt_template(source: SourceSection) -> str:
+    """What stands around a question, ``{prompt}``, when a model trained on this source is asked.
+
+    Raises:
+        DataError: the form is ``auto`` and the file that would tell it cannot be read any more.
+    """
+    form = source.form
+    if form == "auto":
+        if source.path.lower().endswith(".txt"):
+            form = "text"
+        else:
+            form = _told_form(read_records(source.path, 1)[0], source, "data.train")
+    if form == "alpaca":
+        return ALPACA_WITHOUT_INPUT.replace("{instruction}", PLACEHOLDER)
+    return PLACEHOLDER if form == "text" else source.template
+
+
 def _told_form(first: Record, source: SourceSection, field: str) -> str:
     columns = set(first.values)
     defaults = {name: SourceSection.model_fields[name].default for name in ("prompt", "completion")}

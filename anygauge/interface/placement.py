@@ -52,7 +52,7 @@ class Placement:
     """How helper processes (data loading) may start once the device is open."""
 
     dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
-    """Names of the compute types that the device has in hardware; refined by `open`."""
+    """Names of the compute types that are fast here, for ``auto``; refined by `open`."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type

@@ -34,9 +34,7 @@ def local_folder(section: ModelSection) -> Path:
 
     try:
         return Path(
-            snapshot_download(
-                section.name, revision=section.revision, allow_patterns=FILE_PATTERNS
-            )
+            snapshot_download(section.name, revision=section.revision, allow_patterns=FILE_PATTERNS)
         )
     except Exception as error:
         raise ModelError(

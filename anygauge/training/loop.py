@@ -34,7 +34,7 @@ class Meter(Protocol):
 
     def step(
         self, index: int, *, loss: float, lr: float, grad_norm: float, skipped: bool, seconds: float
-    ) -> None: ...  # noqa: D102
+    ) -> None: ...
     def evaluation(self, step: int, name: str, loss: float, tokens: int) -> None: ...  # noqa: D102
 
 

@@ -20,7 +20,6 @@ from anygauge.models.inputs import check_packing, model_inputs
 from anygauge.models.loss import summed_cross_entropy
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.registry import Registry
-from anygauge.strategies import create_strategy
 from anygauge.strategies.base import (
     BuildContext,
     DeviceBatch,

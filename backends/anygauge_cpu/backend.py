@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from anygauge.interface import (
@@ -20,7 +21,7 @@ from anygauge.interface import (
 )
 from anygauge_cpu.diagnostics import checks
 from anygauge_cpu.environment import environment
-from anygauge_cpu.placement import CpuPlacement
+from anygauge_cpu.placement import CpuPlacement, hardware_dtypes
 
 
 class CpuCollectives(Collectives):
@@ -74,11 +75,12 @@ class CpuBackend(Backend):
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         """Args: options: the run file's ``backend_options``."""
         super().__init__(options)
+        self._root = Path("/")
         _check_options(self.options)
 
     def support(self, capability: str) -> Support:
-        """As declared; bfloat16 is settled once the processor was looked at, in `open`."""
-        if capability == "bfloat16" and "bfloat16" in self.placement.dtypes:
+        """As declared, but for bfloat16, which depends on the processor."""
+        if capability == "bfloat16" and "bfloat16" in hardware_dtypes(self._root):
             return FULL
         return super().support(capability)
 

@@ -23,7 +23,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 
 
 def hardware_dtypes(root: Path = Path("/")) -> frozenset[str]:
-    """Types that the processor computes in without emulation."""
+    """Types that the processor computes in without emulation; not all are worth choosing."""
     try:
         text = (root / "proc/cpuinfo").read_text()
     except OSError:
@@ -40,6 +40,9 @@ class CpuPlacement(Placement):
     """The host's memory, and the cores that the environment gave to this rank."""
 
     pinned_memory = False
+
+    # Not bfloat16, even in hardware: oneDNN prepares a product anew for each shape, about 10 ms
+    # that lengths which change from batch to batch pay again and again.
     dtypes = frozenset({"float32"})
 
     def __init__(self, device_type: str) -> None:
@@ -56,7 +59,6 @@ class CpuPlacement(Placement):
         Raises:
             NotAvailableError: the cores that the environment names do not exist here.
         """
-        self.dtypes = hardware_dtypes()
         cores = os.environ.get(CORES_VARIABLE)
         if cores:
             self._bind(cores)

@@ -14,7 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORBIDDEN = frozenset(
-    "cuda hpu nccl hccl gloo habana gaudi nvidia xpu mps npu rocm mlu neuron tpu".split()
+    [
+        "cuda",
+        "hpu",
+        "nccl",
+        "hccl",
+        "gloo",
+        "habana",
+        "gaudi",
+        "nvidia",
+        "xpu",
+        "mps",
+        "npu",
+        "rocm",
+        "mlu",
+        "neuron",
+        "tpu",
+    ]
 )
 HOST = "cpu"
 """Allowed in identifiers, where it means the host: ``os.cpu_count``, ``tensor.cpu()``."""

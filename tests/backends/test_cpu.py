@@ -168,11 +168,14 @@ def test_wrong_options_are_refused_by_name(options: Mapping[str, Any]) -> None:
         CpuBackend(options)
 
 
-def test_bfloat16_is_settled_when_the_processor_is_known() -> None:
+@pytest.mark.parametrize(
+    ("flags", "level"), [("fpu avx2", Level.PARTIAL), ("fpu avx512_bf16", Level.FULL)]
+)
+def test_bfloat16_depends_on_the_processor(tmp_path: Path, flags: str, level: Level) -> None:
     backend = CpuBackend()
-    assert backend.support("bfloat16").level is Level.PARTIAL
-    backend.placement.dtypes = frozenset({"float32", "bfloat16"})
-    assert backend.support("bfloat16").level is Level.FULL
+    backend._root = write_tree(tmp_path, {"proc/cpuinfo": f"flags\t\t: {flags}\n"})
+    assert backend.support("bfloat16").level is level
+    assert backend.placement.dtypes == {"float32"}, "auto stays at float32"
     assert not backend.support("float16")
 
 

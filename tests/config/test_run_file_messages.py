@@ -5,11 +5,23 @@ from __future__ import annotations
 import pytest
 
 from anygauge.config.describe import ELSEWHERE, kind_at
-
-TRAIN = (
-    "steps, epochs, global_batch, micro_batch, optimizer, schedule, clip, "
-    "gradient_checkpointing, seed, eval_every, log_every"
+from anygauge.config.schema import (
+    AdapterSection,
+    DataSection,
+    ModelSection,
+    PrecisionSection,
+    RunFile,
+    Section,
+    TrainSection,
 )
+
+
+def names(section: type[Section]) -> str:
+    return ", ".join(section.model_fields)
+
+
+TRAIN = names(TrainSection)
+ADAPTER = names(AdapterSection)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +76,7 @@ TRAIN = (
         ),
         (
             "adapter: lora",
-            "adapter: got 'lora' (str), expected a mapping of type, rank, alpha, dropout, targets "
-            "or null",
+            f"adapter: got 'lora' (str), expected a mapping of {ADAPTER} or null",
         ),
         (
             "adapter:",
@@ -127,18 +138,17 @@ def test_wrong_values(folder, minimal, text, complaint):
         (
             "adapter: {path: x}",
             "adapter.path: no such field; 'path' belongs under data.train or data.eval; "
-            "valid here: type, rank, alpha, dropout, targets",
+            f"valid here: {ADAPTER}",
         ),
         (
             "precision: {backend: x}",
             "precision.backend: no such field; 'backend' belongs under the top level; "
-            "valid here: compute, reduce",
+            f"valid here: {names(PrecisionSection)}",
         ),
         (
             "steps: 10",
-            "steps: no such field; 'steps' belongs under train; valid here: name, output, "
-            "backend, model, adapter, data, train, precision, strategy, launch, kernels, "
-            "backend_options, environment, trackers, extends",
+            "steps: no such field; 'steps' belongs under train; "
+            f"valid here: {names(RunFile)}, extends",
         ),
     ],
 )
@@ -154,16 +164,14 @@ def test_names_of_other_tools_point_at_fields_that_exist(name, target):
 
 def test_missing_fields_say_what_they_are_for(folder):
     assert folder.refuse("name: x") == [
-        "run.yaml: model: missing: Which model to train. "
-        "Give `name`, or `config` for random weights.",
-        "run.yaml: data: missing: Rows to train and evaluate on, and how they become tokens.",
+        f"run.yaml: model: missing: {ModelSection.__doc__}",
+        f"run.yaml: data: missing: {DataSection.__doc__}",
     ]
     assert folder.refuse("model: {name: x}\ndata:\n  train:\n    limit: 3") == [
         "run.yaml:3: data.train.path: missing: A .json, .jsonl or .txt file."
     ]
     assert folder.refuse("model:\ndata: {train: {path: null}}") == [
-        "run.yaml:1: model: got null, expected a mapping of name, revision, config, tokenizer, "
-        "attention, trust_remote_code",
+        f"run.yaml:1: model: got null, expected a mapping of {names(ModelSection)}",
         "run.yaml:2: data.train.path: got null, expected text",
     ]
 

@@ -1,0 +1,78 @@
+"""``anygauge generate``: let a model answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anygauge.cli.origin import MODEL_HELP, model_origin
+from anygauge.cli.plan import BackendOption
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="What to ask; left out: standard input.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="Folder of an adapter for this model.")
+    ] = None,
+    no_adapter: Annotated[
+        bool, typer.Option("--no-adapter", help="Of an adapter's run, the base model only.")
+    ] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the prompt as it stands, without a template.")
+    ] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="For temperatures above 0.")] = 0,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="Folder, hub name or tokenizer.json.")
+    ] = None,
+    backend: BackendOption = None,
+) -> None:
+    """Let a model answer; prints the answer alone."""
+    if prompt is None:
+        prompt = sys.stdin.read().rstrip("\n")
+    origin = model_origin(model, adapter, tokenizer)
+
+    import anygauge
+    from anygauge.data import prompt_ids
+    from anygauge.models.generate import generate as answer
+    from anygauge.models.generate import load_for_inference
+    from anygauge.models.quiet import quiet_libraries
+    from anygauge.models.tokenizer import load_tokenizer
+    from anygauge.strategies.base import torch_dtype
+
+    quiet_libraries()
+    loaded_tokenizer = load_tokenizer(origin.section)
+    with anygauge.open_backend(backend or "auto") as opened:
+        opened.placement.seed(seed)
+        from anygauge.config.precision import resolve_precision
+        from anygauge.config.schema import PrecisionSection
+
+        precision = resolve_precision(PrecisionSection(), opened.placement.dtypes, opened.support)
+        loaded = load_for_inference(
+            origin.section,
+            adapter=None if no_adapter else origin.adapter,
+            device=opened.placement.device,
+            dtype=torch_dtype(precision.compute),
+            attention=opened.attention,
+        )
+        text = prompt if raw else origin.template.replace("{prompt}", prompt)
+        answer(
+            loaded,
+            loaded_tokenizer,
+            prompt_ids(loaded_tokenizer, text),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            show=lambda piece: print(piece, end="", flush=True),
+        )
+        print()

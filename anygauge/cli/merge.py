@@ -1,0 +1,41 @@
+"""``anygauge merge``: fold an adapter into its base model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anygauge.cli.origin import MODEL_HELP, model_origin
+from anygauge.interface import ModelError
+
+
+def merge(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
+    output: Annotated[Path, typer.Option("--output", help="Folder to write; must be new.")],
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="Folder of the adapter; a run has its own.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="Folder, hub name or tokenizer.json.")
+    ] = None,
+) -> None:
+    """Fold an adapter into its base model, and check the result's logits against the two."""
+    origin = model_origin(model, adapter, tokenizer)
+    if origin.adapter is None:
+        raise ModelError(f"{model} is no run with an adapter: name one with --adapter FOLDER")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ModelError(f"--output {output} exists already; name a new folder")
+
+    from anygauge.models.merge import merge as fold
+    from anygauge.models.quiet import quiet_libraries
+    from anygauge.models.tokenizer import load_tokenizer
+
+    quiet_libraries()
+    report = fold(origin.section, origin.adapter, output, load_tokenizer(origin.section))
+    print(f"merged {origin.adapter} into {origin.section.name}: {output}")
+    print(
+        f"largest logit difference, relative: {report.from_adapter:.1e} to base with adapter, "
+        f"{report.from_base:.1e} to the base alone"
+    )
