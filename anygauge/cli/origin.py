@@ -38,7 +38,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
 
     folder = Path(model)
     if not (folder / "run.yaml").is_file():
-        section = ModelSection(name=model, tokenizer=tokenizer)  # type: ignore[call-arg]
+        section = ModelSection(name=model, tokenizer=tokenizer)
         return ModelOrigin(section=section, adapter=adapter, template="{prompt}")
     from anygauge.config import load_run_file
     from anygauge.data import prompt_template
@@ -49,7 +49,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
         trained = folder / "model"
         if not trained.is_dir():
             raise ModelError(f"{folder} holds no trained model: did the run end? See {folder}/logs")
-        section = ModelSection(name=str(trained), tokenizer=tokenizer)  # type: ignore[call-arg]
+        section = ModelSection(name=str(trained), tokenizer=tokenizer)
         return ModelOrigin(section=section, adapter=adapter, template=template)
     own = folder / "adapter"
     if adapter is None and not own.is_dir():

@@ -97,7 +97,7 @@ def prompt_template(source: SourceSection) -> str:
     Raises:
         DataError: the form is ``auto`` and the file that would tell it cannot be read any more.
     """
-    form = source.form
+    form: str = source.form
     if form == "auto":
         if source.path.lower().endswith(".txt"):
             form = "text"

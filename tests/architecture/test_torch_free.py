@@ -47,6 +47,7 @@ def test_what_is_imported_is_seen():
         CORE / "interface",
         CORE / "registry",
         CORE / "config",
+        CORE / "data",
         CORE / "agent",
         CORE / "cli",
         *sorted((ROOT / "backends").glob("anygauge_*")),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from anygauge.config import RunFile, dump_run, load_run_file
 
 SHARED = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 # Lone surrogates cannot be stored in a file.

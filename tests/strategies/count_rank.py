@@ -1,0 +1,194 @@
+"""One rank that trains a few steps and counts the collectives of the last one.
+
+Run as a script: ``count_rank.py WAY OUTPUT`` with WAY ``anygauge`` or ``by_hand``; the latter is
+the loop that DeepSpeed's own tutorial shows, on the same model with the same configuration.
+Counted are calls of torch.distributed's functions on tensors, in elements, so that the type does
+not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anygauge.config.precision import Precision
+from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.loss import summed_cross_entropy
+from anygauge.registry import Registry
+from anygauge.strategies.base import BuildContext, DeviceBatch, trained_parameters
+from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_settings import as_config
+from anygauge.training.optimizer import optimizer_factory
+
+STEPS = 4
+LENGTH = 16
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "vocab_size": 2048,
+    "tie_word_embeddings": False,
+}
+FUNCTIONS = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+)
+
+
+class Counters:
+    """Calls and elements by function, while `on`; a function that calls another counts once."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._depth = 0
+        self.calls: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+
+    def install(self) -> None:
+        for module in (dist, dist.distributed_c10d):
+            for name in FUNCTIONS:
+                if hasattr(module, name):
+                    setattr(module, name, self._counting(name, getattr(module, name)))
+
+    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.on and self._depth == 0:
+                # By their old names: torch renamed two of them.
+                known = name.replace("gather_single", "gather_into_tensor").replace(
+                    "scatter_single", "scatter_tensor"
+                )
+                first = args[0] if args else next(iter(kwargs.values()))
+                tensors = first if isinstance(first, list) else [first]
+                self.calls[known] += 1
+                self.elements[known] += sum(t.numel() for t in tensors)
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return counted
+
+
+def main(way: str, output: Path) -> None:
+    counters = Counters()
+    counters.install()  # before DeepSpeed binds the functions
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    registry = Registry.load()
+    backend = registry.create_backend("cpu")
+    device = backend.open(rank)
+    backend.collectives.open(
+        rendezvous=os.environ["RENDEZVOUS"],
+        rank=rank,
+        world_size=world,
+        timeout_s=120,
+        device=device,
+    )
+    factory = CausalModelFactory(
+        ModelSection(config=CONFIG, tokenizer="none"),
+        AdapterSection(rank=16),
+        attention="sdpa",
+        dtype=torch.float32,
+        seed=0,
+        gradient_checkpointing=True,
+    )
+    context = BuildContext(
+        factory=factory,
+        optimizer=optimizer_factory(OptimizerSection()),
+        precision=Precision(compute="float32", reduce="float32"),
+        backend=backend,
+        rank=rank,
+        world_size=world,
+        micro_batch=1,
+        max_norm=1.0,
+    )
+    options = json.loads(os.environ.get("ZERO_OPTIONS", "{}"))
+    strategy = Zero(3, options)
+    step = (anygauge_step if way == "anygauge" else by_hand_step)(strategy, context)
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(0, CONFIG["vocab_size"], (STEPS, 1, LENGTH), generator=generator)
+    losses = []
+    for index in range(STEPS):
+        counters.on = index == STEPS - 1
+        losses.append(step(ids[index]))
+    counters.on = False
+    skeleton = factory.skeleton()
+    result = {
+        "calls": counters.calls,
+        "elements": counters.elements,
+        "losses": losses,
+        "parameters": sum(p.numel() for p in skeleton.parameters()),
+    }
+    output.with_suffix(f".{rank}.json").write_text(json.dumps(result))
+    backend.close()
+
+
+def anygauge_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tensor], float]:
+    engine = strategy.build(context)
+
+    def step(ids: torch.Tensor) -> float:
+        batch = DeviceBatch({"input_ids": ids, "use_cache": False}, ids)
+        tokens = context.world_size * (LENGTH - 1)
+        result = engine.run_step([batch], summed_cross_entropy, tokens)
+        engine.update(1e-4, context.max_norm)
+        return float(result.loss_sums[0]) / (LENGTH - 1)
+
+    return step
+
+
+def by_hand_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tensor], float]:
+    """A plain DeepSpeed loop: its own context, its own engine, the model's own loss."""
+    from anygauge.strategies.materialise import materialise
+    from anygauge.strategies.zero_runtime import import_deepspeed, needs_reentrant_checkpointing
+
+    deepspeed = import_deepspeed(context.backend)
+    skeleton = context.factory.adapt(context.factory.skeleton())
+    config = as_config(
+        strategy.settings(
+            context.backend, context.precision, skeleton=skeleton, micro_batch=1, max_norm=1.0
+        )
+    )
+    deepspeed.init_distributed()
+    model = context.factory.skeleton()
+    materialise(model, context.factory, device=torch.device("cpu"), dtype=torch.float32)
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    model = context.factory.adapt(model)
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": needs_reentrant_checkpointing()}
+    )
+    if needs_reentrant_checkpointing():
+        model.enable_input_require_grads()
+    optimizer = torch.optim.AdamW([p for _, p in trained_parameters(model)], lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.train()
+
+    def step(ids: torch.Tensor) -> float:
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
+
+    return step
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
