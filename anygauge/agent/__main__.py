@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anygauge.agent.inherited import scrub
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.supervisor import GRACE_S, Supervisor
 from anygauge.interface import AnygaugeError, Job
+from anygauge.interface.files import write_text
 from anygauge.interface.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from anygauge.registry import ResolvedSetting
 
 RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> the whole environment of that rank, but for its identity."""
@@ -80,12 +87,25 @@ def backend_environment(job: Job, node_rank: int) -> RankEnvironment:
     backend = registry.create_backend(job.backend, job.backend_options)
     node = inspect_node(rank=node_rank)
     inherited = scrub(os.environ)
+    write_provenance(
+        Path(job.run_directory) / f"environment-node{node_rank}.json",
+        {
+            rank: resolve_environment(registry, backend, job, node, rank, inherited)
+            for rank in range(job.devices_per_node)
+        },
+    )
 
     def of_rank(local_rank: int) -> dict[str, str]:
         resolved = resolve_environment(registry, backend, job, node, local_rank, inherited)
         return applied(resolved, inherited)
 
     return of_rank
+
+
+def write_provenance(path: Path, by_rank: Mapping[int, Sequence[ResolvedSetting]]) -> None:
+    """Record what each local rank's environment was, why, and who won; secrets are hidden."""
+    records = {str(rank): [one.record() for one in found] for rank, found in by_rank.items()}
+    write_text(path, json.dumps(records, indent=2) + "\n")
 
 
 def _report(outbox: Outbox, node_rank: int, status: int, text: str) -> None:

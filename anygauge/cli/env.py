@@ -55,7 +55,7 @@ def env(
     if format_ is Format.json:
         typer.echo(
             json.dumps(
-                {str(r): [_record(s) for s in found] for r, found in by_rank.items()}, indent=2
+                {str(r): [s.record() for s in found] for r, found in by_rank.items()}, indent=2
             )
         )
     elif format_ is Format.shell:
@@ -165,20 +165,6 @@ def _escaped(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
-
-
-def _record(one: ResolvedSetting) -> dict[str, Any]:
-    from anygauge.registry import shown_overruled, shown_value
-
-    return {
-        "name": one.name,
-        "value": None if one.value is None else shown_value(one),
-        "scope": one.setting.scope.value,
-        "set_by": one.origin,
-        "reason": one.setting.reason,
-        "source": one.setting.source,
-        "overruled": [{"by": o, "value": v} for o, v in shown_overruled(one)],
-    }
 
 
 def _shell(one: ResolvedSetting) -> str:

@@ -50,6 +50,18 @@ class ResolvedSetting:
         """The variable."""
         return self.setting.name
 
+    def record(self) -> dict[str, Any]:
+        """The decision as plain values for files and screens; secrets are hidden."""
+        return {
+            "name": self.name,
+            "value": None if self.value is None else shown_value(self),
+            "scope": self.setting.scope.value,
+            "set_by": self.origin,
+            "reason": self.setting.reason,
+            "source": self.setting.source,
+            "overruled": [{"by": o, "value": v} for o, v in shown_overruled(self)],
+        }
+
 
 def is_secret(name: str) -> bool:
     """Whether a variable's name says that its value is a secret."""

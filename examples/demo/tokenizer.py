@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-VOCABULARY = 3072
+VOCABULARY = 2048
 """Tokens in all; ``model.config.vocab_size`` of the run file that trains from nothing is this."""
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"

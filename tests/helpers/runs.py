@@ -1,0 +1,119 @@
+"""Real runs through the command line, for tests: tiny models on the fixture rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.helpers.tokenizer import FIXTURES, make_tokenizer
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that ended: its directory, exit status and what it printed."""
+
+    folder: Path
+    status: int
+    out: str
+    err: str
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl."""
+        text = (self.folder / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def steps(self, field: str) -> list[float]:
+        """One field of every step."""
+        return [r[field] for r in self.records if "loss" in r]
+
+    def evaluations(self) -> list[float]:
+        """Losses of every evaluation."""
+        return [r["eval_loss"] for r in self.records if "eval_loss" in r]
+
+
+def run_file(folder: Path, **changes: Any) -> Path:
+    """A tiny run file in `folder`; `changes` are sections merged over it."""
+    tokenizer = folder / "tokenizer"
+    if not tokenizer.exists():
+        make_tokenizer(tokenizer)
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "output": str(folder / "out"),
+        "backend": "cpu",
+        "model": {"config": TINY, "tokenizer": str(tokenizer)},
+        "adapter": {"rank": 4},
+        "data": {"train": {"path": str(FIXTURES / "rows.jsonl")}, "max_length": 96},
+        "train": {
+            "steps": 4,
+            "global_batch": 4,
+            "micro_batch": 2,
+            "optimizer": {"lr": 1.0e-3},
+        },
+    }
+    path = folder / f"{changes.get('name', 'tiny')}.yaml"
+    path.write_text(yaml.safe_dump(merged(fields, changes)))
+    return path
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` over it; mappings are merged, except a model's."""
+    result = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both and key != "model" else value
+    return result
+
+
+def anygauge(
+    arguments: Sequence[str | Path],
+    *,
+    timeout_s: float = 400,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line as users do."""
+    return subprocess.run(
+        [sys.executable, "-m", "anygauge.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+
+
+def train(path: Path, *options: str | Path, timeout_s: float = 400) -> Run:
+    """``anygauge train``; the run may have failed."""
+    done = anygauge(["train", path, *options], timeout_s=timeout_s)
+    fields = yaml.safe_load(path.read_text())
+    folder = Path(fields["output"]) / fields["name"]
+    return Run(folder=folder, status=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def trained(path: Path, *options: str | Path, timeout_s: float = 400) -> Run:
+    """``anygauge train``, which must succeed."""
+    run = train(path, *options, timeout_s=timeout_s)
+    logs = "\n".join(p.read_text()[-1500:] for p in sorted(run.folder.glob("logs/rank*.log")))
+    assert run.status == 0, f"{run.out}\n{run.err}\n{logs}"
+    return run

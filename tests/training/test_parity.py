@@ -1,0 +1,69 @@
+"""One gradient: whatever the ranks, the accumulation, the strategy, the padding or the packing.
+
+Real runs through the command line on ragged rows, so that ranks hold different numbers of tokens.
+float32 without dropout; what is compared is every step's loss and gradient norm.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import Run, run_file, trained
+
+TOLERANCE = 2e-5
+"""Relative; float32 sums in another order. A rank counted wrongly moves losses by percents."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One process, the whole batch in one forward."""
+    folder = tmp_path_factory.mktemp("reference")
+    return trained(
+        run_file(folder, strategy={"name": "single"}, train={"micro_batch": 4, "clip": 0.05})
+    )
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "accumulation": (1, {"strategy": {"name": "single"}, "train": {"micro_batch": 2}}),
+    "zero on 1 rank with accumulation": (1, {"train": {"micro_batch": 1}}),
+    "zero on 2 ranks": (2, {"train": {"micro_batch": 2}}),
+    "zero on 2 ranks with accumulation": (2, {"train": {"micro_batch": 1}}),
+    "no gradient checkpointing": (
+        2,
+        {"train": {"micro_batch": 2, "gradient_checkpointing": False}},
+    ),
+}
+SLOW_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    f"stage {stage}": (2, {"strategy": {"stage": stage}, "train": {"micro_batch": 1}})
+    for stage in (0, 1, 2)
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW_CASES)]
+)
+def test_same_losses(case: str, reference: Run, tmp_path: Path) -> None:
+    devices, changes = {**CASES, **SLOW_CASES}[case]
+    changes["train"]["clip"] = 0.05
+    run = trained(run_file(tmp_path, **changes), "--devices", str(devices))
+    assert run.steps("loss") == pytest.approx(reference.steps("loss"), rel=TOLERANCE)
+    assert run.steps("grad_norm") == pytest.approx(reference.steps("grad_norm"), rel=1e-3)
+    assert min(run.steps("grad_norm")) > 0.05, "every step was clipped"
+    assert run.steps("supervised_tokens") == reference.steps("supervised_tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_all_weights_on_zero_and_single(compute: str, tmp_path: Path) -> None:
+    shared: dict[str, Any] = {"adapter": None, "precision": {"compute": compute}}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one = trained(run_file(tmp_path / "a", **shared, strategy={"name": "single"}))
+    two = trained(run_file(tmp_path / "b", **shared), "--devices", "2")
+    # bfloat16 keeps 8 bits: sums over other parts of the batch round differently.
+    close = TOLERANCE if compute == "float32" else 5e-3
+    assert two.steps("loss") == pytest.approx(one.steps("loss"), rel=close)
+    assert one.steps("loss")[-1] != pytest.approx(one.steps("loss")[0], rel=close)

@@ -1,0 +1,148 @@
+"""What a run leaves behind: usable with plain transformers and peft, and by our own commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from anygauge.cli import run as command
+from anygauge.config import load_run_file
+from anygauge.data import evaluation_batches, prepare
+from anygauge.models.inputs import model_inputs
+from anygauge.models.loss import summed_cross_entropy
+from tests.helpers.runs import Run, run_file, trained
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All weights of a tiny model, trained in one process."""
+    folder = tmp_path_factory.mktemp("base")
+    return trained(
+        run_file(
+            folder,
+            adapter=None,
+            strategy={"name": "single"},
+            trackers=["tensorboard"],
+            train={"steps": 3},
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def adapted(base: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An adapter on it, trained under ZeRO-3 on two ranks."""
+    folder = tmp_path_factory.mktemp("adapted")
+    path = run_file(
+        folder,
+        model={"name": str(base.folder / "model")},
+        adapter={"rank": 4, "alpha": 32},
+        data={"eval_fraction": 0.2, "packing": True},
+        train={"eval_at_start": True, "optimizer": {"lr": 2.0e-2}},
+    )
+    return trained(path, "--devices", "2")
+
+
+def plain_loss(model: Any, run: Run) -> float:
+    """Loss on the run's held-out rows, with nothing of anygauge's engines."""
+    from transformers import AutoTokenizer
+
+    loaded = load_run_file(run.folder / "run.yaml").run
+    tokenizer = AutoTokenizer.from_pretrained(loaded.model.tokenizer or loaded.model.name)
+    rows = prepare(loaded.data, tokenizer, loaded.train.seed).eval
+    assert rows is not None
+    batches = evaluation_batches(
+        rows, micro_batch=1, max_length=96, pad_id=tokenizer.pad_token_id, packing=False
+    )
+    with torch.no_grad():
+        total = sum(
+            summed_cross_entropy(model(**model_inputs(b, torch.float32)).logits, b.labels).item()
+            for b in batches
+        )
+    return total / rows.report.supervised_tokens
+
+
+def load_base(run: Run) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    name = yaml.safe_load((run.folder / "run.yaml").read_text())["model"]["name"]
+    return AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.float32).eval()
+
+
+def test_the_whole_model_loads_with_plain_transformers(base: Run, adapted: Run) -> None:
+    # The adapter's run saw this base before its first step, on two ranks, sharded and packed.
+    assert plain_loss(load_base(adapted), adapted) == pytest.approx(
+        adapted.evaluations()[0], rel=1e-5
+    )
+    assert (base.folder / "model" / "tokenizer.json").is_file()
+
+
+def test_the_adapter_loads_with_plain_peft(adapted: Run) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    folder = adapted.folder / "adapter"
+    state = load_file(folder / "adapter_model.safetensors")
+    assert len(state) == 2 * 7 * 2, "two factors of seven linear layers in two decoder layers"
+    assert all(t.numel() and t.abs().sum() > 0 for t in state.values())
+    model = PeftModel.from_pretrained(load_base(adapted), folder).eval()
+    before, after = adapted.evaluations()[0], adapted.evaluations()[-1]
+    assert after != pytest.approx(before, rel=1e-3), "the adapter does something"
+    assert plain_loss(model, adapted) == pytest.approx(after, rel=1e-5)
+
+
+def test_merge_gives_what_base_and_adapter_gave(
+    adapted: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    output = tmp_path / "merged"
+    assert command(["merge", str(adapted.folder), "--output", str(output)]) == 0
+    assert str(output) in capsys.readouterr().out
+    merged = AutoModelForCausalLM.from_pretrained(output).eval()
+    assert plain_loss(merged, adapted) == pytest.approx(adapted.evaluations()[-1], rel=1e-4)
+
+
+def test_generate_answers_from_a_run(adapted: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["generate", str(adapted.folder), "--prompt", "What is 2 + 2?", "--max-new-tokens", "12"]
+    assert command([*ask, "--backend", "cpu"]) == 0
+    with_adapter = capsys.readouterr().out
+    assert command([*ask, "--backend", "cpu", "--no-adapter"]) == 0
+    assert with_adapter.strip() != capsys.readouterr().out.strip()
+
+
+def test_the_run_directory_tells_all(base: Run, adapted: Run) -> None:
+    report = json.loads((adapted.folder / "report.json").read_text())
+    assert report["steps"] == 4
+    assert report["final_loss"] == adapted.steps("loss")[-1]
+    versions = json.loads((adapted.folder / "versions.json").read_text())
+    assert versions["torch"] == torch.__version__
+    environment = json.loads((adapted.folder / "environment-node0.json").read_text())
+    threads = {s["name"]: s for s in environment["1"]}["OMP_NUM_THREADS"]
+    assert (threads["value"], threads["set_by"]) == ("1", "user")
+    assert list((base.folder / "tensorboard").glob("events.*")), "TensorBoard was asked for"
+    assert not (adapted.folder / "tensorboard").exists(), "and not here"
+
+
+def test_the_terminal_shows_anygauges_lines_only(adapted: Run) -> None:
+    assert adapted.err == ""
+    lines = adapted.out.splitlines()
+    assert sum(line.startswith("step ") for line in lines) == 4
+    assert not [line for line in lines if "DeepSpeed" in line or "Warning" in line]
+
+
+def test_a_resolved_run_file_runs_again_unchanged(base: Run, tmp_path: Path) -> None:
+    again = trained_again(base, tmp_path)
+    assert again == base.steps("loss")
+
+
+def trained_again(run: Run, folder: Path) -> list[float]:
+    from tests.helpers.runs import anygauge
+
+    done = anygauge(["train", run.folder / "run.yaml", "--output", folder], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return Run(folder=folder / "tiny", status=0, out="", err="").steps("loss")
