@@ -73,7 +73,7 @@ def engine_settings(intent: Intent) -> tuple[list[Any], str]:
     run = intent.run
     backend = intent.registry.create_backend(intent.selection, run.backend_options)
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
-    strategy = create_strategy(run.strategy)
+    strategy = create_strategy(run.strategy, intent.job.world_size)
     note = (
         f"precision.compute is auto: {precision.compute} unless the opened device says otherwise"
         if run.precision.compute == "auto"

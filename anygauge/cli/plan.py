@@ -60,19 +60,21 @@ def read_intent(
         need_device: ranks will be started here, so the device must be there.
     """
     from anygauge.config import check_paths, load_run_file
-    from anygauge.data import accumulation
+    from anygauge.data import accumulation, peek
     from anygauge.registry import Registry
+    from anygauge.strategies import check_name
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
     run = loaded.run
     check_paths(loaded)
+    ranks = run.launch.nodes * run.launch.devices
+    check_name(run.strategy.name, ranks)
+    peek(run.data)
     registry = Registry.load()
     registry.find_launcher(run.launch.launcher)
     for tracker in run.trackers:
         registry.find_tracker(tracker)
-    accumulation(
-        run.train.global_batch, run.train.micro_batch, run.launch.nodes * run.launch.devices
-    )
+    accumulation(run.train.global_batch, run.train.micro_batch, ranks)
     selection = registry.select_backend(run.backend, need_device=need_device)
     folder = free_folder(Path(run.output) / run.name)
     job = Job(

@@ -51,7 +51,8 @@ def resolve_precision(
     Raises:
         UnsupportedError: the asked type is unsupported; quotes the capability's reason.
     """
-    compute, why = section.compute, "asked for"
+    compute: str = section.compute
+    why = "asked for"
     if compute == "auto":
         compute = next(name for name in AUTO_ORDER if name in fast)
         why = "auto: the best of " + ", ".join(sorted(fast))

@@ -4,7 +4,7 @@ from anygauge.data.batches import Batches, EvaluationBatches, accumulation, eval
 from anygauge.data.collate import IGNORED, MicroBatch
 from anygauge.data.order import Stream, permutation, split
 from anygauge.data.packing import fill, pack
-from anygauge.data.prepare import Prepared, prepare
+from anygauge.data.prepare import Prepared, peek, prepare
 from anygauge.data.sources import Row, prompt_template, read_rows, render, render_alpaca
 from anygauge.data.tokens import Report, TokenizedRows, prompt_ids, tokenize_rows
 
@@ -22,6 +22,7 @@ __all__ = [
     "evaluation_batches",
     "fill",
     "pack",
+    "peek",
     "permutation",
     "prepare",
     "prompt_ids",

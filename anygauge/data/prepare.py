@@ -24,6 +24,22 @@ class Prepared:
         return self.train.report
 
 
+PEEKED_ROWS = 20
+
+
+def peek(data: DataSection) -> None:
+    """Read the first rows only, so that a wrong column is told before anything is started.
+
+    Raises:
+        DataError: a file or one of its first rows cannot be used.
+        RunFileError: settings that do not go together.
+    """
+    for field, source in (("data.train", data.train), ("data.eval", data.eval)):
+        if source is not None:
+            limit = min(source.limit or PEEKED_ROWS, PEEKED_ROWS)
+            read_rows(source.model_copy(update={"limit": limit}), field=field)
+
+
 def prepare(data: DataSection, tokenizer: Any, seed: int) -> Prepared:
     """Read and tokenise all rows; `eval_fraction` holds out whole rows, never parts of one.
 

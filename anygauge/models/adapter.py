@@ -31,7 +31,7 @@ def add_adapter(
     check_targets(model, section.targets)
     config = LoraConfig(
         r=section.rank,
-        lora_alpha=section.alpha,  # type: ignore[arg-type]
+        lora_alpha=section.alpha,
         lora_dropout=section.dropout,
         target_modules=section.targets,
         bias="none",
@@ -39,7 +39,7 @@ def add_adapter(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.precision import Precision
-from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting, UnsupportedError
+from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting
 from anygauge.strategies.base import (
     BuildContext,
     DeviceBatch,
@@ -142,16 +142,7 @@ class Single:
         return ()
 
     def build(self, context: BuildContext) -> SingleEngine:
-        """See `Strategy.build`.
-
-        Raises:
-            UnsupportedError: more than one rank was started.
-        """
-        if context.world_size != 1:
-            raise UnsupportedError(
-                f"strategy 'single' trains in one process, but {context.world_size} ranks were "
-                "started; use --devices 1, or strategy.name: zero"
-            )
+        """See `Strategy.build`."""
         model = context.factory.skeleton()
         materialise(
             model,

@@ -10,32 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from anygauge.config.schema import TrainSection
-from anygauge.data import MicroBatch
+from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Backend
-from anygauge.strategies.base import DeviceBatch, Engine
+from anygauge.strategies.base import DeviceBatch, Engine, LossFunction
 from anygauge.training.guard import check_finite
+from anygauge.training.meter import RunMeter
 from anygauge.training.schedule import learning_rate
-
-
-class TrainingBatches(Protocol):
-    """This rank's share of the data, by step."""
-
-    steps: int
-
-    def step(self, index: int) -> Sequence[MicroBatch]: ...  # noqa: D102
-    def supervised_tokens(self, index: int) -> int: ...  # noqa: D102
-
-
-class Meter(Protocol):
-    """Turns steps into metrics and sends them where they are wanted."""
-
-    def step(
-        self, index: int, *, loss: float, lr: float, grad_norm: float, skipped: bool, seconds: float
-    ) -> None: ...
-    def evaluation(self, step: int, name: str, loss: float, tokens: int) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +32,11 @@ class Loop:
 
     engine: Engine
     backend: Backend
-    batches: TrainingBatches
+    batches: Batches
     place: Callable[[MicroBatch], DeviceBatch]
-    loss_function: Callable[..., object]
+    loss_function: LossFunction
     evaluations: Mapping[str, tuple[Sequence[MicroBatch], int]]
-    meter: Meter
+    meter: RunMeter
     settings: TrainSection
 
     def run(self) -> None:

@@ -67,7 +67,7 @@ class RunMeter:
     def step(
         self, index: int, *, loss: float, lr: float, grad_norm: float, skipped: bool, seconds: float
     ) -> None:
-        """Record one optimizer step; see `anygauge.training.loop.Meter`."""
+        """Record one optimizer step."""
         volume = self._volume(index)
         self.tokens += volume.tokens
         self.seconds += seconds

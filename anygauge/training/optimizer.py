@@ -20,7 +20,8 @@ def optimizer_factory(
     """
 
     def make(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        decayed, plain = [], []
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
         for _, parameter in parameters:
             shape = getattr(parameter, "ds_shape", parameter.shape)
             (decayed if len(shape) >= 2 else plain).append(parameter)

@@ -93,7 +93,7 @@ def run_rank(
         )
     began = time.time()
     registry = Registry.load()
-    strategy = create_strategy(load_run_file(job.run_file).run.strategy)
+    strategy = create_strategy(load_run_file(job.run_file).run.strategy, rank.world_size)
     backend = open_device(job, rank, registry, strategy)
     opened.callback(backend.close)
     with out_of_memory_advice(backend):

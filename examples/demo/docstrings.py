@@ -23,10 +23,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SKIPPED_FOLDERS = frozenset(
-    "__pycache__ dist-packages encodings ensurepip idlelib lib2to3 pydoc_data site-packages test "
-    "tests turtledemo".split()
-)
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
 """Tests, other people's packages, generated tables and programs rather than libraries."""
 
 ANSWER_LENGTH = range(20, 241)
@@ -217,7 +226,7 @@ def _texts(row: Documented) -> tuple[str, str]:
 
 
 def _one_line(texts: list[str]) -> str:
-    """All texts with every stretch of white space as one space, so that line breaks hide nothing."""
+    """All texts with every stretch of white space as one space: a line break hides nothing."""
     return " ".join(" ".join(texts).split())
 
 

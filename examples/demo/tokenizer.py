@@ -21,7 +21,7 @@ BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 def train(files: list[Path], folder: Path, *, vocabulary: int = VOCABULARY) -> int:
     """Train on all texts of JSON Lines files and save to `folder`; returns the number of tokens.
 
-    The result depends on the texts alone. The tokenizer puts ``<s>`` before a text, as Llama's does.
+    The result depends on the texts alone. ``<s>`` stands before every text, as with Llama.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

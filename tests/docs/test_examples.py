@@ -1,0 +1,242 @@
+"""What README and docs show is true today: examples run, files load, messages are what is said."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from anygauge.cli import COMMANDS, run
+from anygauge.cli.plan import read_intent
+from anygauge.data import read_rows
+from anygauge.interface import AnygaugeError
+from tests.docs.pages import ROOT, Block, blocks, marked
+from tests.helpers.runs import TINY
+from tests.helpers.tokenizer import make_tokenizer
+
+ROWS = ROOT / "tests/fixtures/rows.jsonl"
+RUN_FILE = {
+    "name": "tiny",
+    "backend": "cpu",
+    "model": {"config": TINY, "tokenizer": "tokenizer"},
+    "adapter": {"rank": 4},
+    "data": {"train": {"path": "rows.jsonl"}, "max_length": 96},
+    "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "optimizer": {"lr": 0.01}},
+}
+"""The run.yaml that the pages speak of."""
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory with run.yaml, its rows and its tokenizer."""
+    shutil.copy(ROWS, tmp_path / "rows.jsonl")
+    make_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN_FILE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+# -- run files ---------------------------------------------------------------------------------
+
+
+def write_run_file(block: Block, folder: Path, known: dict[str, Block]) -> Path:
+    """The block as a file, with the one that it goes over beside it."""
+    name, below = block.option("file"), block.option("over")
+    assert name is not None, f"{block}: a run file needs file=NAME"
+    text = block.text
+    if below is not None:
+        write_run_file(known[below], folder, known)
+        text = f"extends: {below}\n{text}"
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def put_rows(source: Any) -> None:
+    """A data file with the columns that a run file names."""
+    row = {source["prompt"]: "What is 1 + 1?", source["completion"]: "2"}
+    Path(source["path"]).write_text(f"{json.dumps(row)}\n" * 40)
+
+
+@pytest.mark.parametrize("block", marked("run-file"), ids=str)
+def test_run_files_describe_a_run(block: Block, tmp_path: Path) -> None:
+    known = {b.option("file") or "": b for b in marked("run-file")}
+    path = write_run_file(block, tmp_path, known)
+    source = yaml.safe_load(block.text)["data"]["train"]
+    put_rows({"prompt": "prompt", "completion": "completion", **source,
+              "path": tmp_path / source["path"]})  # fmt: skip
+    intent = read_intent(path, [], {"backend": "cpu"}, need_device=True)
+    assert intent.job.backend == "cpu"
+    rows = read_rows(intent.run.data.train)
+    assert len(rows) == 40
+    assert rows[0].text == "2"
+    assert rows[0].prompt is not None
+    assert "What is 1 + 1?" in rows[0].prompt
+
+
+def test_three_lines_change_for_other_rows() -> None:
+    files = {b.option("file"): b.text.splitlines() for b in marked("run-file")}
+    changed = set(files["gsm8k.yaml"]) - set(files["my-run.yaml"])
+    assert len(changed) == 3
+    assert all(line.startswith("    ") for line in changed), "they stand under data.train"
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in marked("run") if b.language == "sh"], ids=str
+)  # fmt: skip
+def test_commands_succeed(block: Block, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for program, *arguments in block.commands():
+        assert program == "anygauge"
+        assert run(arguments) == 0
+        assert capsys.readouterr().out.strip(), arguments
+    assert not (desk / "runs").exists(), "these commands start nothing"
+
+
+@pytest.mark.parametrize("block", marked("fails"), ids=str)
+def test_messages_are_what_is_said(block: Block, desk: Path) -> None:
+    ((_, *arguments),) = block.commands()
+    with pytest.raises(AnygaugeError) as caught:
+        run(arguments)
+    assert f"{caught.value}\n" == block.following
+
+
+@pytest.mark.parametrize("block", [b for b in marked("run") if b.language == "python"], ids=str)
+def test_python_runs(block: Block) -> None:
+    exec(compile(block.text, str(block), "exec"), {"__name__": "example"})
+
+
+def command_lines() -> list[tuple[str, list[str]]]:
+    """(place, arguments) of every line that calls anygauge, whether it is run here or not."""
+    return [
+        (str(block), arguments[1:])
+        for block in blocks()
+        if block.language == "sh"
+        for arguments in block.commands()
+        if Path(arguments[0]).name == "anygauge"
+    ]
+
+
+def test_every_command_line_has_options_that_exist() -> None:
+    lines = command_lines()
+    assert {arguments[0] for _, arguments in lines} >= set(COMMANDS)
+    for place, (name, *arguments) in lines:
+        if name.startswith("-"):
+            continue
+        assert name in COMMANDS, place
+        # Fails with click's own message for an unknown option, a missing one, or a wrong value.
+        click_command(name).make_context(name, list(arguments))
+
+
+def click_command(name: str) -> Any:
+    """A command as the command line makes it."""
+    import importlib
+
+    import typer
+    import typer.main
+
+    app = typer.Typer(add_completion=False)
+    app.command(name)(getattr(importlib.import_module(f"anygauge.cli.{name}"), name))
+    return typer.main.get_command(app)
+
+
+# -- the plugin of docs/backends.md ------------------------------------------------------------
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Its files, with the metadata that an installer would write beside them."""
+    site = tmp_path / "site"
+    files = {b.option("file") or "": b.text for b in blocks() if b.page.name == "backends.md"}
+    del files[""]
+    for name, text in files.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    entries = project["entry-points"]["anygauge"]
+    lines = "".join(f"{name} = {module}\n" for name, module in entries.items())
+    (info / "entry_points.txt").write_text(f"[anygauge]\n{lines}")
+    monkeypatch.syspath_prepend(str(site))
+    yield site
+    for name in [n for n in sys.modules if n.partition(".")[0] == "anygauge_mine"]:
+        del sys.modules[name]
+
+
+def test_the_plugin_is_listed_with_its_distribution(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["backends", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (found,) = [b for b in report["backends"] if b["name"] == "mine"]
+    assert (found["distribution"], found["version"]) == ("anygauge-mine", "0.1.0")
+    assert found["available"]
+    assert report["auto"]["chosen"] != "mine", "its priority is negative"
+    assert not report["failed"]
+    assert "anygauge_mine.backend" not in sys.modules, "announcing imports no backend"
+
+
+def test_the_plugin_decides_the_environment(
+    mine: Path, desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert run(["env", "run.yaml", "--backend", "mine", "--format", "json"]) == 0
+    (setting,) = json.loads(capsys.readouterr().out)["0"]
+    assert (setting["name"], setting["set_by"]) == ("OMP_NUM_THREADS", "backend")
+    assert setting["source"] == "my own measurements"
+
+
+def test_the_plugin_trains(mine: Path, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from anygauge.config import dump_run
+    from anygauge.interface.events import EventWriter
+    from anygauge.training.worker import run_rank
+
+    flags = {"backend": "mine"}
+    options = ["strategy.name=single", "data.eval_fraction=0.2"]
+    intent = read_intent(desk / "run.yaml", options, flags, need_device=True)
+    folder = Path(intent.job.run_directory)
+    folder.mkdir(parents=True)
+    (folder / "run.yaml").write_text(dump_run(intent.run))
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.ExitStack() as opened:
+        summary = run_rank(intent.job, 0, EventWriter(None), opened)
+    assert summary["steps"] == 3
+    assert (folder / "adapter/adapter_model.safetensors").is_file()
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert records[2]["loss"] < records[0]["loss"] - 0.01, "it learned"
+    check_metrics_page(records)
+    check_run_directory_page(folder)
+
+
+def check_metrics_page(records: list[dict[str, Any]]) -> None:
+    """The table of docs/training.md has the fields of metrics.jsonl, neither more nor less."""
+    from tests.docs.pages import section, table_names
+
+    fields = {name for record in records for name in record}
+    documented = table_names(section(ROOT / "docs/training.md", "## Metrics"))
+    assert documented - fields == {"mfu", "skipped"}, "not on this device and in this precision"
+    assert not fields - documented
+
+
+def check_run_directory_page(folder: Path) -> None:
+    """What a rank writes is in the table of docs/training.md."""
+    from tests.docs.pages import section, table_names
+
+    page = section(ROOT / "docs/training.md", "## The run directory")
+    documented = {name.rstrip("/") for name in table_names(page)}
+    assert {path.name for path in folder.iterdir()} <= documented

@@ -1,0 +1,112 @@
+"""The pages of the documentation hang together, and leave out nothing that there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from anygauge.cli import COMMANDS
+from anygauge.interface import CAPABILITIES
+from anygauge.interface.events import EVENTS_FD
+from anygauge.registry.plugins import BLOCK_VARIABLE, HOOK_NAMES
+from anygauge.strategies import WORLD_SIZES
+from tests.docs.pages import (
+    PAGES,
+    ROOT,
+    anchor,
+    anchors,
+    blocks,
+    links,
+    prose,
+    section,
+    table_names,
+)
+from tests.docs.test_examples import click_command
+
+README, COMMANDS_PAGE = ROOT / "README.md", ROOT / "docs/commands.md"
+BACKENDS_PAGE = ROOT / "docs/backends.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        if re.match(r"https?://", link):
+            continue
+        path, _, fragment = unquote(link).partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert ROOT in target.parents, f"{page.name}: {link} leaves the repository"
+        if fragment:
+            assert fragment in anchors(target), f"{page.name}: {link}"
+
+
+def test_the_readme_links_every_page() -> None:
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(README)}
+    assert set(PAGES) - {README} <= linked
+
+
+def test_anchors_are_those_of_the_usual_hosts() -> None:
+    assert anchor("Environment: who sets what") == "environment-who-sets-what"
+    assert anchor("`anygauge train`") == "anygauge-train"
+    assert anchor("`data.train` and `data.eval`") == "datatrain-and-dataeval"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_option_is_documented(name: str) -> None:
+    assert f"anygauge {name}" in table_names(section(README, "## Commands"))
+    text = section(COMMANDS_PAGE, f"## `anygauge {name}`")
+    options = {
+        option
+        for parameter in click_command(name).params
+        for option in parameter.opts
+        if option.startswith("--")
+    }
+    documented = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    assert options - {"--help"} <= documented
+    foreign = {o for p in COMMANDS for q in click_command(p).params for o in q.opts}
+    assert documented <= foreign, "an option that no command has"
+
+
+def test_commands_that_do_not_exist_are_not_advertised() -> None:
+    spoken_of = {
+        name
+        for page in PAGES
+        for name in re.findall(r"`anygauge ([a-z]+)", page.read_text(encoding="utf-8"))
+    }
+    assert spoken_of == set(COMMANDS)
+
+
+def test_every_hook_capability_and_strategy_is_documented() -> None:
+    text = BACKENDS_PAGE.read_text(encoding="utf-8")
+    assert set(HOOK_NAMES) <= table_names(section(BACKENDS_PAGE, "## How a backend is found"))
+    facets = section(BACKENDS_PAGE, "## The contract, facet by facet")
+    assert set(CAPABILITIES) <= table_names(facets)
+    assert BLOCK_VARIABLE in text
+    strategies = section(ROOT / "docs/training.md", "## Strategies")
+    assert re.findall(r"^### `(\w+)`$", strategies, re.M) == sorted(WORLD_SIZES, reverse=True)
+
+
+def test_every_room_is_on_the_map() -> None:
+    rooms = {f"anygauge/{path.parent.name}" for path in (ROOT / "anygauge").glob("*/__init__.py")}
+    page = prose(ROOT / "docs/architecture.md")
+    assert {room for room in rooms if f"`{room}`" not in page} == set()
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.M))
+    used = {
+        arguments[1]
+        for block in blocks()
+        if block.language == "sh"
+        for arguments in block.commands()
+        if arguments[0] == "make"
+    }
+    assert {"demo", "test"} <= used <= targets
+
+
+def test_internal_variables_stay_internal() -> None:
+    # Users who set it would silence their run.
+    assert not [page for page in PAGES if EVENTS_FD in page.read_text(encoding="utf-8")]
