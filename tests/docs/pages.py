@@ -8,11 +8,16 @@ run file.
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import typer
+import typer.main
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -116,3 +121,10 @@ def table_names(text: str) -> set[str]:
     """What stands in backquotes in the first column of the tables of a text."""
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
     return {name for cell in rows for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def click_command(name: str) -> Any:
+    """A command as the command line makes it."""
+    app = typer.Typer(add_completion=False)
+    app.command(name)(getattr(importlib.import_module(f"anygauge.cli.{name}"), name))
+    return typer.main.get_command(app)

@@ -18,7 +18,7 @@ from anygauge.cli import COMMANDS, run
 from anygauge.cli.plan import read_intent
 from anygauge.data import read_rows
 from anygauge.interface import AnygaugeError
-from tests.docs.pages import ROOT, Block, blocks, marked
+from tests.docs.pages import ROOT, Block, blocks, click_command, marked, section, table_names
 from tests.helpers.runs import TINY
 from tests.helpers.tokenizer import make_tokenizer
 
@@ -138,18 +138,6 @@ def test_every_command_line_has_options_that_exist() -> None:
         click_command(name).make_context(name, list(arguments))
 
 
-def click_command(name: str) -> Any:
-    """A command as the command line makes it."""
-    import importlib
-
-    import typer
-    import typer.main
-
-    app = typer.Typer(add_completion=False)
-    app.command(name)(getattr(importlib.import_module(f"anygauge.cli.{name}"), name))
-    return typer.main.get_command(app)
-
-
 # -- the plugin of docs/backends.md ------------------------------------------------------------
 
 
@@ -225,8 +213,6 @@ def test_the_plugin_trains(mine: Path, desk: Path, monkeypatch: pytest.MonkeyPat
 
 def check_metrics_page(records: list[dict[str, Any]]) -> None:
     """The table of docs/training.md has the fields of metrics.jsonl, neither more nor less."""
-    from tests.docs.pages import section, table_names
-
     fields = {name for record in records for name in record}
     documented = table_names(section(ROOT / "docs/training.md", "## Metrics"))
     assert documented - fields == {"mfu", "skipped"}, "not on this device and in this precision"
@@ -235,8 +221,6 @@ def check_metrics_page(records: list[dict[str, Any]]) -> None:
 
 def check_run_directory_page(folder: Path) -> None:
     """What a rank writes is in the table of docs/training.md."""
-    from tests.docs.pages import section, table_names
-
     page = section(ROOT / "docs/training.md", "## The run directory")
     documented = {name.rstrip("/") for name in table_names(page)}
     assert {path.name for path in folder.iterdir()} <= documented

@@ -19,12 +19,12 @@ from tests.docs.pages import (
     anchor,
     anchors,
     blocks,
+    click_command,
     links,
     prose,
     section,
     table_names,
 )
-from tests.docs.test_examples import click_command
 
 README, COMMANDS_PAGE = ROOT / "README.md", ROOT / "docs/commands.md"
 BACKENDS_PAGE = ROOT / "docs/backends.md"

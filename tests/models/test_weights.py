@@ -1,0 +1,122 @@
+"""Weights: drawn alike everywhere, read whole or refused, tied where the model ties them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from anygauge.config.schema import ModelSection
+from anygauge.interface import ModelError
+from anygauge.models.export import save_model
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.files import WeightFiles
+from anygauge.strategies.materialise import materialise, units
+from tests.helpers.runs import TINY
+from tests.helpers.tokenizer import make_tokenizer
+
+
+def factory(seed: int = 0, name: Path | None = None, **changes: Any) -> CausalModelFactory:
+    section = (
+        ModelSection(config={**TINY, **changes}, tokenizer="none")
+        if name is None
+        else ModelSection(name=str(name))
+    )
+    return CausalModelFactory(
+        section,
+        None,
+        attention="sdpa",
+        dtype=torch.float32,
+        seed=seed,
+        gradient_checkpointing=False,
+    )
+
+
+def built(made: CausalModelFactory, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model = made.skeleton()
+    materialise(model, made, device=torch.device("cpu"), dtype=dtype)
+    return model
+
+
+def test_a_skeleton_holds_no_weights_but_real_buffers() -> None:
+    model = factory().skeleton()
+    assert all(p.is_meta for p in model.parameters())
+    buffers = dict(model.named_buffers())
+    assert buffers and not any(b.is_meta for b in buffers.values())
+
+
+def test_initial_weights_depend_on_the_seed_alone_and_follow_the_architecture() -> None:
+    one, same, other = (dict(built(factory(seed)).named_parameters()) for seed in (0, 0, 1))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(one[weight], other[weight])
+    assert not torch.equal(one[weight], one[weight.replace("0", "1")]), "layers differ"
+    assert one[weight].std().item() == pytest.approx(0.02, rel=0.1)  # Llama's initializer_range
+    assert one["model.norm.weight"].eq(1).all()
+
+
+def test_units_cover_every_parameter_once_children_first() -> None:
+    model = factory().skeleton()
+    names = [name for name, _ in units(model)]
+    assert names == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "model.norm",
+        "lm_head",
+    ]
+    covered = [id(p) for _, unit in units(model) for p in unit.parameters()]
+    assert sorted(covered) == sorted(id(p) for p in model.parameters())
+
+
+def test_tied_weights_stay_tied() -> None:
+    model: Any = built(factory(tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_buffers_keep_their_type_in_bfloat16() -> None:
+    model = built(factory(), torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}, "rotary tables need the digits"
+
+
+def test_saved_and_read_back(tmp_path: Path) -> None:
+    made = factory()
+    model = built(made)
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    folder = tmp_path / "model"
+    save_model(dict(model.named_parameters()), made.config, tokenizer, folder, dtype=torch.float32)
+    again = built(factory(name=folder))
+    for (name, one), (_, other) in zip(
+        model.named_parameters(), again.named_parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    factory().config.save_pretrained(tmp_path)
+    save_file({"model.embed_tokens.weight": torch.zeros(512, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.layers\.0\."):
+        built(factory(name=tmp_path))
+
+
+def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
+    made = factory()
+    state = {name: p.detach() for name, p in built(made).named_parameters()}
+    state["lm_head.weight"] = torch.zeros(3, 32)
+    made.config.save_pretrained(tmp_path)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lm_head\.weight has shape \(3, 32\).*\(512, 32\)"):
+        built(factory(name=tmp_path))
+
+
+def test_torn_and_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="holds no weights"):
+        WeightFiles(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")
+    with pytest.raises(ModelError, match="is it whole"):
+        WeightFiles(tmp_path)

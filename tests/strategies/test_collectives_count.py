@@ -1,0 +1,58 @@
+"""Communication of a ZeRO-3 + LoRA step, counted: as little as a hand-written loop's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+
+
+def counted(way: str, folder: Path, **options: int) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    output = folder / way
+    run_ranks(
+        "tests.strategies.count_rank",
+        [way, str(output)],
+        world=2,
+        folder=folder,
+        environment={"ZERO_OPTIONS": json.dumps(options)},
+    )
+    found: dict[str, Any] = json.loads((folder / f"{way}.0.json").read_text())
+    return found
+
+
+def gathered(found: dict[str, Any]) -> float:
+    """How often each of the model's elements is gathered in a step, on average."""
+    elements = found["elements"]
+    return sum(n for name, n in elements.items() if "gather" in name) / found["parameters"]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return counted("anygauge", tmp_path_factory.mktemp("ours"))
+
+
+def test_a_frozen_weight_is_gathered_twice_at_most(ours: dict[str, Any]) -> None:
+    # Forward, and recomputation kept through backward; some stay from one to the other.
+    assert 1.0 < gathered(ours) <= 2.0
+
+
+def test_calls_and_elements_equal_those_of_a_hand_written_loop(
+    ours: dict[str, Any], tmp_path: Path
+) -> None:
+    by_hand = counted("by_hand", tmp_path)
+    assert ours["calls"] == by_hand["calls"]
+    assert ours["elements"] == by_hand["elements"]
+    # Each loop shows the mean of its own rank's tokens, which are equally many.
+    assert ours["losses"] == pytest.approx(by_hand["losses"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_setting_that_peers_ship_gathers_more(ours: dict[str, Any], tmp_path: Path) -> None:
+    worse = counted("anygauge", tmp_path, stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
+    assert gathered(worse) > 2.5, "so the count can tell"
+    assert gathered(worse) > 1.3 * gathered(ours)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anygauge.config.schema import ScheduleSection
+from anygauge.training.schedule import learning_rate
+
+
+def rates(steps: int, **fields: object) -> list[float]:
+    schedule = ScheduleSection.model_validate(fields)
+    return [learning_rate(step, steps, 1.0, schedule) for step in range(steps)]
+
+
+def test_constant_after_warmup() -> None:
+    assert rates(5, name="constant", warmup_steps=3) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_linear_reaches_its_end_one_step_after_the_last() -> None:
+    assert rates(4, name="linear") == [1.0, 0.75, 0.5, 0.25]
+    assert rates(2, name="linear", final_ratio=0.5) == [1.0, 0.75]
+
+
+def test_cosine_is_half_way_down_in_the_middle() -> None:
+    found = rates(4, name="cosine", final_ratio=0.2)
+    assert found[0] == 1.0
+    assert found[2] == pytest.approx(0.6)
+    assert found[1] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def test_a_ratio_is_rounded_up_to_whole_steps() -> None:
+    assert rates(10, name="constant", warmup_ratio=0.11)[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+@given(
+    steps=st.integers(1, 60),
+    name=st.sampled_from(["constant", "linear", "cosine"]),
+    warmup=st.integers(0, 80),
+    final=st.floats(0, 1),
+)
+def test_rates_stay_between_zero_and_the_peak_and_never_rise_after_warmup(
+    steps: int, name: str, warmup: int, final: float
+) -> None:
+    found = rates(steps, name=name, warmup_steps=warmup, final_ratio=final)
+    assert all(0 < rate <= 1 for rate in found)
+    assert all(b <= a + 1e-12 for a, b in zip(found[warmup:], found[warmup + 1 :], strict=False))
