@@ -91,12 +91,7 @@ class Demo:
         self.show_losses(base, tuned, tokens)
         self.show_seconds()
         self.show_places()
-        if not tuned <= CLEARLY_BELOW * base:
-            raise DemoError(
-                f"the adapter's held-out loss ({tuned:.4f}) is not clearly below the base's "
-                f"({base:.4f}): at least {1 - CLEARLY_BELOW:.0%} lower was expected. Something in "
-                f"training is broken; look at {shown(self.finetuned / 'metrics.jsonl')}"
-            )
+        check_learned(base, tuned, self.finetuned / "metrics.jsonl")
         self.show_next()
 
     @property
@@ -298,6 +293,20 @@ def held_out_losses(metrics: Path) -> tuple[float, float, int]:
         )
     last = losses[steps[-1]]
     return losses[0]["eval_loss"], last["eval_loss"], last["eval_tokens"]
+
+
+def check_learned(base: float, tuned: float, metrics: Path) -> None:
+    """Return if the adapter's held-out loss is clearly below the base's.
+
+    Raises:
+        DemoError: it is not, or it is no number.
+    """
+    if not tuned <= CLEARLY_BELOW * base:
+        raise DemoError(
+            f"the adapter's held-out loss ({tuned:.4f}) is not clearly below the base's "
+            f"({base:.4f}): at least {1 - CLEARLY_BELOW:.0%} lower was expected. Something in "
+            f"training is broken; look at {shown(metrics)}"
+        )
 
 
 def a_question(held_out: Path) -> tuple[str, str]:

@@ -16,6 +16,7 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 import sysconfig
 import textwrap
 import warnings
@@ -241,4 +242,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,106 @@
+"""What `zero` does around DeepSpeed: cuts, waits, types, the accelerator, the settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from anygauge.config.precision import Precision
+from anygauge.interface import Backend, Setting, UnsupportedError
+from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from tests.helpers.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("zero")
+    output = folder / "record.json"
+    run_ranks("tests.strategies.zero_rank", [str(output)], world=1, folder=folder)
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+def test_the_graph_is_cut_after_each_phase(record: dict[str, Any]) -> None:
+    assert record["phases"] == (["forward", "backward"] * 2 + ["update"]) * 2
+
+
+def test_every_release_of_a_gathered_weight_waits_for_the_device(record: dict[str, Any]) -> None:
+    first, second = record["waits_in_step"]
+    # Seven linear layers in each of two decoder layers, in each of two micro-batches, at least.
+    assert first >= 28 and second >= 28
+
+
+def test_types_and_shards(record: dict[str, Any]) -> None:
+    assert record["parameters"] == ["torch.bfloat16"]
+    assert record["buffers"] == ["torch.float32"], "rotary tables keep their digits"
+    assert record["exported"] == ["torch.float32"], "the master's type"
+    assert record["shards"] == [0], "frozen weights are whole only while they are used"
+
+
+def test_another_accelerator_than_the_one_imported_is_refused(record: dict[str, Any]) -> None:
+    assert "DS_ACCELERATOR=xpu" in record["refusal"]
+
+
+# -- settings ---------------------------------------------------------------------------------
+
+
+class Plain(Backend):
+    name = "plain"
+    device_type = "plain"
+
+    def engine_settings(self, engine: str) -> list[Setting]:
+        return [
+            Setting(name="accelerator", value="plain", reason="its own", source="test"),
+            Setting(
+                name="zero_optimization.overlap_comm", value=False, reason="device", source="test"
+            ),
+        ]
+
+
+def config(sizes: ModelSizes | None = None, **changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "stage": 3,
+        "precision": Precision(compute="bfloat16", reduce="float32"),
+        "backend": Plain(),
+        "micro_batch": 2,
+        "max_norm": 0.5,
+        "sizes": sizes,
+        "options": {},
+    }
+    return as_config(zero_settings(**{**fields, **changes}))
+
+
+def test_factors_of_a_70b_model_stay_resident_and_its_layers_until_their_backward() -> None:
+    layer = 855_654_400
+    zero = config(ModelSizes(largest_factor=16 * 28672, largest_block=layer))["zero_optimization"]
+    assert zero["stage3_param_persistence_threshold"] == 16 * 28672
+    assert zero["stage3_max_reuse_distance"] >= 2 * layer
+    assert zero["stage3_max_live_parameters"] >= 2 * layer + zero["stage3_prefetch_bucket_size"]
+
+
+def test_small_models_keep_deepspeeds_threshold() -> None:
+    zero = config(ModelSizes(largest_factor=64, largest_block=1000))["zero_optimization"]
+    assert zero["stage3_param_persistence_threshold"] == 100_000
+
+
+def test_the_device_wins_over_us_and_the_run_file_over_the_device() -> None:
+    assert config()["zero_optimization"]["overlap_comm"] is False
+    changed = config(options={"overlap_comm": True})
+    assert changed["zero_optimization"]["overlap_comm"] is True
+    assert "accelerator" not in changed, "that one is for the import, not for the engine"
+
+
+def test_precision_is_said_in_deepspeeds_words() -> None:
+    found = config()
+    assert found["bf16"] == {"enabled": True}
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert found["communication_data_type"] == "fp32"
+    half = config(precision=Precision(compute="float16", reduce="float16"))
+    assert half["fp16"] == {"enabled": True} and "bf16" not in half
+
+
+def test_stage_0_refuses_what_deepspeed_has_not() -> None:
+    with pytest.raises(UnsupportedError, match="stage 0"):
+        config(stage=0)

@@ -1,0 +1,110 @@
+"""One rank of ZeRO-3 on a device that wants its graph cut and its memory released in step.
+
+Run as a script: ``zero_rank.py OUTPUT``. The device is the host under a stand-in facet that only
+records; what is recorded is written as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anygauge.config.precision import Precision
+from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.interface import Graph, Phase, UnsupportedError
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.loss import summed_cross_entropy
+from anygauge.registry import Registry
+from anygauge.strategies.base import BuildContext, DeviceBatch
+from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_runtime import import_deepspeed
+from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.runs import TINY
+
+
+class Recording(Graph):
+    """Cuts nothing; remembers what it was asked."""
+
+    sync_on_release = True
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def mark_step(self, phase: Phase) -> None:
+        self.phases.append(phase.value)
+
+
+def main(output: Path) -> None:
+    backend = Registry.load().create_backend("cpu")
+    graph = Recording()
+    backend.graph = graph
+    waits = 0
+
+    def synchronize() -> None:
+        nonlocal waits
+        waits += 1
+
+    backend.placement.synchronize = synchronize  # type: ignore[method-assign]
+    device = backend.open(0)
+    backend.collectives.open(
+        rendezvous=os.environ["RENDEZVOUS"], rank=0, world_size=1, timeout_s=60, device=device
+    )
+    context = BuildContext(
+        factory=CausalModelFactory(
+            ModelSection(config=TINY, tokenizer="none"),
+            AdapterSection(rank=4),
+            attention="eager",
+            dtype=torch.bfloat16,
+            seed=0,
+            gradient_checkpointing=True,
+        ),
+        optimizer=optimizer_factory(OptimizerSection()),
+        precision=Precision(compute="bfloat16", reduce="float32"),
+        backend=backend,
+        rank=0,
+        world_size=1,
+        micro_batch=1,
+        max_norm=1.0,
+    )
+    # Nothing may stay resident, or nothing would be released.
+    engine = Zero(3, {"stage3_param_persistence_threshold": 0}).build(context)
+    ids = torch.arange(8)[None]
+    batch = DeviceBatch({"input_ids": ids, "use_cache": False}, ids)
+    waits_in_step = []
+    for _ in range(2):
+        before = waits
+        engine.run_step([batch, batch], summed_cross_entropy, 14)
+        waits_in_step.append(waits - before)
+        engine.update(1e-3, 1.0)
+    result: dict[str, Any] = {
+        "phases": graph.phases,
+        "waits_in_step": waits_in_step,
+        "buffers": sorted({str(b.dtype) for b in engine.model.buffers()}),
+        "parameters": sorted({str(p.dtype) for p in engine.model.parameters()}),
+        "shards": sorted({p.numel() for p in engine.model.parameters() if not p.requires_grad}),
+        "exported": sorted({str(t.dtype) for t in engine.export_trained().values()}),
+    }
+    engine.close()
+
+    class Elsewhere(type(backend)):  # type: ignore[misc]
+        def engine_settings(self, engine: str) -> Any:
+            return [
+                type(s)(name=s.name, value="xpu", reason=s.reason, source=s.source)
+                for s in super().engine_settings(engine)
+            ]
+
+    try:
+        import_deepspeed(Elsewhere())
+    except UnsupportedError as error:
+        result["refusal"] = str(error)
+    backend.close()
+    output.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
