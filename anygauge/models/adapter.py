@@ -37,9 +37,15 @@ def add_adapter(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    except (ValueError, TypeError) as error:
+        raise ModelError(
+            f"adapter: peft refused targets {section.targets!r}: {str(error).splitlines()[0]} "
+            f"Linear layers here: {', '.join(linear_names(model))}; or use all-linear"
+        ) from error
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -50,18 +56,23 @@ def check_targets(model: nn.Module, targets: str | list[str]) -> None:
     """Refuse targets that match nothing, before peft does so less clearly."""
     if isinstance(targets, str):
         return
-    linear = {
-        name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)
-    }
+    linear = linear_names(model)
     names = {name for name, _ in model.named_modules()}
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            near = difflib.get_close_matches(target, sorted(linear), 1)
+            near = difflib.get_close_matches(target, linear, 1)
             raise ModelError(
                 f"adapter.targets: no layer is called {target!r}"
                 + (f"; did you mean {near[0]!r}?" if near else "")
-                + f" Linear layers here: {', '.join(sorted(linear))}; or use all-linear"
+                + f" Linear layers here: {', '.join(linear)}; or use all-linear"
             )
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of all linear layers."""
+    return sorted(
+        {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    )
 
 
 def adapter_state(model: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class PreparedRun:
     tokenizer: Any
     precision: Precision
     data: Prepared
+    choices: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +109,7 @@ def prepare_run(
     """Build everything that the loop needs on this rank's opened device."""
     run = load_run_file(job.run_file).run
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
+    kernels = registry.resolve_kernels(backend, run.kernels)
     attention = backend.attention if run.model.attention == "auto" else run.model.attention
     # Ranks draw their dropout apart; initial weights come from generators of their own.
     backend.placement.seed(run.train.seed * 100_003 + rank.index)
@@ -211,6 +213,11 @@ def prepare_run(
         tokenizer=tokenizer,
         precision=precision,
         data=data,
+        choices={
+            "attention": attention,
+            "precision": dataclasses.asdict(precision),
+            "kernels": {name: choice.record() for name, choice in kernels.items()},
+        },
     )
 
 

@@ -165,6 +165,9 @@ def save(job: Job, rank: Any, prepared: Any) -> dict[str, Any]:
         "tokens_per_s": meter.tokens / meter.seconds if meter.seconds else None,
         "saved": str(folder),
         "data": str(prepared.data.report),
+        "backend": job.backend,
+        "strategy": job.strategy,
+        "choices": dict(prepared.choices),
     }
 
 
