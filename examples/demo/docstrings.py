@@ -40,7 +40,7 @@ SKIPPED_FOLDERS = {
 """Tests, other people's packages, generated tables and programs rather than libraries."""
 
 ANSWER_LENGTH = range(20, 241)
-LONGEST_SIGNATURE = 120
+LONGEST_SIGNATURE = 60
 LONGEST_SNIPPET = 400
 HELD_OUT_SHARE = 0.08
 FEWEST_ROWS = 1000
