@@ -48,8 +48,8 @@ def run(arguments: list[str]) -> int:
         near = get_close_matches(name, COMMANDS, 1)
         print(
             f"error: no command {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + f" Commands: {', '.join(COMMANDS)}",
+            + (f"; did you mean {near[0]!r}?" if near else ";")
+            + f" commands: {', '.join(COMMANDS)}",
             file=sys.stderr,
         )
         return 2

@@ -67,9 +67,11 @@ def engine_settings(intent: Intent) -> tuple[list[Any], str]:
     """
     from anygauge.config.precision import resolve_precision
     from anygauge.models.factory import CausalModelFactory
+    from anygauge.models.quiet import quiet_libraries
     from anygauge.strategies import create_strategy
     from anygauge.strategies.base import torch_dtype
 
+    quiet_libraries()
     run = intent.run
     backend = intent.registry.create_backend(intent.selection, run.backend_options)
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)

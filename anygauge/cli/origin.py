@@ -38,6 +38,8 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
 
     folder = Path(model)
     if not (folder / "run.yaml").is_file():
+        if model.startswith(("/", ".", "~")) and not folder.is_dir():
+            raise ModelError(f"no such folder: {model}")
         section = ModelSection(name=model, tokenizer=tokenizer)
         return ModelOrigin(section=section, adapter=adapter, template="{prompt}")
     from anygauge.config import load_run_file

@@ -33,7 +33,7 @@ def train(
         typer.Option("--dry-run", help="Show settings, engine and processes; start nothing."),
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Only the end, not every step, on the terminal.")
+        bool, typer.Option("--quiet", help="Print warnings and failures only.")
     ] = False,
 ) -> None:
     """Fine-tune a model as a run file says."""
@@ -62,9 +62,9 @@ def start(intent: Intent, *, quiet: bool) -> int:
     from anygauge.interface.files import write_text
 
     job, run = intent.job, intent.run
-    chosen = run.model_copy(update={"backend": job.backend})
-    write_text(Path(job.run_file), dump_run(chosen))
     launcher = intent.registry.launcher(run.launch.launcher)()
     plan = launcher.render(job, run.launch.options)
+    chosen = run.model_copy(update={"backend": job.backend})
+    write_text(Path(job.run_file), dump_run(chosen))
     running = launcher.submit(plan)
     return follow(running, run_directory=job.run_directory, quiet=quiet)

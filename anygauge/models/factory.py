@@ -101,7 +101,7 @@ class CausalModelFactory:
                     self.config,
                     attn_implementation=self._attention,
                     trust_remote_code=self.section.trust_remote_code,
-                    torch_dtype=torch.float32,
+                    **dtype_argument(torch.float32),
                 )
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
             raise ModelError(
@@ -182,6 +182,16 @@ class CausalModelFactory:
         if reentrant and self.adapter is not None:
             # A reentrant region passes no gradient unless an input of it asks for one.
             model.enable_input_require_grads()
+
+
+def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The keyword that the installed transformers has for a model's type."""
+    import transformers
+    from packaging.version import Version
+
+    # 4.56 renamed it, and warns of the old name.
+    new = Version(transformers.__version__) >= Version("4.56")
+    return {"dtype" if new else "torch_dtype": dtype}
 
 
 def _no_initialisation() -> Any:

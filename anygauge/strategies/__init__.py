@@ -25,8 +25,8 @@ def check_name(name: str, world_size: int) -> None:
         near = difflib.get_close_matches(name, WORLD_SIZES, 1)
         raise RunFileError(
             f"strategy.name: no strategy {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + f" Valid: {', '.join(WORLD_SIZES)}"
+            + (f"; did you mean {near[0]!r}?" if near else ";")
+            + f" valid: {', '.join(WORLD_SIZES)}"
         )
     needed = WORLD_SIZES[name]
     if needed is not None and world_size != needed:

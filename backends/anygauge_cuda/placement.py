@@ -40,8 +40,8 @@ class CudaPlacement(Placement):
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             raise NotAvailableError(
-                f"CUDA cannot be used: {error}. `anygauge doctor --backend cuda` looks for the "
-                "cause"
+                f"CUDA cannot be used: {error}. `anygauge backends` shows what was looked at on "
+                "this machine"
             ) from error
         device = super().open(local_rank)
         self.dtypes = self._hardware_dtypes(device)

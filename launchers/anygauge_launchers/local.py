@@ -40,8 +40,8 @@ class Local:
         if job.nodes != 1:
             raise UnsupportedError(
                 f"launch.launcher: 'local' starts ranks on this machine only, and launch.nodes is "
-                f"{job.nodes}. Set launch.nodes to 1, or use a launcher for several machines "
-                "(`anygauge plugins` lists those installed)."
+                f"{job.nodes}. Set launch.nodes to 1, or name a launcher for several machines, "
+                "which comes as a plugin."
             )
         job_file = str(Path(job.run_directory) / "job.json")
         return Plan(

@@ -37,8 +37,10 @@ def loaded(source: str, *arguments: str) -> list[str]:
     return [name for name in HEAVY if name in present]
 
 
-def test_what_is_imported_is_seen():
-    assert loaded("import torch") == ["torch"]
+def test_what_is_imported_is_seen(tmp_path):
+    (tmp_path / "torch.py").touch()
+    source = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch"
+    assert loaded(source) == ["torch"]
 
 
 @pytest.mark.parametrize(
