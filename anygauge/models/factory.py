@@ -176,9 +176,11 @@ class CausalModelFactory:
         """See `ModelFactory.checkpoint_activations`."""
         if not self._gradient_checkpointing:
             return
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
-        )
+        options = {"use_reentrant": reentrant}
+        if hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:  # the name before transformers 5.23
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if reentrant and self.adapter is not None:
             # A reentrant region passes no gradient unless an input of it asks for one.
             model.enable_input_require_grads()

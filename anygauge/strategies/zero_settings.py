@@ -102,7 +102,7 @@ def zero_settings(
             "zero_optimization.stage3_prefetch_bucket_size",
             PREFETCH,
             "large enough to fetch the next weight of a 70B model whole",
-            "Gaudi2 MLPerf v4.0 submission",
+            "MLPerf v4.0 LLM fine-tuning, a submission with ZeRO-3",
         )
         if sizes is not None:
             _add_lora_settings(add, sizes)

@@ -15,7 +15,7 @@ import pytest
 
 from anygauge.cli import run as command
 from anygauge.interface import AnygaugeError
-from tests.helpers.runs import run_file, train
+from tests.helpers.runs import run_file, train, trained_here
 
 PATIENCE_S = 300
 """For a loaded machine to start two ranks; what is asserted is never how long it took."""
@@ -106,11 +106,20 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_errors_that_only_ranks_can_find(case: str, tmp_path: Path) -> None:
+def test_errors_that_only_a_rank_can_find(case: str, tmp_path: Path) -> None:
     changes, expected = CHANGES[case]
-    run = train(run_file(tmp_path, **changes), timeout_s=PATIENCE_S)
+    path = run_file(tmp_path, strategy={"name": "single"}, **changes)
+    with pytest.raises(AnygaugeError, match=expected):
+        trained_here(path)
+    assert not (tmp_path / "out" / "tiny" / "adapter").exists()
+
+
+def test_an_error_of_two_ranks_is_one_message(tmp_path: Path) -> None:
+    changes, expected = CHANGES["a loss that is no number"]
+    run = train(run_file(tmp_path, **changes), "--devices", "2", timeout_s=PATIENCE_S)
     assert run.status == 1
-    assert re.search(expected, run.err), run.err
+    assert len(re.findall("the loss became", run.err)) == 1, run.err
+    assert re.search(expected, run.err)
     assert "Traceback" not in run.out + run.err
     assert not (run.folder / "adapter").exists()
 

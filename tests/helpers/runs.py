@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 
@@ -101,6 +103,26 @@ def anygauge(
         stdin=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )
+
+
+def trained_here(path: Path) -> Run:
+    """A run of one rank in this very process: no launcher, no agent, seconds instead of a minute.
+
+    For strategy `single` alone: DeepSpeed changes the process that imports it.
+    """
+    from anygauge.cli.plan import read_intent
+    from anygauge.config import dump_run
+    from anygauge.interface.events import EventWriter
+    from anygauge.interface.files import write_text
+    from anygauge.training.worker import run_rank
+
+    intent = read_intent(path, [], {}, need_device=True)
+    assert intent.run.strategy.name == "single"
+    write_text(intent.job.run_file, dump_run(intent.run))
+    identity = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    with mock.patch.dict(os.environ, identity), contextlib.ExitStack() as opened:
+        run_rank(intent.job, 0, EventWriter(None), opened)
+    return Run(folder=Path(intent.job.run_directory), status=0, out="", err="")
 
 
 def train(path: Path, *options: str | Path, timeout_s: float = 400) -> Run:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import run_file, trained
+from tests.helpers.runs import run_file, trained_here
 
 FORMS: dict[str, dict[str, Any]] = {
     "gsm8k_train.jsonl": {"prompt": "question", "completion": "answer"},
@@ -29,6 +29,6 @@ def test_trains_on(file: str, tmp_path: Path) -> None:
         strategy={"name": "single"},
         train={"steps": 3, "optimizer": {"lr": 2.0e-2}},
     )
-    run = trained(path)
+    run = trained_here(path)
     assert run.steps("loss")[-1] < run.steps("loss")[0]
     assert str(folder) in (run.folder / "run.yaml").read_text(), "the resolved file stands alone"

@@ -15,14 +15,14 @@ from anygauge.config import load_run_file
 from anygauge.data import evaluation_batches, prepare
 from anygauge.models.inputs import model_inputs
 from anygauge.models.loss import summed_cross_entropy
-from tests.helpers.runs import Run, run_file, trained
+from tests.helpers.runs import Run, anygauge, run_file, trained, trained_here
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All weights of a tiny model, trained in one process."""
     folder = tmp_path_factory.mktemp("base")
-    return trained(
+    return trained_here(
         run_file(
             folder,
             adapter=None,
@@ -136,13 +136,8 @@ def test_the_terminal_shows_anygauges_lines_only(adapted: Run) -> None:
 
 
 def test_a_resolved_run_file_runs_again_unchanged(base: Run, tmp_path: Path) -> None:
-    again = trained_again(base, tmp_path)
-    assert again == base.steps("loss")
-
-
-def trained_again(run: Run, folder: Path) -> list[float]:
-    from tests.helpers.runs import anygauge
-
-    done = anygauge(["train", run.folder / "run.yaml", "--output", folder], cwd=folder)
+    """Through the command line this time, from another folder."""
+    done = anygauge(["train", base.folder / "run.yaml", "--output", tmp_path], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    return Run(folder=folder / "tiny", status=0, out="", err="").steps("loss")
+    again = Run(folder=tmp_path / "tiny", status=0, out="", err="")
+    assert again.steps("loss") == base.steps("loss")
