@@ -104,3 +104,15 @@ def test_precision_is_said_in_deepspeeds_words() -> None:
 def test_stage_0_refuses_what_deepspeed_has_not() -> None:
     with pytest.raises(UnsupportedError, match="stage 0"):
         config(stage=0)
+
+
+@pytest.mark.parametrize(
+    ("version", "reentrant"), [("0.16.9", True), ("0.19.2", True), ("0.19.6", False)]
+)
+def test_checkpointing_is_reentrant_where_deepspeed_needs_it(
+    version: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anygauge.strategies import zero_runtime
+
+    monkeypatch.setattr(zero_runtime.metadata, "version", lambda package: version)
+    assert zero_runtime.needs_reentrant_checkpointing() is reentrant
