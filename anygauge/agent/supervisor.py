@@ -147,6 +147,8 @@ class Supervisor:
                 _note(f"rank {rank.rank} sent what is no event: {line[:500]!r}")
                 continue
             self._outbox.forward(line)
+            if self._first_finish is not None:
+                self._first_finish = time.monotonic()  # who reports is not stuck
         if rank.silent:
             self._listen(rank, False)
         if rank.failure is not None:

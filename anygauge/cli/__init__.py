@@ -26,6 +26,13 @@ def main() -> None:
     except AnygaugeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
+    except OSError as error:
+        print(
+            f"error: {error}. Check that the path is right and can be written, and that the disk "
+            "is not full",
+            file=sys.stderr,
+        )
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -17,10 +17,11 @@ def show(intent: Intent) -> None:
     """Print the run; writes nothing, starts nothing, opens no device."""
     console = Console(highlight=False, soft_wrap=True)
     job, run = intent.job, intent.run
-    console.print(f"[bold]Run[/bold] {job.name}: would write {job.run_directory}")
+    console.print(f"Run {job.name}: would write {job.run_directory}", style="bold", markup=False)
     console.print(
         f"  backend {job.backend}, strategy {job.strategy}, {job.nodes} x {job.devices_per_node} "
-        f"ranks, launcher {run.launch.launcher}"
+        f"ranks, launcher {run.launch.launcher}",
+        markup=False,
     )
     for name, reason in intent.selection.rejected:
         console.print(f"  not {name}: {reason}", markup=False)

@@ -13,9 +13,10 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from anygauge.cli.plan import BackendOption, DevicesOption, Intent, NodesOption, SetOption
-from anygauge.interface import Job
+from anygauge.interface import Job, RunFileError
 
 if TYPE_CHECKING:
     from anygauge.registry import Registry, ResolvedSetting
@@ -82,6 +83,10 @@ def _job(
 
     registry = Registry.load()
     if run_file is None:
+        if set_:
+            raise RunFileError(
+                "--set changes a run file: name one, anygauge env RUN.yaml --set ..."
+            )
         selection = registry.select_backend(backend or "auto", need_device=False)
         job = Job(
             name="env",
@@ -153,18 +158,11 @@ def environment_table(by_rank: dict[int, list[ResolvedSetting]]) -> Table:
         over = "; ".join(f"not {v} ({o})" for o, v in shown_overruled(one))
         why = f"{one.setting.reason} [{one.setting.source}]" + (f"; {over}" if over else "")
         everyone = len(ranks) == len(by_rank)
-        table.add_row(
-            name, value, "all" if everyone else ",".join(map(str, ranks)), origin, _escaped(why)
-        )
+        shown_ranks = "all" if everyone else ",".join(map(str, ranks))
+        table.add_row(*map(Text, (name, value, shown_ranks, origin, why)))
     if not rows:
         table.add_row("(none)", "", "", "", "this backend sets nothing for such a job")
     return table
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _shell(one: ResolvedSetting) -> str:

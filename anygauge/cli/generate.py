@@ -10,6 +10,7 @@ import typer
 
 from anygauge.cli.origin import MODEL_HELP, model_origin
 from anygauge.cli.plan import BackendOption
+from anygauge.interface import ModelError
 
 
 def generate(
@@ -48,7 +49,7 @@ def generate(
     from anygauge.models.generate import generate as answer
     from anygauge.models.generate import load_for_inference
     from anygauge.models.quiet import quiet_libraries
-    from anygauge.models.tokenizer import load_tokenizer
+    from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
     from anygauge.strategies.base import torch_dtype
 
     quiet_libraries()
@@ -66,11 +67,15 @@ def generate(
             dtype=torch_dtype(precision.compute),
             attention=opened.attention,
         )
+        check_vocabulary(loaded.config, loaded_tokenizer)
         text = prompt if raw else origin.template.replace("{prompt}", prompt)
+        ids = prompt_ids(loaded_tokenizer, text)
+        if not ids:
+            raise ModelError("the prompt is empty: give --prompt TEXT, or text on standard input")
         answer(
             loaded,
             loaded_tokenizer,
-            prompt_ids(loaded_tokenizer, text),
+            ids,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             show=lambda piece: print(piece, end="", flush=True),

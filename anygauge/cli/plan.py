@@ -21,9 +21,9 @@ BackendOption = Annotated[
     typer.Option("--backend", help="A backend's name, or auto; `anygauge backends` lists them."),
 ]
 DevicesOption = Annotated[
-    int | None, typer.Option("--devices", help="Ranks per machine, one per device.")
+    int | None, typer.Option("--devices", min=1, help="Ranks per machine, one per device.")
 ]
-NodesOption = Annotated[int | None, typer.Option("--nodes", help="Machines.")]
+NodesOption = Annotated[int | None, typer.Option("--nodes", min=1, help="Machines.")]
 LauncherOption = Annotated[str | None, typer.Option("--launcher", help="How ranks are started.")]
 SetOption = Annotated[
     list[str] | None,
@@ -97,7 +97,7 @@ def free_folder(wanted: Path) -> Path:
     """`wanted`, or the first of ``wanted-2``, ``wanted-3``, ... that is no run's already."""
     wanted = wanted.absolute()
     number, folder = 1, wanted
-    while folder.exists() and any(folder.iterdir()):
+    while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder

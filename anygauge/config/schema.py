@@ -213,7 +213,8 @@ class RunFile(Section):
     strategy: StrategySection = StrategySection()
     launch: LaunchSection = LaunchSection()
     kernels: dict[str, str] = Field(
-        default_factory=dict, description="Operation: kernel name; a named one must run."
+        default_factory=dict,
+        description="Operation: kernel name, which must be able to run here; recorded.",
     )
     backend_options: dict[str, Any] = Field(
         default_factory=dict, description="For the backend alone."

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         NonFiniteLossError,
         NotAvailableError,
         PluginError,
-        RankFailedError,
         RunFileError,
         UnsupportedError,
     )
@@ -86,7 +85,6 @@ __all__ = [
     "PluginError",
     "Presence",
     "Probe",
-    "RankFailedError",
     "RdmaDevice",
     "Requirement",
     "RunFileError",
@@ -138,7 +136,6 @@ _HOMES = {
     "PluginError": "errors",
     "Presence": "probe",
     "Probe": "probe",
-    "RankFailedError": "errors",
     "RdmaDevice": "job",
     "Requirement": "backend",
     "RunFileError": "errors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from anygauge.interface.collectives import Collectives
@@ -170,4 +170,3 @@ class Requirement:
 
     capability: str
     because: str
-    extra: Mapping[str, Any] = field(default_factory=dict)

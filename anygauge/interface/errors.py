@@ -7,8 +7,7 @@
     ├── PluginError                 a plugin is broken, misspelt, doubled or too old
     │   └── NotAvailableError       the plugin is sound, but cannot run on this machine
     ├── UnsupportedError            a device or strategy lacks what was asked of it
-    ├── NonFiniteLossError          the loss became inf or nan
-    └── RankFailedError             a process of the run ended early
+    └── NonFiniteLossError          the loss or its gradient became inf or nan
 
 A message says what was received, where, what is valid, and what to do next.
 """
@@ -54,7 +53,3 @@ class UnsupportedError(AnygaugeError):
 
 class NonFiniteLossError(AnygaugeError):
     """The training loss became infinite or not a number; the message names the batch's rows."""
-
-
-class RankFailedError(AnygaugeError):
-    """A process of the run ended early; the message names the earliest failure."""

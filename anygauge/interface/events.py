@@ -11,6 +11,7 @@ ranks, ``rank``.
                       a header for the terminal
 ``step``              ``step`` (1-based), ``steps`` and the metrics of one optimizer step
 ``evaluation``        ``step``, ``name`` and ``eval_loss`` (nats per token)
+``saving``            again and again while a rank saves: it is not stuck
 ``finished``          the rank has done all its work; rank 0 adds ``summary`` (name: value)
 ``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),
                       ``exit_status``; sent before the rank closes its connections, so that it

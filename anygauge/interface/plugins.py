@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -126,7 +126,3 @@ class TrackerSpec:
     factory: str
     api_version: int
     missing: Callable[[], str | None] = lambda: None
-
-
-AnySpec = KernelSpec | LauncherSpec | TrackerSpec
-Names = Sequence[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
-from anygauge.interface.files import replaced
+from anygauge.interface.files import replaced, write_text
 
 ADAPTER_NAME = "default"
 WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
 
 
 def add_adapter(
@@ -39,7 +41,8 @@ def add_adapter(
     )
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            # The host's generator alone: torch.manual_seed would reset the devices' as well.
+            torch.default_generator.manual_seed(seed)
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     except (ValueError, TypeError) as error:
         raise ModelError(
@@ -83,7 +86,9 @@ def adapter_state(model: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor
     """
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(model, state_dict=dict(trained), adapter_name=ADAPTER_NAME)
+    state = get_peft_model_state_dict(
+        model, state_dict=dict(trained), adapter_name=ADAPTER_NAME, save_embedding_layers=False
+    )
     if not state or any(tensor.numel() == 0 for tensor in state.values()):
         raise ModelError(
             f"the adapter to save is empty ({len(state)} tensors): nothing was written"
@@ -116,7 +121,10 @@ def save_adapter(
     config = model.peft_config[ADAPTER_NAME]
     config.base_model_name_or_path = base
     config.inference_mode = True
-    config.save_pretrained(str(folder))
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        config.save_pretrained(temporary_folder)
+        text = (Path(temporary_folder) / CONFIG_FILE).read_text()
+    write_text(folder / CONFIG_FILE, text)
 
 
 def load_adapter(model: nn.Module, folder: Path) -> Any:
@@ -127,7 +135,7 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
     """
     from peft import PeftModel
 
-    missing = [f for f in ("adapter_config.json", WEIGHTS_FILE) if not (folder / f).is_file()]
+    missing = [f for f in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / f).is_file()]
     if missing:
         raise ModelError(
             f"{folder} is no adapter folder: {', '.join(missing)} is missing. A run writes its "
@@ -135,7 +143,7 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
         )
     try:
         return PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         raise ModelError(
             f"the adapter in {folder} does not fit this model: {str(error).splitlines()[0]}"
         ) from error

@@ -21,6 +21,7 @@ def save_model(
     folder: Path,
     *,
     dtype: torch.dtype,
+    generation: Any = None,
 ) -> None:
     """Write weights in `dtype`, the configuration and the tokenizer to `folder`.
 
@@ -28,6 +29,7 @@ def save_model(
 
     Args:
         state: parameter name -> tensor, as the model's own ``named_parameters`` has them.
+        generation: the model's generation configuration, if it has one of its own.
 
     Raises:
         ModelError: there is nothing to write.
@@ -48,6 +50,11 @@ def save_model(
         config.dtype = dtype
         config.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        if generation is not None:
+            generation.save_pretrained(temporary)
+        for file in temporary.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     finally:

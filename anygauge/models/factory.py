@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.interface import ModelError
+from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.adapter import add_adapter
 from anygauge.models.files import WeightFiles, match_names
 
-FILE_PATTERNS = ["*.json", "*.safetensors", "*.safetensors.index.json", "*.py", "*.model"]
+FILE_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.py", "*.model"]
 
 
 def local_folder(section: ModelSection) -> Path:
@@ -56,8 +57,12 @@ def load_config(section: ModelSection) -> Any:
         if section.config is not None:
             fields = dict(section.config)
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        assert section.name is not None
+        here = Path(section.name)
+        if here.is_absolute() and not here.is_dir():
+            raise ModelError(f"model.name: no such folder: {here}")
         return AutoConfig.from_pretrained(
-            local_folder(section), trust_remote_code=section.trust_remote_code
+            section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
     except ModelError:
         raise
@@ -87,7 +92,7 @@ class CausalModelFactory:
         self._dtype = dtype
         self._seed = seed
         self._gradient_checkpointing = gradient_checkpointing
-        self._files = None if section.name is None else WeightFiles(local_folder(section))
+        self._files: WeightFiles | None = None
         self._names: dict[str, str] | None = None
 
     def skeleton(self) -> nn.Module:
@@ -98,27 +103,30 @@ class CausalModelFactory:
         try:
             with init_empty_weights(include_buffers=False), _no_initialisation():
                 model = AutoModelForCausalLM.from_config(
-                    self.config,
+                    copy.deepcopy(self.config),  # what is set on the model is not the user's
                     attn_implementation=self._attention,
                     trust_remote_code=self.section.trust_remote_code,
                     **dtype_argument(torch.float32),
                 )
-        except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+        except Exception as error:
             raise ModelError(
                 f"model: {type(self.config).__name__} with attention {self._attention!r} cannot "
                 f"be built: {str(error).splitlines()[0]}"
             ) from error
         model.tie_weights()
         model.config.use_cache = False
+        refuse_persistent_buffers(model)
         return model
 
     def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:
         """See `ModelFactory.values`."""
         module = model.get_submodule(unit)
         names = [name for name, p in module.named_parameters() if p.is_meta]
-        if self._files is None:
+        if self.section.name is None:
             return self._drawn(model, unit, names)
-        if self._names is None:
+        # Only now: a dry run needs the configuration, not gigabytes of weights.
+        if self._files is None or self._names is None:
+            self._files = WeightFiles(local_folder(self.section))
             self._names = match_names(model, self._files)
         prefix = f"{unit}." if unit else ""
         found = {}
@@ -153,7 +161,8 @@ class CausalModelFactory:
             owner._parameters[key] = twin
             found[name] = twin.detach()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(zlib.crc32(f"{self._seed}:{unit}".encode()))
+            # The host's generator alone: torch.manual_seed would reset the devices' as well.
+            torch.default_generator.manual_seed(zlib.crc32(f"{self._seed}:{unit}".encode()))
             if whole:
                 nn.Module.apply(module, model._init_weights)
             else:
@@ -184,6 +193,22 @@ class CausalModelFactory:
         if reentrant and self.adapter is not None:
             # A reentrant region passes no gradient unless an input of it asks for one.
             model.enable_input_require_grads()
+
+
+def refuse_persistent_buffers(model: nn.Module) -> None:
+    """Refuse a model that stores more than parameters: such buffers are not loaded or saved yet.
+
+    Raises:
+        UnsupportedError: names the buffers.
+    """
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stored = sorted(set(model.state_dict()) - known)
+    if stored:
+        raise UnsupportedError(
+            f"model: {type(model).__name__} stores {len(stored)} buffers beside its parameters, "
+            f"first {stored[0]!r}; anygauge neither loads nor saves these yet, so training would "
+            "start from wrong values. Use an architecture without them"
+        )
 
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -22,7 +22,7 @@ class StepFlops:
     per_token_and_position: float
 
     def of(self, tokens: int, row_length: float) -> float:
-        """Operations for `tokens` tokens (padding included) in rows of `row_length`."""
+        """Operations for `tokens` tokens in rows of `row_length`."""
         return tokens * (self.per_token + self.per_token_and_position * row_length)
 
 

@@ -41,7 +41,7 @@ def load_for_inference(
             attn_implementation=attention,
             trust_remote_code=section.trust_remote_code,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
         raise ModelError(
             f"no model could be loaded from {section.name!r}: {str(error).splitlines()[0]}"
         ) from error
@@ -88,7 +88,8 @@ def generate(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            # A model may have several tokens that end an answer; the tokenizer knows one.
+            eos_token_id=model.generation_config.eos_token_id or tokenizer.eos_token_id,
             streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
             if show
             else None,

@@ -67,6 +67,14 @@ def check_packing(config: Any, attention: str, max_length: int) -> None:
     Raises:
         UnsupportedError: with the reason and the way out.
     """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    other = sorted(kinds - {"full_attention", "sliding_attention"})
+    if other or not getattr(config, "num_attention_heads", None):
+        raise UnsupportedError(
+            "data.packing: this model has layers of kind "
+            f"{', '.join(other) or 'no attention'}, which the mask between packed rows does not "
+            "reach; set data.packing: false"
+        )
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) and window and window < max_length:
         raise UnsupportedError(

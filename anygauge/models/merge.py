@@ -77,6 +77,7 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
         tokenizer,
         output,
         dtype=stored,
+        generation=merged_model.generation_config,
     )
     return report
 

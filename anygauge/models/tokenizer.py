@@ -29,7 +29,8 @@ def load_tokenizer(section: ModelSection) -> Any:
         else:
             tokenizer = AutoTokenizer.from_pretrained(
                 origin,
-                revision=section.revision,
+                # A revision of the model's repository means nothing in another one.
+                revision=section.revision if section.tokenizer is None else None,
                 trust_remote_code=section.trust_remote_code,
             )
     except Exception as error:
@@ -47,6 +48,20 @@ def load_tokenizer(section: ModelSection) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def check_vocabulary(config: Any, tokenizer: Any) -> None:
+    """Refuse a tokenizer whose tokens the model has no embedding for.
+
+    Raises:
+        ModelError: names both sizes.
+    """
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is not None and len(tokenizer) > vocabulary:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary} rows in its "
+            "embedding; give model.tokenizer (or --tokenizer) the model's own"
+        )
 
 
 ROLES = {

@@ -8,8 +8,8 @@ that runs them batch by batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,26 @@ class DeviceBatch:
 
     inputs: Mapping[str, Any]
     labels: Tensor
+
+
+class Placed(Sequence[DeviceBatch]):
+    """Micro-batches that move to the device one at a time, as the engine comes to them."""
+
+    def __init__(self, batches: Sequence[Any], place: Callable[[Any], DeviceBatch]) -> None:
+        self._batches = batches
+        self._place = place
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> DeviceBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Placed: ...
+    def __getitem__(self, index: int | slice) -> DeviceBatch | Placed:
+        if isinstance(index, slice):
+            return Placed(self._batches[index], self._place)
+        return self._place(self._batches[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +134,6 @@ class BuildContext:
         rank, world_size: of this process in the run.
         micro_batch: sequences per forward.
         max_norm: the run's clipping norm.
-        say: tells the user a line.
     """
 
     factory: ModelFactory
@@ -125,7 +144,6 @@ class BuildContext:
     world_size: int
     micro_batch: int
     max_norm: float
-    say: Callable[[str], None] = field(default=lambda line: None)
 
 
 class Strategy(Protocol):

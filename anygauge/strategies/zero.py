@@ -108,7 +108,9 @@ class ZeroEngine:
 
         whole: dict[str, Tensor] = {}
         for name, parameter in self._trained:
-            value = parameter if self._stage == 0 else safe_get_full_fp32_param(parameter)
+            value = safe_get_full_fp32_param(parameter)
+            if value is None and self._stage == 0:
+                value = parameter  # stage 0 keeps no master of its own in float32 and float16
             if value is None:
                 raise RuntimeError(f"DeepSpeed returned no value for the trained parameter {name}")
             if self._rank == 0:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from anygauge.data import MicroBatch
 from anygauge.interface import Collectives, NonFiniteLossError
+from anygauge.strategies.base import UpdateResult
 
 MOST_ROWS = 8
 
@@ -14,32 +15,41 @@ MOST_ROWS = 8
 def check_finite(
     index: int,
     total: float,
+    update: UpdateResult,
     sums: Sequence[float],
     batches: Sequence[MicroBatch],
     collectives: Collectives,
 ) -> None:
-    """Return if the step's loss is finite.
+    """Return if the step's loss and gradient are finite.
 
     Args:
         index: the step, from 0.
         total: summed loss over all ranks, the same on every rank.
+        update: what became of it; its norm too is the same on every rank. An update that loss
+            scaling skipped may have any norm: it will try again with a smaller scale.
         sums: this rank's losses, one per micro-batch.
 
     Raises:
         NonFiniteLossError: on every rank together; the message names the rows.
     """
-    if math.isfinite(total):
+    finite_loss = math.isfinite(total)
+    if finite_loss and (update.skipped or math.isfinite(update.grad_norm)):
         return
+    what = (
+        f"the gradient's norm became {update.grad_norm}"
+        if finite_loss
+        else f"the loss became {total}"
+    )
     mine = [
         origin
         for loss, batch in zip(sums, batches, strict=True)
-        if not math.isfinite(loss)
+        if finite_loss or not math.isfinite(loss)
         for origin in batch.origins
     ]
     rows = [origin for rank in collectives.gather_objects(mine) for origin in rank]
     more = f" and {len(rows) - MOST_ROWS} more" if len(rows) > MOST_ROWS else ""
     raise NonFiniteLossError(
-        f"the loss became {total} at step {index + 1}, in the micro-batch with rows "
+        f"{what} at step {index + 1}, with rows "
         f"{', '.join(rows[:MOST_ROWS])}{more}. Look at these rows; or lower "
         "train.optimizer.lr, lengthen train.schedule.warmup_steps, or try precision.compute: "
         "float32. Nothing of this run was saved"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from anygauge.config.schema import TrainSection
 from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Backend
-from anygauge.strategies.base import DeviceBatch, Engine, LossFunction
+from anygauge.strategies.base import DeviceBatch, Engine, LossFunction, Placed
 from anygauge.training.guard import check_finite
 from anygauge.training.meter import RunMeter
 from anygauge.training.schedule import learning_rate
@@ -54,12 +54,12 @@ class Loop:
             tokens = self.batches.supervised_tokens(index)
             lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
             result = self.engine.run_step(
-                [self.place(batch) for batch in micro_batches], self.loss_function, tokens
+                Placed(micro_batches, self.place), self.loss_function, tokens
             )
             update = self.engine.update(lr, self.settings.clip)
             sums = [float(loss) for loss in result.loss_sums]
             (total,) = self.backend.collectives.sum_on_host([sum(sums)])
-            check_finite(index, total, sums, micro_batches, self.backend.collectives)
+            check_finite(index, total, update, sums, micro_batches, self.backend.collectives)
             self.meter.step(
                 index,
                 loss=total / tokens,

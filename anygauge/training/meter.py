@@ -17,6 +17,9 @@ from anygauge.interface import Backend, Tracker
 from anygauge.interface.events import EventWriter
 from anygauge.models.flops import StepFlops
 
+LARGEST_EXPONENT = 700.0
+"""Beyond it exp overflows a float."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Volume:
@@ -111,7 +114,11 @@ class RunMeter:
         if self._file is None:
             return
         self._write(record)
-        self._events.send("evaluation", **{key: _finite(value) for key, value in record.items()})
+        self._events.send(
+            "evaluation",
+            **{key: _finite(value) for key, value in record.items()},
+            perplexity=_finite(math.exp(loss) if loss < LARGEST_EXPONENT else math.inf),
+        )
         for tracker in self._trackers:
             tracker.log(step, {f"{name}/loss": loss})
 

@@ -18,7 +18,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import check_packing, model_inputs
 from anygauge.models.loss import summed_cross_entropy
-from anygauge.models.tokenizer import load_tokenizer
+from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
 from anygauge.strategies.base import (
     BuildContext,
@@ -31,8 +31,6 @@ from anygauge.strategies.base import (
 from anygauge.training.loop import Loop
 from anygauge.training.meter import RunMeter, Volume
 from anygauge.training.optimizer import optimizer_factory
-
-TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +94,7 @@ def placer(backend: Backend, compute: str) -> Callable[[MicroBatch], DeviceBatch
     dtype = torch_dtype(compute)
 
     def place(batch: MicroBatch) -> DeviceBatch:
-        tensors = {name: getattr(batch, name) for name in TENSORS}
-        moved = dataclasses.replace(batch, **backend.placement.to_device(tensors))
+        moved = dataclasses.replace(batch, **backend.placement.to_device(batch.tensors()))
         return DeviceBatch(inputs=model_inputs(moved, dtype), labels=moved.labels)
 
     return place
@@ -111,8 +108,6 @@ def prepare_run(
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
     kernels = registry.resolve_kernels(backend, run.kernels)
     attention = backend.attention if run.model.attention == "auto" else run.model.attention
-    # Ranks draw their dropout apart; initial weights come from generators of their own.
-    backend.placement.seed(run.train.seed * 100_003 + rank.index)
     tokenizer = load_tokenizer(run.model)
     factory = CausalModelFactory(
         run.model,
@@ -122,11 +117,12 @@ def prepare_run(
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
     )
-    vocabulary = getattr(factory.config, "vocab_size", None)
-    if vocabulary is not None and len(tokenizer) > vocabulary:
+    check_vocabulary(factory.config, tokenizer)
+    positions = getattr(factory.config, "max_position_embeddings", None)
+    if positions and run.data.max_length > positions:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary} rows in its "
-            "embedding; give model.tokenizer the model's own tokenizer"
+            f"data.max_length is {run.data.max_length}, but the model was made for {positions} "
+            f"positions; set it to at most {positions}"
         )
     if run.data.packing:
         check_packing(factory.config, attention, run.data.max_length)
@@ -164,9 +160,10 @@ def prepare_run(
             world_size=rank.world_size,
             micro_batch=run.train.micro_batch,
             max_norm=run.train.clip,
-            say=rank.say,
         )
     )
+    # Ranks draw their dropout apart; initial weights came from generators of their own.
+    backend.placement.seed(run.train.seed * 100_003 + rank.index)
     total, trained = parameter_counts(engine)
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "

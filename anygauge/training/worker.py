@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from anygauge.interface.processes import die_with_parent
 
 PACKAGES = ("anygauge", "torch", "transformers", "peft", "deepspeed", "tokenizers", "safetensors")
 GIB = 2**30
+SIGN_OF_LIFE_S = 5.0
 
 
 def main() -> int:
@@ -105,13 +107,19 @@ def run_rank(
                 steps=prepared.loop.batches.steps,
                 world_size=rank.world_size,
                 device=str(backend.placement.device),
+                lines=[
+                    f"training: {prepared.loop.batches.steps} steps on {rank.world_size} "
+                    f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
+                    f"strategy {job.strategy}"
+                ],
             )
             write_versions(Path(job.run_directory))
         try:
             prepared.loop.run()
         finally:
             prepared.meter.close()
-        summary = save(job, rank, prepared)
+        with signs_of_life(events):
+            summary = save(job, rank, prepared)
     summary["seconds"] = time.time() - began
     if index == 0:
         write_text(Path(job.run_directory) / "report.json", json.dumps(summary, indent=2) + "\n")
@@ -133,6 +141,25 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
             f"peak {stats.peak / GIB:.1f} GiB{limit}. Lower train.micro_batch or "
             "data.max_length, switch train.gradient_checkpointing on, or shard over more --devices"
         ) from error
+
+
+@contextlib.contextmanager
+def signs_of_life(events: EventWriter) -> Iterator[None]:
+    """Report that this rank is saving, again and again: other ranks have nothing left to do, and
+    the agent would take a long silence for a rank that is stuck."""
+    done = threading.Event()
+
+    def report() -> None:
+        while not done.wait(SIGN_OF_LIFE_S):
+            events.send("saving")
+
+    thread = threading.Thread(target=report, name="signs-of-life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def save(job: Job, rank: Any, prepared: Any) -> dict[str, Any]:

@@ -70,10 +70,10 @@ class Demo:
         make_anew(self.folder)
         self.say(
             f"Everything goes to {shown(self.folder)}, which each start of the demo makes anew. "
-            f"Commands are meant for {ROOT}."
+            f"The commands below are typed in {ROOT}."
         )
         with self.stage("data", "read this Python's own docstrings"):
-            self.python("docstrings.py", str(self.data), *(QUICK_DATA if self.quick else ()))
+            self.python("docstrings.py", shown(self.data), *(QUICK_DATA if self.quick else ()))
         with self.stage("tokenizer", "train a byte-pair tokenizer on the training text"):
             files = [shown(self.data / name) for name in ("pretrain.jsonl", "train.jsonl")]
             self.python("tokenizer.py", *files, "--folder", shown(self.tokenizer))
@@ -258,8 +258,8 @@ class Demo:
         self.say("What next", style="bold")
         for what, command in (
             (
-                f"Your own model and rows: copy {run_file} and edit three lines in it, "
-                "model.name, data.train.path and data.eval.path; then",
+                f"Your own model and rows: copy {run_file} to my.yaml, change the lines "
+                "marked with <- (model, rows, learning rate ...), then",
                 "anygauge train my.yaml",
             ),
             ("What this machine can train on, and why not on the rest:", "anygauge backends"),
@@ -361,7 +361,9 @@ def main() -> int:
         return 1
     from rich.console import Console
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signum, signal.default_int_handler)
     folder = arguments.folder.absolute()
     try:
         Demo(folder=folder, quick=arguments.quick, console=Console()).run()

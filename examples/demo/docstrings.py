@@ -214,7 +214,7 @@ def _snippet(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines:
         if size > LONGEST_SNIPPET:
             break
         kept.append(line.rstrip())
-    return textwrap.dedent("\n".join(kept)) + "\n"
+    return textwrap.dedent("\n".join(kept))
 
 
 def _is_held_out(answer: str) -> bool:

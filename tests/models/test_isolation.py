@@ -75,10 +75,22 @@ def test_the_mask_lets_a_token_see_its_own_past_only() -> None:
 
 def test_packing_is_refused_where_it_would_leak() -> None:
     class Sliding:
+        num_attention_heads = 4
         sliding_window = 64
+
+    class Hybrid:
+        num_attention_heads = 4
+        layer_types = ("full_attention", "linear_attention")
+
+    class Plain:
+        num_attention_heads = 4
 
     check_packing(Sliding(), "sdpa", max_length=64)
     with pytest.raises(UnsupportedError, match="at most 64"):
         check_packing(Sliding(), "sdpa", max_length=65)
     with pytest.raises(UnsupportedError, match="eager or sdpa"):
-        check_packing(object(), "flash_attention_2", max_length=65)
+        check_packing(Plain(), "flash_attention_2", max_length=65)
+    with pytest.raises(UnsupportedError, match="linear_attention"):
+        check_packing(Hybrid(), "sdpa", max_length=65)
+    with pytest.raises(UnsupportedError, match="no attention"):
+        check_packing(object(), "sdpa", max_length=65)

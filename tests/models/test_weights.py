@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from anygauge.config.schema import ModelSection
-from anygauge.interface import ModelError
+from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.export import save_model
-from anygauge.models.factory import CausalModelFactory
+from anygauge.models.factory import CausalModelFactory, refuse_persistent_buffers
 from anygauge.models.files import WeightFiles
 from anygauge.strategies.materialise import materialise, units
 from tests.helpers.runs import TINY
@@ -120,3 +120,13 @@ def test_torn_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")
     with pytest.raises(ModelError, match="is it whole"):
         WeightFiles(tmp_path)
+
+
+def test_a_model_that_stores_more_than_parameters_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    refuse_persistent_buffers(model)
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    refuse_persistent_buffers(model)
+    model.register_buffer("bias_correction", torch.zeros(1))
+    with pytest.raises(UnsupportedError, match="bias_correction"):
+        refuse_persistent_buffers(model)
