@@ -32,11 +32,8 @@ CLEARLY_BELOW = 0.95
 """The adapter's held-out loss must be at most this share of the base's, or the demo fails."""
 
 QUICK_DATA = ("--files", "40")
-QUICK_TRAIN = (
-    "--set=train.steps=12",
-    "--set=train.log_every=4",
-    "--set=data.max_length=96",
-)
+QUICK_PRETRAIN = ("--set=train.steps=80",)
+QUICK_FINETUNE = ("--set=train.steps=40",)
 
 
 class DemoError(Exception):
@@ -120,7 +117,7 @@ class Demo:
             "model.tokenizer": self.tokenizer,
             "data.train.path": self.data / "pretrain.jsonl",
         }
-        return [*self._elsewhere(places), *(QUICK_TRAIN if self.quick else ())]
+        return [*self._elsewhere(places), *(QUICK_PRETRAIN if self.quick else ())]
 
     def finetune_settings(self) -> list[str]:
         """What differs from ``finetune.yaml``; nothing in the usual folder."""
@@ -129,7 +126,7 @@ class Demo:
             "data.train.path": self.data / "train.jsonl",
             "data.eval.path": self.data / "heldout.jsonl",
         }
-        return [*self._elsewhere(places), *(QUICK_TRAIN if self.quick else ())]
+        return [*self._elsewhere(places), *(QUICK_FINETUNE if self.quick else ())]
 
     def _elsewhere(self, places: dict[str, Path]) -> list[str]:
         if self.folder == DEFAULT_FOLDER:
