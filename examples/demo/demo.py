@@ -154,7 +154,7 @@ class Demo:
         """The command line of this installation; returns what it wrote, if captured."""
         # -P: what lies in the current folder must not stand in for an installed package.
         real = [sys.executable, "-P", "-m", "anygauge.cli", *arguments]
-        return self.start(["anygauge", *arguments], real, capture=capture)
+        return self.start([tool(), *arguments], real, capture=capture)
 
     def start(self, printed: Sequence[str], real: Sequence[str], *, capture: bool = False) -> str:
         """Print a command, run it to its end, and hand it the signals that end the demo.
@@ -257,14 +257,14 @@ class Demo:
             (
                 f"Your own model and rows: copy {run_file} to my.yaml, change the lines "
                 "marked with <- (model, rows, learning rate ...), then",
-                "anygauge train my.yaml",
+                f"{tool()} train my.yaml",
             ),
-            ("What this machine can train on, and why not on the rest:", "anygauge backends"),
-            ("The same file on a GPU:", f"anygauge train {run_file} --backend cuda --devices 1"),
+            ("What this machine can train on, and why not on the rest:", f"{tool()} backends"),
+            ("The same file on a GPU:", f"{tool()} train {run_file} --backend cuda --devices 1"),
             (
                 "One model without an adapter beside it, for any tool that reads transformers' "
                 "folders:",
-                f"anygauge merge {run} --output {model}",
+                f"{tool()} merge {run} --output {model}",
             ),
         ):
             self.say(f"  {what}")
@@ -335,6 +335,13 @@ def make_anew(folder: Path) -> None:
 def shown(path: Path) -> str:
     """A path as it is typed in the root of the repository."""
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def tool() -> str:
+    """The command line as it is typed here: by name only where the shell would find this one."""
+    own = Path(sys.executable).parent / "anygauge"
+    found = shutil.which("anygauge")
+    return "anygauge" if found and Path(found).resolve() == own.resolve() else shown(own)
 
 
 def main() -> int:
