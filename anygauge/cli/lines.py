@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 Event = Mapping[str, Any]
@@ -70,6 +71,8 @@ def size(count: float) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    if isinstance(value, str) and value.startswith("/") and Path(value).is_relative_to(Path.cwd()):
+        return str(Path(value).relative_to(Path.cwd()))  # as it would be typed here
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

@@ -112,6 +112,13 @@ def test_a_summary_is_a_line_for_each_single_value() -> None:
     ]
 
 
+def test_a_path_below_the_current_folder_is_shown_as_it_would_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert summary_lines({"saved": str(tmp_path / "runs/one")}) == ["saved  runs/one"]
+
+
 def test_no_summary_is_no_line() -> None:
     assert summary_lines(None) == []
 
