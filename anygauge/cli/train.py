@@ -60,11 +60,13 @@ def start(intent: Intent, *, quiet: bool) -> int:
     from anygauge.cli.terminal import follow
     from anygauge.config import dump_run
     from anygauge.interface.files import write_text
+    from anygauge.registry import is_secret
 
     job, run = intent.job, intent.run
     launcher = intent.registry.launcher(run.launch.launcher)()
     plan = launcher.render(job, run.launch.options)
     chosen = run.model_copy(update={"backend": job.backend})
-    write_text(Path(job.run_file), dump_run(chosen))
+    secret = any(is_secret(name) for name in run.environment)
+    write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
     running = launcher.submit(plan)
     return follow(running, run_directory=job.run_directory, quiet=quiet)

@@ -45,7 +45,8 @@ class Local:
             )
         job_file = str(Path(job.run_directory) / "job.json")
         return Plan(
-            files=(PlannedFile(path=job_file, text=job.dump()),),
+            # The run file's variables stand in it by value, and some may be secrets.
+            files=(PlannedFile(path=job_file, text=job.dump(), mode=0o600),),
             processes=(
                 PlannedProcess(
                     node_rank=0,
