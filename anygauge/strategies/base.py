@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.precision import Precision
-from anygauge.interface import Backend, Requirement, Setting
+from anygauge.interface import Backend, Phase, Requirement, Setting
 
 
 class ModelFactory(Protocol):
@@ -169,6 +169,19 @@ class Strategy(Protocol):
 
     def build(self, context: BuildContext) -> Engine:
         """Build the model on the backend's opened device."""
+
+
+def summed_losses(
+    model: nn.Module, backend: Backend, batches: Iterable[DeviceBatch], loss_function: LossFunction
+) -> list[Tensor]:
+    """Loss of each batch, summed over its tokens, without gradients or dropout."""
+    model.eval()
+    sums = []
+    with torch.no_grad():
+        for batch in batches:
+            sums.append(loss_function(model(**batch.inputs).logits, batch.labels))
+            backend.graph.mark_step(Phase.FORWARD)
+    return sums
 
 
 def torch_dtype(name: str) -> torch.dtype:

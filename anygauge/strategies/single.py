@@ -20,6 +20,7 @@ from anygauge.strategies.base import (
     StepResult,
     UpdateResult,
     set_learning_rate,
+    summed_losses,
     torch_dtype,
     trained_parameters,
 )
@@ -104,13 +105,7 @@ class SingleEngine:
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
-        self.model.eval()
-        sums = []
-        with torch.no_grad():
-            for batch in batches:
-                sums.append(loss_function(self.model(**batch.inputs).logits, batch.labels))
-                self._backend.graph.mark_step(Phase.FORWARD)
-        return sums
+        return summed_losses(self.model, self._backend, batches, loss_function)
 
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`."""

@@ -22,6 +22,7 @@ from anygauge.strategies.base import (
     StepResult,
     UpdateResult,
     set_learning_rate,
+    summed_losses,
     torch_dtype,
     trained_parameters,
 )
@@ -94,13 +95,7 @@ class ZeroEngine:
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
-        self._engine.eval()
-        sums = []
-        with torch.no_grad():
-            for batch in batches:
-                sums.append(loss_function(self._engine(**batch.inputs).logits, batch.labels))
-                self._backend.graph.mark_step(Phase.FORWARD)
-        return sums
+        return summed_losses(self._engine, self._backend, batches, loss_function)
 
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
