@@ -72,6 +72,6 @@ def test_all_weights_on_zero_and_single(compute: str, tmp_path: Path) -> None:
     one = trained_here(run_file(tmp_path / "a", **shared, strategy={"name": "single"}))
     two = trained(run_file(tmp_path / "b", **shared), "--devices", "2")
     # bfloat16 keeps 8 bits: sums over other parts of the batch round differently.
-    close = TOLERANCE if compute == "float32" else 5e-3
+    close = TOLERANCE if compute == "float32" else 5e-4
     assert two.steps("loss") == pytest.approx(one.steps("loss"), rel=close)
-    assert one.steps("loss")[-1] != pytest.approx(one.steps("loss")[0], rel=close)
+    assert min(one.steps("loss")) < 0.998 * one.steps("loss")[0], "the weights did move"
