@@ -9,152 +9,34 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from anygauge.config.section import Positive, Section
+from anygauge.config.section_data import DataSection, SourceSection
+from anygauge.config.section_model import AdapterGroup, AdapterSection, ModelSection
+from anygauge.config.section_train import (
+    CheckpointSection,
+    OptimizerSection,
+    ScheduleSection,
+    TrainSection,
+)
 
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and closed to unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class ModelSection(Section):
-    """Which model to train. Give `name`, or `config` for random weights."""
-
-    name: str | None = Field(None, description="A local folder, or a name on the model hub.")
-    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
-    config: dict[str, Any] | None = Field(
-        None, description="Architecture for random weights: model_type and its sizes."
-    )
-    tokenizer: str | None = Field(
-        None, description="Folder, hub name or tokenizer.json; left out: the model's own."
-    )
-    attention: str = Field("auto", description="Attention implementation; auto: the backend's.")
-    trust_remote_code: bool = Field(False, description="Run model code that the hub ships.")
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> ModelSection:
-        if (self.name is None) == (self.config is None):
-            raise ValueError("give exactly one of 'name' (existing weights) and 'config' (random)")
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError("'config' needs a 'model_type', such as llama")
-        if self.config is not None and self.tokenizer is None:
-            raise ValueError("a model made from 'config' needs a 'tokenizer' as well")
-        return self
-
-
-class AdapterSection(Section):
-    """A low-rank adapter (LoRA). Leave the section out to train all weights."""
-
-    type: Literal["lora"] = Field("lora", description="Kind of adapter.")
-    rank: Positive = Field(16, description="Inner dimension of the two factors.")
-    alpha: Annotated[float, Field(gt=0)] = Field(
-        32, description="The update is scaled by alpha / rank."
-    )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Dropout on the adapter's input."
-    )
-    targets: str | list[str] = Field(
-        "all-linear",
-        description="all-linear, a list of layer names, or one regular expression.",
-    )
-
-
-class SourceSection(Section):
-    """One file of rows and how to read them."""
-
-    path: str = Field(description="A .json, .jsonl or .txt file.")
-    form: Literal["auto", "prompt_completion", "alpaca", "text"] = Field(
-        "auto", description="How a row is laid out; auto: told from path and columns."
-    )
-    prompt: str = Field("prompt", description="Column of the prompt (prompt_completion).")
-    completion: str = Field("completion", description="Column of the answer (prompt_completion).")
-    text: str = Field("text", description="Column of the text (form text in a JSON file).")
-    template: str = Field(
-        "{prompt}\n",
-        description="What the model reads before the answer; {prompt} is replaced.",
-    )
-    limit: Positive | None = Field(None, description="Use only the first rows.")
-
-
-class DataSection(Section):
-    """Rows to train and evaluate on, and how they become tokens."""
-
-    train: SourceSection = Field(description="Rows to train on.")
-    eval: SourceSection | None = Field(None, description="Rows to evaluate on.")
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Share of the training rows held out for evaluation instead."
-    )
-    max_length: Positive = Field(512, description="Most tokens in a row or pack.")
-    too_long: Literal["truncate", "drop"] = Field(
-        "truncate", description="What becomes of rows beyond max_length."
-    )
-    loss_on: Literal["answer", "all"] = Field(
-        "answer", description="Tokens that are learned: the answer's, or every token."
-    )
-    packing: bool = Field(False, description="Put several rows in one sequence; none sees another.")
-
-    @model_validator(mode="after")
-    def _one_eval(self) -> DataSection:
-        if self.eval is not None and self.eval_fraction:
-            raise ValueError("give 'eval' or 'eval_fraction', not both")
-        return self
-
-
-class OptimizerSection(Section):
-    """AdamW."""
-
-    name: Literal["adamw"] = Field("adamw", description="Optimizer.")
-    lr: Annotated[float, Field(gt=0)] = Field(2e-4, description="Peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of the two moments.")
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="Added to the denominator.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled decay.")
-
-
-class ScheduleSection(Section):
-    """Learning rate over the run: linear warmup, then one of three shapes."""
-
-    name: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape.")
-    warmup_steps: NonNegative = Field(0, description="Steps from 0 to the peak.")
-    warmup_ratio: Fraction = Field(0.0, description="The same as a share of all steps.")
-    final_ratio: Fraction = Field(0.0, description="Last rate as a share of the peak.")
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> ScheduleSection:
-        if self.warmup_steps and self.warmup_ratio:
-            raise ValueError("give 'warmup_steps' or 'warmup_ratio', not both")
-        return self
-
-
-class TrainSection(Section):
-    """The loop."""
-
-    steps: Positive | None = Field(None, description="Optimizer steps; wins over epochs.")
-    epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="Passes over the rows.")
-    global_batch: Positive = Field(
-        16, description="Sequences per optimizer step over all ranks: fixes the learning curve."
-    )
-    micro_batch: Positive = Field(
-        4, description="Sequences per forward on one rank: fixes memory; the rest accumulates."
-    )
-    optimizer: OptimizerSection = OptimizerSection()
-    schedule: ScheduleSection = ScheduleSection()
-    clip: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="Largest gradient norm; 0 for no clipping."
-    )
-    gradient_checkpointing: bool = Field(
-        True, description="Recompute activations in backward to save memory."
-    )
-    seed: NonNegative = Field(0, description="Order, initial weights and dropout.")
-    eval_every: NonNegative = Field(0, description="Steps between evaluations; 0: at the end.")
-    eval_at_start: bool = Field(
-        False, description="Evaluate before the first step too: with an adapter, the base model."
-    )
-    log_every: Positive = Field(1, description="Steps between lines of metrics.")
+__all__ = [
+    "AdapterGroup",
+    "AdapterSection",
+    "CheckpointSection",
+    "DataSection",
+    "LaunchSection",
+    "ModelSection",
+    "OptimizerSection",
+    "PrecisionSection",
+    "RunFile",
+    "ScheduleSection",
+    "Section",
+    "SourceSection",
+    "StrategySection",
+    "TrainSection",
+]
 
 
 class PrecisionSection(Section):
@@ -209,6 +91,7 @@ class RunFile(Section):
     adapter: AdapterSection | None = None
     data: DataSection
     train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     precision: PrecisionSection = PrecisionSection()
     strategy: StrategySection = StrategySection()
     launch: LaunchSection = LaunchSection()
@@ -225,3 +108,15 @@ class RunFile(Section):
     trackers: list[str] = Field(
         default_factory=list, description="Receivers of metrics besides metrics.jsonl."
     )
+    tracker_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Tracker: options for it alone, such as a project."
+    )
+
+    @model_validator(mode="after")
+    def _options_of_trackers(self) -> RunFile:
+        unused = sorted(set(self.tracker_options) - set(self.trackers))
+        if unused:
+            raise ValueError(
+                f"'tracker_options' speaks of {', '.join(unused)}, which 'trackers' does not name"
+            )
+        return self

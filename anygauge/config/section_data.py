@@ -1,0 +1,108 @@
+"""The section `data` of a run file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from anygauge.config.section import Positive, PositiveNumber, Section
+
+
+class SourceSection(Section):
+    """One set of rows and how to read them."""
+
+    path: str = Field(
+        description="A .json, .jsonl, .csv, .parquet or .txt file, or a dataset's name on the hub."
+    )
+    subset: str | None = Field(None, description="Hub: the dataset's configuration.")
+    split: str = Field("train", description="Hub: the dataset's split.")
+    revision: str | None = Field(None, description="Hub: branch, tag or commit.")
+    form: Literal["auto", "prompt_completion", "alpaca", "messages", "sharegpt", "text"] = Field(
+        "auto", description="How a row is laid out; auto: told from path and columns."
+    )
+    prompt: str = Field("prompt", description="Column of the prompt (prompt_completion).")
+    completion: str = Field("completion", description="Column of the answer (prompt_completion).")
+    text: str = Field("text", description="Column of the text (form text).")
+    messages: str = Field("messages", description="Column of the turns (messages).")
+    conversations: str = Field("conversations", description="Column of the turns (sharegpt).")
+    tools: str = Field("tools", description="Column of the tools, if a row has any (chats).")
+    system: str = Field("system", description="Column of the system turn, if any (chats).")
+    template: str = Field(
+        "{prompt}\n",
+        description="prompt_completion: what the model reads before the answer; {prompt} is "
+        "replaced.",
+    )
+    limit: Positive | None = Field(None, description="Use only the first rows.")
+    weight: PositiveNumber = Field(
+        1.0,
+        description="Times that each row is read in an epoch: 2 is twice, 0.5 every second epoch.",
+    )
+
+
+class DataSection(Section):
+    """Rows to train and evaluate on, and how they become tokens."""
+
+    train: SourceSection | list[SourceSection] = Field(
+        description="Rows to train on: one source, or a list of them."
+    )
+    eval: SourceSection | list[SourceSection] | None = Field(
+        None, description="Rows to evaluate on."
+    )
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Share of the training rows held out for evaluation instead."
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja file (or the template itself) for chats; null: the tokenizer's."
+    )
+    max_length: Positive = Field(512, description="Most tokens in a row or pack.")
+    too_long: Literal["truncate", "drop"] = Field(
+        "truncate", description="What becomes of rows beyond max_length."
+    )
+    loss_on: Literal["answer", "last_turn", "all"] = Field(
+        "answer",
+        description="Tokens that are learned: answers (in a chat, every turn of the assistant), "
+        "only the last turn of the assistant, or every token.",
+    )
+    packing: bool = Field(False, description="Put several rows in one sequence; none sees another.")
+    length_grouping: bool = Field(
+        False, description="Put rows of like length in one step, so that less is padding."
+    )
+    streaming: bool = Field(
+        False, description="Tokenise while training instead of before: for data beyond the disk."
+    )
+    cache: str | None = Field(
+        None,
+        description="Folder for tokenised rows; null: $ANYGAUGE_CACHE, or ~/.cache/anygauge; off: "
+        "tokenise anew in each run.",
+    )
+
+    @property
+    def train_sources(self) -> tuple[SourceSection, ...]:
+        """The training sources, also where there is but one."""
+        return _listed(self.train)
+
+    @property
+    def eval_sources(self) -> tuple[SourceSection, ...]:
+        """The evaluation sources; empty where there are none."""
+        return _listed(self.eval)
+
+    @model_validator(mode="after")
+    def _checked(self) -> DataSection:
+        if self.train == [] or self.eval == []:
+            raise ValueError("an empty list has no rows; give at least one source")
+        if self.eval is not None and self.eval_fraction:
+            raise ValueError("give 'eval' or 'eval_fraction', not both")
+        if self.packing and self.length_grouping:
+            raise ValueError(
+                "give 'packing' or 'length_grouping', not both: packs have no padding to save"
+            )
+        return self
+
+
+def _listed(
+    sources: SourceSection | list[SourceSection] | None,
+) -> tuple[SourceSection, ...]:
+    if sources is None:
+        return ()
+    return (sources,) if isinstance(sources, SourceSection) else tuple(sources)

@@ -1,0 +1,73 @@
+"""The sections `model` and `adapter` of a run file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from anygauge.config.section import Positive, PositiveNumber, Section
+
+
+class ModelSection(Section):
+    """Which model to train. Give `name`, or `config` for random weights."""
+
+    name: str | None = Field(None, description="A local folder, or a name on the model hub.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    config: dict[str, Any] | None = Field(
+        None, description="Architecture for random weights: model_type and its sizes."
+    )
+    tokenizer: str | None = Field(
+        None, description="Folder, hub name or tokenizer.json; left out: the model's own."
+    )
+    attention: str = Field("auto", description="Attention implementation; auto: the backend's.")
+    trust_remote_code: bool = Field(False, description="Run model code that the hub ships.")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSection:
+        if (self.name is None) == (self.config is None):
+            raise ValueError("give exactly one of 'name' (existing weights) and 'config' (random)")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("'config' needs a 'model_type', such as llama")
+        if self.config is not None and self.tokenizer is None:
+            raise ValueError("a model made from 'config' needs a 'tokenizer' as well")
+        return self
+
+
+class AdapterGroup(Section):
+    """Layers of an adapter that have a rank or scale of their own."""
+
+    targets: str | list[str] = Field(
+        description="A list of layer names, or one regular expression over whole names."
+    )
+    rank: Positive | None = Field(None, description="Left out: adapter.rank.")
+    alpha: PositiveNumber | None = Field(None, description="Left out: adapter.alpha.")
+
+
+class AdapterSection(Section):
+    """A low-rank adapter (LoRA). Leave the section out to train all weights."""
+
+    type: Literal["lora"] = Field("lora", description="Kind of adapter.")
+    rank: Positive = Field(16, description="Inner dimension of the two factors.")
+    alpha: PositiveNumber = Field(32, description="The update is scaled by alpha / rank.")
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA).")
+    dora: bool = Field(
+        False, description="Train direction and magnitude of each weight apart (DoRA)."
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Dropout on the adapter's input."
+    )
+    targets: str | list[str] = Field(
+        "all-linear",
+        description="all-linear, a list of layer names (embedding and output layer too), or one "
+        "regular expression.",
+    )
+    groups: list[AdapterGroup] = Field(
+        default_factory=list,
+        description="Further layers, or some of `targets`, with a rank and scale of their own.",
+    )
+    start_from: str | None = Field(
+        None,
+        description="Folder of an adapter to go on from; its rank, scale and targets are kept, and "
+        "the fields above must be left out or equal.",
+    )

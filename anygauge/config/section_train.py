@@ -1,0 +1,107 @@
+"""The sections `train` and `checkpoint` of a run file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from anygauge.config.section import (
+    Fraction,
+    NonNegative,
+    NonNegativeNumber,
+    Positive,
+    PositiveNumber,
+    Section,
+)
+
+
+class OptimizerSection(Section):
+    """What turns gradients into updates. Norms and biases are never decayed."""
+
+    name: Literal["adamw", "adamw_8bit", "adafactor", "lion", "sgd"] = Field(
+        "adamw", description="Optimizer."
+    )
+    lr: PositiveNumber = Field(2e-4, description="Peak learning rate.")
+    betas: tuple[Fraction, Fraction] | None = Field(
+        None,
+        description="Decay of the moments; null: 0.9, 0.999 (adamw, adamw_8bit), 0.9, 0.99 (lion).",
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="sgd; null: 0.9."
+    )
+    eps: PositiveNumber | None = Field(
+        None, description="Added to the denominator; null: 1e-8 (adamw, adamw_8bit)."
+    )
+    weight_decay: NonNegativeNumber = Field(0.0, description="Decoupled decay.")
+    lora_plus_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
+        None, description="Rate of the adapter's B factors as a multiple of lr (LoRA+); null: 1."
+    )
+
+    @model_validator(mode="after")
+    def _of_this_optimizer(self) -> OptimizerSection:
+        takes = {"betas": ("adamw", "adamw_8bit", "lion"), "eps": ("adamw", "adamw_8bit")}
+        takes["momentum"] = ("sgd",)
+        for field, names in takes.items():
+            if getattr(self, field) is not None and self.name not in names:
+                raise ValueError(f"{field!r} is no setting of {self.name}; remove it")
+        return self
+
+
+class ScheduleSection(Section):
+    """Learning rate over the run: linear warmup, then one of three shapes."""
+
+    name: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape.")
+    warmup_steps: NonNegative = Field(0, description="Steps from 0 to the peak.")
+    warmup_ratio: Fraction = Field(0.0, description="The same as a share of all steps.")
+    final_ratio: Fraction = Field(0.0, description="Last rate as a share of the peak.")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> ScheduleSection:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("give 'warmup_steps' or 'warmup_ratio', not both")
+        return self
+
+
+class TrainSection(Section):
+    """The loop."""
+
+    steps: Positive | None = Field(None, description="Optimizer steps; wins over epochs.")
+    epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="Passes over the rows.")
+    global_batch: Positive = Field(
+        16, description="Sequences per optimizer step over all ranks: fixes the learning curve."
+    )
+    micro_batch: Positive = Field(
+        4, description="Sequences per forward on one rank: fixes memory; the rest accumulates."
+    )
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    clip: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="Largest gradient norm; 0 for no clipping."
+    )
+    gradient_checkpointing: bool = Field(
+        True, description="Recompute activations in backward to save memory."
+    )
+    seed: NonNegative = Field(0, description="Order, initial weights and dropout.")
+    eval_every: NonNegative = Field(0, description="Steps between evaluations; 0: at the end.")
+    eval_at_start: bool = Field(
+        False, description="Evaluate before the first step too: with an adapter, the base model."
+    )
+    log_every: Positive = Field(1, description="Steps between lines of metrics.")
+
+
+class CheckpointSection(Section):
+    """Points that a run can be resumed from."""
+
+    every: NonNegative = Field(
+        0, description="Steps between checkpoints; 0: only when the run is asked to end."
+    )
+    keep_last: Positive = Field(2, description="Newest checkpoints that are kept.")
+    keep_best: NonNegative = Field(
+        0, description="Besides, how many of lowest evaluation loss are kept."
+    )
+    resume: str = Field(
+        "never",
+        description="never; auto: from the newest sound checkpoint of this run, if there is one; "
+        "or the folder of a checkpoint.",
+    )
