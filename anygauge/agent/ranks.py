@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.agent.failures import Failure, from_event, from_exit
+from anygauge.interface import STOPPED
 from anygauge.interface.events import EVENTS_FD
 from anygauge.interface.files import write_text
-from anygauge.interface.processes import parent_environment
+from anygauge.interface.processes import END_AT_ONCE, parent_environment
 
 _PF_EXITING = 0x4  # <linux/sched.h>
 _CHUNKS = 16
@@ -30,6 +31,7 @@ class Rank:
         observed_exit: when its end was noticed, or None while it runs.
         code: its exit code as `subprocess` reports it, once it ended.
         finished_at: time of its ``finished`` event.
+        stopped: its ``stopped`` event, if it ended at its request.
         failure: how it failed, if it did so on its own account.
         silent: it has closed its pipe of events.
     """
@@ -54,6 +56,7 @@ class Rank:
         self.code: int | None = None
         self.observed_exit: float | None = None
         self.finished_at: float | None = None
+        self.stopped: Mapping[str, Any] | None = None
         self.failure: Failure | None = None
         self._signalled: set[int] = set()
         self._pending = b""
@@ -104,6 +107,11 @@ class Rank:
     def ok(self) -> bool:
         """Whether it did all its work and left in order."""
         return self.code == 0 and self.finished_at is not None and self.failure is None
+
+    @property
+    def stopped_in_order(self) -> bool:
+        """Whether it was asked to end, and left with a checkpoint to go on from."""
+        return self.code == STOPPED and self.stopped is not None and self.failure is None
 
     def signal(self, signum: int) -> None:
         """Send a signal to its whole process group."""
@@ -158,7 +166,8 @@ class Rank:
         self.code = self._process.wait()
         self._close()
         assert self.observed_exit is not None
-        if self.failure is None and not self.ok and not self._ended_by_us(self.code):
+        in_order = self.ok or self.stopped_in_order
+        if self.failure is None and not in_order and not self._ended_by_us(self.code):
             self.failure = from_exit(
                 self.rank,
                 self.code,
@@ -225,6 +234,8 @@ class Rank:
             return None
         if event["event"] == "finished":
             self.finished_at = time.time()
+        elif event["event"] == "stopped":
+            self.stopped = event
         elif event["event"] == "failed" and self.failure is None:
             self.failure = from_event(self.rank, event, time.time())
         return event
@@ -235,7 +246,7 @@ class Rank:
         if not self._signalled:
             return False
         # 0 and 143: a rank that handles SIGTERM itself and leaves in order.
-        return code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+        return code in (0, -signal.SIGTERM, 128 + signal.SIGTERM, -END_AT_ONCE)
 
     def _signal_group(self, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # only a zombie is left

@@ -19,10 +19,11 @@ from types import FrameType
 from anygauge.agent.failures import Failure, cause, earliest
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.ranks import Rank
-from anygauge.interface import AnygaugeError, Job
+from anygauge.interface import STOPPED, AnygaugeError, Job
+from anygauge.interface.processes import END_AT_ONCE
 
 GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between `END_AT_ONCE` and SIGKILL."""
 
 _TURN_S = 0.2  # bounds how long ago a rank was last seen alive
 _TURN_WITHOUT_HANDLES_S = 0.02
@@ -37,7 +38,7 @@ class Supervisor:
         rank_argv: the command of a rank; all ranks run the same.
         rank_environment: local rank -> its whole environment, but for its identity.
         outbox: where events go.
-        grace_s: seconds between SIGTERM and SIGKILL when ranks are ended.
+        grace_s: seconds between `END_AT_ONCE` and SIGKILL when ranks are ended.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._signals: list[tuple[int, float]] = []
         self._reading = True
-        self._ending_at: float | None = None  # monotonic, as are the next two
+        self._ended_with: int | None = None  # the signal that ranks were sent
+        self._kill_at: float | None = None  # monotonic, as are the next two
         self._killed_at: float | None = None
         self._first_finish: float | None = None
         self._cancelled_at: float | None = None  # since the epoch: compared with failures
@@ -138,8 +140,8 @@ class Supervisor:
             rank.release()
             _note(f"rank {rank.rank} ended with code {rank.code}")
             self._outbox.send("rank_exited", rank=rank.rank, code=rank.code, log=str(rank.log))
-            if not rank.ok:
-                self._end_ranks()
+            if not (rank.ok or rank.stopped_in_order):
+                self._end_ranks(END_AT_ONCE, self._grace_s)
 
     def _read(self, rank: Rank) -> None:
         for event, line in rank.read_events():
@@ -152,20 +154,27 @@ class Supervisor:
         if rank.silent:
             self._listen(rank, False)
         if rank.failure is not None:
-            self._end_ranks()
-        if rank.finished_at is not None and self._first_finish is None:
+            self._end_ranks(END_AT_ONCE, self._grace_s)
+        if (rank.finished_at is not None or rank.stopped) and self._first_finish is None:
             self._first_finish = time.monotonic()
 
-    def _end_ranks(self) -> None:
-        """Ask all that run to end. One that has reported its own failure is on its way out."""
-        if self._ending_at is not None:
+    def _end_ranks(self, signum: int, grace_s: float) -> None:
+        """Send all that run a signal to end, and SIGKILL after a while.
+
+        SIGTERM asks them to end the step under way and write a checkpoint; after a failure none of
+        them can, and they are sent `END_AT_ONCE`. One that has reported its own failure is on its
+        way out.
+        """
+        if self._ended_with in (signum, END_AT_ONCE):
             return
-        self._ending_at = time.monotonic()
+        self._ended_with = signum
+        deadline = time.monotonic() + grace_s
+        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
         for rank in self._ranks:
             # How a rank ends from here on may be our doing: settle first whether it is alive.
             rank.touch(time.time())
             if rank.failure is None:
-                rank.signal(signal.SIGTERM)
+                rank.signal(signum)
 
     def _kill_ranks(self) -> None:
         if self._killed_at is None:
@@ -180,18 +189,18 @@ class Supervisor:
             self._cancelled_at = self._signals[0][1]
             name = signal.Signals(self._signals[0][0]).name
             _note(f"received {name}: ending the ranks")
-            self._end_ranks()
+            self._end_ranks(signal.SIGTERM, self._job.stop_grace_s)
         # Schedulers deliver one request twice in a row, to the step and to its processes.
         if self._signals[-1][1] - self._cancelled_at > _REPEATED_SIGNAL_S:
             self._kill_ranks()
 
     def _keep_time(self) -> None:
         now = time.monotonic()
-        if self._ending_at is not None and now - self._ending_at > self._grace_s:
+        if self._kill_at is not None and now > self._kill_at:
             self._kill_ranks()
         limit = self._job.collective_timeout_s + self._grace_s
         if (
-            self._ending_at is None
+            self._kill_at is None
             and self._first_finish is not None
             and now - self._first_finish > limit
         ):
@@ -205,7 +214,7 @@ class Supervisor:
                 what=f"{did} within {limit:g} s after the first rank had finished its work "
                 "(launch.collective_timeout_s and the grace time); it was killed",
             )
-            self._ending_at = now
+            self._ended_with, self._kill_at = END_AT_ONCE, now
             self._kill_ranks()
 
     def _balance_reading(self) -> None:
@@ -238,6 +247,9 @@ class Supervisor:
         text = None
         if complete and all(rank.ok for rank in self._ranks):
             state, status = "ok", 0
+        elif complete and all(rank.stopped_in_order for rank in self._ranks):
+            state, status = "stopped", STOPPED
+            text = self._where_stopped()
         elif cancelled:
             state, status = "cancelled", 128 + self._signals[0][0]
             text = f"ended by {signal.Signals(self._signals[0][0]).name}"
@@ -266,9 +278,18 @@ class Supervisor:
         )
         return status
 
+    def _where_stopped(self) -> str:
+        event = self._ranks[0].stopped or {}
+        return (
+            f"stopped at request after step {event.get('step')}; checkpoint: "
+            f"{event.get('checkpoint')}"
+        )
+
     def _state_of(self, rank: Rank, state: str) -> str:
         if rank.ok:
             return "ok"
+        if rank.stopped_in_order:
+            return "stopped"
         if rank.running:
             return "stuck"
         if state == "cancelled":

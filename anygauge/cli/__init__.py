@@ -12,6 +12,7 @@ from anygauge.interface.errors import AnygaugeError
 
 COMMANDS = {
     "train": "Fine-tune a model as a run file says.",
+    "data": "Show what a run's data becomes: counts, lengths, padding, learned tokens.",
     "generate": "Let a model answer, with or without an adapter.",
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",

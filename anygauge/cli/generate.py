@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anygauge.cli.origin import MODEL_HELP, model_origin
+from anygauge.cli.origin import MODEL_HELP, model_origin, question_ids
 from anygauge.cli.plan import BackendOption
 from anygauge.interface import ModelError
 
@@ -45,7 +45,6 @@ def generate(
     origin = model_origin(model, adapter, tokenizer)
 
     import anygauge
-    from anygauge.data import prompt_ids
     from anygauge.models.generate import generate as answer
     from anygauge.models.generate import load_for_inference
     from anygauge.models.quiet import quiet_libraries
@@ -54,6 +53,9 @@ def generate(
 
     quiet_libraries()
     loaded_tokenizer = load_tokenizer(origin.section)
+    ids, stop_ids = question_ids(None if raw else origin.data, loaded_tokenizer, prompt)
+    if not ids:
+        raise ModelError("the prompt is empty: give --prompt TEXT, or text on standard input")
     with anygauge.open_backend(backend or "auto") as opened:
         opened.placement.seed(seed)
         from anygauge.config.precision import resolve_precision
@@ -68,16 +70,13 @@ def generate(
             attention=opened.attention,
         )
         check_vocabulary(loaded.config, loaded_tokenizer)
-        text = prompt if raw else origin.template.replace("{prompt}", prompt)
-        ids = prompt_ids(loaded_tokenizer, text)
-        if not ids:
-            raise ModelError("the prompt is empty: give --prompt TEXT, or text on standard input")
         answer(
             loaded,
             loaded_tokenizer,
             ids,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            stop_ids=stop_ids,
             show=lambda piece: print(piece, end="", flush=True),
         )
         print()

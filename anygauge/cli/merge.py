@@ -36,6 +36,10 @@ def merge(
     report = fold(origin.section, origin.adapter, output, load_tokenizer(origin.section))
     print(f"merged {origin.adapter} into {origin.section.name}: {output}")
     print(
-        f"largest logit difference, relative: {report.from_adapter:.1e} to base with adapter, "
-        f"{report.from_base:.1e} to the base alone"
+        f"difference of logits, by their norm: {report.rounding:.1e} to base with adapter "
+        f"({report.from_adapter:.1e} before rounding), {report.from_base:.1e} to the base alone"
     )
+    if report.untied:
+        print("input and output embedding, one tensor in the base, are now two")
+    if report.trained_on is not None:
+        print(f"note: the adapter says that it was trained on {report.trained_on}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import ModelError
 
 if TYPE_CHECKING:
-    from anygauge.config.schema import ModelSection
+    from anygauge.config.schema import DataSection, ModelSection
 
 MODEL_HELP = "A run directory, a model folder, or a hub name."
 
@@ -20,12 +20,13 @@ class ModelOrigin:
 
     Attributes:
         adapter: folder of its adapter, or None.
-        template: how a prompt is put to it: from the run that trained it, else as it stands.
+        data: what the run that trained it read: it tells how a prompt is put. None where no run
+            is known: a prompt is given as it stands.
     """
 
     section: ModelSection
     adapter: Path | None
-    template: str
+    data: DataSection | None
 
 
 def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> ModelOrigin:
@@ -41,20 +42,43 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
         if model.startswith(("/", ".", "~")) and not folder.is_dir():
             raise ModelError(f"no such folder: {model}")
         section = ModelSection(name=model, tokenizer=tokenizer)
-        return ModelOrigin(section=section, adapter=adapter, template="{prompt}")
+        return ModelOrigin(section=section, adapter=adapter, data=None)
     from anygauge.config import load_run_file
-    from anygauge.data import prompt_template
 
     run = load_run_file(folder / "run.yaml").run
-    template = prompt_template(run.data.train)
     if run.adapter is None:
         trained = folder / "model"
         if not trained.is_dir():
             raise ModelError(f"{folder} holds no trained model: did the run end? See {folder}/logs")
         section = ModelSection(name=str(trained), tokenizer=tokenizer)
-        return ModelOrigin(section=section, adapter=adapter, template=template)
+        return ModelOrigin(section=section, adapter=adapter, data=run.data)
     own = folder / "adapter"
     if adapter is None and not own.is_dir():
         raise ModelError(f"{folder} holds no adapter: did the run end? See {folder}/logs")
     section = run.model.model_copy(update={"tokenizer": tokenizer or run.model.tokenizer})
-    return ModelOrigin(section=section, adapter=adapter or own, template=template)
+    return ModelOrigin(section=section, adapter=adapter or own, data=run.data)
+
+
+def question_ids(
+    data: DataSection | None, tokenizer: Any, prompt: str
+) -> tuple[list[int], list[int]]:
+    """The tokens of a question as training put it, and tokens that end an answer besides EOS.
+
+    Where several sources were trained on, the first tells how.
+
+    Raises:
+        DataError: the source that would tell the form cannot be read any more.
+        ModelError: the tokenizer has no chat template.
+    """
+    from anygauge.data import first_records, prompt_ids
+    from anygauge.data.forms import prompt_template, render
+    from anygauge.data.template import ChatTemplate, read_template
+
+    if data is None:
+        return prompt_ids(tokenizer, prompt), []
+    source = data.train_sources[0]
+    template = prompt_template(first_records(source, 1, "data.train")[0], source)
+    if template is not None:
+        return prompt_ids(tokenizer, render(template, prompt)), []
+    chat = ChatTemplate(tokenizer, read_template(data.chat_template))
+    return chat.question_ids(prompt), chat.stop_ids()

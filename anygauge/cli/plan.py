@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +60,13 @@ def read_intent(
         flags: dotted path -> value of a dedicated option; None where it was not given.
         need_device: ranks will be started here, so the device must be there.
     """
+    from anygauge.cli.run_folder import RENDEZVOUS, run_folder
     from anygauge.config import check_paths, load_run_file
     from anygauge.data import accumulation, peek
     from anygauge.registry import Registry
     from anygauge.strategies import check_name
+    from anygauge.training.optimizers.checks import check_optimizer
+    from anygauge.training.trackers.checks import check_trackers
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
     run = loaded.run
@@ -72,11 +76,11 @@ def read_intent(
     peek(run.data)
     registry = Registry.load()
     registry.find_launcher(run.launch.launcher)
-    for tracker in run.trackers:
-        registry.find_tracker(tracker)
+    check_optimizer(run, need_software=need_device)
+    check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
     accumulation(run.train.global_batch, run.train.micro_batch, ranks)
     selection = registry.select_backend(run.backend, need_device=need_device)
-    folder = free_folder(Path(run.output) / run.name)
+    folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")
     job = Job(
         name=run.name,
         run_directory=str(folder),
@@ -85,19 +89,10 @@ def read_intent(
         strategy=run.strategy.name,
         nodes=run.launch.nodes,
         devices_per_node=run.launch.devices,
-        rendezvous=f"file://{folder / 'rendezvous'}",
+        rendezvous=f"file://{folder / RENDEZVOUS}",
         collective_timeout_s=run.launch.collective_timeout_s,
+        stop_grace_s=run.checkpoint.grace_s,
         environment=run.environment,
         backend_options=run.backend_options,
     )
     return Intent(loaded=loaded, registry=registry, selection=selection, job=job)
-
-
-def free_folder(wanted: Path) -> Path:
-    """`wanted`, or the first of ``wanted-2``, ``wanted-3``, ... that is no run's already."""
-    wanted = wanted.absolute()
-    number, folder = 1, wanted
-    while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    return folder

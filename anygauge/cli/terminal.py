@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
-from anygauge.interface import RunningJob
+from anygauge.interface import STOPPED, RunningJob
 
 Event = Mapping[str, Any]
 
@@ -38,7 +38,8 @@ def follow(
         errors: where failures are shown; None for standard error.
 
     Returns:
-        The exit status: that of the job, or 128 + the signal by which the user ended it.
+        The exit status: that of the job (`STOPPED` where it wrote a checkpoint at the user's
+        request), or 128 + the signal by which the user ended it.
     """
     console = console or Console(force_terminal=sys.stdout.isatty(), highlight=False)
     errors = errors or Console(stderr=True, highlight=False)
@@ -66,6 +67,11 @@ def follow(
         log = Path(run_directory) / "logs" / "agent0.log"
         _fail(errors, f"the agent died before it could report (exit status {status}); see {log}")
         return 1
+    stopped = next((event for event in endings if event.get("state") == "stopped"), None)
+    if stopped is not None and all(e.get("state") == "stopped" for e in endings):
+        errors.print(Text(str(stopped.get("cause")), style="yellow"), soft_wrap=True)
+        errors.print(Text("to go on: the same command with --resume auto"), soft_wrap=True)
+        return STOPPED
     worst = next((event for event in endings if event.get("state") != "ok"), endings[-1])
     if worst.get("state") == "ok":
         view.summary()
@@ -75,7 +81,7 @@ def follow(
     return int(worst.get("exit_status") or 1)
 
 
-_ENDING = "ending the ranks (Ctrl-C again to kill)"
+_ENDING = "ending: the step under way is finished and a checkpoint written (Ctrl-C again to kill)"
 _KILLING = "killing the ranks"
 _GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
 
@@ -130,7 +136,7 @@ class _View:
         elif kind == "started":
             for text in event.get("lines") or ():
                 self.line(str(text))
-            self._advance(0, event.get("steps"), "")
+            self._advance(int(event.get("done", 0)), event.get("steps"), "")
         elif kind == "step":
             if self._bar is None:
                 self.line(step_line(event))

@@ -27,6 +27,15 @@ def train(
     output: Annotated[
         str | None, typer.Option("--output", help="Folder for run directories.")
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            help="auto: go on from this run's newest sound checkpoint, or begin if there is none; "
+            "or the folder of a checkpoint.",
+            metavar="auto|FOLDER",
+        ),
+    ] = None,
     set_: SetOption = None,
     dry_run: Annotated[
         bool,
@@ -43,6 +52,7 @@ def train(
         "launch.nodes": nodes,
         "launch.launcher": launcher,
         "output": output,
+        "checkpoint.resume": resume,
     }
     intent = read_intent(run_file, set_, flags, need_device=not dry_run)
     if dry_run:
@@ -57,6 +67,7 @@ def start(intent: Intent, *, quiet: bool) -> int:
     """Write the resolved run file, submit the job and follow it; returns the exit status."""
     from pathlib import Path
 
+    from anygauge.cli.run_folder import claimed
     from anygauge.cli.terminal import follow
     from anygauge.config import dump_run
     from anygauge.interface.files import write_text
@@ -67,6 +78,7 @@ def start(intent: Intent, *, quiet: bool) -> int:
     plan = launcher.render(job, run.launch.options)
     chosen = run.model_copy(update={"backend": job.backend})
     secret = any(is_secret(name) for name in run.environment)
-    write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
-    running = launcher.submit(plan)
-    return follow(running, run_directory=job.run_directory, quiet=quiet)
+    with claimed(Path(job.run_directory)):
+        write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
+        running = launcher.submit(plan)
+        return follow(running, run_directory=job.run_directory, quiet=quiet)

@@ -81,6 +81,17 @@ class Kind:
         return None
 
     @property
+    def sections(self) -> tuple[type[Section], ...]:
+        """The sections that this type is, or is a list of; each once."""
+        found: dict[type[Section], None] = {}
+        for member in self.members:
+            if get_origin(member.annotation) is list:
+                member = Kind.of(get_args(member.annotation)[0])
+            if member.section is not None:
+                found[member.section] = None
+        return tuple(found)
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The values of a Literal."""
         return get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
@@ -158,17 +169,19 @@ def meaning(field: FieldInfo) -> str:
 
 
 def sections() -> Iterator[tuple[tuple[str, ...], type[Section]]]:
-    """Every section with its path, outer ones first; the run file itself has the path ()."""
+    """Every section with its path, outer ones first; the run file itself has the path ().
+
+    The items of a list share the list's path.
+    """
     waiting: list[tuple[tuple[str, ...], type[Section]]] = [((), RunFile)]
     while waiting:
         path, section = waiting.pop(0)
         yield path, section
-        below = [
+        waiting[:0] = [
             ((*path, name), inner)
             for name, field in section.model_fields.items()
-            if (inner := field_kind(field).section) is not None
+            for inner in field_kind(field).sections
         ]
-        waiting[:0] = below
 
 
 @cache

@@ -245,11 +245,14 @@ def merge(base: Node, over: Node) -> Node:
     return Node(merged, origin, implied=base.implied and over.implied)
 
 
-def replace(node: Node, path: tuple[str, ...], value: Any) -> Node:
+def replace(node: Node, path: tuple[str | int, ...], value: Any) -> Node:
     """The same tree with another scalar at `path`, which must exist; origins are kept."""
     if not path:
         return Node(value, node.origin, str(value))
     below = replace(node.value[path[0]], path[1:], value)
+    if isinstance(node.value, tuple):
+        items = tuple(below if at == path[0] else item for at, item in enumerate(node.value))
+        return Node(items, node.origin, node.text, node.implied)
     return Node(node.value | {path[0]: below}, node.origin, node.text, node.implied)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from anygauge.config.document import RESOLVERS
-from anygauge.config.paths import ALL, locate
+from anygauge.config.paths import Place, holds_template, locate, places_of_paths
 from anygauge.config.schema import RunFile
 
 _HEADER = """\
@@ -42,7 +42,16 @@ def dump_run(run: RunFile) -> str:
             current directory.
     """
     values = run.model_dump(mode="python")
-    for path in ALL:
+    if run.adapter is not None and run.adapter.start_from is not None:
+        # Written out, a default would contradict the adapter that decides these fields.
+        for name in run.adapter.left_out:
+            del values["adapter"][name]
+
+    def items(path: Place) -> int | None:
+        found = _at(values, path)
+        return len(found) if isinstance(found, list) else None
+
+    for path in places_of_paths(items):
         _make_absolute(values, path)
     text = yaml.dump(
         _plain(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000_000
@@ -50,16 +59,21 @@ def dump_run(run: RunFile) -> str:
     return _HEADER + text
 
 
-def _make_absolute(values: dict[str, Any], path: tuple[str, ...]) -> None:
-    section: Any = values
-    for part in path[:-1]:
-        section = section.get(part)
-        if section is None:
-            return
-    text = section[path[-1]]
-    if text is not None:
+def _at(values: Any, path: Place) -> Any:
+    """What stands at a path; None where something on the way is null."""
+    for part in path:
+        if values is None:
+            return None
+        values = values[part]
+    return values
+
+
+def _make_absolute(values: dict[str, Any], path: Place) -> None:
+    text = _at(values, path)
+    if text is not None and not holds_template(path, text):
         # The reader replaces variables; a dollar sign that is part of the path is doubled.
-        section[path[-1]] = locate(path, text, Path.cwd()).replace("$", "$$")
+        absolute = locate(path, text, Path.cwd()).replace("$", "$$")
+        _at(values, path[:-1])[path[-1]] = absolute
 
 
 def _plain(value: Any) -> Any:

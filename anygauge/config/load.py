@@ -16,7 +16,15 @@ from anygauge.config.document import Node, NotYaml, merge, plain, read_yaml
 from anygauge.config.messages import explain, received
 from anygauge.config.origin import Origin, Problem, dotted, run_file_error
 from anygauge.config.overrides import command_line
-from anygauge.config.paths import ALL, OUTPUT, complaint_about, expand, locate, resolve_paths
+from anygauge.config.paths import (
+    OUTPUT,
+    Place,
+    complaint_about,
+    expand,
+    locate,
+    places_of_paths,
+    resolve_paths,
+)
 from anygauge.config.schema import RunFile
 from anygauge.interface import RunFileError
 
@@ -40,7 +48,7 @@ class LoadedRun:
     def source(self, path: str) -> Origin:
         """Where `path` was written, or else the section that it belongs to, or the file."""
         while path and path not in self.sources:
-            path = path.rpartition(".")[0]
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
         return self.sources[path]
 
     def error(self, path: str, text: str) -> RunFileError:
@@ -101,10 +109,19 @@ def check_paths(loaded: LoadedRun) -> None:
         RunFileError: "FILE:LINE: data.train.path: no such file: /abs/path", a line for each.
     """
     problems = []
-    for path in ALL:
+
+    def at(path: Place) -> Any:
         value: Any = loaded.run
         for part in path:
-            value = getattr(value, part, None)
+            value = value[part] if isinstance(part, int) else getattr(value, part, None)
+        return value
+
+    def items(path: Place) -> int | None:
+        found = at(path)
+        return len(found) if isinstance(found, list) else None
+
+    for path in places_of_paths(items):
+        value = at(path)
         text = complaint_about(path, value) if isinstance(value, str) else ""
         if text:
             problems.append(Problem(loaded.source(dotted(path)), dotted(path), text))
@@ -209,9 +226,18 @@ def _values(
     if kind is not None and node.is_mapping:
         node = _text_keys(node, kind, path, problems)
     section = None if kind is None else kind.section
+    if kind is not None and isinstance(node.value, tuple):
+        item_kind = kind.below(0)
+        if item_kind is not None and item_kind.section is not None:
+            return [
+                _values(item, item_kind, (*path, index), problems)
+                for index, item in enumerate(node.value)
+            ]
     if section is None or not node.is_mapping:
         value = plain(node)
-        is_tuple = kind is not None and get_origin(kind.annotation) is tuple
+        is_tuple = kind is not None and any(
+            get_origin(member.annotation) is tuple for member in kind.members
+        )
         return tuple(value) if is_tuple and isinstance(value, list) else value
     values = {}
     for name, below in node.value.items():
@@ -245,4 +271,7 @@ def _sources(node: Node, path: tuple[object, ...] = ()) -> list[tuple[str, Origi
     if isinstance(node.value, dict):
         for name, below in node.value.items():
             found += _sources(below, (*path, name))
+    elif isinstance(node.value, tuple):
+        for index, item in enumerate(node.value):
+            found += _sources(item, (*path, index))
     return found

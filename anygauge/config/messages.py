@@ -25,9 +25,11 @@ def explain(error: ValidationError, root: Node) -> list[Problem]:
     """
     problems = []
     values: list[tuple[object, ...]] = []
+    others: list[tuple[object, ...]] = []
     for item in error.errors(include_url=False):
         path = _path(item["loc"], root)
         kind = item["type"]
+        others.append(path)
         if kind == "missing" and isinstance(item["loc"][-1], str):
             problems.append(_missing(path, root))
         elif kind == "extra_forbidden":
@@ -39,7 +41,7 @@ def explain(error: ValidationError, root: Node) -> list[Problem]:
     # A union complains once for each of its members, about the value and about what is in it:
     # the innermost is the one to change.
     for path in dict.fromkeys(values):
-        if not any(other[: len(path)] == path and other != path for other in values):
+        if not any(other[: len(path)] == path and other != path for other in others):
             problems.append(_wrong(path, root))
     return problems
 
@@ -56,7 +58,7 @@ def _path(loc: Sequence[object], root: Node) -> tuple[object, ...]:
 
 def _is_field(path: tuple[object, ...], part: object) -> bool:
     kind = kind_at(path)
-    return kind is not None and kind.section is not None and isinstance(part, str)
+    return kind is not None and kind.section is not None and part in kind.section.model_fields
 
 
 def _missing(path: tuple[object, ...], root: Node) -> Problem:

@@ -1,29 +1,67 @@
 """Paths in a run file: `~` and variables expanded, made absolute, and looked for.
 
-A data file, a model folder and a tokenizer are relative to the file they are written in, so that a
-run file can be used from any directory; `output` is relative to the current directory, because
-that is where a user expects results. A model or tokenizer that is not a path is a name on the hub.
+A data file, a chat template, the cache, a model folder, a tokenizer and an adapter to start from
+are relative to the file they are written in (as is a checkpoint to resume from), so that a run file
+can be used from any directory; `output` is relative to the current directory, because that is where
+a user expects results. A model, tokenizer or data set that is not a path is a name on the hub.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
 from anygauge.config.document import Node, replace
 from anygauge.config.origin import Problem, dotted
 
-DATA_FILES = (("data", "train", "path"), ("data", "eval", "path"))
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+
+Place = tuple[str | int, ...]
+
+SOURCES = (("data", "train"), ("data", "eval"))
+CHAT_TEMPLATE = ("data", "chat_template")
+CACHE = ("data", "cache")
 MODEL_FOLDER = ("model", "name")
 TOKENIZER = ("model", "tokenizer")
+START = ("adapter", "start_from")
+CHECKPOINT = ("checkpoint", "resume")
 OUTPUT = ("output",)
-ALL = (*DATA_FILES, MODEL_FOLDER, TOKENIZER, OUTPUT)
+ALWAYS = (CHAT_TEMPLATE, CACHE, MODEL_FOLDER, TOKENIZER, START, CHECKPOINT, OUTPUT)
 
+_NO_FOLDER: Mapping[Place, tuple[str, ...]] = {
+    CHECKPOINT: ("auto", "never"),
+    CACHE: ("off",),
+}
 _VARIABLE = re.compile(r"\$(?:(?P<dollar>\$)|\{(?P<braced>[^}]*)\}|(?P<bare>[A-Za-z_]\w*))")
 _SURELY_A_PATH = re.compile(r"\.{0,2}/|\.{1,2}$|~")
+_DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+
+
+def places_of_paths(items: Callable[[Place], int | None]) -> list[Place]:
+    """Where a run has paths: one for each source of data, and those that are always there.
+
+    Args:
+        items: the length of the list at a place; None where no list is.
+    """
+    found: list[Place] = []
+    for source in SOURCES:
+        count = items(source)
+        numbers: list[Place] = [()] if count is None else [(number,) for number in range(count)]
+        found += [(*source, *number, "path") for number in numbers]
+    return [*found, *ALWAYS]
+
+
+def names_data_set(text: str) -> bool:
+    """Whether a source's path is a name on the hub, such as ``owner/name``: no file's suffix."""
+    return bool(_DATA_SET.match(text)) and Path(text).suffix.lower() not in DATA_SUFFIXES
+
+
+def holds_template(path: Place, text: str) -> bool:
+    """Whether a field is no path at all, but a chat template itself."""
+    return path == CHAT_TEMPLATE and ("{{" in text or "{%" in text or "\n" in text)
 
 
 def resolve_paths(
@@ -37,9 +75,14 @@ def resolve_paths(
         cwd: what `output` is relative to.
         problems: a variable that is not set, and the like, is added here.
     """
-    for path in ALL:
+
+    def items(path: Place) -> int | None:
         node = root.get(*path)
-        if node is None or not isinstance(node.value, str):
+        return len(node.value) if node is not None and isinstance(node.value, tuple) else None
+
+    for path in places_of_paths(items):
+        node = root.get(*path)
+        if node is None or not isinstance(node.value, str) or holds_template(path, node.value):
             continue
         text, complaint = expand(node.value, environ)
         if complaint:
@@ -79,11 +122,14 @@ def expand(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     return expanded, ""
 
 
-def locate(path: tuple[str, ...], text: str, folder: Path) -> str:
+def locate(path: Place, text: str, folder: Path) -> str:
     """The absolute path that `text` at `path` means in `folder`; a hub name is left unchanged."""
+    if text in _NO_FOLDER.get(path, ()) or holds_template(path, text):
+        return text
     joined = folder / text
     is_named = path in (MODEL_FOLDER, TOKENIZER) and not _SURELY_A_PATH.match(text)
-    if is_named and not joined.exists() and not text.endswith(".json"):
+    is_named = is_named and not text.endswith(".json")
+    if (is_named or (_is_source(path) and names_data_set(text))) and not joined.exists():
         return text
     normal = os.path.normpath(joined)
     # `link/..` is not where the text says if `link` points elsewhere: then the dots stay.
@@ -91,12 +137,13 @@ def locate(path: tuple[str, ...], text: str, folder: Path) -> str:
     return normal if same else str(joined)
 
 
-def complaint_about(path: tuple[str, ...], text: str) -> str:
+def complaint_about(path: Place, text: str) -> str:
     """What is wrong with the file or folder that a resolved field names; "" if it can be used."""
-    if path == OUTPUT:
+    is_file = (_is_source(path) and not names_data_set(text)) or path == CHAT_TEMPLATE
+    if path in (OUTPUT, CACHE) or holds_template(path, text):
         return ""
     target = Path(text)
-    if path in DATA_FILES:
+    if is_file:
         if target.is_file():
             return ""
         if target.is_dir():
@@ -109,6 +156,10 @@ def complaint_about(path: tuple[str, ...], text: str) -> str:
     if target.is_file():
         return f"is a file, expected a folder: {target}"
     return f"no such folder: {target}{_neighbour(target)}"
+
+
+def _is_source(path: Place) -> bool:
+    return path[:2] in SOURCES and path[-1] == "path"
 
 
 def _neighbour(target: Path) -> str:

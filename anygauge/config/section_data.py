@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from anygauge.config.section import Positive, PositiveNumber, Section
 
@@ -77,6 +77,12 @@ class DataSection(Section):
         "tokenise anew in each run.",
     )
 
+    @field_validator("cache", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        # YAML reads a bare `off` as false.
+        return "off" if value is False else value
+
     @property
     def train_sources(self) -> tuple[SourceSection, ...]:
         """The training sources, also where there is but one."""
@@ -93,6 +99,13 @@ class DataSection(Section):
             raise ValueError("an empty list has no rows; give at least one source")
         if self.eval is not None and self.eval_fraction:
             raise ValueError("give 'eval' or 'eval_fraction', not both")
+        if any(source.weight != 1 for source in self.eval_sources):
+            raise ValueError("'weight' is of no use in 'eval', where each row is read once")
+        if self.streaming and self.length_grouping:
+            raise ValueError(
+                "give 'streaming' or 'length_grouping', not both: lengths are known only once rows "
+                "are tokenised"
+            )
         if self.packing and self.length_grouping:
             raise ValueError(
                 "give 'packing' or 'length_grouping', not both: packs have no padding to save"

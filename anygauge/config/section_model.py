@@ -38,10 +38,13 @@ class AdapterGroup(Section):
     """Layers of an adapter that have a rank or scale of their own."""
 
     targets: str | list[str] = Field(
-        description="A list of layer names, or one regular expression over whole names."
+        description="As in adapter.targets: layers that it names, and further ones."
     )
     rank: Positive | None = Field(None, description="Left out: adapter.rank.")
     alpha: PositiveNumber | None = Field(None, description="Left out: adapter.alpha.")
+
+
+_DECIDED_BY_START = frozenset({"rank", "alpha", "rslora", "dora", "targets", "groups"})
 
 
 class AdapterSection(Section):
@@ -59,8 +62,9 @@ class AdapterSection(Section):
     )
     targets: str | list[str] = Field(
         "all-linear",
-        description="all-linear, a list of layer names (embedding and output layer too), or one "
-        "regular expression.",
+        description="all-linear (all but the output layer), a list of the last parts of layer "
+        "names (all-linear, embeddings and the output layer too), or one regular expression over "
+        "whole names.",
     )
     groups: list[AdapterGroup] = Field(
         default_factory=list,
@@ -69,5 +73,19 @@ class AdapterSection(Section):
     start_from: str | None = Field(
         None,
         description="Folder of an adapter to go on from; its rank, scale and targets are kept, and "
-        "the fields above must be left out or equal.",
+        "the fields above, dropout aside, must be left out or equal.",
     )
+    verify: bool = Field(
+        True,
+        description="Load what was saved onto a fresh base on the host, and compare its logits.",
+    )
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Of the fields that `start_from` decides, those that the run file gives."""
+        return _DECIDED_BY_START & self.model_fields_set
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Of the fields that `start_from` decides, those that the run file does not give."""
+        return _DECIDED_BY_START - self.model_fields_set

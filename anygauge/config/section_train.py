@@ -33,7 +33,9 @@ class OptimizerSection(Section):
     eps: PositiveNumber | None = Field(
         None, description="Added to the denominator; null: 1e-8 (adamw, adamw_8bit)."
     )
-    weight_decay: NonNegativeNumber = Field(0.0, description="Decoupled decay.")
+    weight_decay: NonNegativeNumber = Field(
+        0.0, description="Decoupled decay of matrices, embeddings too."
+    )
     lora_plus_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
         None, description="Rate of the adapter's B factors as a multiple of lr (LoRA+); null: 1."
     )
@@ -88,6 +90,9 @@ class TrainSection(Section):
         False, description="Evaluate before the first step too: with an adapter, the base model."
     )
     log_every: Positive = Field(1, description="Steps between lines of metrics.")
+    system_every_s: NonNegativeNumber = Field(
+        10.0, description="Seconds between samples of host, process and device; 0: none."
+    )
 
 
 class CheckpointSection(Section):
@@ -99,6 +104,10 @@ class CheckpointSection(Section):
     keep_last: Positive = Field(2, description="Newest checkpoints that are kept.")
     keep_best: NonNegative = Field(
         0, description="Besides, how many of lowest evaluation loss are kept."
+    )
+    grace_s: PositiveNumber = Field(
+        60.0,
+        description="Seconds to end the step under way and write a checkpoint when asked to end.",
     )
     resume: str = Field(
         "never",

@@ -1,35 +1,36 @@
 """Files to batches: forms, templates, masking, packing, padding, order; imports no torch."""
 
-from anygauge.data.batches import Batches, EvaluationBatches, accumulation, evaluation_batches
+from anygauge.data.batches import Batches, Layout, Schedule, accumulation
 from anygauge.data.collate import IGNORED, MicroBatch
-from anygauge.data.order import Stream, permutation, split
-from anygauge.data.packing import fill, pack
-from anygauge.data.prepare import Prepared, peek, prepare
-from anygauge.data.sources import Row, prompt_template, read_rows, render, render_alpaca
-from anygauge.data.tokens import Report, TokenizedRows, prompt_ids, tokenize_rows
+from anygauge.data.encode import Counts, Encoded, RowEncoder
+from anygauge.data.files import Record
+from anygauge.data.prepare import Prepared, described, peek, prepare, training_batches
+from anygauge.data.readers import first_records
+from anygauge.data.row_batches import EvaluationBatches, RowBatches
+from anygauge.data.rows import TokenizedRows
+from anygauge.data.streamed_rows import StreamedRows
+from anygauge.data.tokens import prompt_ids
 
 __all__ = [
     "IGNORED",
     "Batches",
+    "Counts",
+    "Encoded",
     "EvaluationBatches",
+    "Layout",
     "MicroBatch",
     "Prepared",
-    "Report",
-    "Row",
-    "Stream",
+    "Record",
+    "RowBatches",
+    "RowEncoder",
+    "Schedule",
+    "StreamedRows",
     "TokenizedRows",
     "accumulation",
-    "evaluation_batches",
-    "fill",
-    "pack",
+    "described",
+    "first_records",
     "peek",
-    "permutation",
     "prepare",
     "prompt_ids",
-    "prompt_template",
-    "read_rows",
-    "render",
-    "render_alpaca",
-    "split",
-    "tokenize_rows",
+    "training_batches",
 ]

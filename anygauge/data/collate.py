@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from anygauge.data.tokens import TokenizedRows
+from anygauge.data.rows import Tokens
 from anygauge.interface import ShapePolicy
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ class MicroBatch:
 
 
 def collate(
-    rows: TokenizedRows,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[Tokens]],
     *,
     packed: bool,
     shapes: ShapePolicy,
@@ -70,17 +69,16 @@ def collate(
     """Lay out sequences side by side.
 
     Args:
-        sequences: for each, the rows it holds, in order; none at all makes a dummy, from which
-            nothing is learned.
+        sequences: for each, the documents it holds, in order; none at all makes a dummy, from
+            which nothing is learned.
         packed: whether documents are told apart by positions and `segment_ids`; only then may a
-            sequence hold several rows.
+            sequence hold several.
         shapes: decides the padded length.
         max_length: most tokens of a sequence.
     """
     import torch
 
-    lengths = rows.lengths
-    longest = max(sum(int(lengths[row]) for row in sequence) for sequence in sequences)
+    longest = max(sum(len(document.ids) for document in sequence) for sequence in sequences)
     width = shapes.padded_length(max(1, longest), max_length)
     shape = (len(sequences), width)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
@@ -88,19 +86,17 @@ def collate(
     mask = np.zeros(shape, dtype=np.int64)
     positions = np.tile(np.arange(width, dtype=np.int64), (len(sequences), 1))
     segments = np.zeros(shape, dtype=np.int64)
-    tokens = supervised = 0
+    tokens = 0
     for place, sequence in enumerate(sequences):
         at = 0
-        for number, row in enumerate(sequence, start=1):
-            ids, masked = rows.row(row), int(rows.masked[row])
-            end = at + len(ids)
-            input_ids[place, at:end] = ids
-            labels[place, at + masked : end] = ids[masked:]
+        for number, document in enumerate(sequence, start=1):
+            end = at + len(document.ids)
+            input_ids[place, at:end] = document.ids
+            labels[place, at:end] = np.where(document.learned, document.ids, IGNORED)
             mask[place, at:end] = 1
             segments[place, at:end] = number
             if packed:
                 positions[place, at:] = np.arange(width - at)
-            supervised += rows.supervised(row)
             at = end
         tokens += at
         if not sequence:
@@ -113,7 +109,7 @@ def collate(
         attention_mask=torch.from_numpy(mask),
         position_ids=torch.from_numpy(positions),
         segment_ids=torch.from_numpy(segments) if packed else None,
-        origins=tuple(rows.origins[row] for sequence in sequences for row in sequence),
-        supervised_tokens=supervised,
+        origins=tuple(document.origin for sequence in sequences for document in sequence),
+        supervised_tokens=int((labels != IGNORED).sum()),
         tokens=tokens,
     )

@@ -1,127 +1,101 @@
-"""Reads JSON, JSON Lines and plain text files, and says exactly where one is malformed."""
+"""Records of JSON lists and plain text files, which are read whole; parsing that names the place.
+
+A record's origin is its file and a place: `data.jsonl:17` (a line), `data.json[16]` (an index).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from anygauge.data.cache import unreadable
 from anygauge.interface import DataError
 
-SUFFIXES = (".json", ".jsonl", ".txt")
-_BOM = "\ufeff"
+BOM = b"\xef\xbb\xbf"
+LINE_MARK = ":{}"
+INDEX_MARK = "[{}]"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+NEWLINE = b"\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One JSON object and where it stands: `data.jsonl:17` (line) or `data.json[16]` (index)."""
+    """One row as it stands in its file, and where: `data.jsonl:17` or `data.json[16]`."""
 
     values: Mapping[str, Any]
     origin: str
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One stretch of plain text and the line on which it begins: `notes.txt:17`."""
+class Reader(Protocol):
+    """The records of one source, in any order and as often as asked for.
 
-    text: str
-    origin: str
+    Attributes:
+        name: of the source, as origins show it.
+        mark: how a place is written behind the name: ``:{}`` or ``[{}]``.
+    """
+
+    name: str
+    mark: str
+
+    def __len__(self) -> int:
+        """Records."""
+        ...
+
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Lines or indexes of records, to be written behind the name; int64 of the same shape."""
+        ...
+
+    def records(self, indices: NDArray[np.int64]) -> list[Record]:
+        """The records of these numbers, from 0 to the reader's length less one.
+
+        Raises:
+            DataError: one is malformed; names it.
+        """
+        ...
 
 
-def read_records(path: str, limit: int | None = None) -> list[Record]:
-    """The objects of a .jsonl file (one a line) or a .json file (a list, or one a line).
+class ReadWhole:
+    """A reader of records that are in memory."""
 
-    Args:
-        limit: stop after so many objects; what lies beyond is not parsed in JSON Lines.
+    def __init__(
+        self, name: str, mark: str, values: Sequence[Mapping[str, Any]], places: Sequence[int]
+    ) -> None:
+        self.name, self.mark = name, mark
+        self._values, self._places = values, np.asarray(places, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Reader`."""
+        return self._places[indices]
+
+    def records(self, indices: NDArray[np.int64]) -> list[Record]:
+        """See `Reader`."""
+        return [
+            Record(self._values[index], self.name + self.mark.format(self._places[index]))
+            for index in indices.tolist()
+        ]
+
+
+def read_json_list(path: str, limit: int | None = None) -> ReadWhole:
+    """The objects of a .json file that holds a list of them.
 
     Raises:
-        DataError: missing, unreadable, malformed or empty; names the line.
+        DataError: missing, unreadable, malformed or empty.
     """
     text = _read(path)
     if not text.strip():
         raise DataError(f"{path} is empty; at least one row is needed")
-    if path.lower().endswith(".json"):
-        records = _from_json(path, text)
-    else:
-        records = _from_lines(path, text, limit)
-    if not records:
-        raise DataError(f"{path} holds an empty list; at least one row is needed")
-    return records[:limit]
-
-
-def read_documents(path: str, limit: int | None = None) -> list[Document]:
-    """The documents of a plain text file.
-
-    Blank lines separate documents. A file without any blank line between its lines holds one
-    document a line, as corpora do that are written by programs. Line ends become ``\\n``.
-
-    Raises:
-        DataError: missing, unreadable or empty.
-    """
-    lines = _read(path).replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    filled = [number for number, line in enumerate(lines) if line.strip()]
-    if not filled:
-        raise DataError(f"{path} is empty; at least one line of text is needed")
-    one_a_line = filled[-1] - filled[0] + 1 == len(filled)
-    groups: list[list[int]] = []
-    for number in filled:
-        if one_a_line or not groups or groups[-1][-1] != number - 1:
-            groups.append([])
-        groups[-1].append(number)
-    return [
-        Document("\n".join(lines[number] for number in group), f"{path}:{group[0] + 1}")
-        for group in groups[:limit]
-    ]
-
-
-def _read(path: str) -> str:
-    file = Path(path).expanduser()
-    try:
-        raw = file.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file (looked at {file.absolute()})") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        return raw.decode("utf-8").removeprefix(_BOM)
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        seems = "; it seems to be UTF-16" if raw.startswith(_UTF16_MARKS) else ""
-        raise DataError(
-            f"{path}:{line}: not UTF-8 at byte {error.start} of the file "
-            f"(0x{raw[error.start]:02x}){seems}; save the file as UTF-8"
-        ) from None
-
-
-def _from_lines(path: str, text: str, limit: int | None) -> list[Record]:
-    records: list[Record] = []
-    # Not splitlines(): it also cuts at U+2028 and others that may stand inside a JSON string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if limit is not None and len(records) == limit:
-            break
-        if not line.strip():
-            continue
-        origin = f"{path}:{number}"
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{origin}: one JSON object per line is expected, "
-                f"but this line is not valid JSON ({_complaint(error)}): {_excerpt(line)}"
-            ) from None
-        records.append(_record(value, origin))
-    return records
-
-
-def _from_json(path: str, text: str) -> list[Record]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            return _from_lines(path, text, None)
         raise DataError(
             f"{path}:{error.lineno}: not valid JSON "
             f"({error.msg} at column {error.colno}); a list of objects is expected"
@@ -136,19 +110,98 @@ def _from_json(path: str, text: str) -> list[Record]:
             f"{path}: a list of objects is expected at the top, found {kind(value)}{keys}; "
             "write the rows as [{...}, {...}], or one a line in a .jsonl file"
         )
-    return [_record(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if not value:
+        raise DataError(f"{path} holds an empty list; at least one row is needed")
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise DataError(f"{path}[{index}]: a JSON object is expected, found {kind(item)}")
+    value = value[:limit]
+    return ReadWhole(path, INDEX_MARK, value, range(len(value)))
 
 
-def _record(value: Any, origin: str) -> Record:
+def read_documents(path: str, column: str, limit: int | None = None) -> ReadWhole:
+    """The documents of a plain text file, each a record with one value under `column`.
+
+    Blank lines separate documents. A file without any blank line between its lines holds one
+    document a line, as corpora do that are written by programs. Line ends become ``\\n``. The
+    place of a document is the line on which it begins.
+
+    Raises:
+        DataError: missing, unreadable or empty.
+    """
+    lines = _read(path).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    filled = [number for number, line in enumerate(lines) if line.strip()]
+    if not filled:
+        raise DataError(f"{path} is empty; at least one line of text is needed")
+    one_a_line = filled[-1] - filled[0] + 1 == len(filled)
+    groups: list[list[int]] = []
+    for number in filled:
+        if one_a_line or not groups or groups[-1][-1] != number - 1:
+            groups.append([])
+        groups[-1].append(number)
+    groups = groups[:limit]
+    values = [{column: "\n".join(lines[number] for number in group)} for group in groups]
+    return ReadWhole(path, LINE_MARK, values, [group[0] + 1 for group in groups])
+
+
+def parse_object(line: bytes, origin: str, path: str, offset: int) -> Mapping[str, Any]:
+    """The JSON object on a line.
+
+    Args:
+        origin: the line's place, for messages.
+        offset: of the line in its file, in bytes.
+
+    Raises:
+        DataError: not UTF-8, not JSON, or no object.
+    """
+    text = decode(line, path, lambda _: origin, offset)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{origin}: one JSON object per line is expected, "
+            f"but this line is not valid JSON ({_complaint(error)}): {_excerpt(text)}"
+        ) from None
     if not isinstance(value, dict):
         raise DataError(f"{origin}: a JSON object is expected, found {kind(value)}")
-    return Record(value, origin)
+    return value
+
+
+def decode(raw: bytes, path: str, where: Any, offset: int = 0) -> str:
+    """Text of bytes in UTF-8.
+
+    Args:
+        where: error position in `raw` -> the place, for the message.
+        offset: of `raw` in its file.
+
+    Raises:
+        DataError: not UTF-8; says at which byte.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        with Path(path).expanduser().open("rb") as file:
+            seems = "; it seems to be UTF-16" if file.read(2) in _UTF16_MARKS else ""
+        raise DataError(
+            f"{where(error.start)}: not UTF-8 at byte {offset + error.start} of the file "
+            f"(0x{raw[error.start]:02x}){seems}; save the file as UTF-8"
+        ) from None
+
+
+def _read(path: str) -> str:
+    try:
+        raw = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    text = decode(raw, path, lambda start: f"{path}:{raw.count(NEWLINE, 0, start) + 1}")
+    return text.removeprefix("\ufeff")
 
 
 def kind(value: Any) -> str:
-    """What a parsed JSON value is, in words."""
+    """What a value of a record is, in words."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    return "null" if value is None else names.get(type(value), "a number")
+    names |= {int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
 def _complaint(error: Exception) -> str:

@@ -1,70 +1,256 @@
-"""From the run file's data section to tokenised rows: read, split, tokenise."""
+"""From the run file's data section to rows: read, split, tokenise, keep in the cache."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from anygauge.config.schema import DataSection
-from anygauge.data.order import split
-from anygauge.data.sources import read_rows
-from anygauge.data.tokens import Report, TokenizedRows, tokenize_rows
+import numpy as np
+
+from anygauge.config.schema import DataSection, SourceSection, TrainSection
+from anygauge.data.batches import Batches, Layout, Schedule
+from anygauge.data.cache import Cache, cache_folder, key_of
+from anygauge.data.encode import Counts, RowEncoder
+from anygauge.data.forms import parse, told_form
+from anygauge.data.order import Split
+from anygauge.data.readers import (
+    content_digest,
+    first_records,
+    open_reader,
+    quick_digest,
+    source_name,
+)
+from anygauge.data.row_batches import RowBatches
+from anygauge.data.rows import Piece, PieceWriter, TokenizedRows, open_piece
+from anygauge.data.streamed_rows import StreamedRows, StreamedSource
+from anygauge.data.streaming import PackedStream, StreamedBatches, SumOnRanks
+from anygauge.data.template import read_template
+from anygauge.interface import DataError
+
+PEEKED_ROWS = 20
+
+_CHUNK = 1024
+_PROGRESS_S = 30.0
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prepared:
     """Rows to train on, and rows to evaluate on where there are any."""
 
-    train: TokenizedRows
+    train: TokenizedRows | StreamedRows
     eval: TokenizedRows | None
 
     @property
-    def report(self) -> Report:
-        """What became of the training rows (`eval.report` has the others)."""
-        return self.train.report
+    def report(self) -> str:
+        """What became of the training rows, in words; of streamed ones, so far."""
+        return described(self.train)
 
 
-PEEKED_ROWS = 20
+def described(rows: TokenizedRows | StreamedRows) -> str:
+    """What became of rows, and whether they came from the cache."""
+    if isinstance(rows, TokenizedRows) and rows.built is not None:
+        return f"{rows.report} (from the cache of {rows.built})"
+    return str(rows.report)
 
 
 def peek(data: DataSection) -> None:
     """Read the first rows only, so that a wrong column is told before anything is started.
 
     Raises:
-        DataError: a file or one of its first rows cannot be used.
-        RunFileError: settings that do not go together.
+        DataError: a source or one of its first rows cannot be used.
+        RunFileError: settings that do not go together, or a chat template that is not valid.
     """
-    for field, source in (("data.train", data.train), ("data.eval", data.eval)):
-        if source is not None:
-            limit = min(source.limit or PEEKED_ROWS, PEEKED_ROWS)
-            read_rows(source.model_copy(update={"limit": limit}), field=field)
+    read_template(data.chat_template)
+    for field, source in (*_fields("train", data), *_fields("eval", data)):
+        records = first_records(source, PEEKED_ROWS, field)
+        form = told_form(records[0], source, field)
+        for record in records:
+            parse(record, form, source, field)
 
 
-def prepare(data: DataSection, tokenizer: Any, seed: int) -> Prepared:
-    """Read and tokenise all rows; `eval_fraction` holds out whole rows, never parts of one.
+def prepare(
+    data: DataSection,
+    tokenizer: Any,
+    seed: int,
+    *,
+    environ: Mapping[str, str] | None = None,
+    say: Say = lambda text: None,
+) -> Prepared:
+    """Read and tokenise all rows, or take them from the cache; with streaming, open the sources.
+
+    `eval_fraction` holds out whole records, of each source its share. Rows to evaluate on are
+    tokenised before the run in any case.
 
     Args:
         tokenizer: a tokenizer of the transformers library.
         seed: decides which rows are held out.
+        environ: variables that name the cache's folder; left out: those of the process.
+        say: takes lines for the user: progress, and damage in the cache.
 
     Raises:
-        DataError: a file or row cannot be used, or no row is left.
+        DataError: a source or row cannot be used, or no row is left.
         RunFileError: settings that do not go together.
         ModelError: the tokenizer cannot be used.
     """
+    with Cache(cache_folder(data.cache, os.environ if environ is None else environ), say) as cache:
+        train = _Preparer(data, "train", tokenizer, seed, cache, say)
+        held_out = None
+        if data.eval is not None:
+            held_out = _Preparer(data, "eval", tokenizer, seed, cache, say).rows("all")
+        elif data.eval_fraction:
+            held_out = train.rows("held out")
+        part: _Part = "kept" if data.eval_fraction else "all"
+        rows = train.stream() if data.streaming else train.rows(part)
+    return Prepared(train=rows, eval=held_out)
 
-    def tokens(rows: list[Any]) -> TokenizedRows:
-        return tokenize_rows(
-            rows,
-            tokenizer,
-            max_length=data.max_length,
-            too_long=data.too_long,
-            loss_on=data.loss_on,
+
+def training_batches(
+    rows: TokenizedRows | StreamedRows,
+    data: DataSection,
+    train: TrainSection,
+    layout: Layout,
+    sum_on_ranks: SumOnRanks,
+) -> Batches:
+    """The training batches of one rank.
+
+    Args:
+        rows: `Prepared.train`.
+        sum_on_ranks: sums each number over all ranks; used by streams.
+
+    Raises:
+        RunFileError: global_batch is no multiple of micro_batch times the number of ranks.
+        DataError: no row can be used.
+    """
+    schedule = Schedule(
+        seed=train.seed,
+        global_batch=train.global_batch,
+        epochs=train.epochs,
+        steps=train.steps,
+        weights=tuple(source.weight for source in data.train_sources),
+        grouping=data.length_grouping,
+    )
+    if isinstance(rows, TokenizedRows):
+        return RowBatches(rows, schedule, layout)
+    if data.packing:
+        return PackedStream(rows, schedule, layout)
+    return StreamedBatches(rows, schedule, layout, sum_on_ranks)
+
+
+_Part = Literal["all", "kept", "held out"]
+
+
+class _Preparer:
+    """The sources of `data.train` or `data.eval`."""
+
+    def __init__(
+        self,
+        data: DataSection,
+        which: Literal["train", "eval"],
+        tokenizer: Any,
+        seed: int,
+        cache: Cache,
+        say: Say,
+    ) -> None:
+        self._data, self._seed, self._cache, self._say = data, seed, cache, say
+        self._fraction = data.eval_fraction if which == "train" else 0.0
+        self._sources = []
+        for field, source in _fields(which, data):
+            form = told_form(first_records(source, 1, field)[0], source, field)
+            told = source.model_copy(update={"form": form})
+            self._sources.append((field, told, RowEncoder(told, data, tokenizer, field=field)))
+
+    def rows(self, part: _Part) -> TokenizedRows:
+        """The tokenised rows of all sources, or of a part of each."""
+        pieces, built = [], []
+        for number, (field, source, encoder) in enumerate(self._sources):
+            digest = (
+                quick_digest(source, self._cache, field, with_times=True)
+                if self._data.streaming
+                else content_digest(source, self._cache, field)
+            )
+            split = [part, self._fraction, self._seed, number] if part != "all" else []
+            key = key_of(
+                digest, Path(source.path).suffix.lower(), source.limit, split, encoder.key()
+            )
+            write = self._writer(number, part)
+            entry = self._cache.entry("rows", key, write)
+            piece = open_piece(entry, source_name(source))
+            if not len(piece) and part != "held out":
+                raise self._nothing_left(piece)
+            pieces.append(piece)
+            built.append(entry.built if entry.found else None)
+        if not any(map(len, pieces)):
+            raise self._nothing_left(pieces[0])
+        known = [when for when in built if when is not None]
+        return TokenizedRows(pieces, min(known) if len(known) == len(built) else None)
+
+    def stream(self) -> StreamedRows:
+        """The sources, opened."""
+        sources = []
+        for number, (field, source, encoder) in enumerate(self._sources):
+            reader = open_reader(source, self._cache, field)
+            content = quick_digest(source, self._cache, field, with_times=False)
+            split = Split(len(reader), self._fraction, self._seed, number)
+            identity = key_of(content, source.limit, self._fraction, number, encoder.key())
+            sources.append(
+                StreamedSource(reader=reader, encoder=encoder, split=split, identity=identity)
+            )
+        return StreamedRows(sources)
+
+    def _writer(self, number: int, part: _Part) -> Callable[[Path], dict[str, Any]]:
+        field, source, encoder = self._sources[number]
+
+        def write(folder: Path) -> dict[str, Any]:
+            reader = open_reader(source, self._cache, field)
+            split = Split(len(reader), self._fraction, self._seed, number)
+            count = len(split.held_out) if part == "held out" else split.kept_count
+            with PieceWriter(folder) as writer:
+                for start in self._counted(source_name(source), count):
+                    numbers = np.arange(start, min(start + _CHUNK, count))
+                    indices = split.held_out[numbers] if part == "held out" else split.kept(numbers)
+                    encoded, counts = encoder.encode(reader.records(indices))
+                    writer.add(encoded, counts, reader.places(indices))
+                return writer.facts(reader.mark)
+
+        return write
+
+    def _counted(self, name: str, count: int) -> Iterator[int]:
+        """Starts of chunks; says from time to time how far it has come."""
+        said = time.monotonic()
+        for start in range(0, count, _CHUNK):
+            yield start
+            if time.monotonic() - said > _PROGRESS_S:
+                said = time.monotonic()
+                done = min(start + _CHUNK, count)
+                self._say(f"tokenising {name}: {done:,} of {count:,} rows")
+
+    def _nothing_left(self, piece: Piece) -> DataError:
+        counts: Counts = piece.counts
+        causes = []
+        if counts.dropped_long:
+            causes.append(
+                f"{counts.dropped_long} too long for data.max_length {self._data.max_length} "
+                "(raise it, or shorten the prompts)"
+            )
+        if counts.dropped_empty:
+            causes.append(f"{counts.dropped_empty} with nothing to learn (is it the right column?)")
+        return DataError(
+            f"none of the {counts.rows} rows of {piece.origin.format('...')} is left to use: "
+            f"{'; '.join(causes)}"
         )
 
-    rows = read_rows(data.train, field="data.train")
-    if data.eval is not None:
-        held_out = read_rows(data.eval, field="data.eval")
-    else:
-        rows, held_out = split(rows, data.eval_fraction, seed)
-    return Prepared(train=tokens(rows), eval=tokens(held_out) if held_out else None)
+
+def _fields(which: Literal["train", "eval"], data: DataSection) -> list[tuple[str, SourceSection]]:
+    """The sources of one field, each with its place in the run file."""
+    sources = data.train_sources if which == "train" else data.eval_sources
+    listed = isinstance(getattr(data, which), list)
+    return [
+        (f"data.{which}[{number}]" if listed else f"data.{which}", source)
+        for number, source in enumerate(sources)
+    ]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from anygauge.interface.collectives import Collectives
     from anygauge.interface.errors import (
+        STOPPED,
         AnygaugeError,
         DataError,
         ModelError,
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
         PlannedFile,
         PlannedProcess,
         RunningJob,
+        RunStatus,
         Tracker,
+        TrackerContext,
+        TrackerOption,
         TrackerSpec,
     )
     from anygauge.interface.probe import Finding, Presence, Probe
@@ -54,6 +58,7 @@ __all__ = [
     "CAPABILITIES",
     "FULL",
     "HOST_DEVICE",
+    "STOPPED",
     "AnygaugeError",
     "Backend",
     "BackendSpec",
@@ -88,6 +93,7 @@ __all__ = [
     "RdmaDevice",
     "Requirement",
     "RunFileError",
+    "RunStatus",
     "RunningJob",
     "Scope",
     "Setting",
@@ -95,6 +101,8 @@ __all__ = [
     "ShapePolicy",
     "Support",
     "Tracker",
+    "TrackerContext",
+    "TrackerOption",
     "TrackerSpec",
     "UnsupportedError",
     "hookimpl",
@@ -103,6 +111,7 @@ __all__ = [
 _HOMES = {
     "API_VERSION": "backend",
     "AnygaugeError": "errors",
+    "STOPPED": "errors",
     "Backend": "backend",
     "BackendSpec": "backend",
     "CAPABILITIES": "backend",
@@ -139,6 +148,7 @@ _HOMES = {
     "RdmaDevice": "job",
     "Requirement": "backend",
     "RunFileError": "errors",
+    "RunStatus": "plugins",
     "RunningJob": "plugins",
     "Scope": "settings",
     "Setting": "settings",
@@ -146,6 +156,8 @@ _HOMES = {
     "ShapePolicy": "graph",
     "Support": "support",
     "Tracker": "plugins",
+    "TrackerContext": "plugins",
+    "TrackerOption": "plugins",
     "TrackerSpec": "plugins",
     "UnsupportedError": "errors",
     "hookimpl": "hooks",

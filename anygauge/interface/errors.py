@@ -14,6 +14,10 @@ A message says what was received, where, what is valid, and what to do next.
 
 from __future__ import annotations
 
+STOPPED = 75
+"""Exit status of a run that was asked to end and wrote a checkpoint to go on from: "temporary
+failure, try again" in <sysexits.h>."""
+
 
 class AnygaugeError(Exception):
     """Base of all errors meant for the user.

@@ -13,12 +13,13 @@ ranks, ``rank``.
 ``evaluation``        ``step``, ``name`` and ``eval_loss`` (nats per token)
 ``saving``            again and again while a rank saves: it is not stuck
 ``finished``          the rank has done all its work; rank 0 adds ``summary`` (name: value)
+``stopped``           asked to end, the rank has done so; rank 0 adds ``step`` and ``checkpoint``
 ``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),
                       ``exit_status``; sent before the rank closes its connections, so that it
                       precedes the failures which it causes in others
 ``rank_exited``       from the agent: ``rank``, ``code`` (negative: signal), ``log`` (path)
-``ended``             from the agent, last: ``state`` (``ok``, ``failed``, ``cancelled``),
-                      ``exit_status``, ``cause`` (the earliest failure, in words)
+``ended``             from the agent, last: ``state`` (``ok``, ``failed``, ``cancelled``,
+                      ``stopped``), ``exit_status``, ``cause`` (the earliest failure, in words)
 ====================  =============================================================================
 """
 

@@ -25,6 +25,8 @@ class Job:
         devices_per_node: ranks started on each machine.
         rendezvous: where ranks meet: ``file:///path`` (one machine) or ``tcp://host:port``.
         collective_timeout_s: seconds after which a collective that hangs ends the run.
+        stop_grace_s: seconds that ranks get to end a step and write a checkpoint when the job is
+            asked to end.
         environment: variables that the run file asks for.
         backend_options: the run file's ``backend_options``, for the backend alone to read.
     """
@@ -38,6 +40,7 @@ class Job:
     devices_per_node: int = 1
     rendezvous: str
     collective_timeout_s: float = 600.0
+    stop_grace_s: float = 60.0
     environment: Mapping[str, str] = field(default_factory=dict)
     backend_options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -147,6 +147,13 @@ class Placement:
         """Start a new peak from what is in use now."""
         self._module().reset_peak_memory_stats()
 
+    def utilisation(self) -> Mapping[str, float]:
+        """How busy the opened device is, where it can tell; called every few seconds.
+
+        Names end in their unit: ``utilisation_percent``, ``power_w``, ``temperature_c``.
+        """
+        return {}
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an exception means that the device's memory is exhausted."""
         import torch

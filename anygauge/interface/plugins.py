@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from anygauge.interface.job import Job
 
@@ -104,25 +105,87 @@ class LauncherSpec:
     max_nodes: int | None = None
 
 
+RunStatus = Literal["finished", "failed", "stopped"]
+"""How a run ended; ``stopped``: asked to end, and may be resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackerContext:
+    """What a tracker is made from.
+
+    Attributes:
+        run_directory: where the run's files are; a tracker that keeps an id for a resumed run
+            writes it to a file of its own in here.
+        run_name: the run file's ``name``.
+        options: the run file's ``tracker_options`` for this tracker, checked against its spec.
+        parameters: the resolved run file, flat: dotted path -> text, number, truth value or
+            None. Secrets and the values of ``environment`` are left out.
+        resumed_from_step: steps that were done before, where the run goes on from a checkpoint.
+    """
+
+    run_directory: Path
+    run_name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    resumed_from_step: int | None = None
+
+
 class Tracker(Protocol):
-    """Receives a run's metrics on rank 0."""
+    """Receives a run's metrics on rank 0.
+
+    It is made and called in one thread of its own: a slow one does not hold up training. After
+    one that raises nothing more is logged to it, and the user is told; it is still closed.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one step."""
+        """Record what was measured after `step` steps.
 
-    def close(self) -> None:
-        """Flush and end."""
+        Names are ``train/loss``, ``eval/loss``, ``system/host_memory_used``; values may be inf
+        or nan. A step may come several times, each time with other names.
+        """
+
+    def close(self, status: RunStatus, summary: Mapping[str, float]) -> None:
+        """Flush and end; the last call.
+
+        Args:
+            summary: the run's result, such as ``final_loss``; empty where it failed.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackerOption:
+    """An option that a tracker takes from the run file.
+
+    Attributes:
+        kind: ``text``, ``number``, ``truth`` or ``list of text``.
+        choices: valid texts; empty for any.
+    """
+
+    name: str
+    description: str
+    kind: Literal["text", "number", "truth", "list of text"] = "text"
+    choices: tuple[str, ...] = ()
+    required: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerSpec:
-    """How a tracker announces itself; the factory is called with the run directory.
+    """How a tracker announces itself.
 
     Attributes:
+        factory: ``"package.module:Class"``; called with a `TrackerContext` before the first step.
+            An `AnygaugeError` that it raises is shown to the user as it is.
+        options: what it takes from the run file; anything else is refused before ranks start.
         missing: why it cannot run here (a package that is not installed), or None.
+        unready: (options, environment variables) -> what a user must still do, such as to log in,
+            or None; cheap and pure.
     """
 
     name: str
     factory: str
     api_version: int
+    options: tuple[TrackerOption, ...] = ()
     missing: Callable[[], str | None] = lambda: None
+    unready: Callable[[Mapping[str, Any], Mapping[str, str]], str | None] = (
+        lambda options, environ: None
+    )

@@ -16,6 +16,10 @@ import time
 PARENT_PID = "ANYGAUGE_PARENT_PID"
 """Environment variable: process id of the parent that the child must not outlive."""
 
+END_AT_ONCE = signal.SIGUSR2
+"""What an agent sends to ranks whose peers have failed. SIGTERM is a request that a rank answers
+when its step is done, and one that waits for a dead peer never would; nothing catches this one."""
+
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _POLL_S = 0.5
 

@@ -1,23 +1,22 @@
-"""LoRA through peft: adding it, saving it in peft's own layout, and checking what was saved."""
+"""LoRA through peft: adding it to a model, new or from a saved one, and what it reads elsewhere."""
 
 from __future__ import annotations
 
-import difflib
-import tempfile
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
-from anygauge.interface.files import replaced, write_text
+from anygauge.models.start import check_given, fill, read_config, refuse_no_adapter
+from anygauge.models.targets import Factors, patterns, planned_layers, short_names
 
 ADAPTER_NAME = "default"
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 def add_adapter(
@@ -25,124 +24,136 @@ def add_adapter(
 ) -> nn.Module:
     """Freeze the base and add LoRA factors in `dtype`, drawn from `seed` on the host.
 
-    Raises:
-        ModelError: no layer matches the targets; names layers that are there.
-    """
-    from peft import LoraConfig, get_peft_model
+    A function of section, seed and base alone: equal on every rank and strategy. On a model whose
+    parameters are on the meta device, the factors are there too. DoRA's magnitudes are norms of
+    the base's weights: a strategy that shards them must let peft gather each.
 
-    check_targets(model, section.targets)
-    config = LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,
-        lora_dropout=section.dropout,
-        target_modules=section.targets,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
+    Raises:
+        ModelError: no layer matches the targets, or the adapter to start from cannot be used.
+        UnsupportedError: the adapter to start from is of a kind that is not trained.
+    """
+    folder = None if section.start_from is None else Path(section.start_from)
+    on_meta = any(p.is_meta for p in model.parameters())
+    asked = None
+    if folder is None or {"targets", "groups"} & section.given:
+        asked = planned_layers(model, section)
+    if folder is None:
+        assert asked is not None
+        config = lora_config(model, section, asked)
+    else:
+        config = read_config(folder, dropout=section.dropout)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _peft_quiet():
             # The host's generator alone: torch.manual_seed would reset the devices' as well.
             torch.default_generator.manual_seed(seed)
-            adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+            adapted = _get_peft_model(model, config, on_meta)
     except (ValueError, TypeError) as error:
-        raise ModelError(
-            f"adapter: peft refused targets {section.targets!r}: {str(error).splitlines()[0]} "
-            f"Linear layers here: {', '.join(linear_names(model))}; or use all-linear"
-        ) from error
+        where = "adapter" if folder is None else f"adapter.start_from: {folder}"
+        raise ModelError(f"{where}: peft refused it: {str(error).splitlines()[0]}") from error
+    built = adapted_layers(adapted)
+    if folder is not None:
+        check_given(section, config, asked, built, folder)
+    elif built != asked:
+        raise ModelError(f"adapter: peft built {len(built)} layers other than those asked for")
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    if folder is not None and not on_meta:
+        fill(adapted, folder, ADAPTER_NAME)
     return adapted
 
 
-def check_targets(model: nn.Module, targets: str | list[str]) -> None:
-    """Refuse targets that match nothing, before peft does so less clearly."""
-    if isinstance(targets, str):
-        return
-    linear = linear_names(model)
-    names = {name for name, _ in model.named_modules()}
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            near = difflib.get_close_matches(target, linear, 1)
-            raise ModelError(
-                f"adapter.targets: no layer is called {target!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-                + f" Linear layers here: {', '.join(linear)}; or use all-linear"
-            )
+def lora_config(model: nn.Module, section: AdapterSection, plan: dict[str, Factors]) -> Any:
+    """peft's configuration for layers that were settled before."""
+    from peft import LoraConfig
+    from transformers.pytorch_utils import Conv1D
 
-
-def linear_names(model: nn.Module) -> list[str]:
-    """Last parts of the names of all linear layers."""
-    return sorted(
-        {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    ranks = {name: float(factors.rank) for name, factors in plan.items()}
+    alphas = {name: factors.alpha for name, factors in plan.items()}
+    return LoraConfig(
+        r=section.rank,
+        lora_alpha=_tidy(section.alpha),
+        rank_pattern={k: int(v) for k, v in patterns(ranks, section.rank).items()},
+        alpha_pattern={k: _tidy(v) for k, v in patterns(alphas, section.alpha).items()},
+        use_rslora=section.rslora,
+        use_dora=section.dora,
+        lora_dropout=section.dropout,
+        target_modules=short_names(model, plan),
+        fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in plan),
+        bias="none",
+        task_type="CAUSAL_LM",
     )
 
 
-def adapter_state(model: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The trained tensors under the names that peft stores.
+def _tidy(value: float) -> Any:
+    """peft's type is int, and its readers show it as such."""
+    return int(value) if float(value).is_integer() else value
 
-    Raises:
-        ModelError: the result is empty, which is how sharded parameters show when saved wrongly.
+
+def _get_peft_model(model: nn.Module, config: Any, on_meta: bool) -> Any:
+    from peft import get_peft_model
+
+    return get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=on_meta)
+
+
+@contextlib.contextmanager
+def _peft_quiet() -> Iterator[None]:
+    """peft warns of what is settled here: Conv1D's layout, and tied embeddings (see `merge`)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        yield
+
+
+def _lora_layers(adapted: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in adapted.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name.removeprefix("base_model.model."), module
+
+
+def adapted_layers(adapted: nn.Module) -> dict[str, Factors]:
+    """The layers that carry an adapter, by the names they had before, and their factors."""
+    return {
+        name: Factors(module.r[ADAPTER_NAME], float(module.lora_alpha[ADAPTER_NAME]))
+        for name, module in _lora_layers(adapted)
+    }
+
+
+def borrowed_parameters(adapted: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+    """Parameters that a module reads in its forward though another owns them.
+
+    DoRA's norm reads the base's weight and bias and both factors; an embedding's factors lie in a
+    dictionary that is never called. A strategy that releases weights must bring them back there.
     """
-    from peft import get_peft_model_state_dict
-
-    state = get_peft_model_state_dict(
-        model, state_dict=dict(trained), adapter_name=ADAPTER_NAME, save_embedding_layers=False
-    )
-    if not state or any(tensor.numel() == 0 for tensor in state.values()):
-        raise ModelError(
-            f"the adapter to save is empty ({len(state)} tensors): nothing was written"
-        )
-    return {name: tensor.contiguous() for name, tensor in state.items()}
-
-
-def save_adapter(
-    model: Any, trained: Mapping[str, Tensor], folder: Path, *, base: str | None
-) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``; read the latter back.
-
-    Args:
-        base: what the adapter was trained on, as users would name it.
-
-    Raises:
-        ModelError: what was read back is not what was written.
-    """
-    from safetensors.torch import load_file, save_file
-
-    state = adapter_state(model, trained)
-    folder.mkdir(parents=True, exist_ok=True)
-    with replaced(folder / WEIGHTS_FILE) as temporary:
-        save_file(state, temporary, metadata={"format": "pt"})
-        back = load_file(temporary)
-        if back.keys() != state.keys() or any(
-            not torch.equal(back[name], tensor) for name, tensor in state.items()
-        ):
-            raise ModelError(f"{folder / WEIGHTS_FILE}: reading back gave other values; disk full?")
-    config = model.peft_config[ADAPTER_NAME]
-    config.base_model_name_or_path = base
-    config.inference_mode = True
-    with tempfile.TemporaryDirectory() as temporary_folder:
-        config.save_pretrained(temporary_folder)
-        text = (Path(temporary_folder) / CONFIG_FILE).read_text()
-    write_text(folder / CONFIG_FILE, text)
+    found: list[tuple[nn.Module, nn.Parameter]] = []
+    for _, layer in _lora_layers(adapted):
+        factors = [
+            *layer.lora_A.parameters(),
+            *layer.lora_B.parameters(),
+            *layer.lora_embedding_A.parameters(),
+            *layer.lora_embedding_B.parameters(),
+        ]
+        if len(layer.lora_embedding_A):
+            found += [(layer, parameter) for parameter in factors]
+        for norm in layer.lora_magnitude_vector.values():
+            found += [(norm, p) for p in (*layer.get_base_layer().parameters(), *factors)]
+    return found
 
 
 def load_adapter(model: nn.Module, folder: Path) -> Any:
-    """The model with a saved adapter, for generation or merging.
+    """The model with a saved adapter, for generation, merging or verification.
 
     Raises:
         ModelError: the folder holds no adapter, or one of another model.
     """
     from peft import PeftModel
 
-    missing = [f for f in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / f).is_file()]
-    if missing:
-        raise ModelError(
-            f"{folder} is no adapter folder: {', '.join(missing)} is missing. A run writes its "
-            "adapter to <output>/<name>/adapter"
-        )
+    refuse_no_adapter(folder)
     try:
-        return PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+        with _peft_quiet():
+            return PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
     except Exception as error:
         raise ModelError(
             f"the adapter in {folder} does not fit this model: {str(error).splitlines()[0]}"

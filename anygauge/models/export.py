@@ -1,17 +1,136 @@
-"""Whole models on disk, in the layout of transformers: a folder that is complete or absent."""
+"""Results on disk: adapters in peft's layout, whole models in that of transformers.
+
+A result's folder is complete and verified, or absent: it is written beside its place and renamed at
+the end. One that failed its verification is kept, under a name that says so.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
+from anygauge.models.adapter import ADAPTER_NAME
+from anygauge.models.start import CONFIG_FILE, WEIGHTS_FILE
+from anygauge.models.verify import UNVERIFIED, VerificationError
+
+
+@contextlib.contextmanager
+def completed(folder: Path) -> Iterator[Path]:
+    """Give a folder to write to; on success it takes the place of `folder`.
+
+    Raises:
+        VerificationError: as raised within; what was written is then kept as ``NAME-unverified``.
+        OSError: the folder cannot be flushed or renamed.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        _take_place(temporary, folder)
+    except VerificationError:
+        _take_place(temporary, folder.with_name(folder.name + UNVERIFIED))
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _take_place(temporary: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def adapter_state(model: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The trained tensors under the names that peft stores.
+
+    Raises:
+        ModelError: a tensor is missing or has lost its shape, which is how sharded parameters
+            show when they are saved wrongly.
+    """
+    from peft import get_peft_model_state_dict
+
+    shapes = trained_shapes(model)
+    check_whole(trained, shapes)
+    state = get_peft_model_state_dict(
+        model, state_dict=dict(trained), adapter_name=ADAPTER_NAME, save_embedding_layers=False
+    )
+    if len(state) != len(shapes):
+        raise ModelError(
+            f"{len(shapes)} tensors were trained, but peft would store {len(state)}; nothing was "
+            "written"
+        )
+    return {name: tensor.contiguous() for name, tensor in state.items()}
+
+
+def check_whole(trained: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse to save anything but every trained tensor, whole and finite.
+
+    Raises:
+        ModelError: names the first tensor that is not.
+    """
+    if not shapes:
+        raise ModelError("nothing was trained: nothing was written")
+    for name, shape in shapes.items():
+        tensor = trained.get(name)
+        if tensor is None or tuple(tensor.shape) != shape or not tensor.numel():
+            found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
+            raise ModelError(
+                f"the trained tensor {name} {found}, expected shape {shape}; nothing was written"
+            )
+        if not tensor.isfinite().all():
+            raise ModelError(
+                f"the trained tensor {name} holds values that are no numbers; nothing was written"
+            )
+
+
+def save_adapter(
+    model: Any, trained: Mapping[str, Tensor], folder: Path, *, base: ModelSection
+) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``; read the latter back.
+
+    Args:
+        trained: parameter name -> whole float32 tensor.
+        base: what the adapter was trained on; its name is stored, for loading by peft alone.
+
+    Raises:
+        ModelError: there is nothing to write, or what was read back is not what was written.
+    """
+    from safetensors.torch import load_file, save_file
+
+    state = adapter_state(model, trained)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / WEIGHTS_FILE
+    save_file(state, path, metadata={"format": "pt"})
+    back = load_file(path)
+    if back.keys() != state.keys() or any(
+        not torch.equal(back[name], tensor) for name, tensor in state.items()
+    ):
+        raise ModelError(f"{path}: reading back gave other values; is the disk full?")
+    config = model.peft_config[ADAPTER_NAME]
+    config.base_model_name_or_path = base.name
+    config.revision = base.revision
+    config.inference_mode = True
+    with tempfile.TemporaryDirectory() as temporary:
+        config.save_pretrained(temporary)
+        fields = json.loads((Path(temporary) / CONFIG_FILE).read_text(encoding="utf-8"))
+    if isinstance(fields["target_modules"], list):
+        fields["target_modules"].sort()  # peft holds a set: its order is chance
+    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def save_model(
@@ -25,8 +144,6 @@ def save_model(
 ) -> None:
     """Write weights in `dtype`, the configuration and the tokenizer to `folder`.
 
-    Everything is written beside it and renamed at the end; an existing `folder` is replaced.
-
     Args:
         state: parameter name -> tensor, as the model's own ``named_parameters`` has them.
         generation: the model's generation configuration, if it has one of its own.
@@ -38,24 +155,24 @@ def save_model(
 
     if not state or any(tensor.numel() == 0 for tensor in state.values()):
         raise ModelError(f"{folder}: the model to save is empty; nothing was written")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        save_torch_state_dict(
-            {name: tensor.to(dtype).contiguous() for name, tensor in state.items()},
-            temporary,
-            metadata={"format": "pt"},
-        )
-        config.dtype = dtype
-        config.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        if generation is not None:
-            generation.save_pretrained(temporary)
-        for file in temporary.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(
+        {name: tensor.to(dtype).contiguous() for name, tensor in state.items()},
+        folder,
+        metadata={"format": "pt"},
+    )
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Whole shape of every trained parameter, sharded or not."""
+    return {
+        # A shard's own shape is another.
+        name: tuple(getattr(p, "ds_shape", p.shape))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import ModelError, UnsupportedError
-from anygauge.models.adapter import add_adapter
+from anygauge.models.adapter import add_adapter, borrowed_parameters
 from anygauge.models.files import WeightFiles, match_names
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.py", "*.model"]
@@ -180,6 +180,10 @@ class CausalModelFactory:
         if self.adapter is None:
             return model
         return add_adapter(model, self.adapter, dtype=self._dtype, seed=self._seed)
+
+    def borrowed(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
+        """See `ModelFactory.borrowed`."""
+        return () if self.adapter is None else borrowed_parameters(model)
 
     def checkpoint_activations(self, model: Any, *, reentrant: bool) -> None:
         """See `ModelFactory.checkpoint_activations`."""

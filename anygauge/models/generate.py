@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def generate(
     *,
     max_new_tokens: int,
     temperature: float,
+    stop_ids: Sequence[int] = (),
     show: Callable[[str], None] | None = None,
 ) -> str:
     """The model's continuation of a prompt.
@@ -64,6 +65,7 @@ def generate(
     Args:
         prompt: token numbers, as training saw them before an answer.
         temperature: 0 always takes the likeliest token.
+        stop_ids: tokens that end an answer, besides those that the model or tokenizer names.
         show: receives the text piece by piece while it is made.
     """
     from transformers import TextStreamer
@@ -88,11 +90,16 @@ def generate(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
-            # A model may have several tokens that end an answer; the tokenizer knows one.
-            eos_token_id=model.generation_config.eos_token_id or tokenizer.eos_token_id,
+            eos_token_id=sorted({*_named(model, tokenizer), *stop_ids}),
             streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
             if show
             else None,
             **sampling,
         )
     return str(tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True))
+
+
+def _named(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: a model may have several, the tokenizer knows one."""
+    named = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    return [named] if isinstance(named, int) else list(named)

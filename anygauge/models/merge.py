@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import HOST_DEVICE, ModelError
-from anygauge.models.export import save_model
+from anygauge.interface.files import write_text
+from anygauge.models import card
+from anygauge.models.export import completed, save_model
 from anygauge.models.generate import load_for_inference
+from anygauge.models.verify import probe_tokens, relative_difference
 
-PROBE_TOKENS = 32
 TOLERANCE = 1e-3
-"""Largest difference of float32 logits between base with adapter and merged model, relative to
-the largest logit."""
+"""Largest relative difference of float32 logits between base with adapter and merged model."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MergeReport:
-    """How far the merged model's logits are from those of base with adapter, and from the base's.
+    """How far logits are from another's on a probe: see `relative_difference`.
 
-    Both are the largest absolute difference over a fixed probe, divided by the largest logit.
+    Attributes:
+        from_adapter: the merged model in float32 from base with adapter.
+        rounding: the merged model as it is stored from base with adapter.
+        from_base: the merged model as it is stored from the base.
+        untied: whether input and output embedding, one tensor before, are now two.
+        trained_on: the base that the adapter names, where that is another than the one given.
     """
 
     from_adapter: float
+    rounding: float
     from_base: float
+    untied: bool
+    trained_on: str | None
 
 
 def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) -> MergeReport:
-    """Write the merged model to `output`, in the base's own type.
+    """Write the merged model to `output`, in the base's own type, with a model card.
 
     The sum is made in float32, so that an adapter's small update is not rounded away twice.
 
     Raises:
-        ModelError: the merged model differs from base with adapter, or equals the base; nothing
-            is written then.
+        ModelError: the merged model differs from base with adapter, or equals the base, in
+            float32 or once rounded to the base's type; nothing is written then.
     """
     model = load_for_inference(
         section,
@@ -46,40 +57,88 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
         dtype=torch.float32,
         attention="eager",
     )
-    vocabulary = model.config.vocab_size
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator)
+    named = model.active_peft_config.base_model_name_or_path
+    probe = probe_tokens(model.config.vocab_size)
+    stored = stored_dtype(section)
     with torch.no_grad():
         together = model(input_ids=probe).logits
         with model.disable_adapter():
             base = model(input_ids=probe).logits
-        merged_model = model.merge_and_unload(safe_merge=True)
+        untied = untie(model)
+        with warnings.catch_warnings():
+            # peft warns of tied embeddings and of their untying, which happened just now.
+            warnings.filterwarnings("ignore", message="(Model with `tie_word|Input and output emb)")
+            merged_model = model.merge_and_unload(safe_merge=True)
         merged = merged_model(input_ids=probe).logits
-    largest = together.abs().max().item()
+        for parameter in merged_model.parameters():
+            parameter.data = parameter.data.to(stored).float()
+        rounded = merged_model(input_ids=probe).logits
     report = MergeReport(
-        from_adapter=(merged - together).abs().max().item() / largest,
-        from_base=(merged - base).abs().max().item() / largest,
+        from_adapter=relative_difference(merged, together),
+        rounding=relative_difference(rounded, together),
+        from_base=relative_difference(rounded, base),
+        untied=untied,
+        trained_on=named if named not in (None, section.name) else None,
     )
+    _check(report, relative_difference(merged, base), adapter, stored)
+    with completed(output) as part:
+        save_model(
+            dict(merged_model.named_parameters()),
+            merged_model.config,
+            tokenizer,
+            part,
+            dtype=stored,
+            generation=merged_model.generation_config,
+        )
+        checks = {
+            "merged, in float32, from base with adapter": f"{report.from_adapter:.1e}",
+            f"merged, in {_said(stored)}, from base with adapter": f"{report.rounding:.1e}",
+            f"merged, in {_said(stored)}, from the base": f"{report.from_base:.1e}",
+        }
+        write_text(part / card.FILE, card.merged_card(output.name, section, adapter, checks))
+    return report
+
+
+def _check(report: MergeReport, effect: float, adapter: Path, stored: torch.dtype) -> None:
     if not report.from_adapter <= TOLERANCE:
         raise ModelError(
-            f"merging {adapter} went wrong: logits differ by {report.from_adapter:.2e} of the "
-            f"largest from base with adapter, more than {TOLERANCE:.0e}; nothing was written"
+            f"merging {adapter} went wrong: logits differ by {report.from_adapter:.2e} of their "
+            f"norm from base with adapter, more than {TOLERANCE:.0e}; nothing was written"
         )
-    if report.from_base == 0.0:
+    if effect == 0.0:
         raise ModelError(
             f"the adapter in {adapter} changes nothing: merged and base give equal logits; "
             "nothing was written. Was it trained?"
         )
-    stored = stored_dtype(section)
-    save_model(
-        dict(merged_model.named_parameters()),
-        merged_model.config,
-        tokenizer,
-        output,
-        dtype=stored,
-        generation=merged_model.generation_config,
-    )
-    return report
+    if report.rounding > effect / 2:
+        raise ModelError(
+            f"the adapter in {adapter} is lost when merged weights are rounded to the base's "
+            f"{_said(stored)}: its effect is {effect:.1e} of the logits' norm, "
+            f"that of the rounding {report.rounding:.1e}; nothing was "
+            "written. Use it beside its base, or train it for longer"
+        )
+
+
+def untie(model: Any) -> bool:
+    """Give the output layer a weight of its own if it shares one that the adapter changes.
+
+    Merged into a shared tensor, an update of the embedding would change the output layer too.
+
+    Returns:
+        Whether it did.
+    """
+    whole = model.get_base_model()
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    if head is None or not (hasattr(embedding, "base_layer") or hasattr(head, "base_layer")):
+        return False
+    source = getattr(embedding, "base_layer", embedding)
+    target = getattr(head, "base_layer", head)
+    if target.weight is not source.weight:
+        return False
+    target.weight = nn.Parameter(source.weight.detach().clone(), requires_grad=False)
+    whole.config.tie_word_embeddings = False
+    whole.config.get_text_config().tie_word_embeddings = False
+    return True
 
 
 def stored_dtype(section: ModelSection) -> torch.dtype:
@@ -88,3 +147,7 @@ def stored_dtype(section: ModelSection) -> torch.dtype:
 
     dtype = getattr(load_config(section), "dtype", None) or torch.float32
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -167,7 +167,7 @@ class Registry:
         return self._find("tracker", name, self.trackers)
 
     def tracker(self, name: str) -> Callable[..., Tracker]:
-        """Import a tracker's factory; it is called with the run directory.
+        """Import a tracker's factory; it is called with a `TrackerContext`.
 
         Raises:
             PluginError: there is no single tracker of this name, or it cannot be imported.

@@ -7,15 +7,18 @@ that runs them batch by batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
 from anygauge.config.precision import Precision
-from anygauge.interface import Backend, Phase, Requirement, Setting
+from anygauge.interface import Backend, Phase, Requirement, Setting, Support
+
+if TYPE_CHECKING:
+    from anygauge.strategies.state import Counters, TrainedState
 
 
 class ModelFactory(Protocol):
@@ -33,6 +36,9 @@ class ModelFactory(Protocol):
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """Freeze the base and add the adapter; returns the model unchanged where there is none."""
+
+    def borrowed(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
+        """Of an adapted model: parameters that a module reads though another one owns them."""
 
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool) -> None:
         """Recompute activations in backward, if the run asks for it."""
@@ -122,6 +128,22 @@ class Engine(Protocol):
         Every rank must call it; only rank 0 gets values, others an empty mapping.
         """
 
+    def keeps_state(self) -> Support:
+        """Whether the next three can be called; the reason if not."""
+
+    def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        """(parameter name, kind, whole float32 tensor on the host), one after another.
+
+        Kinds are `state.PARAMETER` and the optimizer's moments. Every rank must go through it to
+        the end; only rank 0 gets tensors, others None.
+        """
+
+    def counters(self) -> Counters:
+        """The optimizer's step count and the loss scale."""
+
+    def import_state(self, state: TrainedState) -> None:
+        """Go on from a state: masters, moments, step count, loss scale."""
+
     def close(self) -> None:
         """Let go of what the engine holds."""
 
@@ -197,6 +219,6 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Give every parameter group the rate `lr`."""
+    """Give every parameter group the rate `lr`, times its own ``lr_scale`` if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)

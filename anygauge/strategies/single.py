@@ -6,13 +6,13 @@ shape in particular. Weights are stored in the compute type; the optimizer works
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from anygauge.config.precision import Precision
-from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting
+from anygauge.interface import FULL, HOST_DEVICE, Backend, Phase, Requirement, Setting, Support
 from anygauge.strategies.base import (
     BuildContext,
     DeviceBatch,
@@ -25,6 +25,13 @@ from anygauge.strategies.base import (
     trained_parameters,
 )
 from anygauge.strategies.materialise import materialise
+from anygauge.strategies.state import (
+    Counters,
+    TrainedState,
+    export_plain,
+    import_plain,
+    updates_of,
+)
 
 
 class SingleEngine:
@@ -43,9 +50,7 @@ class SingleEngine:
             for _, p in self._trained
         ]
         self._gradients: list[Tensor | None] = [None] * len(self._masters)
-        self._optimizer = context.optimizer(
-            (name, master) for (name, _), master in zip(self._trained, self._masters, strict=True)
-        )
+        self._optimizer = context.optimizer(self._named_masters)
         self._scaler = torch.amp.GradScaler(
             context.backend.device_type, enabled=context.precision.scales_loss
         )
@@ -113,6 +118,37 @@ class SingleEngine:
             name: master.detach().to(HOST_DEVICE, copy=True)
             for (name, _), master in zip(self._trained, self._masters, strict=True)
         }
+
+    def keeps_state(self) -> Support:
+        """See `Engine.keeps_state`."""
+        return FULL
+
+    def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        """See `Engine.export_state`."""
+        return export_plain(self._optimizer, self._named_masters, torch.device(HOST_DEVICE))
+
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        updates = updates_of(self._optimizer.state.get(m, {}) for m in self._masters)
+        if not self._scaler.is_enabled():
+            return Counters(updates=updates)
+        scaler = self._scaler.state_dict()
+        return Counters(
+            updates=updates, loss_scale=scaler["scale"], good_steps=scaler["_growth_tracker"]
+        )
+
+    def import_state(self, state: TrainedState) -> None:
+        """See `Engine.import_state`."""
+        import_plain(self._optimizer, self._named_masters, state)
+        if self._scaler.is_enabled() and state.counters.loss_scale is not None:
+            scaler = self._scaler.state_dict()
+            scaler["scale"] = state.counters.loss_scale
+            scaler["_growth_tracker"] = state.counters.good_steps
+            self._scaler.load_state_dict(scaler)
+
+    @property
+    def _named_masters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, m) for (name, _), m in zip(self._trained, self._masters, strict=True)]
 
     def close(self) -> None:
         """Nothing is held that Python does not free."""

@@ -6,15 +6,16 @@ shards it before the next is read.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anygauge.config.precision import Precision
-from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting
+from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting, Support
 from anygauge.strategies.base import (
     BuildContext,
     DeviceBatch,
@@ -27,12 +28,15 @@ from anygauge.strategies.base import (
     trained_parameters,
 )
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
+from anygauge.strategies.state import Counters, TrainedState
 from anygauge.strategies.zero_runtime import (
+    gathered_by_peft,
     import_deepspeed,
     needs_reentrant_checkpointing,
     synchronise_before_release,
 )
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_state import ZeroState
 
 
 class ZeroEngine:
@@ -47,6 +51,7 @@ class ZeroEngine:
         self._world_size = context.world_size
         self._scales_loss = context.precision.scales_loss
         self._trained = trained_parameters(self.model)
+        self._state = ZeroState(engine, stage, self._trained, writes=context.rank == 0)
         self._undo_release = (
             synchronise_before_release(context.backend.placement.synchronize)
             if stage == 3 and context.backend.graph.sync_on_release
@@ -111,6 +116,22 @@ class ZeroEngine:
             if self._rank == 0:
                 whole[name] = value.detach().to(HOST_DEVICE, torch.float32, copy=True)
         return whole
+
+    def keeps_state(self) -> Support:
+        """See `Engine.keeps_state`."""
+        return self._state.support()
+
+    def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        """See `Engine.export_state`."""
+        return self._state.export()
+
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        return self._state.counters()
+
+    def import_state(self, state: TrainedState) -> None:
+        """See `Engine.import_state`."""
+        self._state.load(state)
 
     def close(self) -> None:
         """Take hooks off and free DeepSpeed's buffers."""
@@ -179,7 +200,11 @@ class Zero:
             read=not sharded or context.rank == 0,
             place=shard if sharded else None,
         )
-        model = factory.adapt(model)
+        with gathered_by_peft(config) if sharded else contextlib.nullcontext():
+            model = factory.adapt(model)
+        for reader, parameter in factory.borrowed(model) if sharded else ():
+            # DeepSpeed gathers what a module owns; the rest it must be told of.
+            deepspeed.zero.register_external_parameter(reader, parameter)
         factory.checkpoint_activations(model, reentrant=needs_reentrant_checkpointing())
         buffers = buffers_of(model)
         engine, *_ = deepspeed.initialize(

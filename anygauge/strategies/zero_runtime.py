@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -55,6 +56,23 @@ def import_deepspeed(backend: Backend) -> ModuleType:
 def needs_reentrant_checkpointing() -> bool:
     """Whether the installed DeepSpeed loses frozen weights in non-reentrant recomputation."""
     return Version(metadata.version(ENGINE)) < NON_REENTRANT_SINCE
+
+
+@contextlib.contextmanager
+def gathered_by_peft(config: Mapping[str, Any]) -> Iterator[None]:
+    """Let peft gather a sharded weight that it reads while it adds an adapter, as DoRA's norms do.
+
+    peft asks transformers whether ZeRO-3 is on; transformers knows through an object that must
+    stay alive.
+    """
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    alive = HfDeepSpeedConfig(dict(config))
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del alive
 
 
 def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], None]:

@@ -52,5 +52,5 @@ def check_finite(
         f"{what} at step {index + 1}, with rows "
         f"{', '.join(rows[:MOST_ROWS])}{more}. Look at these rows; or lower "
         "train.optimizer.lr, lengthen train.schedule.warmup_steps, or try precision.compute: "
-        "float32. Nothing of this run was saved"
+        "float32. No adapter or model was saved; checkpoints made before are kept"
     )

@@ -15,6 +15,7 @@ from anygauge.config.schema import TrainSection
 from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Backend
 from anygauge.strategies.base import DeviceBatch, Engine, LossFunction, Placed
+from anygauge.training.checkpoints import CheckpointKeeper, StopRequest
 from anygauge.training.guard import check_finite
 from anygauge.training.meter import RunMeter
 from anygauge.training.schedule import learning_rate
@@ -28,6 +29,7 @@ class Loop:
         place: moves a micro-batch to the device and makes the model's arguments.
         loss_function: (logits, labels) -> summed loss.
         evaluations: name -> this rank's batches and the supervised tokens over all ranks.
+        start: steps that were done before, in the part of the run that this one resumes.
     """
 
     engine: Engine
@@ -37,18 +39,21 @@ class Loop:
     loss_function: LossFunction
     evaluations: Mapping[str, tuple[Sequence[MicroBatch], int]]
     meter: RunMeter
+    checkpoints: CheckpointKeeper
+    stop: StopRequest
     settings: TrainSection
+    start: int = 0
 
-    def run(self) -> None:
-        """Train to the end.
+    def run(self) -> bool:
+        """Train from `start` to the end; False if the run was asked to end before that.
 
         Raises:
             NonFiniteLossError: the loss became inf or nan; names the rows.
         """
         steps = self.batches.steps
-        if self.settings.eval_at_start:
-            self.evaluate(0)
-        for index in range(steps):
+        if self._due(self.start) and not self.meter.history.evaluated(self.start):
+            self.evaluate(self.start)
+        for index in range(self.start, steps):
             began = time.perf_counter()
             micro_batches = self.batches.step(index)
             tokens = self.batches.supervised_tokens(index)
@@ -58,7 +63,7 @@ class Loop:
             )
             update = self.engine.update(lr, self.settings.clip)
             sums = [float(loss) for loss in result.loss_sums]
-            (total,) = self.backend.collectives.sum_on_host([sum(sums)])
+            total, stop = self.backend.collectives.sum_on_host([sum(sums), self.stop.asked])
             check_finite(index, total, update, sums, micro_batches, self.backend.collectives)
             self.meter.step(
                 index,
@@ -68,13 +73,26 @@ class Loop:
                 skipped=update.skipped,
                 seconds=time.perf_counter() - began,
             )
-            every = self.settings.eval_every
-            if index + 1 == steps or (every and (index + 1) % every == 0):
-                self.evaluate(index + 1)
+            done, last = index + 1, index + 1 == steps
+            losses = self.evaluate(done) if self._due(done) and (last or not stop) else {}
+            self.checkpoints.after(done, last=last, stop=bool(stop), losses=losses)
+            if stop and not last:
+                return False
+        return True
 
-    def evaluate(self, done: int) -> None:
+    def _due(self, done: int) -> bool:
+        """Whether an evaluation belongs after `done` steps."""
+        every = self.settings.eval_every
+        if done == 0:
+            return self.settings.eval_at_start
+        return done == self.batches.steps or bool(every and done % every == 0)
+
+    def evaluate(self, done: int) -> dict[str, float]:
         """Mean loss per supervised token of each evaluation set, after `done` steps."""
+        losses = {}
         for name, (batches, tokens) in self.evaluations.items():
-            losses = self.engine.evaluate(map(self.place, batches), self.loss_function)
-            (total,) = self.backend.collectives.sum_on_host([float(sum(losses))])
-            self.meter.evaluation(done, name, total / tokens, tokens)
+            sums = self.engine.evaluate(map(self.place, batches), self.loss_function)
+            (total,) = self.backend.collectives.sum_on_host([float(sum(sums))])
+            losses[name] = total / tokens
+            self.meter.evaluation(done, name, losses[name], tokens)
+        return losses

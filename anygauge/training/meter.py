@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import Backend, Tracker
+from anygauge.interface import Backend, RunStatus
 from anygauge.interface.events import EventWriter
+from anygauge.interface.files import write_text
 from anygauge.models.flops import StepFlops
+from anygauge.training.system import SystemSampler
+from anygauge.training.trackers.group import Trackers
 
 LARGEST_EXPONENT = 700.0
 """Beyond it exp overflows a float."""
@@ -28,6 +32,30 @@ class Volume:
     tokens: int
     supervised_tokens: int
     sequences: int
+
+
+@dataclass(kw_only=True, slots=True)
+class History:
+    """What the metrics of a run have come to; a resumed run goes on with it.
+
+    Attributes:
+        step: steps done.
+        first_loss, last_loss: of the first and the latest step; nan before.
+        tokens: real tokens of all steps.
+        seconds: spent in steps.
+        evaluations: a record of each.
+    """
+
+    step: int = 0
+    first_loss: float = math.nan
+    last_loss: float = math.nan
+    tokens: int = 0
+    seconds: float = 0.0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+    def evaluated(self, step: int) -> bool:
+        """Whether an evaluation was made after this step."""
+        return any(record["step"] == step for record in self.evaluations)
 
 
 class RunMeter:
@@ -46,11 +74,20 @@ class RunMeter:
         peak_flops: float | None,
         backend: Backend,
         events: EventWriter,
-        trackers: Sequence[Tracker],
+        trackers: Trackers,
+        system: SystemSampler | None = None,
         log_every: int,
+        history: History | None = None,
     ) -> None:
-        """Args: peak_flops: of one device, operations per second; None where unknown."""
-        self._file = path.open("w", encoding="utf-8") if rank == 0 else None
+        """Open the file and begin to count.
+
+        Args:
+            peak_flops: of one device, operations per second; None where unknown.
+            history: of the part of the run before this one.
+        """
+        if rank == 0:
+            cut_after(path, history.step if history else 0)
+        self._file = path.open("a", encoding="utf-8") if rank == 0 else None
         self._steps = steps
         self._world_size = world_size
         self._volume = volume
@@ -60,23 +97,22 @@ class RunMeter:
         self._backend = backend
         self._events = events
         self._trackers = trackers
+        self._system = system
         self._log_every = log_every
-        self.evaluations: list[dict[str, Any]] = []
-        self.last_loss = math.nan
-        self.first_loss = math.nan
-        self.tokens = 0
-        self.seconds = 0.0
+        self.history = history or History()
 
     def step(
         self, index: int, *, loss: float, lr: float, grad_norm: float, skipped: bool, seconds: float
     ) -> None:
         """Record one optimizer step."""
         volume = self._volume(index)
-        self.tokens += volume.tokens
-        self.seconds += seconds
-        self.last_loss = loss
+        history = self.history
+        history.step = index + 1
+        history.tokens += volume.tokens
+        history.seconds += seconds
+        history.last_loss = loss
         if index == 0:
-            self.first_loss = loss
+            history.first_loss = loss
         if self._file is None:
             return
         metrics: dict[str, Any] = {
@@ -101,16 +137,16 @@ class RunMeter:
                 "step",
                 step=index + 1,
                 steps=self._steps,
-                elapsed_s=self.seconds,
+                elapsed_s=history.seconds,
                 **{name: _finite(value) for name, value in metrics.items()},
             )
-        for tracker in self._trackers:
-            tracker.log(index + 1, {f"train/{name}": value for name, value in metrics.items()})
+        self._trackers.log(index + 1, {f"train/{name}": v for name, v in metrics.items()})
+        self._system_samples()
 
     def evaluation(self, step: int, name: str, loss: float, tokens: int) -> None:
         """Record one evaluation after `step` steps; `loss` in nats per supervised token."""
         record = {"step": step, "name": name, "eval_loss": loss, "eval_tokens": tokens}
-        self.evaluations.append(record)
+        self.history.evaluations.append(record)
         if self._file is None:
             return
         self._write(record)
@@ -119,22 +155,74 @@ class RunMeter:
             **{key: _finite(value) for key, value in record.items()},
             perplexity=_finite(math.exp(loss) if loss < LARGEST_EXPONENT else math.inf),
         )
-        for tracker in self._trackers:
-            tracker.log(step, {f"{name}/loss": loss})
+        self._trackers.log(step, {f"{name}/loss": loss})
+        self._system_samples()
+
+    def _system_samples(self) -> None:
+        """Write what was sampled since the last call; it belongs to the latest step."""
+        for sample in self._system.drain() if self._system else ():
+            self._write({"time": sample.time, "system": dict(sample.values)})
+            self._trackers.log(
+                self.history.step,
+                {f"system/{name}": value for name, value in sample.values.items()},
+            )
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
+        record = {"time": time.time(), **record}
         self._file.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        """End files and trackers."""
+    def close(self, status: RunStatus) -> None:
+        """End sampling, files and trackers; takes a bounded time and raises nothing of theirs."""
+        if self._system is not None:
+            self._system.stop()
         if self._file is not None:
+            self._system_samples()
             self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._trackers.close(status, {} if status == "failed" else self.summary())
+
+    @property
+    def troubles(self) -> Sequence[str]:
+        """What went wrong with trackers, in words."""
+        return self._trackers.troubles
+
+    def summary(self) -> dict[str, float]:
+        """The run's result for trackers."""
+        history = self.history
+        result = {
+            "steps": history.step,
+            "first_loss": history.first_loss,
+            "final_loss": history.last_loss,
+            "tokens": history.tokens,
+        }
+        if history.seconds:
+            result["tokens_per_s"] = history.tokens / history.seconds
+        for record in history.evaluations:
+            result[f"{record['name']}_loss"] = record["eval_loss"]
+        return result
 
 
 def _finite(value: Any) -> Any:
     """JSON has no inf or nan: they become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Keep a metrics file up to a step: what a run did beyond its checkpoint is done again."""
+    if not path.exists():
+        return
+    kept: list[str] = []
+    waiting: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break  # torn by a kill
+        waiting.append(line)
+        if "step" in record:
+            if record["step"] > step:
+                break
+            kept += waiting
+            waiting = []
+    write_text(path, "".join(kept) if step else "")

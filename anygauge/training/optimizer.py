@@ -1,13 +1,21 @@
-"""The optimizer: AdamW, with decay on matrices only."""
+"""From the run file's section to an optimizer: parameter groups, rates, decay, LoRA+."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from anygauge.config.schema import OptimizerSection
+from anygauge.interface import RunFileError
+
+B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
+"""Names of the factors that LoRA+ learns faster; peft's naming."""
+
+Groups = list[dict[str, Any]]
 
 
 def optimizer_factory(
@@ -15,25 +23,110 @@ def optimizer_factory(
 ) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
     """A function that makes the run's optimizer from named parameters.
 
-    Vectors (norms and biases) are not decayed: pulling a scale towards zero has no purpose.
-    A sharded parameter shows its whole shape in ``ds_shape``.
+    Raises:
+        RunFileError: from that function: the section does not fit these parameters, or a package
+            is missing.
+        UnsupportedError: from that function: the optimizer cannot run on their device.
     """
 
     def make(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        decayed: list[nn.Parameter] = []
-        plain: list[nn.Parameter] = []
-        for _, parameter in parameters:
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            (decayed if len(shape) >= 2 else plain).append(parameter)
-        groups = [
-            {"params": decayed, "weight_decay": section.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=section.lr,
-            betas=section.betas,
-            eps=section.eps,
-        )
+        return _MAKERS[section.name](section, parameter_groups(section, parameters))
 
     return make
+
+
+def parameter_groups(
+    section: OptimizerSection, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> Groups:
+    """Groups by decay and rate, in the order of their first parameters.
+
+    Matrices are decayed, those of embeddings too; vectors (norms, biases, magnitudes) are not:
+    pulling a scale towards zero has no purpose. ``lr_scale`` is the group's rate as a multiple of
+    the run's: `lora_plus_ratio` for the adapter's B factors (https://arxiv.org/abs/2402.12354),
+    else 1. A partitioned parameter shows its whole shape in ``ds_shape``.
+
+    Raises:
+        RunFileError: LoRA+ is asked for, and no parameter is a B factor.
+    """
+    ratio = section.lora_plus_ratio
+    found = False
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    for name, parameter in parameters:
+        matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+        faster = ratio is not None and B_FACTOR.search(name) is not None
+        found = found or faster
+        scale = ratio if ratio is not None and faster else 1.0
+        group = groups.setdefault(
+            (matrix, scale),
+            {
+                "params": [],
+                "weight_decay": section.weight_decay if matrix else 0.0,
+                "lr": section.lr * scale,
+                "lr_scale": scale,
+            },
+        )
+        group["params"].append(parameter)
+    if ratio is not None and not found:
+        raise RunFileError(
+            "train.optimizer.lora_plus_ratio: no trained parameter is a B factor of a LoRA "
+            "adapter; remove it, or add an adapter of that kind"
+        )
+    return list(groups.values())
+
+
+def _adamw(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
+    # None, not False: only then does torch choose its multi-tensor form by itself.
+    fused = True if _has_fused_adamw(groups[0]["params"][0].device) else None
+    return torch.optim.AdamW(groups, lr=section.lr, fused=fused, **_adam_options(section))
+
+
+def _has_fused_adamw(device: torch.device) -> bool:
+    """Whether torch has a fused kernel there; it says so in a step, not when it is constructed."""
+    trial = nn.Parameter(torch.zeros(1, device=device))
+    trial.grad = torch.zeros_like(trial)
+    try:
+        torch.optim.AdamW([trial], fused=True).step()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _adamw_8bit(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
+    from anygauge.training.optimizers.adamw_8bit import adamw_8bit
+
+    return adamw_8bit(groups, lr=section.lr, **_adam_options(section))
+
+
+def _adam_options(section: OptimizerSection) -> dict[str, Any]:
+    return {
+        "betas": section.betas or (0.9, 0.999),
+        "eps": 1e-8 if section.eps is None else section.eps,
+    }
+
+
+def _adafactor(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
+    from anygauge.training.optimizers.adafactor import Adafactor
+
+    return Adafactor(groups, lr=section.lr)
+
+
+def _lion(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
+    from anygauge.training.optimizers.foreach import Lion
+
+    return Lion(groups, lr=section.lr, betas=section.betas or (0.9, 0.99))
+
+
+def _sgd(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
+    from anygauge.training.optimizers.foreach import DecoupledSGD
+
+    momentum = 0.9 if section.momentum is None else section.momentum
+    return DecoupledSGD(groups, lr=section.lr, momentum=momentum)
+
+
+_MAKERS: dict[str, Callable[[OptimizerSection, Groups], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+    "adafactor": _adafactor,
+    "lion": _lion,
+    "sgd": _sgd,
+}

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from anygauge.config import load_run_file
 from anygauge.config.precision import Precision, resolve_precision
-from anygauge.config.schema import RunFile
-from anygauge.data import Batches, MicroBatch, Prepared, evaluation_batches, prepare
+from anygauge.config.schema import ModelSection, RunFile
+from anygauge.data import (
+    EvaluationBatches,
+    Layout,
+    MicroBatch,
+    Prepared,
+    described,
+    prepare,
+    training_batches,
+)
 from anygauge.interface import Backend, Job, ModelError, UnsupportedError
 from anygauge.interface.events import EventWriter
+from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import check_packing, model_inputs
@@ -28,9 +41,23 @@ from anygauge.strategies.base import (
     torch_dtype,
     trained_parameters,
 )
+from anygauge.strategies.state import ResumedFactory
+from anygauge.training.checkpoints import (
+    Checkpoint,
+    CheckpointKeeper,
+    StopRequest,
+    changed_settings,
+    check_same_run,
+    find_checkpoint,
+    identity_of,
+    settings_of,
+)
 from anygauge.training.loop import Loop
-from anygauge.training.meter import RunMeter, Volume
+from anygauge.training.meter import History, RunMeter, Volume
 from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.system import SystemReader, SystemSampler
+from anygauge.training.trackers.checks import check_trackers
+from anygauge.training.trackers.group import no_trackers, open_trackers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +88,11 @@ class Rank:
         """A line for the terminal, once per run."""
         if self.index == 0:
             self.events.message(text)
+
+    def warn(self, text: str) -> None:
+        """A warning, once per run."""
+        if self.index == 0:
+            self.events.message(text, "warning")
 
 
 def open_device(job: Job, rank: Rank, registry: Registry, strategy: Strategy) -> Backend:
@@ -105,6 +137,8 @@ def prepare_run(
 ) -> PreparedRun:
     """Build everything that the loop needs on this rank's opened device."""
     run = load_run_file(job.run_file).run
+    if rank.index == 0:
+        check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
     kernels = registry.resolve_kernels(backend, run.kernels)
     attention = backend.attention if run.model.attention == "auto" else run.model.attention
@@ -126,33 +160,41 @@ def prepare_run(
         )
     if run.data.packing:
         check_packing(factory.config, attention, run.data.max_length)
-    data = prepare(run.data, tokenizer, run.train.seed)
+    # Any rank may be the one that tokenises, so each says for itself how far it has come.
+    data = prepare(run.data, tokenizer, run.train.seed, say=rank.events.message)
     rank.say(f"data: {data.report}")
-    shared: dict[str, Any] = {
-        "micro_batch": run.train.micro_batch,
-        "max_length": run.data.max_length,
-        "pad_id": tokenizer.pad_token_id,
-        "world_size": rank.world_size,
-        "rank": rank.index,
-        "packing": run.data.packing,
-        "shapes": backend.graph.shapes,
-    }
-    batches = Batches(
-        data.train,
-        seed=run.train.seed,
-        global_batch=run.train.global_batch,
-        epochs=run.train.epochs,
-        steps=run.train.steps,
-        **shared,
+    layout = Layout(
+        micro_batch=run.train.micro_batch,
+        max_length=run.data.max_length,
+        pad_id=tokenizer.pad_token_id,
+        world_size=rank.world_size,
+        rank=rank.index,
+        packing=run.data.packing,
+        shapes=backend.graph.shapes,
+    )
+    batches = training_batches(
+        data.train, run.data, run.train, layout, backend.collectives.sum_on_host
     )
     evaluations = {}
     if data.eval is not None:
-        rank.say(f"evaluation: {data.eval.report}")
-        held_out = evaluation_batches(data.eval, **shared)
+        rank.say(f"evaluation: {described(data.eval)}")
+        held_out = EvaluationBatches(data.eval, layout)
         evaluations["eval"] = (held_out, data.eval.report.supervised_tokens)
+    resumed = find_checkpoint(
+        run.checkpoint.resume, Path(job.run_directory), rank.index, backend.collectives
+    )
+    for text in resumed.passed_over:
+        rank.warn(text)
+    start = resumed.checkpoint
+    identity = identity_of(run, factory.config.to_dict(), batches.fingerprint())
+    if start is not None:
+        check_same_run(start, identity)
+        rank.say(f"resumed: {start.folder} ({start.step} steps done)")
+        for change in changed_settings(start, settings_of(run)):
+            rank.say(f"changed since: {change}")
     engine = strategy.build(
         BuildContext(
-            factory=factory,
+            factory=factory if start is None else ResumedFactory(factory, start),
             optimizer=optimizer_factory(run.train.optimizer),
             precision=precision,
             backend=backend,
@@ -162,8 +204,12 @@ def prepare_run(
             max_norm=run.train.clip,
         )
     )
-    # Ranks draw their dropout apart; initial weights came from generators of their own.
-    backend.placement.seed(run.train.seed * 100_003 + rank.index)
+    seed_dropout(backend, run.train.seed, rank, start)
+    wanted = run.checkpoint.every or run.checkpoint.keep_best or start is not None
+    if wanted and not engine.keeps_state():
+        raise UnsupportedError(f"checkpoints: {engine.keeps_state()}")
+    if start is not None:
+        engine.import_state(start)
     total, trained = parameter_counts(engine)
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
@@ -186,11 +232,44 @@ def prepare_run(
         peak_flops=peak.value if peak else None,
         backend=backend,
         events=rank.events,
-        trackers=[registry.tracker(name)(job.run_directory) for name in run.trackers]
+        trackers=open_trackers(
+            registry,
+            run,
+            Path(job.run_directory),
+            rank.warn,
+            resumed_from_step=None if start is None else start.step,
+        )
         if rank.index == 0
-        else [],
+        else no_trackers(),
+        system=SystemSampler(
+            SystemReader(backend.placement, Path(job.run_directory)).read,
+            run.train.system_every_s,
+            rank.warn,
+        )
+        if rank.index == 0
+        else None,
         log_every=run.train.log_every,
+        history=None if start is None else History(**start.record["history"]),
     )
+    keeper = CheckpointKeeper(
+        section=run.checkpoint,
+        run_directory=Path(job.run_directory),
+        engine=engine,
+        backend=backend,
+        rank=rank.index,
+        record=lambda: {
+            "steps": batches.steps,
+            "world_size": rank.world_size,
+            "identity": identity,
+            "settings": settings_of(run),
+            "history": dataclasses.asdict(meter.history),
+        },
+        export_adapter=None
+        if run.adapter is None
+        else partial(write_adapter, engine.model, run.model),
+        say=rank.say,
+    )
+    keeper.adopt()
     loop = Loop(
         engine=engine,
         backend=backend,
@@ -199,7 +278,10 @@ def prepare_run(
         loss_function=summed_cross_entropy,
         evaluations=evaluations,
         meter=meter,
+        checkpoints=keeper,
+        stop=StopRequest(),
         settings=run.train,
+        start=0 if start is None else start.step,
     )
     return PreparedRun(
         run=run,
@@ -216,6 +298,25 @@ def prepare_run(
             "kernels": {name: choice.record() for name, choice in kernels.items()},
         },
     )
+
+
+def seed_dropout(backend: Backend, seed: int, rank: Rank, start: Checkpoint | None) -> None:
+    """Set this rank's generators: ranks draw apart; initial weights came from their own ones.
+
+    A run that goes on has the states of the ranks it had; on another number of ranks, no state
+    would be right, and it begins with new ones.
+    """
+    step = 0 if start is None else start.step
+    backend.placement.seed((seed * 100_003 + rank.index) + step * 1_000_003)
+    if start is not None and start.record["world_size"] == rank.world_size:
+        backend.placement.set_rng_state(start.rng(rank.index))
+
+
+def write_adapter(
+    model: Any, base: ModelSection, folder: Path, trained: Mapping[str, Tensor]
+) -> None:
+    """A checkpoint's adapter in peft's form, not checked by a forward."""
+    save_adapter(model, trained, folder, base=base)
 
 
 def parameter_counts(engine: Engine) -> tuple[int, int]:

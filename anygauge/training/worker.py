@@ -10,22 +10,20 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Backend, Job
+from anygauge.interface import STOPPED, AnygaugeError, Backend, Job
 from anygauge.interface.events import EventWriter
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import die_with_parent
 
-PACKAGES = ("anygauge", "torch", "transformers", "peft", "deepspeed", "tokenizers", "safetensors")
 GIB = 2**30
 SIGN_OF_LIFE_S = 5.0
 
@@ -40,7 +38,7 @@ def main() -> int:
     events = EventWriter.of_rank(index)
     opened = contextlib.ExitStack()
     try:
-        summary = run_rank(job, index, events, opened)
+        outcome = run_rank(job, index, events, opened)
     # A failure is reported before anything is closed: peers would report a broken connection
     # first. What is open then ends with the process.
     except AnygaugeError as error:
@@ -66,14 +64,25 @@ def main() -> int:
             raise
         return 1
     opened.close()
-    events.send("finished", **({"summary": summary} if index == 0 else {}))
+    if isinstance(outcome, Stopped):
+        events.send("stopped", step=outcome.step, checkpoint=outcome.checkpoint)
+        return STOPPED
+    events.send("finished", **({"summary": outcome} if index == 0 else {}))
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A run that was asked to end: the steps done, and the checkpoint that it goes on from."""
+
+    step: int
+    checkpoint: str
 
 
 def run_rank(
     job: Job, index: int, events: EventWriter, opened: contextlib.ExitStack
-) -> dict[str, Any]:
-    """Open the device, train, save; returns the run's summary.
+) -> dict[str, Any] | Stopped:
+    """Open the device, train, save; returns the run's summary, or where it stopped.
 
     Args:
         opened: takes what must be closed once all is done.
@@ -81,6 +90,8 @@ def run_rank(
     from anygauge.config import load_run_file
     from anygauge.registry import Registry
     from anygauge.strategies import create_strategy
+    from anygauge.training.checkpoints import checkpoint_folder
+    from anygauge.training.save import save
     from anygauge.training.setup import Rank, open_device, prepare_run
 
     rank = Rank(
@@ -107,6 +118,7 @@ def run_rank(
                 steps=prepared.loop.batches.steps,
                 world_size=rank.world_size,
                 device=str(backend.placement.device),
+                done=prepared.loop.start,
                 lines=[
                     f"training: {prepared.loop.batches.steps} steps on {rank.world_size} "
                     f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
@@ -114,16 +126,30 @@ def run_rank(
                 ],
             )
             write_versions(Path(job.run_directory))
+        # Until the end: a request that comes while the result is saved comes too late.
+        opened.enter_context(listening_if_it_can_stop(prepared))
         try:
-            prepared.loop.run()
-        finally:
-            prepared.meter.close()
+            complete = prepared.loop.run()
+        except BaseException:
+            prepared.meter.close("failed")
+            raise
+        prepared.meter.close("finished" if complete else "stopped")
+        if not complete:
+            step = prepared.meter.history.step
+            return Stopped(step, str(checkpoint_folder(Path(job.run_directory), step)))
         with signs_of_life(events):
             summary = save(job, rank, prepared)
     summary["seconds"] = time.time() - began
     if index == 0:
         write_text(Path(job.run_directory) / "report.json", json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def listening_if_it_can_stop(prepared: Any) -> contextlib.AbstractContextManager[None]:
+    """Answer SIGTERM with a checkpoint, unless the engine cannot write one."""
+    if prepared.engine.keeps_state():
+        return prepared.loop.stop.listening()
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -162,51 +188,11 @@ def signs_of_life(events: EventWriter) -> Iterator[None]:
         thread.join()
 
 
-def save(job: Job, rank: Any, prepared: Any) -> dict[str, Any]:
-    """Write the adapter, or the whole model where all weights were trained."""
-    from anygauge.models.adapter import save_adapter
-    from anygauge.models.export import save_model
-    from anygauge.strategies.base import torch_dtype
-
-    trained = prepared.engine.export_trained()
-    run = prepared.run
-    folder = Path(job.run_directory) / ("model" if run.adapter is None else "adapter")
-    if rank.index == 0:
-        if run.adapter is None:
-            save_model(
-                trained,
-                prepared.factory.config,
-                prepared.tokenizer,
-                folder,
-                dtype=torch_dtype(prepared.precision.compute),
-            )
-        else:
-            save_adapter(prepared.engine.model, trained, folder, base=run.model.name)
-    meter = prepared.meter
-    return {
-        "steps": prepared.loop.batches.steps,
-        "first_loss": meter.first_loss,
-        "final_loss": meter.last_loss,
-        "evaluations": meter.evaluations,
-        "tokens": meter.tokens,
-        "tokens_per_s": meter.tokens / meter.seconds if meter.seconds else None,
-        "saved": str(folder),
-        "data": str(prepared.data.report),
-        "backend": job.backend,
-        "strategy": job.strategy,
-        "choices": dict(prepared.choices),
-    }
-
-
 def write_versions(folder: Path) -> None:
     """What ran: versions of the packages that decide the result."""
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+    from anygauge.training.save import versions
+
+    write_text(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

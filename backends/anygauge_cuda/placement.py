@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from anygauge.interface import NotAvailableError, PeakFlops, Placement
@@ -66,6 +69,25 @@ class CudaPlacement(Placement):
         return frozenset(found)
 
     # -- memory ----------------------------------------------------------------------------
+
+    def utilisation(self) -> Mapping[str, float]:
+        """What NVML tells of the opened card; nothing where its bindings are not installed."""
+        import torch
+
+        if importlib.util.find_spec("pynvml") is None:
+            return {}
+        readers: dict[str, Callable[[torch.device], float]] = {
+            "utilisation_percent": torch.cuda.utilization,
+            "memory_utilisation_percent": torch.cuda.memory_usage,
+            "power_w": lambda device: torch.cuda.power_draw(device) / 1000,
+            "temperature_c": torch.cuda.temperature,
+        }
+        found = {}
+        for name, read in readers.items():
+            # NVML raises where a card, or a part of one, has no such counter.
+            with contextlib.suppress(Exception):
+                found[name] = float(read(self.device))
+        return found
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether the GPU's memory is exhausted, whoever noticed it."""

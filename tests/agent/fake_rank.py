@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from anygauge.interface import STOPPED
 from anygauge.interface.events import EventWriter
 from anygauge.interface.processes import die_with_parent
 
@@ -44,6 +45,13 @@ def main() -> None:
             signal.signal(argument, signal.SIG_IGN)
         elif action == "on_term_exit":
             signal.signal(signal.SIGTERM, lambda *_, code=argument: os._exit(code))
+        elif action == "on_term_stop":
+
+            def stop(*_: object, event: dict[str, object] = argument) -> None:
+                writer.send("stopped", **event)
+                os._exit(STOPPED)
+
+            signal.signal(signal.SIGTERM, stop)
         elif action == "helper":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             (here / argument).write_text(str(child.pid))

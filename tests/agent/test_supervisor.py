@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import Job
+from anygauge.interface import STOPPED, Job
+from anygauge.interface.processes import END_AT_ONCE
 from tests.agent.fakes import (
     FAKE_AGENT,
     FINISHED,
@@ -161,7 +162,7 @@ def test_a_rank_that_exits_takes_the_others_along_and_is_named(run: Run) -> None
     assert "last words" in ended["cause"]
     assert str(run.directory / "logs" / "rank1.log") in ended["cause"]
     assert run.result(1)["code"] == 7
-    assert (run.result(0)["state"], run.result(0)["signal"]) == ("stopped", signal.SIGTERM)
+    assert (run.result(0)["state"], run.result(0)["signal"]) == ("stopped", END_AT_ONCE)
     assert not alive(run.pid("pid0"))
 
 
@@ -233,10 +234,10 @@ def test_an_error_for_the_user_is_shown_as_it_is_with_its_exit_status(run: Run) 
     assert (ended["cause"], ended["exit_status"]) == ("row 3 is empty", 2)
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(run: Run) -> None:
+def test_a_rank_that_does_not_end_at_once_is_killed(run: Run) -> None:
     ended = run(
         {
-            0: [["ignore", signal.SIGTERM], ["touch", "deaf"], FOREVER],
+            0: [["ignore", END_AT_ONCE], ["touch", "deaf"], FOREVER],
             1: [["wait", "deaf"], ["exit", 3]],
         },
         grace=0.3,
@@ -286,6 +287,39 @@ def test_a_signal_to_the_agent_cancels_the_run(run: Run, signum: int, status: in
     assert not alive(run.pid("pid1"))
 
 
+def stops(step: int) -> list[object]:
+    return ["on_term_stop", {"step": step, "checkpoint": "/run/checkpoints/step-00000007"}]
+
+
+def test_ranks_that_stop_with_a_checkpoint_end_the_run_with_a_status_of_its_own(run: Run) -> None:
+    agent = run.start({rank: [stops(7), ["touch", f"up{rank}"], FOREVER] for rank in (0, 1)})
+    run.wait("up0")
+    run.wait("up1")
+    agent.send_signal(signal.SIGTERM)
+    ended = run.end()
+    assert (ended["state"], ended["exit_status"]) == ("stopped", STOPPED)
+    assert "step 7" in ended["cause"]
+    assert "/run/checkpoints/step-00000007" in ended["cause"]
+    assert [run.result(rank)["state"] for rank in (0, 1)] == ["stopped", "stopped"]
+
+
+def test_a_rank_that_fails_while_others_stop_is_the_cause(run: Run) -> None:
+    agent = run.start(
+        {
+            0: [["ignore", signal.SIGTERM], ["touch", "up0"], FOREVER],
+            1: [["on_term_exit", 9], ["touch", "up1"], FOREVER],
+        },
+        grace=60,
+    )
+    run.wait("up0")
+    run.wait("up1")
+    agent.send_signal(signal.SIGTERM)
+    ended = run.end()
+    assert (ended["state"], ended["exit_status"]) == ("cancelled", 143)
+    assert run.result(1)["code"] == 9
+    assert run.result(0)["signal"] == END_AT_ONCE
+
+
 def test_a_second_signal_kills_without_waiting_for_the_grace_time(run: Run) -> None:
     agent = run.start({0: [["ignore", signal.SIGTERM], ["touch", "up"], FOREVER]}, grace=3600)
     run.wait("up")
@@ -300,7 +334,7 @@ def test_a_second_signal_kills_without_waiting_for_the_grace_time(run: Run) -> N
 def test_a_signal_after_a_failure_does_not_hide_it(run: Run) -> None:
     agent = run.start(
         {
-            0: [["ignore", signal.SIGTERM], ["touch", "deaf"], FOREVER],
+            0: [["ignore", END_AT_ONCE], ["touch", "deaf"], FOREVER],
             1: [["wait", "deaf"], ["exit", 3]],
         },
         grace=2,

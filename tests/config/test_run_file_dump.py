@@ -54,6 +54,7 @@ TRICKY = (
 )
 WORDS = TEXT | TRICKY
 NUMBERS = st.floats(min_value=1e-300, max_value=1e300)
+SHARES = st.floats(min_value=0, max_value=1)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS
 FREE = st.dictionaries(
     WORDS,
@@ -71,6 +72,8 @@ PATHS = st.lists(
     max_size=3,
 ).map(lambda parts: "/" + "/".join(f"x{part}" for part in parts))
 
+SOURCES = st.fixed_dictionaries({"path": PATHS | st.just("owner/name"), "template": WORDS})
+
 RUNS = st.builds(
     lambda **sections: RunFile.model_validate(sections, strict=True),
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
@@ -86,7 +89,9 @@ RUNS = st.builds(
     | st.fixed_dictionaries({"alpha": NUMBERS, "targets": WORDS | st.lists(WORDS, max_size=3)}),
     data=st.fixed_dictionaries(
         {
-            "train": st.fixed_dictionaries({"path": PATHS, "template": WORDS}),
+            "train": SOURCES | st.lists(SOURCES, min_size=1, max_size=3),
+            "chat_template": st.none() | PATHS | st.just("{{ x }} $y"),
+            "cache": st.none() | PATHS | st.just("off"),
             "eval": st.none() | st.fixed_dictionaries({"path": PATHS}),
             "packing": st.booleans(),
         }
@@ -95,7 +100,7 @@ RUNS = st.builds(
         {
             "steps": st.none() | st.integers(min_value=1),
             "optimizer": st.fixed_dictionaries(
-                {"lr": NUMBERS, "betas": st.tuples(NUMBERS, NUMBERS)}
+                {"lr": NUMBERS, "betas": st.none() | st.tuples(SHARES, SHARES)}
             ),
         }
     ),
@@ -131,7 +136,7 @@ def test_a_dump_is_a_commented_file_with_every_field_and_absolute_paths(folder, 
     assert read["model"]["name"] == str(folder.path / "m")
     assert read["data"]["train"]["path"] == str(folder.path / "d/x.jsonl")
     assert read["output"] == str(folder.path / "runs")
-    assert read["train"]["optimizer"]["betas"] == [0.9, 0.999]
+    assert read["train"]["optimizer"]["betas"] is None
 
 
 def test_a_run_made_by_hand_is_dumped_relative_to_the_current_directory(folder):

@@ -47,15 +47,17 @@ ADAPTER = names(AdapterSection)
         ),
         (
             "train: {optimizer: {betas: [0.9]}}",
-            "train.optimizer.betas: got a list of 1, expected a list of 2: number, number",
+            "train.optimizer.betas: got a list of 1, expected a list of 2: number >= 0 and <= 1, "
+            "number >= 0 and <= 1 or null",
         ),
         (
             "train: {optimizer: {betas: [0.9, 1, 1]}}",
-            "train.optimizer.betas: got a list of 3, expected a list of 2: number, number",
+            "train.optimizer.betas: got a list of 3, expected a list of 2: number >= 0 and <= 1, "
+            "number >= 0 and <= 1 or null",
         ),
         (
             "train: {optimizer: {betas: [0.9, x]}}",
-            "train.optimizer.betas[1]: got 'x' (str), expected a number",
+            "train.optimizer.betas[1]: got 'x' (str), expected a number >= 0 and <= 1",
         ),
         (
             "train: {schedule: {name: cosin}}",
@@ -168,7 +170,8 @@ def test_missing_fields_say_what_they_are_for(folder):
         f"run.yaml: data: missing: {DataSection.__doc__}",
     ]
     assert folder.refuse("model: {name: x}\ndata:\n  train:\n    limit: 3") == [
-        "run.yaml:3: data.train.path: missing: A .json, .jsonl or .txt file."
+        "run.yaml:3: data.train.path: missing: "
+        "A .json, .jsonl, .csv, .parquet or .txt file, or a dataset's name on the hub."
     ]
     assert folder.refuse("model:\ndata: {train: {path: null}}") == [
         f"run.yaml:1: model: got null, expected a mapping of {names(ModelSection)}",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from anygauge.config.schema import SourceSection
-from anygauge.data import Row, TokenizedRows, tokenize_rows
+from anygauge.config.schema import DataSection, SourceSection
+from anygauge.data import Prepared, TokenizedRows, prepare
 from tests.helpers.tokenizer import make_tokenizer
 
 # A busy machine is no failure.
@@ -36,11 +36,35 @@ def source(tmp_path: Path) -> Callable[..., SourceSection]:
     return make
 
 
+@pytest.fixture
+def prepared(tokenizer: Any, source: Callable[..., SourceSection]) -> Callable[..., Prepared]:
+    """Prepares rows, given as (prompt, completion), without a cache; origins end in their line."""
+
+    def make(rows: Iterable[tuple[str, str]], **fields: Any) -> Prepared:
+        content = [{"prompt": prompt, "completion": answer} for prompt, answer in rows]
+        defaults: dict[str, Any] = {"max_length": 64, "cache": "off"}
+        train = source(content, template="{prompt}")
+        return prepare(DataSection(train=train, **{**defaults, **fields}), tokenizer, seed=0)
+
+    return make
+
+
 @pytest.fixture(scope="session")
-def tokenized(tokenizer: Any) -> TokenizedRows:
-    """Rows of many lengths: row i answers with i + 1 numbers."""
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 23 rows of many lengths: row n answers with n numbers."""
+    path = tmp_path_factory.mktemp("counting") / "rows.jsonl"
     rows = [
-        Row(f"Count to {n}:\n", " ".join(map(str, range(n))), f"rows.jsonl:{n}")
+        {"prompt": f"Count to {n}:", "completion": " ".join(map(str, range(n)))}
         for n in range(1, 24)
     ]
-    return tokenize_rows(rows, tokenizer, max_length=64)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenized(tokenizer: Any, counting: Path) -> TokenizedRows:
+    """The rows of `counting`."""
+    data = DataSection(train=SourceSection(path=str(counting)), max_length=64, cache="off")
+    rows = prepare(data, tokenizer, seed=0).train
+    assert isinstance(rows, TokenizedRows)
+    return rows

@@ -2,19 +2,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import (
     IGNORED,
-    Batches,
-    Row,
+    EvaluationBatches,
+    Layout,
+    RowBatches,
+    Schedule,
     accumulation,
-    evaluation_batches,
-    tokenize_rows,
+    prepare,
 )
 from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy
 
@@ -22,9 +25,19 @@ MAX = 64
 PAD = 2
 
 
+LAYOUT = set(Layout.__dataclass_fields__)
+
+
 def make(rows, **options):
     defaults = {"seed": 3, "global_batch": 8, "micro_batch": 2, "max_length": MAX, "pad_id": PAD}
-    return Batches(rows, **{**defaults, **options})
+    given = {**defaults, **options}
+    layout = Layout(**{name: value for name, value in given.items() if name in LAYOUT})
+    schedule = Schedule(**{name: value for name, value in given.items() if name not in LAYOUT})
+    return RowBatches(rows, schedule, layout)
+
+
+def origins_of(rows):
+    return tuple(rows.origin(row) for row in range(len(rows)))
 
 
 def check(batch, rows, packed):
@@ -47,12 +60,12 @@ def check(batch, rows, packed):
         changes = batch.segment_ids.diff(dim=1, prepend=torch.full((len(ids), 1), -1)) != 0
         assert (starts == changes).all(), "positions begin anew with each document"
         assert (labels[starts] == IGNORED).all(), "no document predicts its neighbour's start"
-    lengths = dict(zip(rows.origins, rows.lengths.tolist(), strict=True))
+    lengths = dict(zip(origins_of(rows), rows.lengths.tolist(), strict=True))
     assert batch.tokens == sum(lengths[origin] for origin in batch.origins)
 
 
-def test_one_padded_batch_token_by_token(tokenizer):
-    rows = tokenize_rows([Row("a", "b", "x:1"), Row("a", "bcd", "x:2")], tokenizer, max_length=MAX)
+def test_one_padded_batch_token_by_token(tokenizer, prepared):
+    rows = prepared([("a", "b"), ("a", "bcd")]).train
     (batch,) = make(rows, global_batch=2, shuffle=False).step(0)
     a, b, c, d = (tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "abcd")
     assert batch.input_ids.tolist() == [[0, a, b, 1, PAD, PAD], [0, a, b, c, d, 1]]
@@ -64,12 +77,12 @@ def test_one_padded_batch_token_by_token(tokenizer):
     assert batch.position_ids.tolist() == [list(range(6))] * 2
     assert batch.segment_ids is None
     assert "segment_ids" not in batch.tensors()
-    assert batch.origins == ("x:1", "x:2")
+    assert [origin[-2:] for origin in batch.origins] == [":1", ":2"]
     assert (batch.supervised_tokens, batch.tokens) == (6, 10)
 
 
-def test_one_pack_token_by_token(tokenizer):
-    rows = tokenize_rows([Row("a", "b", "x:1"), Row("a", "bcd", "x:2")], tokenizer, max_length=12)
+def test_one_pack_token_by_token(tokenizer, prepared):
+    rows = prepared([("a", "b"), ("a", "bcd")], max_length=12).train
     batches = make(rows, global_batch=1, micro_batch=1, max_length=12, packing=True,
                    shapes=ShapePolicy(kind=ShapeKind.STATIC))  # fmt: skip
     (batch,) = batches.step(0)
@@ -79,7 +92,7 @@ def test_one_pack_token_by_token(tokenizer):
     assert batch.labels.tolist() == [[no, no, b, c, d, 1, no, no, b, 1, no, no]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]]
     assert batch.segment_ids.tolist() == [[1] * 6 + [2] * 4 + [0] * 2]
-    assert batch.origins == ("x:2", "x:1")
+    assert [origin[-2:] for origin in batch.origins] == [":2", ":1"]
     assert (batch.supervised_tokens, batch.tokens) == (6, 10)
 
 
@@ -123,7 +136,7 @@ def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
 def test_each_epoch_has_every_row_once(tokenized, packing, shuffle):
     batches = make(tokenized, packing=packing, shuffle=shuffle, epochs=2)
     seen = [origin for index in range(batches.steps) for origin in batches.global_origins(index)]
-    assert sorted(seen) == sorted(tokenized.origins * 2)
+    assert sorted(seen) == sorted(origins_of(tokenized) * 2)
     assert batches.epoch(batches.steps - 1) == 2
     assert (seen[: len(tokenized)] == seen[len(tokenized) :]) is not shuffle
     if packing:
@@ -177,14 +190,16 @@ def test_the_padded_length_follows_the_policy(tokenized, shapes, allowed):
 @pytest.mark.parametrize(("micro", "world"), [(1, 1), (2, 3), (5, 4), (40, 2)])
 def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micro, world):
     ranks = [
-        evaluation_batches(
+        EvaluationBatches(
             tokenized,
-            micro_batch=micro,
-            max_length=MAX,
-            pad_id=PAD,
-            world_size=world,
-            rank=rank,
-            packing=packing,
+            Layout(
+                micro_batch=micro,
+                max_length=MAX,
+                pad_id=PAD,
+                world_size=world,
+                rank=rank,
+                packing=packing,
+            ),
         )
         for rank in range(world)
     ]
@@ -194,7 +209,7 @@ def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micr
         check(batch, tokenized, packing)
         assert batch.input_ids.shape[0] == micro
     origins = [origin for batch in every for origin in batch.origins]
-    assert sorted(origins) == sorted(tokenized.origins)
+    assert sorted(origins) == sorted(origins_of(tokenized))
     total = sum(batch.supervised_tokens for batch in every)
     assert total == tokenized.report.supervised_tokens
     with pytest.raises(IndexError):
@@ -202,10 +217,52 @@ def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micr
 
 
 def test_evaluation_keeps_the_rows_order(tokenized):
-    batches = evaluation_batches(tokenized, micro_batch=4, max_length=MAX, pad_id=PAD)
-    assert sum((batch.origins for batch in batches), ()) == tokenized.origins
-    assert batches[-1].origins == batches[len(batches) - 1].origins == tokenized.origins[20:]
+    batches = EvaluationBatches(tokenized, Layout(micro_batch=4, max_length=MAX, pad_id=PAD))
+    origins = origins_of(tokenized)
+    assert sum((batch.origins for batch in batches), ()) == origins
+    assert batches[-1].origins == batches[len(batches) - 1].origins == origins[20:]
     assert [batch.origins for batch in batches[1:3]] == [batches[1].origins, batches[2].origins]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_are_read_as_often_as_their_weights_say(tokenizer, counting, packing):
+    path = str(counting)
+    sources = [
+        SourceSection(path=path, limit=10),
+        SourceSection(path=path, limit=6),
+        SourceSection(path=path, limit=8),
+    ]
+    data = DataSection(train=sources, max_length=MAX, cache="off")
+    rows = prepare(data, tokenizer, seed=0).train
+    assert len(rows) == 24
+    batches = make(rows, packing=packing, weights=(1.0, 0.5, 2.5), epochs=2, global_batch=4)
+    seen = Counter(
+        row for index in range(batches.steps) for row in batches._items(index) if row >= 0
+    )
+    per_row = Counter()
+    for sequence, times in seen.items():
+        for row in batches._sequences.members(int(sequence)):
+            per_row[row] += times
+    expected = [2] * 10 + [1] * 6 + [5] * 8
+    assert [per_row[row] for row in range(24)] == expected
+    assert batches.sequences_per_epoch == pytest.approx(10 + 3 + 20) or packing
+
+
+def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
+    base = make(tokenized).fingerprint()
+    same = make(tokenized, world_size=4, rank=1, epochs=3, steps=7, pad_id=0)
+    assert same.fingerprint() == base
+    assert make(tokenized, weights=(1.0,)).fingerprint() == base
+    others = [
+        {"seed": 4},
+        {"global_batch": 4},
+        {"packing": True},
+        {"grouping": True},
+        {"max_length": MAX + 1},
+        {"weights": (2.0,)},
+    ]
+    prints = {make(tokenized, **change).fingerprint() for change in others}
+    assert len(prints | {base}) == len(others) + 1
 
 
 def test_accumulation():

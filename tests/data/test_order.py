@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anygauge.data import Stream, permutation, split
-from anygauge.data.order import packing_order
+from anygauge.data import order as order_module
+from anygauge.data.order import Order, Shuffle, Split, packing_order, permutation
 from anygauge.interface import DataError
 
 seeds = st.integers(0, 2**40)
+
+
+def items(order, start, end):
+    return order.items(np.arange(start, end)).tolist()
 
 
 @given(n=st.integers(0, 200), seed=seeds, epoch=st.integers(0, 50))
@@ -23,12 +30,14 @@ def test_the_order_is_pinned():
     # Resuming an old checkpoint relies on these very numbers.
     assert permutation(8, 0, 0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
     assert permutation(8, 0, 1).tolist() == [7, 4, 5, 1, 6, 2, 0, 3]
+    large = Shuffle(10**9, 0, 0).at(np.arange(3))
+    assert large.tolist() == [945629146, 518170752, 64630893]
 
 
 def test_seed_epoch_and_purpose_each_change_the_order():
     orders = [permutation(64, 0, 0), permutation(64, 0, 1), permutation(64, 1, 0)]
-    orders.append(packing_order(64, 0))
-    assert len({tuple(order.tolist()) for order in orders}) == 4
+    orders += [packing_order(64, 0), packing_order(64, 0, 1)]
+    assert len({tuple(order.tolist()) for order in orders}) == 5
 
 
 def test_first_places_are_uniform():
@@ -36,45 +45,122 @@ def test_first_places_are_uniform():
     assert firsts.min() > 60  # 100 expected, standard deviation below 9
 
 
+@given(n=st.integers(2, 3000), seed=seeds)
+def test_a_permutation_without_an_array_holds_everything_once(n, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "ARRAY_LIMIT", 2)
+        shuffle = Shuffle(n, seed, 0)
+        assert sorted(shuffle.at(np.arange(n)).tolist()) == list(range(n))
+        assert shuffle.at(np.array([n - 1, 0])).tolist() == [
+            int(shuffle.at(np.array([place]))[0]) for place in (n - 1, 0)
+        ]
+
+
+def test_a_permutation_without_an_array_is_well_mixed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "ARRAY_LIMIT", 2)
+        n = 1000
+        orders = np.array([Shuffle(n, seed, 0).at(np.arange(n)) for seed in range(200)])
+    # Neighbours do not stay neighbours, and each place sees all regions of the items.
+    steps = np.abs(np.diff(orders, axis=1))
+    assert (steps == 1).mean() < 3 * 2 / n
+    regions = np.array([np.bincount(column // 100, minlength=10) for column in orders.T])
+    assert 3 < regions.std() < 6  # binomial: sqrt(200 * 0.1 * 0.9) is 4.2
+    correlation = np.corrcoef(np.arange(n), orders.mean(axis=0))[0, 1]
+    assert abs(correlation) < 0.15
+
+
+def test_large_orders_take_no_memory():
+    order = Order([10**12], [1.0], seed=3)
+    some = order.items(np.array([0, 10**12 - 1, 10**12, 5]))
+    assert len(set(some.tolist())) == 4
+    assert order.epoch(10**12 - 1) == 0
+    assert order.epoch(10**12) == 1
+
+
 @given(n=st.integers(1, 30), seed=seeds, total=st.integers(1, 100), data=st.data())
 def test_positions_can_be_asked_for_in_any_order(n, seed, total, data):
-    stream = Stream(n, seed, total=total)
-    straight = [stream.item(position) for position in range(total)]
-    position = data.draw(st.integers(0, total - 1))
-    assert Stream(n, seed, total=total).item(position) == straight[position]
-    assert stream.item(position) == straight[position]
+    order = Order([n], [1.0], seed)
+    straight = items(order, 0, total)
+    place = data.draw(st.integers(0, total - 1))
+    assert items(Order([n], [1.0], seed), place, place + 1) == straight[place : place + 1]
+    assert order.items(np.arange(total)[::-1]).tolist() == straight[::-1]
     for start in range(0, total - n + 1, n):
         assert sorted(straight[start : start + n]) == list(range(n))
-    assert len(stream) == total
+
+
+def test_one_source_of_weight_one_is_a_permutation_in_each_epoch():
+    order = Order([8], [1.0], 0)
+    assert items(order, 0, 16) == permutation(8, 0, 0).tolist() + permutation(8, 0, 1).tolist()
+    assert items(Order([3, 5], [1.0, 1.0], 0), 0, 8) == permutation(8, 0, 0).tolist()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    quarters=st.lists(st.integers(1, 14), min_size=4, max_size=4),
+    seed=seeds,
+    shuffle=st.booleans(),
+)
+def test_after_four_epochs_every_item_was_read_four_times_its_weight(
+    sizes, quarters, seed, shuffle
+):
+    weights = [count / 4 for count in quarters[: len(sizes)]]
+    order = Order(sizes, weights, seed, shuffle=shuffle)
+    read = Counter(items(order, 0, order.end(4)))
+    expected = [count for size, count in zip(sizes, quarters, strict=False) for _ in range(size)]
+    assert [read[item] for item in range(sum(sizes))] == expected
+    ends = [order.end(epoch) for epoch in range(5)]
+    for epoch, (start, end) in enumerate(pairwise(ends)):
+        within = Counter(items(order, start, end))
+        for source, size in enumerate(sizes):
+            first = sum(sizes[:source])
+            counts = [within[item] for item in range(first, first + size)]
+            assert max(counts) - min(counts) <= 2, (epoch, "spread over the source")
+    for position in range(0, ends[-1], 3):
+        assert ends[order.epoch(position)] <= position < ends[order.epoch(position) + 1]
+
+
+def test_half_a_source_is_another_half_in_the_next_epoch():
+    order = Order([10, 4], [0.5, 1.0], seed=1)
+    first, second = items(order, 0, 9), items(order, 9, 18)
+    halves = [{item for item in half if item < 10} for half in (first, second)]
+    assert [len(half) for half in halves] == [5, 5]
+    assert halves[0] | halves[1] == set(range(10))
+    assert all(sorted(item for item in half if item >= 10) == [10, 11, 12, 13] for half in (first, second))  # fmt: skip  # noqa: E501
+
+
+def test_a_weight_means_the_decimal_number():
+    assert Order([10], [0.1], 0).end(30) == 30
+    assert Order([30], [1.0], 0).end(0.1) == 3
 
 
 def test_without_shuffling_the_order_is_the_files():
-    stream = Stream(3, 5, total=7, shuffle=False)
-    assert [stream.item(position) for position in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-@pytest.mark.parametrize("position", [-1, 7])
-def test_positions_outside_the_run(position):
-    with pytest.raises(IndexError, match=r"0\.\.6"):
-        Stream(3, 0, total=7).item(position)
+    order = Order([2, 1], [2.0, 1.0], 5, shuffle=False)
+    assert items(order, 0, 7) == [0, 1, 0, 1, 2, 0, 1]
 
 
 @given(n=st.integers(2, 100), fraction=st.floats(0.001, 0.999), seed=seeds)
 def test_a_split_divides_and_keeps_the_order(n, fraction, seed):
-    rows = list(range(n))
-    kept, held_out = split(rows, fraction, seed)
-    assert sorted(kept + held_out) == rows
+    split = Split(n, fraction, seed)
+    kept = split.kept(np.arange(split.kept_count)).tolist()
+    held_out = split.held_out.tolist()
+    assert sorted(kept + held_out) == list(range(n))
     assert kept == sorted(kept)
     assert held_out == sorted(held_out)
     assert kept
     assert held_out
     assert abs(len(held_out) - n * fraction) <= 1
-    assert split(rows, fraction, seed) == (kept, held_out)
+    assert Split(n, fraction, seed).held_out.tolist() == held_out
+
+
+def test_sources_are_split_apart():
+    assert Split(50, 0.2, 0).held_out.tolist() != Split(50, 0.2, 0, 1).held_out.tolist()
 
 
 def test_no_fraction_holds_nothing_out_and_one_row_cannot_be_divided():
-    assert split("ab", 0.0, 0) == (["a", "b"], [])
+    split = Split(2, 0.0, 0)
+    assert (split.kept(np.arange(2)).tolist(), split.held_out.tolist()) == ([0, 1], [])
     with pytest.raises(DataError, match="both parts need one"):
-        split(["a"], 0.5, 0)
+        Split(1, 0.5, 0)
     with pytest.raises(DataError, match="no row"):
-        Stream(0, 0, total=1)
+        Order([0], [1.0], 0)

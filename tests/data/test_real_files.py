@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import Batches, prepare, read_rows
+from anygauge.data import Layout, RowBatches, Schedule, peek, prepare
 from anygauge.interface import DataError
 
 FOLDER = os.environ.get("ANYGAUGE_DATA", "")
@@ -22,17 +22,15 @@ def test_question_and_answer(tokenizer):
     source = SourceSection(path=str(path), prompt="question", completion="answer", limit=400)
     data = DataSection(train=source, max_length=2048, too_long="drop", packing=True)
     prepared = prepare(data, tokenizer, seed=0)
-    report = prepared.report
+    report = prepared.train.report
     assert report.rows == 400
     assert report.used == 400
     first = json.loads(path.read_text(encoding="utf-8").split("\n")[0])
-    masked = prepared.train.masked[0]
+    masked = int(prepared.train.learned(0).argmax())
     assert tokenizer.decode(prepared.train.row(0)[1:masked]) == first["question"] + "\n"
     assert tokenizer.decode(prepared.train.row(0)[masked:-1]) == first["answer"]
-    batches = Batches(
-        prepared.train, seed=0, global_batch=8, micro_batch=4, max_length=2048,
-        pad_id=tokenizer.pad_token_id, packing=True,
-    )  # fmt: skip
+    layout = Layout(micro_batch=4, max_length=2048, pad_id=tokenizer.pad_token_id, packing=True)
+    batches = RowBatches(prepared.train, Schedule(seed=0, global_batch=8), layout)
     filled = report.tokens / (batches.sequences_per_epoch * 2048)
     assert filled > 0.95
 
@@ -40,19 +38,13 @@ def test_question_and_answer(tokenizer):
 def test_columns_that_must_be_named():
     source = SourceSection(path=str(Path(FOLDER) / "gsm8k_train.jsonl"))
     with pytest.raises(DataError, match=r"data\.train\.prompt: question"):
-        read_rows(source)
-    source = SourceSection(path=str(Path(FOLDER) / "toolcall_sharegpt.json"))
-    with pytest.raises(DataError, match="columns here: conversations, tools"):
-        read_rows(source)
+        peek(DataSection(train=source))
 
 
 def test_alpaca(tokenizer):
     source = SourceSection(path=str(Path(FOLDER) / "alpaca_en_demo.json"))
-    rows = read_rows(source)
-    assert len(rows) == 999
-    assert all(row.prompt.endswith("### Response:\n") for row in rows)
-    assert 0 < sum("### Input:" in row.prompt for row in rows) < 999
-    report = prepare(DataSection(train=source, max_length=512), tokenizer, seed=0).report
+    peek(DataSection(train=source))
+    report = prepare(DataSection(train=source, max_length=512), tokenizer, seed=0).train.report
     assert report.rows == report.used + report.dropped_long + report.dropped_empty == 999
 
 

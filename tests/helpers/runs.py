@@ -64,7 +64,11 @@ def run_file(folder: Path, **changes: Any) -> Path:
         "backend": "cpu",
         "model": {"config": TINY, "tokenizer": str(tokenizer)},
         "adapter": {"rank": 4},
-        "data": {"train": {"path": str(FIXTURES / "rows.jsonl")}, "max_length": 96},
+        "data": {
+            "train": {"path": str(FIXTURES / "rows.jsonl")},
+            "max_length": 96,
+            "cache": str(folder / "cache"),
+        },
         "train": {
             "steps": 4,
             "global_batch": 4,

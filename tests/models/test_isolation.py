@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import evaluation_batches, prepare
+from anygauge.data import EvaluationBatches, Layout, TokenizedRows, prepare
 from anygauge.interface import UnsupportedError
 from anygauge.models.inputs import check_packing, isolating_mask, model_inputs
 from anygauge.models.loss import token_losses
@@ -22,12 +22,17 @@ LENGTH = 96
 def losses_by_document(model: Any, tokenizer: Any, packing: bool) -> list[list[float]]:
     """Every document's supervised token losses; documents in an order of their own."""
     data = DataSection(
-        train=SourceSection(path=str(FIXTURES / "rows.jsonl")), max_length=LENGTH, packing=packing
+        train=SourceSection(path=str(FIXTURES / "rows.jsonl")),
+        max_length=LENGTH,
+        packing=packing,
+        cache="off",
     )
     rows = prepare(data, tokenizer, 0).train
-    batches = evaluation_batches(
-        rows, micro_batch=2, max_length=LENGTH, pad_id=tokenizer.pad_token_id, packing=packing
+    assert isinstance(rows, TokenizedRows)
+    layout = Layout(
+        micro_batch=2, max_length=LENGTH, pad_id=tokenizer.pad_token_id, packing=packing
     )
+    batches = EvaluationBatches(rows, layout)
     found = []
     for batch in batches:
         with torch.no_grad():

@@ -1,10 +1,27 @@
+"""Parameter groups: what is decayed, what learns faster, and what is refused."""
+
 from __future__ import annotations
 
+import sys
+
+import pytest
 import torch
 from torch import nn
 
-from anygauge.config.schema import OptimizerSection
-from anygauge.training.optimizer import optimizer_factory
+from anygauge.config.schema import OptimizerSection, RunFile
+from anygauge.interface import RunFileError, UnsupportedError
+from anygauge.strategies.base import set_learning_rate
+from anygauge.training.optimizer import optimizer_factory, parameter_groups
+from anygauge.training.optimizers import checks
+
+
+def run(**fields: object) -> RunFile:
+    base = {"model": {"name": "m"}, "data": {"train": {"path": "rows.jsonl"}}}
+    return RunFile.model_validate({**base, **fields})
+
+
+def named(*names: str) -> list[tuple[str, nn.Parameter]]:
+    return [(name, nn.Parameter(torch.zeros(2, 2))) for name in names]
 
 
 def test_vectors_are_not_decayed_also_where_they_are_sharded() -> None:
@@ -24,3 +41,93 @@ def test_vectors_are_not_decayed_also_where_they_are_sharded() -> None:
     }
     for group in made.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion", "sgd"])
+def test_b_factors_learn_faster_at_every_rate_that_is_set(name: str) -> None:
+    parameters = named(
+        "a.lora_A.default.weight",
+        "a.lora_B.default.weight",
+        "e.lora_embedding_A.default",
+        "e.lora_embedding_B.default",
+        "my_lora_Bias.weight",
+    )
+    section = OptimizerSection(name=name, lr=0.5, lora_plus_ratio=16)
+    made = optimizer_factory(section)(parameters)
+    names = {id(p): n for n, p in parameters}
+
+    def rates() -> dict[str, float]:
+        return {names[id(p)]: g["lr"] for g in made.param_groups for p in g["params"]}
+
+    plain, fast = dict.fromkeys((n for n, _ in parameters), 1.0), 16.0
+    expected = plain | {"a.lora_B.default.weight": fast, "e.lora_embedding_B.default": fast}
+    assert rates() == {n: 0.5 * scale for n, scale in expected.items()}
+    set_learning_rate(made, 0.25)
+    assert rates() == {n: 0.25 * scale for n, scale in expected.items()}
+
+
+def test_groups_keep_the_models_order() -> None:
+    vector = ("norm", nn.Parameter(torch.zeros(2)))
+    first, second = named("x", "y")
+    groups = parameter_groups(OptimizerSection(), [first, vector, second])
+    assert [[id(p) for p in g["params"]] for g in groups] == [
+        [id(first[1]), id(second[1])],
+        [id(vector[1])],
+    ]
+
+
+def test_lora_plus_without_b_factors_is_refused() -> None:
+    with pytest.raises(RunFileError, match="lora_plus_ratio: no trained parameter is a B factor"):
+        parameter_groups(OptimizerSection(lora_plus_ratio=2), named("x.weight"))
+    section = {"optimizer": {"lora_plus_ratio": 2}}
+    with pytest.raises(RunFileError, match=r"lora_plus_ratio: .* no adapter section"):
+        checks.check_optimizer(run(train=section), need_software=False)
+    checks.check_optimizer(run(train=section, adapter={}), need_software=False)
+
+
+@pytest.mark.parametrize(("strategy", "fits"), [(3, False), (1, False), (0, True), (None, True)])
+def test_adafactor_is_refused_where_matrices_are_flattened(
+    strategy: int | None, fits: bool
+) -> None:
+    spread = {"name": "single"} if strategy is None else {"name": "zero", "stage": strategy}
+    asked = run(train={"optimizer": {"name": "adafactor"}}, strategy=spread)
+    if fits:
+        checks.check_optimizer(asked, need_software=True)
+        return
+    with pytest.raises(RunFileError, match=rf"stage {strategy}.*strategy\.name: single"):
+        checks.check_optimizer(asked, need_software=False)
+
+
+def test_adafactor_notices_flat_parameters_by_itself() -> None:
+    made = optimizer_factory(OptimizerSection(name="adafactor"))(named("x"))
+    flat = nn.Parameter(torch.zeros(4))
+    flat.grad = torch.ones(4)
+    made.param_groups[0]["params"] = [flat]
+    with pytest.raises(UnsupportedError, match="flat vectors"):
+        made.step()
+
+
+def test_a_missing_package_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = run(train={"optimizer": {"name": "adamw_8bit"}})
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    checks.check_optimizer(asked, need_software=False)
+    with pytest.raises(RunFileError, match=r"pip install 'anygauge\[8bit\]'"):
+        checks.check_optimizer(asked, need_software=True)
+
+
+def test_a_device_without_an_8_bit_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: object) -> None:
+        raise NotImplementedError("no kernel of that name")
+
+    monkeypatch.setattr("bitsandbytes.optim.AdamW8bit.step", step)
+    with pytest.raises(UnsupportedError, match=r"(?s)update on cpu .*no kernel of.*name: adamw"):
+        optimizer_factory(OptimizerSection(name="adamw_8bit"))(named("x"))
+
+
+def test_adamw_is_fused_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = optimizer_factory(OptimizerSection())(named("x"))
+    assert made.param_groups[0]["fused"]
+    check = sys.modules["torch.optim.optimizer"]
+    monkeypatch.setattr(check, "_get_fused_kernels_supported_devices", lambda: [])
+    made = optimizer_factory(OptimizerSection())(named("x"))
+    assert isinstance(made, torch.optim.AdamW) and not made.param_groups[0]["fused"]

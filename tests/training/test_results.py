@@ -12,7 +12,7 @@ import yaml
 
 from anygauge.cli import run as command
 from anygauge.config import load_run_file
-from anygauge.data import evaluation_batches, prepare
+from anygauge.data import EvaluationBatches, Layout, prepare
 from anygauge.models.inputs import model_inputs
 from anygauge.models.loss import summed_cross_entropy
 from tests.helpers.runs import Run, anygauge, run_file, trained, trained_here
@@ -55,9 +55,8 @@ def plain_loss(model: Any, run: Run) -> float:
     tokenizer = AutoTokenizer.from_pretrained(loaded.model.tokenizer or loaded.model.name)
     rows = prepare(loaded.data, tokenizer, loaded.train.seed).eval
     assert rows is not None
-    batches = evaluation_batches(
-        rows, micro_batch=1, max_length=96, pad_id=tokenizer.pad_token_id, packing=False
-    )
+    layout = Layout(micro_batch=1, max_length=96, pad_id=tokenizer.pad_token_id)
+    batches = EvaluationBatches(rows, layout)
     with torch.no_grad():
         total = sum(
             summed_cross_entropy(model(**model_inputs(b, torch.float32)).logits, b.labels).item()

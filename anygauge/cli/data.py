@@ -1,0 +1,213 @@
+"""``anygauge data RUN.yaml``: what a run's rows become, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from anygauge.cli.plan import BackendOption, RunFileArgument, SetOption
+
+if TYPE_CHECKING:
+    from anygauge.config.schema import DataSection, RunFile, SourceSection
+    from anygauge.data import Layout, TokenizedRows
+
+STREAMED_ROWS = 2000
+BINS = 10
+BAR = 40
+SHOWN = 600
+
+_UNSEEN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+"""Control characters become pictures of themselves, so that no row changes the terminal."""
+
+
+def data(
+    run_file: RunFileArgument,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show as they are read.")] = 3,
+    backend: BackendOption = None,
+    set_: SetOption = None,
+) -> None:
+    """Show what a run's data becomes: counts, lengths, padding, and which tokens are learned."""
+    from anygauge.config import check_paths, load_run_file
+    from anygauge.data import TokenizedRows, accumulation, peek, prepare
+    from anygauge.models.quiet import quiet_libraries
+    from anygauge.models.tokenizer import load_tokenizer
+    from anygauge.registry import Registry
+
+    loaded = load_run_file(run_file, list(set_ or ()), {"backend": backend})
+    run = loaded.run
+    check_paths(loaded)
+    peek(run.data)
+    ranks = run.launch.nodes * run.launch.devices
+    accumulation(run.train.global_batch, run.train.micro_batch, ranks)
+    registry = Registry.load()
+    selection = registry.select_backend(run.backend, need_device=False)
+    shapes = registry.create_backend(selection, run.backend_options).graph.shapes
+    console = Console(highlight=False, soft_wrap=True)
+    quiet_libraries()
+    tokenizer = load_tokenizer(run.model)
+    section = run.data
+    if section.streaming:
+        console.print(f"streamed: the first {STREAMED_ROWS:,} rows of each source\n", style="dim")
+        section = _beginning(section)
+    prepared = prepare(section, tokenizer, run.train.seed, say=typer.echo)
+    trained = prepared.train
+    assert isinstance(trained, TokenizedRows)
+    _show_counts(console, section, trained, "train")
+    if prepared.eval is not None:
+        _show_counts(console, section, prepared.eval, "eval")
+    _show_lengths(console, trained)
+    _show_padding(console, run, trained, _layout(run, tokenizer, shapes))
+    for index in _spread(len(trained), rows):
+        tokens = trained.tokens(index)
+        console.print(f"\n{tokens.origin}  {len(tokens.ids):,} tokens", style="bold", markup=False)
+        console.print(example(tokenizer, tokens, in_colour=_in_colour(console)))
+
+
+def example(tokenizer: Any, tokens: Any, *, in_colour: bool) -> Text:
+    """One row as the model reads it: what is learned in colour, or between ⟦ and ⟧.
+
+    Args:
+        tokens: with `ids` and `learned`.
+    """
+    text = Text()
+    was_learned = False
+    for is_learned, is_special, part in _stretches(tokenizer, tokens):
+        if is_learned != was_learned and not in_colour:
+            text.append("⟦" if is_learned else "⟧")
+        was_learned = is_learned
+        style = ("bold green" if is_learned else "bold blue") if is_special else ""
+        text.append(part, style=style or ("green" if is_learned else "dim"))
+    if was_learned and not in_colour:
+        text.append("⟧")
+    return text
+
+
+def _stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, str]]:
+    """Neighbouring tokens that are alike: whether learned, whether special, and their text."""
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    ids = tokens.ids.tolist()
+    kinds = zip(tokens.learned.tolist(), [token in special for token in ids], strict=True)
+    for kind, group in groupby(zip(kinds, ids, strict=True), key=lambda pair: pair[0]):
+        part = tokenizer.decode(
+            [token for _, token in group],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        ).translate(_UNSEEN)
+        if len(part) > SHOWN:
+            left_out = len(part) - SHOWN
+            half = SHOWN // 2
+            part = f"{part[:half]} [... {left_out:,} characters ...] {part[-half:]}"
+        yield *kind, part
+
+
+def _show_counts(console: Console, section: DataSection, rows: TokenizedRows, which: str) -> None:
+    held_out = which == "eval" and section.eval is None
+    sources = section.train_sources if held_out or which == "train" else section.eval_sources
+    title = f"data.{which}" if not held_out else f"data.eval_fraction {section.eval_fraction:g}"
+    kept = f" (from the cache of {rows.built})" if rows.built else ""
+    console.print(f"{title}{kept}", style="bold", markup=False)
+    for source, piece in zip(sources, rows.pieces, strict=True):
+        weight = f"; weight {source.weight:g}" if source.weight != 1 else ""
+        console.print(f"  {source.path}\n    {piece.counts}{weight}", markup=False)
+
+
+def _show_lengths(console: Console, rows: TokenizedRows) -> None:
+    import numpy as np
+
+    lengths = rows.lengths
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    middle, most = np.quantile(lengths, [0.5, 0.95], method="higher").tolist()
+    console.print(
+        f"\n[bold]Tokens per row[/bold]: median {middle:,}, 95% up to {most:,}, longest {longest:,}"
+    )
+    edges = np.unique(np.linspace(shortest - 1, longest, BINS + 1).round().astype(int))
+    counts, _ = np.histogram(lengths, bins=edges + 1)
+    width = len(f"{longest:,}")
+    for first, last, count in zip(edges[:-1] + 1, edges[1:], counts.tolist(), strict=True):
+        bar = "█" * -(-count * BAR // max(counts.tolist()))
+        console.print(f"  {first:>{width},} to {last:>{width},}  {count:>9,}  {bar}".rstrip())
+
+
+def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: Layout) -> None:
+    from dataclasses import replace
+
+    from anygauge.data import Schedule
+    from anygauge.data.padding import measure
+
+    schedule = Schedule(
+        seed=run.train.seed,
+        global_batch=run.train.global_batch,
+        weights=tuple(source.weight for source in run.data.train_sources),
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("One epoch")
+    for name in ("Sequences", "Steps", "Positions", "Padding", "Packs filled"):
+        table.add_column(name, justify="right")
+    chosen = (run.data.packing, run.data.length_grouping)
+    for title, packing, grouping in (
+        ("padded", False, False),
+        ("length_grouping", False, True),
+        ("packing", True, False),
+    ):
+        found = measure(
+            rows, replace(schedule, grouping=grouping), replace(layout, packing=packing)
+        )
+        this = " (this run)" if chosen == (packing, grouping) else ""
+        table.add_row(
+            title + this,
+            f"{found.sequences:,}",
+            f"{found.steps:,}",
+            f"{found.positions:,}",
+            f"{found.share:.1%}",
+            "" if found.fill is None else f"{found.fill:.1%}",
+            style="bold" if this else "",
+        )
+    console.print()
+    console.print(
+        f"[bold]Batches[/bold] of {run.train.global_batch}, "
+        f"{run.train.micro_batch} sequences per forward"
+    )
+    console.print(table)
+
+
+def _layout(run: RunFile, tokenizer: Any, shapes: Any) -> Layout:
+    from anygauge.data import Layout
+
+    return Layout(
+        micro_batch=run.train.micro_batch,
+        max_length=run.data.max_length,
+        pad_id=tokenizer.pad_token_id,
+        world_size=run.launch.nodes * run.launch.devices,
+        shapes=shapes,
+    )
+
+
+def _beginning(section: DataSection) -> DataSection:
+    def shortened(source: SourceSection) -> SourceSection:
+        limit = min(source.limit or STREAMED_ROWS, STREAMED_ROWS)
+        return source.model_copy(update={"limit": limit})
+
+    update: dict[str, Any] = {"streaming": False}
+    for name in ("train", "eval"):
+        value = getattr(section, name)
+        if value is not None:
+            listed = isinstance(value, list)
+            update[name] = [shortened(each) for each in value] if listed else shortened(value)
+    return section.model_copy(update=update)
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Numbers from 0 to count - 1, evenly apart, the first among them."""
+    wanted = min(count, wanted)
+    return [number * count // wanted for number in range(wanted)]
+
+
+def _in_colour(console: Console) -> bool:
+    return console.is_terminal and not console.no_color

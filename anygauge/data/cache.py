@@ -1,0 +1,286 @@
+"""What is worked out once from a file and kept: tokenised rows, indexes of lines, Arrow tables.
+
+An entry is a folder named by a digest of all that decides it. It is built beside its place under a
+lock, flushed and renamed, and its manifest tells the size of every file: whoever opens an entry
+has a whole one. Several ranks and runs share it; one builds, the others wait for the lock, which
+the kernel frees when its holder dies. All of them then map the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from anygauge.interface import DataError
+from anygauge.interface.files import write_text
+
+OFF = "off"
+VARIABLE = "ANYGAUGE_CACHE"
+MANIFEST = "manifest.json"
+
+_FORMAT = 1
+_EDGE = 2**20
+_FRESH_S = 2.0
+_SOON_HASHED = 64 * 2**20
+
+
+def cache_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The folder that `data.cache` means; None where nothing is to be kept."""
+    if setting == OFF:
+        return None
+    if setting is None:
+        setting = environ.get(VARIABLE) or os.path.join(  # noqa: PTH118 - for expanduser
+            environ.get("HOME") or "~", ".cache", "anygauge"
+        )
+    return Path(setting).expanduser().absolute()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A whole entry.
+
+    Attributes:
+        folder: where its files are.
+        facts: what the builder said about it.
+        built: when, in local time: ``2026-11-20 13:05:11``.
+        found: whether it was there before.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+    built: str
+    found: bool
+
+    def array(self, name: str, dtype: DTypeLike) -> NDArray[Any]:
+        """A file as a read-only array of shape (n,), mapped: it takes memory where it is read."""
+        path = self.folder / name
+        if not path.stat().st_size:
+            return np.empty(0, dtype=dtype)
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+class Cache:
+    """A folder of entries; without a folder they live in a temporary one until `close`.
+
+    Arrays that were opened stay valid after `close`.
+
+    Args:
+        folder: None keeps nothing.
+        say: takes a line for the user, where an entry was damaged.
+    """
+
+    def __init__(self, folder: Path | None, say: Callable[[str], None] = lambda text: None) -> None:
+        self._kept = folder is not None
+        self._say = say
+        try:
+            if folder is None:
+                self.folder = Path(tempfile.mkdtemp(prefix="anygauge-rows-"))
+            else:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self.folder = folder
+        except OSError as error:
+            raise _unusable(folder, error) from None
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove what is not to be kept."""
+        if not self._kept:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def entry(self, kind: str, key: str, build: Callable[[Path], Mapping[str, Any]]) -> Entry:
+        """The entry of a key, built if there is none.
+
+        Args:
+            kind: folder of entries of one sort.
+            key: hexadecimal digest of all that decides the entry.
+            build: writes files into an empty folder and returns facts for the manifest (JSON).
+
+        Raises:
+            DataError: the folder cannot be used; and whatever `build` raises.
+        """
+        home = self.folder / kind
+        place = home / key
+        try:
+            found = _read(place)
+            if found is not None:
+                return found
+            home.mkdir(parents=True, exist_ok=True)
+            with _locked(home / f"{key}.lock"):
+                found = _read(place)
+                if found is not None:
+                    return found
+                if place.exists():
+                    self._say(f"cache: {place} is damaged and is built anew")
+                self._build(place, build)
+                found = _read(place, found=False)
+        except OSError as error:
+            raise _unusable(self.folder if self._kept else None, error) from None
+        if found is None:
+            raise DataError(f"{place} was damaged while it was built; is something cleaning there?")
+        return found
+
+    def _build(self, place: Path, build: Callable[[Path], Mapping[str, Any]]) -> None:
+        # The lock is ours, so what other builders of this entry left behind belongs to nobody.
+        for left in place.parent.glob(f".{place.name}.*"):
+            shutil.rmtree(left)
+        folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+        try:
+            facts = build(folder)
+            sizes = {each.name: each.stat().st_size for each in folder.iterdir()}
+            manifest = {
+                "format": _FORMAT,
+                "built": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "files": sizes,
+                "facts": dict(facts),
+            }
+            write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+            for name in [*sizes, "."]:
+                _flush(folder / name)
+            if place.exists():
+                place.rename(folder.with_name(f"{folder.name}.damaged"))
+            folder.rename(place)
+            _flush(place.parent)
+        finally:
+            for left in place.parent.glob(f".{place.name}.*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def digest(self, path: str) -> str:
+        """SHA-256 of a file's bytes, in hexadecimal; remembered while the file is not touched.
+
+        Touched means another size, inode, or time of change as the file system keeps it (ctime),
+        which no program can set back. A file changed a moment ago is never remembered as it is:
+        two changes could fall in one tick of that clock.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        file = Path(path).expanduser().absolute()
+        name = hashlib.sha256(os.fsencode(file)).hexdigest()
+        note = self.folder / "digests" / f"{name}.json"
+        try:
+            before = _identity(file)
+            known = _json(note)
+            if known is not None and known.get("identity") == before:
+                return str(known["digest"])
+            age = time.time() - file.stat().st_ctime
+            if 0 <= age < _FRESH_S and file.stat().st_size > _SOON_HASHED:
+                time.sleep(_FRESH_S - age)
+                age = _FRESH_S
+            with file.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if _identity(file) != before:
+                raise DataError(f"{path} changed while it was read; try again once it is complete")
+        except OSError as error:
+            raise unreadable(path, error) from None
+        if age >= _FRESH_S:
+            text = json.dumps({"path": str(file), "identity": before, "digest": digest})
+            try:
+                write_text(note, text + "\n")
+            except OSError as error:
+                raise _unusable(self.folder, error) from None
+        return digest
+
+
+def quick_identity(path: str, *, with_times: bool) -> str:
+    """Hexadecimal digest of a file's size and its first and last MiB, without reading the rest.
+
+    Args:
+        with_times: include inode and times of change: tells a file that was changed in its middle,
+            but is another one for each copy of the file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    file = Path(path).expanduser().absolute()
+    try:
+        identity = _identity(file)
+        with file.open("rb") as opened:
+            head = opened.read(_EDGE)
+            opened.seek(max(0, identity[0] - _EDGE))
+            tail = opened.read(_EDGE)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    known = identity if with_times else identity[:1]
+    return hashlib.sha256(json.dumps(known).encode() + head + tail).hexdigest()
+
+
+def key_of(*parts: Any) -> str:
+    """Hexadecimal digest of values that JSON can write."""
+    return hashlib.sha256(json.dumps([_FORMAT, *parts], sort_keys=True).encode()).hexdigest()
+
+
+def unreadable(path: str, error: OSError) -> DataError:
+    """What to say of a data file that cannot be opened or read."""
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"{path}: no such file (looked at {Path(path).expanduser().absolute()})")
+    return DataError(f"{path} cannot be read: {error.strerror or error}")
+
+
+def _identity(file: Path) -> list[int]:
+    stat = file.stat()
+    return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _read(place: Path, *, found: bool = True) -> Entry | None:
+    """The entry in a folder, if it is whole."""
+    manifest = _json(place / MANIFEST)
+    if manifest is None or manifest.get("format") != _FORMAT:
+        return None
+    for name, size in manifest["files"].items():
+        try:
+            if (place / name).stat().st_size != size:
+                return None
+        except FileNotFoundError:
+            return None
+    return Entry(folder=place, facts=manifest["facts"], built=manifest["built"], found=found)
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unusable(folder: Path | None, error: OSError) -> DataError:
+    where = f"the cache {folder}" if folder else f"the temporary folder {tempfile.gettempdir()}"
+    remedy = (
+        f"name another folder in data.cache or {VARIABLE}, or switch it off (data.cache: off)"
+        if folder
+        else "make room there, or name another folder in TMPDIR"
+    )
+    return DataError(f"{where} cannot be used: {error.strerror or error}; {remedy}")

@@ -1,0 +1,260 @@
+"""Records to sequences of tokens with the tokens marked that are learned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anygauge.config.schema import DataSection, SourceSection
+from anygauge.data.align import Aligner
+from anygauge.data.chat import Chat
+from anygauge.data.files import Record
+from anygauge.data.forms import CHAT_FORMS, Row, parse, told_form
+from anygauge.data.spans import rendered, rendered_spans
+from anygauge.data.template import ChatTemplate, Span, read_template
+from anygauge.data.tokens import encode_texts, start_ids
+from anygauge.interface import ModelError, RunFileError
+
+__all__ = ["Counts", "Encoded", "RowEncoder", "told_form"]
+
+_VERSION = 1
+"""Counts up when the same rows become other tokens or masks, so that none are read from a cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """One sequence.
+
+    Attributes:
+        ids: token numbers; int32 of shape (length,).
+        learned: True where the token's own prediction counts, never for the first; bool of shape
+            (length,).
+        record: index of the record it came from, in the batch that was given.
+        part: 0; from 1 where a plain text was cut in pieces.
+    """
+
+    ids: NDArray[np.int32]
+    learned: NDArray[np.bool_]
+    record: int
+    part: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What became of rows; counts of several batches or sources are added with ``+``.
+
+    Attributes:
+        rows: rows given.
+        used: rows of which something is trained on.
+        sequences: what they became; more than `used` where long texts were cut in pieces.
+        dropped_empty: rows left out because they hold nothing to learn.
+        dropped_long: rows left out because nothing learned fits in the maximum length, or because
+            rows beyond it are to be dropped.
+        truncated: rows that lost their end.
+        tokens: tokens of all sequences.
+        supervised_tokens: those that are learned.
+    """
+
+    rows: int = 0
+    used: int = 0
+    sequences: int = 0
+    dropped_empty: int = 0
+    dropped_long: int = 0
+    truncated: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{self.used} of {self.rows} rows"]
+        if self.sequences != self.used:
+            parts.append(f"{self.sequences} sequences")
+        parts.append(f"{self.tokens} tokens, {self.supervised_tokens} of them learned")
+        if self.dropped_empty:
+            parts.append(f"{self.dropped_empty} dropped with nothing to learn")
+        if self.dropped_long:
+            parts.append(f"{self.dropped_long} dropped as too long")
+        if self.truncated:
+            parts.append(f"{self.truncated} truncated")
+        return "; ".join(parts)
+
+
+class RowEncoder:
+    """Encodes the records of one source.
+
+    Deterministic, picklable, and usable from any one thread at a time.
+
+    Args:
+        source: with its form told: where it is ``auto``, resolve it before, with
+            ``source.model_copy(update={"form": told_form(first_record, source, field)})``.
+        tokenizer: a tokenizer of the transformers library.
+        field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
+
+    Raises:
+        ValueError: the form is still ``auto``.
+        RunFileError: settings that do not go together, or a template that is not valid.
+        ModelError: the tokenizer cannot be used.
+    """
+
+    def __init__(
+        self, source: SourceSection, data: DataSection, tokenizer: Any, *, field: str
+    ) -> None:
+        if source.form == "auto":
+            raise ValueError("the form is to be told before, by told_form")
+        if data.max_length < 2:
+            raise RunFileError(
+                f"data.max_length is {data.max_length}; at least 2 is needed, since the first "
+                "token of a sequence is never learned"
+            )
+        if tokenizer.eos_token_id is None:
+            raise ModelError(
+                "the tokenizer has no end-of-sequence token, so the model could not learn where "
+                "an answer ends; set eos_token in its tokenizer_config.json, or give another "
+                "tokenizer"
+            )
+        self.source, self.data, self.tokenizer, self.field = source, data, tokenizer, field
+        self._given = read_template(data.chat_template)
+        self._start, self._end = start_ids(tokenizer), [int(tokenizer.eos_token_id)]
+        self._template: ChatTemplate | None = None
+        self._aligner: Aligner | None = None
+        if source.form in CHAT_FORMS:
+            self._template = ChatTemplate(tokenizer, self._given)
+
+    def encode(self, records: Sequence[Record]) -> tuple[list[Encoded], Counts]:
+        """Encode a batch; about 1000 records at once is fast.
+
+        A document of a .txt file comes as a record with one value under `source.text`. Plain text
+        beyond the maximum length is never lost: it is cut in pieces, each starting with the last
+        token of the one before, so that every token but the first is learned exactly once.
+
+        Raises:
+            DataError: a record cannot be used; names file and row.
+        """
+        rows = [parse(record, self.source.form, self.source, self.field) for record in records]
+        batch = _Batch(self.data)
+        plain = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
+        chats = [(index, row) for index, row in enumerate(rows) if isinstance(row, Chat)]
+        self._encode_plain(plain, batch)
+        self._encode_chats(chats, batch)
+        return batch.finish(len(rows))
+
+    def key(self) -> str:
+        """Hexadecimal digest of all that decides the result besides the records."""
+        source = self.source.model_dump(mode="json")
+        for name in ("path", "subset", "split", "revision", "limit", "weight"):
+            del source[name]
+        data = self.data
+        decides = {
+            "version": _VERSION,
+            "source": source,
+            "data": [data.max_length, data.too_long, data.loss_on],
+            "chat_template": self._given or getattr(self.tokenizer, "chat_template", None),
+            "tokenizer": _tokenizer_state(self.tokenizer),
+            "start": self._start,
+        }
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+    def _encode_plain(self, rows: Sequence[tuple[int, Row]], batch: _Batch) -> None:
+        answers = encode_texts(self.tokenizer, [row.text for _, row in rows])
+        prompts = encode_texts(self.tokenizer, [row.prompt or "" for _, row in rows])
+        for (index, row), prompt, answer in zip(rows, prompts, answers, strict=True):
+            if not row.text.strip():
+                batch.dropped_empty += 1
+            elif row.prompt is None:
+                batch.add_text(index, self._start + answer + self._end)
+            else:
+                before = self._start + prompt
+                ids = np.asarray(before + answer + self._end, dtype=np.int32)
+                learned = np.ones(len(ids), dtype=np.bool_)
+                if self.data.loss_on != "all":
+                    learned[: len(before)] = False
+                batch.add(index, ids, learned)
+
+    def _encode_chats(self, chats: Sequence[tuple[int, Chat]], batch: _Batch) -> None:
+        if not chats:
+            return
+        if self._template is None:
+            self._template = ChatTemplate(self.tokenizer, self._given)
+        if self._aligner is None:
+            self._aligner = Aligner(self.tokenizer)
+        if self.data.loss_on == "last_turn":
+            chats = [(index, replace(chat, answers=chat.answers[-1:])) for index, chat in chats]
+        kept = [(index, chat) for index, chat in chats if not chat.is_blank]
+        batch.dropped_empty += len(chats) - len(kept)
+        texts = [self._text(chat, self._template) for _, chat in kept]
+        aligned = self._aligner.align(*zip(*texts, strict=True)) if texts else []
+        for (index, _), (ids, learned) in zip(kept, aligned, strict=True):
+            batch.add(index, ids, learned)
+
+    def _text(self, chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
+        if self.data.loss_on == "all":
+            text = rendered(chat, template)
+            return text, [(0, len(text))]
+        return rendered_spans(chat, template)
+
+
+class _Batch:
+    """Collects the sequences of a batch, and counts."""
+
+    def __init__(self, data: DataSection) -> None:
+        self.max_length, self.too_long = data.max_length, data.too_long
+        self.sequences: list[Encoded] = []
+        self.used = self.dropped_empty = self.dropped_long = self.truncated = 0
+
+    def add(self, record: int, ids: NDArray[np.int32], learned: NDArray[np.bool_]) -> None:
+        learned[:1] = False
+        if not learned.any():
+            self.dropped_empty += 1
+            return
+        is_long = len(ids) > self.max_length
+        if is_long and (self.too_long == "drop" or not learned[: self.max_length].any()):
+            self.dropped_long += 1
+            return
+        self.truncated += is_long
+        self.used += 1
+        ids, learned = ids[: self.max_length], learned[: self.max_length]
+        self.sequences.append(Encoded(ids, learned, record))
+
+    def add_text(self, record: int, ids: list[int]) -> None:
+        self.used += 1
+        starts = range(0, len(ids) - 1, self.max_length - 1)
+        for number, start in enumerate(starts, start=1):
+            part = np.asarray(ids[start : start + self.max_length], dtype=np.int32)
+            learned = np.ones(len(part), dtype=np.bool_)
+            learned[0] = False
+            self.sequences.append(Encoded(part, learned, record, number if len(starts) > 1 else 0))
+
+    def finish(self, rows: int) -> tuple[list[Encoded], Counts]:
+        self.sequences.sort(key=lambda one: (one.record, one.part))
+        return self.sequences, Counts(
+            rows=rows,
+            used=self.used,
+            sequences=len(self.sequences),
+            dropped_empty=self.dropped_empty,
+            dropped_long=self.dropped_long,
+            truncated=self.truncated,
+            tokens=sum(len(one.ids) for one in self.sequences),
+            supervised_tokens=sum(int(one.learned.sum()) for one in self.sequences),
+        )
+
+
+def _tokenizer_state(tokenizer: Any) -> list[Any]:
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return [type(tokenizer).__name__, special, tokenizer.get_vocab()]
+    state = json.loads(backend.to_str())
+    # Set by whoever called the tokenizer last; they do not matter here.
+    for name in ("truncation", "padding"):
+        state.pop(name, None)
+    return [special, state]

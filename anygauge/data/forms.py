@@ -1,0 +1,181 @@
+"""From records to rows: which form a source has, and prompts with answers, texts and chats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anygauge.config.schema import SourceSection
+from anygauge.data.chat import Chat, chat_from_columns, chat_from_messages, chat_from_sharegpt
+from anygauge.data.columns import listed, missing, text_column
+from anygauge.data.files import Record
+from anygauge.interface import DataError, RunFileError
+
+PLACEHOLDER = "{prompt}"
+
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+"""The prompt of Stanford Alpaca's training script for rows with an input, to the letter."""
+
+ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+"""The same for rows without an input."""
+
+CHAT_FORMS = ("messages", "sharegpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row without turns, ready to be tokenised.
+
+    Attributes:
+        prompt: all that the model reads before it answers, template applied; None for plain
+            text, where every token is to be learned.
+        text: the answer or the plain text; may be empty (such rows are counted and left out).
+        origin: where it stands, as in its record.
+    """
+
+    prompt: str | None
+    text: str
+    origin: str
+
+
+def told_form(first: Record, source: SourceSection, field: str) -> str:
+    """The form of a source's rows: as the run file says, or told from path and first record.
+
+    Args:
+        field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
+
+    Raises:
+        DataError: no form fits.
+        RunFileError: form, template and file do not go together.
+    """
+    form: str = source.form
+    if source.path.lower().endswith(".txt"):
+        if form not in ("auto", "text"):
+            raise RunFileError(
+                f"{field}.form is {form!r}, but {source.path} is plain text and has no columns; "
+                "set the form to 'text' or 'auto', or give a file with columns"
+            )
+        return "text"
+    if form == "auto":
+        form = _told_by_columns(first, source, field)
+    if form == "prompt_completion" and PLACEHOLDER not in source.template:
+        raise RunFileError(
+            f"{field}.template is {source.template!r}, which lacks {PLACEHOLDER}: "
+            "the model would never see the prompt"
+        )
+    return form
+
+
+def parse(record: Record, form: str, source: SourceSection, field: str) -> Row | Chat:
+    """One record as a row or a chat.
+
+    Args:
+        form: as `told_form` says.
+
+    Raises:
+        DataError: the record cannot be used; names file, row and what was expected.
+    """
+    match form:
+        case "messages":
+            return chat_from_messages(record, source, field)
+        case "sharegpt":
+            return chat_from_sharegpt(record, source, field)
+        case "alpaca":
+            return _alpaca(record)
+        case "text":
+            return Row(None, text_column(record, source.text, f"{field}.text"), record.origin)
+        case "prompt_completion":
+            return _prompt_completion(record, source, field)
+    raise ValueError(f"no form {form!r}")
+
+
+def render(template: str, prompt: str) -> str:
+    """The prompt in its template. Replaced literally: other braces are left alone."""
+    return template.replace(PLACEHOLDER, prompt)
+
+
+def render_alpaca(instruction: str, given: str = "") -> str:
+    """Alpaca's prompt for an instruction and an input, which may be empty."""
+    template = ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT
+    # The instruction last, so that "{input}" written in an instruction stays as it is.
+    before, after = template.split("{instruction}")
+    return before + instruction + after.replace("{input}", given)
+
+
+def prompt_template(first: Record, source: SourceSection) -> str | None:
+    """What stands around a question, ``{prompt}``, when a model trained on this source is asked.
+
+    None for chats: there a question goes through the chat template.
+    """
+    form = told_form(first, source, "data.train")
+    is_turns = form == "prompt_completion" and isinstance(first.values.get(source.prompt), list)
+    if form in CHAT_FORMS or is_turns:
+        return None
+    if form == "alpaca":
+        return ALPACA_WITHOUT_INPUT.replace("{instruction}", PLACEHOLDER)
+    return PLACEHOLDER if form == "text" else source.template
+
+
+def _told_by_columns(first: Record, source: SourceSection, field: str) -> str:
+    forms = {
+        "prompt_completion": ("prompt", "completion"),
+        "messages": ("messages",),
+        "sharegpt": ("conversations",),
+        "text": ("text",),
+    }
+    # A column that the run file names settles the form, so a misspelt one is never passed over.
+    for form, names in forms.items():
+        if any(getattr(source, name) != _default(name) for name in names):
+            return form
+    columns = set(first.values)
+    for form in ("prompt_completion", "messages", "sharegpt"):
+        if {getattr(source, name) for name in forms[form]} <= columns:
+            return form
+    if {"instruction", "output"} <= columns:
+        return "alpaca"
+    if source.text in columns:
+        return "text"
+    example = next(iter(first.values), "question")
+    raise DataError(
+        f"{first.origin}: cannot tell the form of these rows; columns here: {listed(first)}. "
+        f"Name the two columns ({field}.prompt: {example} and {field}.completion: ...), one "
+        f"column of turns ({field}.messages: ... or {field}.conversations: ...), or one column of "
+        f"plain text ({field}.text: ...)"
+    )
+
+
+def _default(name: str) -> str:
+    return str(SourceSection.model_fields[name].default)
+
+
+def _prompt_completion(record: Record, source: SourceSection, field: str) -> Row | Chat:
+    names = (source.prompt, source.completion)
+    turns = [isinstance(record.values.get(name), list) for name in names]
+    if all(turns):
+        return chat_from_columns(record, source, field)
+    for name, setting in zip(names, ("prompt", "completion"), strict=True):
+        if name not in record.values:
+            raise missing(record, name, f"{field}.{setting}")
+    if any(turns):
+        raise DataError(
+            f"{record.origin}: {names[turns.index(True)]!r} holds a list and "
+            f"{names[turns.index(False)]!r} does not; both are text, or both are lists of turns"
+        )
+    prompt = text_column(record, source.prompt, f"{field}.prompt")
+    answer = text_column(record, source.completion, f"{field}.completion")
+    return Row(render(source.template, prompt), answer, record.origin)
+
+
+def _alpaca(record: Record) -> Row:
+    instruction = text_column(record, "instruction", None)
+    given = "" if record.values.get("input") is None else text_column(record, "input", None)
+    return Row(
+        render_alpaca(instruction, given), text_column(record, "output", None), record.origin
+    )

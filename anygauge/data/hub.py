@@ -1,0 +1,137 @@
+"""Data sets of the Hugging Face hub, through the library that downloads and maps them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anygauge.config.schema import SourceSection
+from anygauge.data.cache import Cache, key_of
+from anygauge.data.files import INDEX_MARK, Record
+from anygauge.interface import DataError
+
+_ANSWER_S = 10.0
+"""The hub must answer within this time, or it is called unreachable."""
+
+
+class HubRows:
+    """A reader of one split of a data set.
+
+    Args:
+        field: where the source stands in the run file, for messages.
+
+    Raises:
+        DataError: no such data set, subset, split or revision, or the hub cannot be reached.
+    """
+
+    mark = INDEX_MARK
+
+    def __init__(self, source: SourceSection, cache: Cache, field: str) -> None:
+        self.name = hub_name(source)
+        folder = str(cache.folder / "hub")
+        self._rows = _load(source, field, lambda rows: rows, cache_dir=folder, streaming=False)
+        if source.limit is not None:
+            self._rows = self._rows.select(range(min(source.limit, len(self._rows))))
+        if not len(self._rows):
+            raise DataError(f"{self.name} is empty; at least one row is needed")
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Reader`."""
+        return indices
+
+    def records(self, indices: NDArray[np.int64]) -> list[Record]:
+        """See `Reader`."""
+        columns = self._rows[indices.tolist()]
+        return [
+            Record(
+                {name: values[place] for name, values in columns.items()},
+                self.name + self.mark.format(index),
+            )
+            for place, index in enumerate(indices.tolist())
+        ]
+
+    def digest(self) -> str:
+        """Hexadecimal digest of the rows as they were downloaded."""
+        files = [file["filename"] for file in self._rows.cache_files]
+        return key_of(*(self._cache.digest(file) for file in files))
+
+
+def hub_name(source: SourceSection) -> str:
+    """A data set as origins show it: ``owner/name[train]``."""
+    return f"{source.path}[{source.split}]"
+
+
+def first_hub_rows(source: SourceSection, count: int, field: str) -> list[Record]:
+    """The first records, without downloading all.
+
+    Raises:
+        DataError: as for `HubRows`.
+    """
+    name = hub_name(source)
+    rows = _load(source, field, lambda rows: list(rows.take(count)), streaming=True)
+    records = [Record(row, f"{name}[{index}]") for index, row in enumerate(rows)]
+    if not records:
+        raise DataError(f"{name} is empty; at least one row is needed")
+    return records
+
+
+def _load(source: SourceSection, field: str, use: Callable[[Any], Any], **options: Any) -> Any:
+    """What `use` makes of the loaded rows; it may read some, and fail as loading does."""
+    import datasets
+    from huggingface_hub import constants
+
+    datasets.disable_progress_bars()
+    if not constants.HF_HUB_OFFLINE:
+        _check(source, field)
+    try:
+        rows = datasets.load_dataset(
+            source.path,
+            source.subset,
+            split=source.split,
+            revision=source.revision,
+            **options,
+        )
+        return use(rows)
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError(
+            f"{field}: the data set {source.path!r} (subset {source.subset or 'default'}, split "
+            f"{source.split!r}, revision {source.revision or 'main'}) cannot be loaded: {said}; "
+            f"check {field}.subset, {field}.split and {field}.revision"
+        ) from None
+
+
+def _check(source: SourceSection, field: str) -> None:
+    """Ask the hub for the data set, since the library itself waits minutes for a silent network."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    file = Path(source.path)
+    try:
+        HfApi().dataset_info(source.path, revision=source.revision, timeout=_ANSWER_S)
+    except RepositoryNotFoundError:
+        raise DataError(
+            f"{field}.path: {source.path!r} is no file (looked at {file.absolute()}) and no data "
+            "set of the hub that can be seen from here; correct it, or log in if it is private "
+            "(hf auth login)"
+        ) from None
+    except HfHubHTTPError as error:
+        raise DataError(
+            f"{field}.path: the hub refuses {source.path!r}: {str(error).strip()}"
+        ) from None
+    except Exception as error:  # which class it is depends on the library below the library
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        raise DataError(
+            f"{field}.path: {source.path!r} is no file (looked at {file.absolute()}), and the hub "
+            f"({endpoint}) cannot be reached: {error}. If the data set was downloaded before, "
+            "export HF_HUB_OFFLINE=1 to use that copy"
+        ) from None

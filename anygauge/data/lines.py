@@ -1,0 +1,203 @@
+"""Files with one JSON object a line, read by line from an index of where each begins.
+
+The file itself is never held: it is scanned once in blocks, which gives 8 bytes a line, kept in
+the cache, and then read line by line wherever they are asked for.
+
+Why our own: readers that make a table of the rows give all of them the union of all keys, filled
+with null, at every depth. A tool call would be trained with arguments that nobody wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anygauge.data.cache import Cache, key_of, quick_identity, unreadable
+from anygauge.data.files import BOM, LINE_MARK, Record, parse_object
+from anygauge.interface import DataError
+
+_BLOCK = 2**24
+_BEGIN = 4096
+_LINE_END = ord("\n")
+_BLANKS = np.frombuffer(b" \t\r\v\f", dtype=np.uint8)
+
+
+class JsonLines:
+    """A reader of a file with one JSON object a line; blank lines are passed over.
+
+    Raises:
+        DataError: missing, unreadable or empty.
+    """
+
+    mark = LINE_MARK
+
+    def __init__(self, path: str, cache: Cache, limit: int | None = None) -> None:
+        self.name = path
+        self._file = _open(path)
+        self._state = _state(self._file)
+        key = key_of("lines", quick_identity(path, with_times=True), limit)
+        entry = cache.entry("lines", key, lambda folder: _index(self._file, folder, limit))
+        if not entry.facts["lines"]:
+            raise DataError(f"{path} is empty; at least one row is needed")
+        self._starts = entry.array("starts", np.int64)
+        # Only a file with blank lines has a list of numbers.
+        self._numbers = entry.array("numbers", np.int64) if entry.facts["blank"] else None
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Reader`."""
+        return indices + 1 if self._numbers is None else self._numbers[indices]
+
+    def records(self, indices: NDArray[np.int64]) -> list[Record]:
+        """See `Reader`."""
+        starts, ends = self._starts[indices], self._starts[indices + 1]
+        try:
+            if _state(self._file) != self._state:
+                raise DataError(f"{self.name} changed while it was being read; start again")
+            lines = self._lines(starts, ends)
+        except OSError as error:
+            raise unreadable(self.name, error) from None
+        records = []
+        for line, start, place in zip(
+            lines, starts.tolist(), self.places(indices).tolist(), strict=True
+        ):
+            origin = f"{self.name}:{place}"
+            records.append(Record(parse_object(line, origin, self.name, start), origin))
+        return records
+
+    def _lines(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[bytes]:
+        descriptor = self._file.fileno()
+        together = len(starts) > 1 and bool((starts[1:] == ends[:-1]).all())
+        if not together or ends[-1] - starts[0] > _BLOCK:
+            spans = zip(starts.tolist(), ends.tolist(), strict=True)
+            return [os.pread(descriptor, end - start, start) for start, end in spans]
+        first = int(starts[0])
+        block = os.pread(descriptor, int(ends[-1]) - first, first)
+        spans = zip((starts - first).tolist(), (ends - first).tolist(), strict=True)
+        return [block[start:end] for start, end in spans]
+
+
+def first_lines(path: str, count: int) -> list[Record]:
+    """The first records of a file, without reading more of it.
+
+    Raises:
+        DataError: missing, unreadable, malformed or empty.
+    """
+    records: list[Record] = []
+    try:
+        with _open(path) as file:
+            offset = len(BOM) if file.read(len(BOM)) == BOM else 0
+            file.seek(offset)
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    origin = f"{path}:{number}"
+                    records.append(Record(parse_object(line, origin, path, offset), origin))
+                    if len(records) == count:
+                        break
+                offset += len(line)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not records:
+        raise DataError(f"{path} is empty; at least one row is needed")
+    return records
+
+
+def holds_lines(path: str) -> bool:
+    """Whether a .json file holds one object a line: its first filled line is one, and no other.
+
+    Raises:
+        DataError: missing or unreadable.
+    """
+    with _open(path) as file:
+        begin = file.read(_BEGIN).removeprefix(BOM).lstrip()
+        if not begin.startswith(b"{"):
+            return False
+        file.seek(0)
+        filled = (line for line in file if line.strip())
+        first, second = next(filled, b""), next(filled, b"")
+    if not second:
+        return False
+    try:
+        return isinstance(json.loads(first.removeprefix(BOM)), dict)
+    except (ValueError, RecursionError):
+        return second.lstrip().startswith(b"{")
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return Path(path).expanduser().open("rb")
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _state(file: BinaryIO) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _index(file: BinaryIO, folder: Path, limit: int | None) -> Mapping[str, Any]:
+    """Write where the filled lines begin (and the last ends), and their numbers.
+
+    Returns how many there are, and how many blank ones stand before the last of them.
+    """
+    found = before = last = end = 0
+    with (folder / "starts").open("wb") as to_starts, (folder / "numbers").open("wb") as to_numbers:
+        for starts, ends, first in _spans(file):
+            filled = _filled(file, starts, ends, first)
+            room = None if limit is None else limit - found
+            numbers = (np.flatnonzero(filled) + before + 1)[:room]
+            before += len(starts)
+            if not len(numbers):
+                continue
+            found, last = found + len(numbers), int(numbers[-1])
+            to_starts.write(starts[filled][:room].tobytes())
+            to_numbers.write(numbers.astype(np.int64).tobytes())
+            end = int(ends[filled][:room][-1])
+            if found == limit:
+                break
+        to_starts.write(np.int64(end).tobytes())
+    return {"lines": found, "blank": last - found}
+
+
+def _spans(
+    file: BinaryIO,
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]]:
+    """Where lines begin and end, in bytes, and the first byte of each, block by block."""
+    descriptor = file.fileno()
+    begin = at = len(BOM) if os.pread(descriptor, len(BOM), 0) == BOM else 0
+    buffer = bytearray(_BLOCK)
+    view = np.frombuffer(buffer, dtype=np.uint8)
+    while count := os.preadv(descriptor, [buffer], at):
+        ends = np.flatnonzero(view[:count] == _LINE_END).astype(np.int64) + at + 1
+        if len(ends):
+            starts = np.concatenate([[begin], ends[:-1]])
+            first = view[np.maximum(starts - at, 0)]
+            first[0] = os.pread(descriptor, 1, begin)[0]  # it may stand in the block before
+            yield starts, ends, first
+            begin = int(ends[-1])
+        at += count
+    if begin < at:
+        last = np.frombuffer(os.pread(descriptor, 1, begin), dtype=np.uint8)
+        yield np.array([begin]), np.array([at]), last
+
+
+def _filled(
+    file: BinaryIO,
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    first: NDArray[np.uint8],
+) -> NDArray[np.bool_]:
+    """Which lines hold more than blanks; only those that begin with a blank are looked into."""
+    filled = first != _LINE_END
+    for number in np.flatnonzero(filled & np.isin(first, _BLANKS)).tolist():
+        start, end = int(starts[number]), int(ends[number])
+        filled[number] = bool(os.pread(file.fileno(), end - start, start).strip())
+    return filled

@@ -1,0 +1,201 @@
+"""The batches of rows that were tokenised before the run, for training and for evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anygauge.data.batches import Batches, Layout, Schedule
+from anygauge.data.cache import key_of
+from anygauge.data.collate import MicroBatch
+from anygauge.data.grouping import DUMMY, GroupedOrder
+from anygauge.data.order import Order, packing_order
+from anygauge.data.packing import Groups, pack
+from anygauge.data.rows import TokenizedRows, Tokens
+from anygauge.interface import DataError
+
+
+class _Sequences:
+    """What an epoch is made of: each a row or a pack of rows; and how they become tensors.
+
+    Only rows of the same weight share a pack, so that every row is read as often as its weight
+    says.
+
+    Attributes:
+        sizes: sequences of each weight, one after another.
+        weights: of the sequences of each size.
+        tokens: of each sequence; int64 of shape (sequences,).
+        supervised: learned tokens of each; int64 of shape (sequences,).
+    """
+
+    def __init__(
+        self, rows: TokenizedRows, weights: Sequence[float], layout: Layout, seed: int
+    ) -> None:
+        longest = int(rows.lengths.max(initial=0))
+        if longest > layout.max_length:
+            raise DataError(
+                f"a row has {longest} tokens, a sequence holds {layout.max_length}: "
+                "the rows were tokenised with another maximum length"
+            )
+        self.rows, self.layout = rows, layout
+        self._packs: Groups | None = None
+        if layout.packing:
+            self.weights = list(dict.fromkeys(weights))
+            packs = self._packed(weights, seed)
+            self.sizes = [len(part) for part in packs]
+            self._packs = Groups.joined(packs)
+            self.tokens = self._packs.sums(rows.lengths)
+            self.supervised = self._packs.sums(rows.supervised_counts)
+        else:
+            self.weights, self.sizes = list(weights), rows.sizes
+            self.tokens, self.supervised = rows.lengths, rows.supervised_counts
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _packed(self, weights: Sequence[float], seed: int) -> list[Groups]:
+        of_row = np.repeat(np.asarray(weights), self.rows.sizes)
+        packs = []
+        for number, weight in enumerate(self.weights):
+            members = np.flatnonzero(of_row == weight)
+            order = members[packing_order(len(members), seed, number)]
+            packs.append(pack(self.rows.lengths, self.layout.max_length, order))
+        return packs
+
+    def members(self, sequence: int) -> list[int]:
+        """The rows of a sequence."""
+        return [sequence] if self._packs is None else self._packs.group(sequence).tolist()
+
+    def batch(self, sequences: Sequence[int]) -> MicroBatch:
+        """The tensors of sequences; `DUMMY` stands for none."""
+        documents: list[list[Tokens]] = [
+            [] if each == DUMMY else [self.rows.tokens(row) for row in self.members(each)]
+            for each in sequences
+        ]
+        return self.layout.batch(documents)
+
+
+class RowBatches(Batches):
+    """Training batches of rows that are there; see `Batches`."""
+
+    def __init__(self, rows: TokenizedRows, schedule: Schedule, layout: Layout) -> None:
+        super().__init__(schedule, layout)
+        weights = schedule.weights_of(len(rows.pieces))
+        self._sequences = _Sequences(rows, weights, layout, schedule.seed)
+        self._order = Order(
+            self._sequences.sizes,
+            self._sequences.weights,
+            schedule.seed,
+            shuffle=schedule.shuffle,
+        )
+        self._total = (
+            max(1, self._order.end(schedule.epochs))
+            if schedule.steps is None
+            else schedule.steps * self.global_batch
+        )
+        self.steps = -(-self._total // self.global_batch)
+        self.sequences_per_epoch = float(self._order.per_epoch)
+        self._grouped: GroupedOrder | None = None
+        if schedule.grouping:
+            # A run that ends with an epoch reads no row of the next one.
+            stop = None if schedule.steps else max(1, self._order.end(math.ceil(schedule.epochs)))
+            self._grouped = GroupedOrder(
+                self._order, self._sequences.tokens, self.global_batch, stop
+            )
+        self._last: tuple[int, NDArray[np.int64]] | None = None
+
+    def step(self, index: int) -> list[MicroBatch]:
+        """See `Batches`."""
+        items = self._items(index)[self._places()]
+        return [self._sequences.batch(turn.tolist()) for turn in items]
+
+    def supervised_tokens(self, index: int) -> int:
+        """See `Batches`; needs no communication."""
+        return int(self._sequences.supervised[self._real(index)].sum())
+
+    def real_tokens(self, index: int) -> int:
+        """See `Batches`; needs no communication."""
+        return int(self._sequences.tokens[self._real(index)].sum())
+
+    def sequence_tokens(self, index: int) -> NDArray[np.int64]:
+        """Tokens of each sequence of a step, 0 for a dummy; int64 of shape (global_batch,)."""
+        items = self._items(index)
+        return np.where(items == DUMMY, 0, self._sequences.tokens[items])
+
+    def global_origins(self, index: int) -> tuple[str, ...]:
+        """See `Batches`."""
+        return tuple(
+            self._sequences.rows.origin(row)
+            for item in self._real(index).tolist()
+            for row in self._sequences.members(item)
+        )
+
+    def epoch(self, index: int) -> float:
+        """See `Batches`."""
+        return min((index + 1) * self.global_batch, self._total) / self.sequences_per_epoch
+
+    def fingerprint(self) -> str:
+        """See `Batches`."""
+        rows = self._sequences.rows
+        return key_of(
+            "rows",
+            rows.fingerprint(),
+            self.schedule.record(len(rows.pieces)),
+            self.layout.packing,
+            self.layout.max_length,
+        )
+
+    def _real(self, index: int) -> NDArray[np.int64]:
+        items = self._items(index)
+        return items[items != DUMMY]
+
+    def _items(self, index: int) -> NDArray[np.int64]:
+        """The sequences of a step over all ranks; int64 of shape (global_batch,)."""
+        self._checked(index)
+        if self._last is not None and self._last[0] == index:
+            return self._last[1]
+        if self._grouped is not None:
+            items = self._grouped.step(index)
+        else:
+            positions = np.arange(index * self.global_batch, (index + 1) * self.global_batch)
+            real = positions < self._total
+            items = np.full(self.global_batch, DUMMY, dtype=np.int64)
+            items[real] = self._order.items(positions[real])
+        self._last = index, items
+        return items
+
+
+class EvaluationBatches(Sequence[MicroBatch]):
+    """The evaluation micro-batches of one rank; each is laid out when it is asked for.
+
+    All rows once, in their own order, divided over ranks; every rank has as many batches. Missing
+    sequences at the end are dummies, so summed loss over summed `supervised_tokens` is the same
+    for every number of ranks and size of micro-batch.
+    """
+
+    def __init__(self, rows: TokenizedRows, layout: Layout) -> None:
+        self._sequences = _Sequences(rows, (1.0,) * len(rows.pieces), layout, seed=0)
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return -(-len(self._sequences) // (self._layout.micro_batch * self._layout.world_size))
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"evaluation batch {index} of {len(self)}")
+        size = self._layout.micro_batch
+        start = (index % len(self) * self._layout.world_size + self._layout.rank) * size
+        count = len(self._sequences)
+        return self._sequences.batch(
+            [each if each < count else DUMMY for each in range(start, start + size)]
+        )

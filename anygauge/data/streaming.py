@@ -1,0 +1,294 @@
+"""Batches that are read and tokenised while the run goes on; a thread works ahead.
+
+The order is that of prepared rows: a permutation of all records, found by position, so that a run
+resumes at any step without reading what came before.
+
+Without packing, a step is global_batch records and each rank tokenises its own; a record of which
+nothing is left makes a dummy, a long text loses all but its first part (it counts as truncated).
+Token counts of a step are summed over ranks, once a step.
+
+With packing, steps are filled in blocks: a fixed number of records, found from the lengths of a
+first sample, is packed into the sequences of the block's steps. Every rank tokenises all records of
+a block, since who packs must know all lengths; it costs host time and no communication, and packs
+do not depend on ranks. The number of records leaves room for two standard deviations of their
+length, so that few are left out; those are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anygauge.data.batches import Batches, Layout, Schedule
+from anygauge.data.cache import key_of
+from anygauge.data.collate import MicroBatch
+from anygauge.data.encode import Counts
+from anygauge.data.order import BLOCKS, Order, Shuffle
+from anygauge.data.packing import pack
+from anygauge.data.rows import Tokens
+from anygauge.data.streamed_rows import StreamedRows, first_parts
+from anygauge.interface import DataError
+
+SumOnRanks = Callable[[list[float]], list[float]]
+Work = TypeVar("Work")
+
+_SAMPLE = 512
+_BLOCK_SEQUENCES = 256
+_FILL = 0.98
+_KEPT_STEPS = 4
+_COUNTED = tuple(field.name for field in fields(Counts))
+
+
+class _Ahead(Generic[Work]):
+    """Results of numbered work, one after another in a thread, begun before they are asked for."""
+
+    def __init__(self, work: Callable[[int], Work], count: int, depth: int) -> None:
+        self._work, self._count, self._depth = work, count, depth
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rows-ahead")
+        self._begun: dict[int, Future[Work]] = {}
+
+    def get(self, index: int) -> Work:
+        """The result for a number; raises what the work raised."""
+        wanted = range(index, min(index + self._depth + 1, self._count))
+        for number in set(self._begun) - set(wanted):
+            self._begun.pop(number).cancel()
+        for number in wanted:
+            if number not in self._begun:
+                self._begun[number] = self._pool.submit(self._work, number)
+        return self._begun[index].result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """This rank's sequences of a step, and the counts of the step."""
+
+    sequences: list[list[Tokens]]
+    counts: Counts
+
+
+class StreamedBatches(Batches):
+    """Training batches without packing; see `Batches`.
+
+    `step`, `supervised_tokens` and `real_tokens` of a step must be called on every rank, for the
+    same steps in the same order: the first of them speaks with the other ranks.
+
+    Args:
+        sum_on_ranks: sums each number over all ranks.
+    """
+
+    def __init__(
+        self, rows: StreamedRows, schedule: Schedule, layout: Layout, sum_on_ranks: SumOnRanks
+    ) -> None:
+        super().__init__(schedule, layout)
+        self._rows, self._sum = rows, sum_on_ranks
+        self._order = _order(rows, schedule)
+        self._total = (
+            max(1, self._order.end(schedule.epochs))
+            if schedule.steps is None
+            else schedule.steps * self.global_batch
+        )
+        self.steps = -(-self._total // self.global_batch)
+        self.sequences_per_epoch = float(self._order.per_epoch)
+        self._ahead = _Ahead(self._read, self.steps, depth=2)
+        self._steps: OrderedDict[int, _Step] = OrderedDict()
+
+    def step(self, index: int) -> list[MicroBatch]:
+        """See `Batches`.
+
+        Raises:
+            DataError: a row cannot be used, or no row of the step holds anything to learn.
+        """
+        sequences, size = self._step(index).sequences, self.layout.micro_batch
+        return [
+            self.layout.batch(sequences[at : at + size]) for at in range(0, len(sequences), size)
+        ]
+
+    def supervised_tokens(self, index: int) -> int:
+        """See `Batches`."""
+        return self._step(index).counts.supervised_tokens
+
+    def real_tokens(self, index: int) -> int:
+        """See `Batches`."""
+        return self._step(index).counts.tokens
+
+    def global_origins(self, index: int) -> tuple[str, ...]:
+        """See `Batches`; here also rows of which nothing was left."""
+        self._checked(index)
+        return self._rows.origins(self._numbers(index, np.arange(self.global_batch)))
+
+    def epoch(self, index: int) -> float:
+        """See `Batches`."""
+        return min((index + 1) * self.global_batch, self._total) / self.sequences_per_epoch
+
+    def fingerprint(self) -> str:
+        """See `Batches`."""
+        return key_of(
+            self._rows.fingerprint(),
+            self.schedule.record(len(self._rows.sizes)),
+            False,
+            self.layout.max_length,
+        )
+
+    def _numbers(self, index: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The records at places of a step, without those beyond the end of the run."""
+        positions = index * self.global_batch + places
+        return self._order.items(positions[positions < self._total])
+
+    def _read(self, index: int) -> _Step:
+        places = self._places().ravel()
+        numbers = self._numbers(index, places)
+        sequences, counts = first_parts(*self._rows.encode(numbers))
+        # Positions beyond the end of the run are the last ones of the last step.
+        sequences += [[] for _ in range(len(places) - len(numbers))]
+        return _Step(sequences, counts)
+
+    def _step(self, index: int) -> _Step:
+        self._checked(index)
+        if index not in self._steps:
+            mine = self._ahead.get(index)
+            sums = self._sum([float(getattr(mine.counts, name)) for name in _COUNTED])
+            counts = Counts(**dict(zip(_COUNTED, map(round, sums), strict=True)))
+            if not counts.supervised_tokens:
+                raise _nothing_to_learn(index, self.global_origins(index))
+            self._rows.counts += counts
+            self._steps[index] = _Step(mine.sequences, counts)
+            if len(self._steps) > _KEPT_STEPS:
+                self._steps.popitem(last=False)
+        return self._steps[index]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The sequences of each step of a block, over all ranks; and what became of its records."""
+
+    steps: list[list[list[Tokens]]]
+    counts: Counts
+    left_out: int
+
+
+class PackedStream(Batches):
+    """Training batches with packing; see `Batches`. Ranks need not speak with each other."""
+
+    def __init__(self, rows: StreamedRows, schedule: Schedule, layout: Layout) -> None:
+        super().__init__(schedule, layout)
+        self._rows = rows
+        self._order = _order(rows, schedule)
+        self._block_steps = -(-_BLOCK_SEQUENCES // self.global_batch)
+        self._records = self._records_per_block()
+        per_step = self._records / self._block_steps
+        total = max(1, self._order.end(schedule.epochs))
+        self._total = total if schedule.steps is None else None
+        self.steps = schedule.steps or math.ceil(total / per_step)
+        self.sequences_per_epoch = float(self._order.per_epoch) / per_step * self.global_batch
+        self._ahead = _Ahead(self._read, -(-self.steps // self._block_steps), depth=1)
+        self._counted = -1
+
+    def step(self, index: int) -> list[MicroBatch]:
+        """See `Batches`.
+
+        Raises:
+            DataError: a row cannot be used, or no row of the step holds anything to learn.
+        """
+        sequences = self._sequences(index)
+        return [self.layout.batch([sequences[at] for at in turn]) for turn in self._places()]
+
+    def supervised_tokens(self, index: int) -> int:
+        """See `Batches`."""
+        return sum(
+            int(each.learned.sum()) for sequence in self._sequences(index) for each in sequence
+        )
+
+    def real_tokens(self, index: int) -> int:
+        """See `Batches`."""
+        return sum(len(each.ids) for sequence in self._sequences(index) for each in sequence)
+
+    def global_origins(self, index: int) -> tuple[str, ...]:
+        """See `Batches`."""
+        return tuple(each.origin for sequence in self._sequences(index) for each in sequence)
+
+    def epoch(self, index: int) -> float:
+        """See `Batches`."""
+        done = (index + 1) * self._records / self._block_steps
+        return (done if self._total is None else min(done, self._total)) / float(
+            self._order.per_epoch
+        )
+
+    def fingerprint(self) -> str:
+        """See `Batches`."""
+        return key_of(
+            self._rows.fingerprint(),
+            self.schedule.record(len(self._rows.sizes)),
+            self._records,
+            self.layout.max_length,
+        )
+
+    def _records_per_block(self) -> int:
+        """Records whose tokens, with two standard deviations, fill the sequences of a block."""
+        count = min(_SAMPLE, self._order.end(math.ceil(1 / self._order.per_epoch)))
+        documents, _ = self._rows.encode(self._order.items(np.arange(count)))
+        lengths = [sum(len(each.ids) for each in parts) for parts in documents]
+        mean, deviation = float(np.mean(lengths)), float(np.std(lengths))
+        if not mean:
+            raise DataError(
+                f"none of {count} rows, drawn from all, holds anything to learn; "
+                "see data.max_length and the columns of data.train"
+            )
+        room = _FILL * self._block_steps * self.global_batch * self.layout.max_length
+        root = (math.sqrt(deviation**2 + mean * room) - deviation) / mean
+        return max(1, int(root**2))
+
+    def _read(self, number: int) -> _Block:
+        first = number * self._records
+        positions = np.arange(first, first + self._records)
+        if self._total is not None:
+            positions = positions[positions < self._total]
+        steps = min(self._block_steps, self.steps - number * self._block_steps)
+        # Of the last block only the records that its steps are there for.
+        positions = positions[: math.ceil(self._records * steps / self._block_steps)]
+        documents, counts = self._rows.encode(self._order.items(positions))
+        flat = [each for parts in documents for each in parts]
+        lengths = np.array([len(each.ids) for each in flat], dtype=np.int64)
+        packs = pack(lengths, self.layout.max_length, np.arange(len(flat)))
+        # What cannot be placed is the emptiest packs.
+        ranked = np.argsort(-packs.sums(lengths), kind="stable")
+        kept = ranked[: steps * self.global_batch]
+        kept = kept[Shuffle(len(kept), self.schedule.seed, number, BLOCKS).at(np.arange(len(kept)))]
+        sequences: list[list[list[Tokens]]] = [[] for _ in range(steps)]
+        for place, index in enumerate(kept.tolist()):
+            documents_of = [flat[row] for row in packs.group(index).tolist()]
+            sequences[place % steps].append(documents_of)
+        for step in sequences:
+            step += [[] for _ in range(self.global_batch - len(step))]
+        left_out = sum(len(packs.group(index)) for index in ranked[len(kept) :].tolist())
+        return _Block(sequences, counts, left_out)
+
+    def _sequences(self, index: int) -> list[list[Tokens]]:
+        number, place = divmod(self._checked(index), self._block_steps)
+        block = self._ahead.get(number)
+        if number > self._counted:
+            self._counted = number
+            self._rows.counts += block.counts
+            self._rows.left_out += block.left_out
+        if not any(block.steps[place]):
+            raise _nothing_to_learn(index, ())
+        return block.steps[place]
+
+
+def _order(rows: StreamedRows, schedule: Schedule) -> Order:
+    weights = schedule.weights_of(len(rows.sizes))
+    return Order(rows.sizes, weights, schedule.seed, shuffle=schedule.shuffle)
+
+
+def _nothing_to_learn(index: int, origins: tuple[str, ...]) -> DataError:
+    rows = f" ({', '.join(origins[:4])}, ...)" if origins else ""
+    return DataError(
+        f"step {index + 1}: none of its rows{rows} holds anything to learn within "
+        "data.max_length; raise it or train.global_batch, or leave such rows out"
+    )

@@ -1,0 +1,176 @@
+"""CSV and Parquet files, and data sets of the hub, as Arrow tables that stay on disk.
+
+A CSV or Parquet file is converted once to an uncompressed Arrow file in the cache, which is then
+mapped: any row is found without reading others. All cells of a CSV file are text, as written:
+``007`` stays what it is, and an empty cell is empty text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anygauge.data.cache import Cache, key_of
+from anygauge.data.files import INDEX_MARK, LINE_MARK, Record
+from anygauge.interface import DataError
+
+_ARROW = "rows.arrow"
+_BATCH = 4096
+_CSV_BLOCK = 2**24  # bytes; a row must fit in it
+
+
+class Table:
+    """A reader of a CSV or Parquet file.
+
+    A row of a CSV file has the number that a spreadsheet shows, where the header is 1; one of a
+    Parquet file its index.
+
+    Raises:
+        DataError: missing, unreadable, malformed or empty.
+    """
+
+    def __init__(self, path: str, cache: Cache, limit: int | None = None) -> None:
+        import pyarrow as pa
+
+        self.name = path
+        self.mark = table_mark(path)
+        self._first = 2 if self.mark == LINE_MARK else 0
+        key = key_of("table", cache.digest(path), self.mark, limit)
+        entry = cache.entry("tables", key, lambda folder: _convert(path, folder, limit))
+        file = pa.ipc.open_file(pa.memory_map(str(entry.folder / _ARROW)))
+        self._batches = [file.get_batch(number) for number in range(file.num_record_batches)]
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Reader`."""
+        return indices + self._first
+
+    def records(self, indices: NDArray[np.int64]) -> list[Record]:
+        """See `Reader`."""
+        which = np.searchsorted(self._ends, indices, side="right")
+        values: dict[int, Mapping[str, Any]] = {}
+        for number in np.unique(which).tolist():
+            here = indices[which == number]
+            batch = self._batches[number]
+            rows = batch.take(here - (self._ends[number] - batch.num_rows)).to_pylist()
+            values.update(zip(here.tolist(), rows, strict=True))
+        return [
+            Record(values[index], self.name + self.mark.format(index + self._first))
+            for index in indices.tolist()
+        ]
+
+
+def table_mark(path: str) -> str:
+    """How a row of a table is written behind the file's name."""
+    return LINE_MARK if path.lower().endswith(".csv") else INDEX_MARK
+
+
+def first_rows(path: str, count: int) -> list[Record]:
+    """The first records of a CSV or Parquet file, without converting it.
+
+    Raises:
+        DataError: missing, unreadable, malformed or empty.
+    """
+    mark = table_mark(path)
+    first = 2 if mark == LINE_MARK else 0
+    rows = [row for batch in _batches(path, count) for row in batch.to_pylist()]
+    if not rows:
+        raise _empty(path)
+    return [Record(row, path + mark.format(first + number)) for number, row in enumerate(rows)]
+
+
+def _convert(path: str, folder: Path, limit: int | None) -> Mapping[str, Any]:
+    import pyarrow as pa
+
+    rows = 0
+    writer = None
+    for batch in _batches(path, limit):
+        writer = writer or pa.ipc.new_file(str(folder / _ARROW), batch.schema)
+        writer.write_batch(batch)
+        rows += batch.num_rows
+    if writer is None:
+        raise _empty(path)
+    writer.close()
+    return {"rows": rows}
+
+
+def _batches(path: str, limit: int | None) -> Iterator[Any]:
+    """Record batches of a file that hold rows, up to a number of rows.
+
+    Raises:
+        DataError: missing, unreadable or malformed.
+    """
+    import pyarrow as pa
+
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"{path}: no such file (looked at {file.absolute()})")
+    left = limit
+    try:
+        for batch in _csv(file) if table_mark(path) == LINE_MARK else _parquet(file):
+            kept = batch if left is None else batch.slice(0, left)
+            if kept.num_rows:
+                yield kept
+            if left is not None:
+                left -= kept.num_rows
+                if not left:
+                    return
+    except (pa.ArrowException, OSError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"{path}: {'not valid CSV' if table_mark(path) == LINE_MARK else 'not valid Parquet'} "
+            f"({said}); correct the file, or write its rows as JSON Lines"
+        ) from None
+
+
+def _csv(file: Path) -> Iterator[Any]:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    # One thread: only then does the complaint about a row tell its number.
+    reading = csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False)
+    parsing = csv.ParseOptions(newlines_in_values=True)
+    with file.open("rb") as opened:
+        try:
+            names = csv.open_csv(opened, reading, parsing).schema.names
+        except pa.ArrowInvalid as error:
+            if "Empty CSV file" in str(error):
+                return
+            raise
+    double = sorted({name for name in names if names.count(name) > 1})
+    if double:
+        raise DataError(
+            f"{file}:1: the header names the column {double[0]!r} more than once; rename one"
+        )
+    texts = csv.ConvertOptions(
+        column_types={name: pa.string() for name in names}, strings_can_be_null=False
+    )
+    with file.open("rb") as opened:
+        yield from csv.open_csv(opened, reading, parsing, texts)
+
+
+def _parquet(file: Path) -> Iterator[Any]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(file) as opened:
+        # An Arrow file has one dictionary per column, while each row group has its own.
+        plain = pa.schema(
+            column.with_type(column.type.value_type)
+            if pa.types.is_dictionary(column.type)
+            else column
+            for column in opened.schema_arrow
+        )
+        for batch in opened.iter_batches(batch_size=_BATCH):
+            yield batch.cast(plain)
+
+
+def _empty(path: str) -> DataError:
+    return DataError(f"{path} is empty; at least one row is needed")

@@ -1,0 +1,265 @@
+"""Chat templates: read, checked before a run, and rendered; and the tokens that end a turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from anygauge.config.paths import CHAT_TEMPLATE, holds_template
+from anygauge.data.chat import Turn
+from anygauge.interface import DataError, ModelError, RunFileError
+
+Span = tuple[int, int]
+Tools = Sequence[dict[str, Any]] | None
+
+_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+# A template that writes today's date would give other tokens on another day, and a run that is
+# resumed would read other data. A macro of this name takes the place of the library's function.
+_FIXED_DATE = (
+    '{%- macro strftime_now(format) -%}{{- format | replace("%d", "01") | replace("%m", "01") | '
+    'replace("%b", "Jan") | replace("%B", "January") | replace("%Y", "2025") | '
+    'replace("%y", "25") | replace("%A", "Wednesday") | replace("%H", "12") | '
+    'replace("%M", "00") | replace("%S", "00") -}}{%- endmacro %}\n'
+)
+
+
+class TemplateRefusal(Exception):
+    """The template does not render these turns; the text says why, in the template's words."""
+
+
+def read_template(given: str | None) -> str | None:
+    """The text of `data.chat_template`, which is a template or the file of one; None if not given.
+
+    Raises:
+        RunFileError: no such file, or the text is no valid template; names the line.
+    """
+    if given is None:
+        return None
+    if holds_template(CHAT_TEMPLATE, given):
+        check_syntax(given, "data.chat_template")
+        return given
+    file = Path(given).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RunFileError(
+            f"data.chat_template: {given}: no such file (looked at {file.absolute()}); give a "
+            "Jinja file, or the template itself"
+        ) from None
+    except OSError as error:
+        raise RunFileError(
+            f"data.chat_template: {given} cannot be read: {error.strerror}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise RunFileError(
+            f"data.chat_template: {given}: not UTF-8 at byte {error.start}; save the file as UTF-8"
+        ) from None
+    if not text.strip():
+        raise RunFileError(f"data.chat_template: {given} is empty")
+    check_syntax(text, f"data.chat_template: {given}")
+    return text
+
+
+def check_syntax(text: str, where: str) -> None:
+    """Parse a template without rendering it.
+
+    Raises:
+        RunFileError: not valid Jinja; names the line.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2.ext import Extension
+    from jinja2.nodes import Scope
+
+    class Marks(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return Scope(body).set_lineno(line)
+
+    try:
+        Environment(extensions=[Marks, "jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError as error:
+        raise RunFileError(
+            f"{where}, line {error.lineno}: not a valid Jinja template: {error.message}"
+        ) from None
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, or one given instead.
+
+    Args:
+        tokenizer: a tokenizer of the transformers library.
+        given: a template's text that wins over the tokenizer's own; from `read_template`.
+
+    Raises:
+        ModelError: neither has a template, or the tokenizer cannot say where its tokens stand.
+        RunFileError: the template is not valid, or its generation marks cannot be used.
+    """
+
+    def __init__(self, tokenizer: Any, given: str | None) -> None:
+        self.tokenizer = tokenizer
+        if given is None:
+            try:
+                plain = tokenizer.get_chat_template(None, None)
+                with_tools = tokenizer.get_chat_template(None, [])
+            except (AttributeError, ValueError):
+                raise ModelError(
+                    "the tokenizer has no chat template, so turns cannot become text; give "
+                    "data.chat_template (a Jinja file), or a model that was tuned for chats"
+                ) from None
+            for text in {plain, with_tools}:
+                check_syntax(text, "the tokenizer's chat template")
+        else:
+            plain = with_tools = given
+        if not getattr(tokenizer, "is_fast", False):
+            raise ModelError(
+                f"{type(tokenizer).__name__} cannot say which characters a token stands for, which "
+                "chats need; give a tokenizer with a tokenizer.json"
+            )
+        self.texts: tuple[str, str] = (plain, with_tools)
+        self._dated = tuple(
+            _FIXED_DATE + text if "strftime_now" in text else text for text in self.texts
+        )
+        self.special, self.added = _token_patterns(tokenizer)
+        self._check_contents()
+
+    def has_marks(self, tools: Tools) -> bool:
+        """Whether the template marks what the assistant says with ``{% generation %}``."""
+        return bool(_MARKS.search(self.texts[tools is not None]))
+
+    def render(self, turns: Sequence[Turn], tools: Tools, *, asks: bool = False) -> str:
+        """The text of some turns.
+
+        Args:
+            asks: add what stands before an answer (the generation prompt).
+
+        Raises:
+            TemplateRefusal: the template does not take these turns.
+        """
+        if not turns:
+            raise TemplateRefusal("there is no turn")
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(turns),
+                    tools=list(tools) if tools else None,
+                    chat_template=self._dated[tools is not None],
+                    add_generation_prompt=asks,
+                    tokenize=False,
+                )
+            )
+        except Exception as error:
+            raise _refusal(error) from None
+
+    def render_marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[Span]]:
+        """The text of some turns, and the stretches of it that generation marks enclose.
+
+        Raises:
+            TemplateRefusal: the template does not take these turns.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(turns)],
+                tools=list(tools) if tools else None,
+                chat_template=self._dated[tools is not None],
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:
+            raise _refusal(error) from None
+        return texts[0], [(start, end) for start, end in spans[0] if start < end]
+
+    def end_of_turn(self, text: str) -> int | None:
+        """Where the last special token of a turn ends, if nothing but white space follows it."""
+        for pattern in (self.special, self.added):
+            matches = list(pattern.finditer(text))
+            if matches and not text[matches[-1].end() :].strip():
+                return matches[-1].end()
+        return None
+
+    def closing(self) -> str | None:
+        """What the template writes behind an answer; None where it does not take a question."""
+        mark = "\ue0a7"
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+        try:
+            return self.render(turns, None).partition(mark)[2]
+        except TemplateRefusal:
+            return None
+
+    def stop_ids(self) -> list[int]:
+        """The token that ends a turn of the assistant, for generation; empty if there is none."""
+        closing = self.closing() or ""
+        for pattern in (self.special, self.added):
+            if matches := pattern.findall(closing):
+                return [int(self.tokenizer.convert_tokens_to_ids(matches[0]))]
+        return []
+
+    def question_ids(self, prompt: str) -> list[int]:
+        """The tokens of one question of a user, up to where the answer begins.
+
+        Raises:
+            DataError: the template does not take a single turn of a user.
+        """
+        try:
+            text = self.render([{"role": "user", "content": prompt}], None, asks=True)
+        except TemplateRefusal as refusal:
+            raise DataError(
+                f"the chat template does not take a question: {refusal}; give --raw to ask "
+                "without it"
+            ) from None
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _check_contents(self) -> None:
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
+        try:
+            text = self.render(turns, None)
+            spans = self.render_marked(turns, None)[1] if self.has_marks(None) else []
+        except TemplateRefusal:
+            return
+        if "question" not in text or "reply" not in text:
+            raise RunFileError(
+                f"the chat template does not write what is said: a question and a reply became "
+                f"{text!r}. It may expect contents as parts, as for images; give a "
+                "data.chat_template that writes message.content as text"
+            )
+        marked = "".join(text[start:end] for start, end in spans)
+        # The library misplaces marks that stand behind text in a macro or a `set` block.
+        if self.has_marks(None) and ("reply" not in marked or "question" in marked):
+            raise RunFileError(
+                "the chat template's {% generation %} marks enclose "
+                f"{marked!r} of {text!r}, not the assistant's reply; put them directly in the loop "
+                "over the turns, not in a macro or a set block"
+            )
+
+
+def _token_patterns(tokenizer: Any) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """What matches a special token, and what matches any added token that is not white space."""
+    tokens = tokenizer.added_tokens_decoder.values()
+    special = {token.content for token in tokens if token.special} | set(
+        tokenizer.all_special_tokens
+    )
+    added = special | {token.content for token in tokens}
+    special, added = ({text for text in texts if text.strip()} for texts in (special, added))
+
+    def pattern(texts: set[str]) -> re.Pattern[str]:
+        # Longest first, so that a token wins over one that it contains.
+        ordered = sorted(texts, key=lambda text: (-len(text), text))
+        return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+    return pattern(special), pattern(added)
+
+
+def _refusal(error: Exception) -> TemplateRefusal:
+    from jinja2 import TemplateError, UndefinedError
+
+    message = str(error).strip() or type(error).__name__
+    if isinstance(error, TemplateError) and not isinstance(error, UndefinedError):
+        return TemplateRefusal(message)
+    return TemplateRefusal(f"{type(error).__name__}: {message}")

@@ -1,0 +1,263 @@
+"""The model card: README.md beside a result, for people and for the model hub.
+
+It names no folder above a file's own and no variable's value: a card is made to be shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from anygauge.config.schema import AdapterSection, ModelSection, RunFile
+from anygauge.interface.files import write_text
+
+FILE = "README.md"
+TRAINING = "## Training"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a run came to.
+
+    Attributes:
+        data: what became of the training rows, in words.
+        tokens: real tokens of all steps.
+        first_loss, final_loss: nats per learned token.
+        evaluations: records with step, name, eval_loss, eval_tokens.
+        verified: `Verification.record`.
+        versions: package -> version.
+    """
+
+    device: str
+    backend: str
+    ranks: int
+    precision: str
+    data: str
+    steps: int
+    tokens: int
+    first_loss: float
+    final_loss: float
+    evaluations: Sequence[Mapping[str, Any]]
+    verified: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def write(folder: Path, run: RunFile, facts: Facts) -> None:
+    """Write the card of a run's result into its folder."""
+    write_text(folder / FILE, run_card(run, facts))
+
+
+def run_card(run: RunFile, facts: Facts) -> str:
+    """The card of an adapter, or of a whole model where the run has no adapter."""
+    adapter = run.adapter
+    what = "whole model" if adapter is None else f"{_kind(adapter)} adapter"
+    tags = ["anygauge", *([] if adapter is None else _tags(adapter))]
+    parts = [
+        _front_matter("transformers" if adapter is None else "peft", run.model, tags),
+        f"# {run.name}\n",
+        f"A {what} trained from {_base(run.model)}.\n",
+        "## Use\n",
+        _use_model() if adapter is None else _use_adapter(run.model),
+        f"{TRAINING}\n",
+        _table("setting", "value", _settings(run, facts)),
+        _losses(facts),
+        "## Verification\n",
+        _verification(facts.verified),
+        "## Versions\n",
+        _table("package", "version", facts.versions),
+    ]
+    return "\n".join(parts)
+
+
+def merged_card(name: str, base: ModelSection, adapter: Path, checks: Mapping[str, str]) -> str:
+    """The card of a merged model; tells of the adapter's training what its own card tells."""
+    parts = [
+        _front_matter("transformers", base, ["anygauge", "merged"], relation="merge"),
+        f"# {name}\n",
+        f"{_base(base).capitalize()}, with an adapter folded into its weights.\n",
+        "## Use\n",
+        _use_model(),
+        "## Verification\n",
+        _table("difference of logits, by their norm", "value", checks),
+    ]
+    own = adapter / FILE
+    text = own.read_text(encoding="utf-8") if own.is_file() else ""
+    _, found, rest = text.partition(f"\n{TRAINING}\n")
+    if found:
+        parts += [f"{TRAINING} of the adapter\n", rest.split("\n## ", 1)[0].strip("\n") + "\n"]
+    return "\n".join(parts)
+
+
+def public_name(text: str) -> str:
+    """A hub name as it is; of a path, only its last part."""
+    path = Path(text)
+    return path.name if path.is_absolute() else text
+
+
+def _on_hub(model: ModelSection) -> bool:
+    return model.name is not None and not Path(model.name).is_absolute()
+
+
+def _base(model: ModelSection) -> str:
+    if model.config is not None:
+        return f"random weights of a {model.config['model_type']} architecture"
+    assert model.name is not None
+    revision = f", revision `{model.revision}`" if model.revision else ""
+    return f"`{public_name(model.name)}`{revision}"
+
+
+def _kind(adapter: AdapterSection) -> str:
+    return {
+        (False, False): "LoRA",
+        (True, False): "rsLoRA",
+        (False, True): "DoRA",
+        (True, True): "DoRA (scaled as rsLoRA)",
+    }[adapter.rslora, adapter.dora]
+
+
+def _tags(adapter: AdapterSection) -> list[str]:
+    return ["lora", *["rslora"] * adapter.rslora, *["dora"] * adapter.dora]
+
+
+def _front_matter(
+    library: str, model: ModelSection, tags: Sequence[str], relation: str | None = None
+) -> str:
+    fields: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
+    if _on_hub(model):
+        # The hub takes names of its own only.
+        fields["base_model"] = model.name
+        fields["base_model_relation"] = relation or ("adapter" if library == "peft" else "finetune")
+    fields["tags"] = list(tags)
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
+
+
+def _use_adapter(model: ModelSection) -> str:
+    if model.name is None:
+        return (
+            "The base has random weights, which only the run file's `model.config` and "
+            "`train.seed` make again: this adapter is of use for tests alone.\n"
+        )
+    return (
+        "In the folder of this card; `adapter_config.json` names the base.\n\n"
+        "```python\n"
+        "from peft import AutoPeftModelForCausalLM\n"
+        "\n"
+        'model = AutoPeftModelForCausalLM.from_pretrained(".")\n'
+        "```\n"
+    )
+
+
+def _use_model() -> str:
+    return (
+        "In the folder of this card.\n\n"
+        "```python\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "\n"
+        'model = AutoModelForCausalLM.from_pretrained(".")\n'
+        'tokenizer = AutoTokenizer.from_pretrained(".")\n'
+        "```\n"
+    )
+
+
+def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
+    train = run.train
+    found = {
+        "data": ", ".join(_sources(run)),
+        "rows": facts.data,
+        "longest row": f"{run.data.max_length} tokens"
+        + (", packed" if run.data.packing else "")
+        + f"; learned: {run.data.loss_on}",
+    }
+    if run.adapter is not None:
+        found |= _adapter_settings(run.adapter)
+    optimizer = train.optimizer.model_dump(exclude_none=True)
+    schedule = train.schedule.model_dump(exclude_none=True)
+    found |= {
+        "steps": f"{facts.steps}, {facts.tokens:,} tokens",
+        "batch": f"{train.global_batch} sequences a step, {train.micro_batch} at a time",
+        "optimizer": _said(optimizer),
+        "schedule": _said(schedule),
+        "clipping": f"{train.clip:g}",
+        "seed": str(train.seed),
+        "precision": facts.precision,
+        "strategy": run.strategy.name
+        + (f", stage {run.strategy.stage}" if run.strategy.name == "zero" else ""),
+        "ranks": str(facts.ranks),
+        "backend": f"{facts.backend}, device `{facts.device}`",
+    }
+    return found
+
+
+def _sources(run: RunFile) -> list[str]:
+    sources = [*run.data.train_sources]
+    return [
+        f"`{public_name(source.path)}`" + (f" ({source.split})" if _hub_rows(source.path) else "")
+        for source in sources
+    ]
+
+
+def _hub_rows(path: str) -> bool:
+    return not Path(path).is_absolute()
+
+
+def _adapter_settings(adapter: AdapterSection) -> dict[str, str]:
+    if adapter.start_from is not None:
+        return {
+            "adapter": f"{Path(adapter.start_from).name}, trained on; its configuration is in "
+            "`adapter_config.json`",
+            "dropout": f"{adapter.dropout:g}",
+        }
+    groups = [
+        f"{_targets(group.targets)}: rank {group.rank or adapter.rank}, "
+        f"alpha {group.alpha or adapter.alpha:g}"
+        for group in adapter.groups
+    ]
+    return {
+        "adapter": f"{_kind(adapter)}, rank {adapter.rank}, alpha {adapter.alpha:g}, dropout "
+        f"{adapter.dropout:g}",
+        "layers": "; ".join([_targets(adapter.targets), *groups]),
+    }
+
+
+def _targets(targets: str | list[str]) -> str:
+    return f"`{targets}`" if isinstance(targets, str) else ", ".join(f"`{t}`" for t in targets)
+
+
+def _said(fields: Mapping[str, Any]) -> str:
+    name = fields["name"]
+    rest = [f"{key} {value}" for key, value in fields.items() if key != "name"]
+    return ", ".join([str(name), *rest])
+
+
+def _losses(facts: Facts) -> str:
+    rows = {
+        "first step": f"{facts.first_loss:.4f}",
+        "last step": f"{facts.final_loss:.4f}",
+        **{
+            f"`{record['name']}` after step {record['step']}": f"{record['eval_loss']:.4f} "
+            f"({record['eval_tokens']:,} tokens)"
+            for record in facts.evaluations
+        },
+    }
+    return _table("loss", "nats per learned token", rows)
+
+
+def _verification(verified: Mapping[str, Any]) -> str:
+    if not verified["reloaded"]:
+        return f"The result was read back, but its logits were {verified['why']}.\n"
+    effect = verified["effect"]
+    moved = "" if effect is None else f"; that of the base alone is {effect:.1e}"
+    return (
+        "Loaded again from its files, it gives the trained model's logits: their difference is "
+        f"{verified['logits']:.1e} of their norm{moved} ({verified['why']}).\n"
+    )
+
+
+def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
+    lines = [f"| {left} | {right} |", "|---|---|"]
+    lines += [f"| {key} | {value.replace('|', '&#124;')} |" for key, value in rows.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,160 @@
+"""Which layers an adapter goes beside, and the rank and alpha that each of them has."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from anygauge.config.schema import AdapterSection
+from anygauge.interface import ModelError
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Inner dimension of a layer's two factors, and what scales their product."""
+
+    rank: int
+    alpha: float
+
+
+def adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers that can carry an adapter, by whole name: linear ones and embeddings."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = (nn.Linear, nn.Embedding, Conv1D)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def planned_layers(model: Any, section: AdapterSection) -> dict[str, Factors]:
+    """Every layer that the section names, with its factors, in the model's order.
+
+    Raises:
+        ModelError: a name, an expression or a group matches nothing, or two groups one layer.
+    """
+    usual = Factors(section.rank, section.alpha)
+    plan = dict.fromkeys(matching_layers(model, section.targets, "adapter.targets"), usual)
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(section.groups):
+        field = f"adapter.groups[{index}]"
+        factors = Factors(group.rank or usual.rank, group.alpha or usual.alpha)
+        for name in matching_layers(model, group.targets, f"{field}.targets"):
+            if name in group_of:
+                raise ModelError(
+                    f"{field}.targets: layer {name!r} is in adapter.groups[{group_of[name]}] too; "
+                    "a layer has one rank and one alpha: name it in one group"
+                )
+            group_of[name] = index
+            plan[name] = factors
+    return {name: plan[name] for name in adaptable_layers(model) if name in plan}
+
+
+def matching_layers(model: Any, targets: str | list[str], field: str) -> list[str]:
+    """Whole names of the layers that `targets` means, in the model's order.
+
+    Args:
+        targets: ``all-linear`` (all but the output layer), one expression over whole names, or a
+            list of last parts of names, in which ``all-linear`` may stand too.
+        field: for messages.
+
+    Raises:
+        ModelError: something in `targets` matches no layer that can carry an adapter.
+    """
+    layers = adaptable_layers(model)
+    if isinstance(targets, str) and targets != ALL_LINEAR:
+        return _matching_expression(layers, targets, field)
+    listed = [targets] if isinstance(targets, str) else targets
+    if not listed:
+        raise ModelError(f"{field}: an empty list names no layer; {_valid(layers)}")
+    found: set[str] = set()
+    for target in listed:
+        if target == ALL_LINEAR:
+            found.update(_all_linear(model, layers))
+            continue
+        matches = {name for name in layers if _ends_with(name, target)}
+        if not matches:
+            raise ModelError(f"{field}: {_nothing_called(model, layers, target)}")
+        found |= matches
+    return [name for name in layers if name in found]
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str) -> list[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise ModelError(
+            f"{field}: {text!r} is no regular expression ({error}); {_valid(layers)}"
+        ) from None
+    found = [name for name in layers if pattern.fullmatch(name)]
+    if not found:
+        raise ModelError(
+            f"{field}: the expression {text!r} matches no layer; it must match a whole name, such "
+            f"as {next(iter(layers), '')!r}; for the last part of a name write a list: "
+            f"[{text}]; {_valid(layers)}"
+        )
+    return found
+
+
+def _all_linear(model: Any, layers: Mapping[str, nn.Module]) -> list[str]:
+    getter = getattr(model, "get_output_embeddings", None)
+    output = getter() if getter is not None else None
+    return [
+        name
+        for name, module in layers.items()
+        if not isinstance(module, nn.Embedding) and module is not output
+    ]
+
+
+def _nothing_called(model: nn.Module, layers: Mapping[str, nn.Module], target: str) -> str:
+    other = next(
+        (m for name, m in model.named_modules() if name and _ends_with(name, target)), None
+    )
+    if other is not None:
+        return (
+            f"{target!r} is a {type(other).__name__}, and an adapter goes beside linear layers and "
+            f"embeddings only; {_valid(layers)}"
+        )
+    near = difflib.get_close_matches(target, [*_last_parts(layers), ALL_LINEAR], 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"no layer is called {target!r}{hint} {_valid(layers)}"
+
+
+def _valid(layers: Iterable[str]) -> str:
+    return f"layers here: {', '.join(_last_parts(layers))}; or use all-linear"
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.rsplit(".", 1)[-1] for name in names})
+
+
+def short_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The shortest list that selects exactly `names`: last parts where all of that name are in."""
+    wanted = set(names)
+    everything = [name for name, _ in model.named_modules()]
+    short: set[str] = set()
+    for last in _last_parts(wanted):
+        called = {name for name in everything if _ends_with(name, last)}
+        short |= {last} if called <= wanted else called & wanted
+    return sorted(short)
+
+
+def patterns(values: Mapping[str, float], usual: float) -> dict[str, float]:
+    """Name or last part -> value, for the layers whose value is not the usual one."""
+    found: dict[str, float] = {}
+    for last in _last_parts(values):
+        here = {name: value for name, value in values.items() if _ends_with(name, last)}
+        if len(set(here.values())) == 1:
+            found[last] = next(iter(here.values()))
+        else:
+            found.update(here)
+    return {name: value for name, value in found.items() if value != usual}

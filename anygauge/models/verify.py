@@ -1,0 +1,196 @@
+"""Proof of a saved result: loaded onto a fresh base on the host, it gives the trained logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import ModelError
+
+PROBE_TOKENS = 16
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""By compute type: largest `relative_difference`. Device and host add up in other orders, and every
+sum is rounded to the type's digits."""
+
+HEADROOM = 1.25
+"""Host memory needed, as a multiple of the parameters' bytes: activations, and loading a shard."""
+
+
+UNVERIFIED = "-unverified"
+"""What is added to the name of a folder that failed."""
+
+
+class VerificationError(ModelError):
+    """What was saved does not give what was trained."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What was checked of a saved result.
+
+    Attributes:
+        reloaded: whether it was loaded from its files.
+        logits: `relative_difference` from the trained model's logits on the probe; None where
+            they were not compared.
+        effect: the same between reloaded adapter and its base: what the adapter does; None for
+            whole models.
+        why: what the figures mean, or why there are none.
+    """
+
+    reloaded: bool
+    logits: float | None = None
+    effect: float | None = None
+    why: str
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def probe_tokens(vocabulary: int) -> Tensor:
+    """The fixed probe: (1, 16) int64, on the host."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator)
+
+
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    """Norm of the difference of all logits, divided by the norm of `other`.
+
+    The norm, and not the largest difference: of millions of rounded logits, some one is far off.
+    """
+    one, other = one.float(), other.float()
+    return ((one - other).norm() / other.norm().clamp_min(1e-30)).item()
+
+
+def no_room(model: nn.Module, dtype: torch.dtype) -> str:
+    """Why a second copy of `model` in `dtype` does not fit in host memory; "" if it does.
+
+    Args:
+        model: sharded or not.
+    """
+    elements = sum(int(getattr(p, "ds_numel", None) or p.numel()) for p in model.parameters())
+    needed = int(elements * dtype.itemsize * HEADROOM)
+    available = available_memory()
+    if available is None:
+        return "not compared: this system does not tell how much memory is available"
+    if needed > available:
+        return (
+            f"not compared: a second copy of the model needs {needed / 2**30:.1f} GiB of host "
+            f"memory, and {available / 2**30:.1f} GiB are available"
+        )
+    return ""
+
+
+def available_memory() -> int | None:
+    """Bytes of host memory that this process may still take; None where the system does not tell.
+
+    The least of what the kernel says is available and what the control group leaves.
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        found.append(int(line.split()[1]) * 1024)
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
+        limit = int((group / "memory.max").read_text())
+        found.append(limit - int((group / "memory.current").read_text()))
+    return min(found, default=None)
+
+
+def verify(
+    trained: Tensor, reload: Callable[[], Any], *, dtype: torch.dtype, name: str
+) -> Verification:
+    """Compare logits of the trained model with those of what was saved.
+
+    Args:
+        trained: (1, 16, V), on the host: the trained model's logits of `probe_tokens`.
+        reload: loads what was saved, on the host, in evaluation mode; a peft model where it is an
+            adapter.
+        dtype: the compute type.
+        name: of the result, for messages.
+
+    Raises:
+        VerificationError: they differ by more than the type's rounding, or the adapter's effect
+            is lost.
+    """
+    model = reload()
+    probe = probe_tokens(trained.shape[-1])
+    effect = None
+    with torch.no_grad():
+        logits = model(input_ids=probe, use_cache=False).logits
+        if hasattr(model, "disable_adapter"):
+            with model.disable_adapter():
+                effect = relative_difference(
+                    model(input_ids=probe, use_cache=False).logits, trained
+                )
+    difference = relative_difference(logits, trained)
+    return judge(difference, effect, dtype=dtype, name=name)
+
+
+@contextlib.contextmanager
+def proving(name: str) -> Iterator[None]:
+    """Turn whatever goes wrong into a failed verification: files that were written are not lost.
+
+    Raises:
+        VerificationError: instead of any other error.
+    """
+    try:
+        yield
+    except VerificationError:
+        raise
+    except BaseException as error:
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        raise VerificationError(
+            f"{name} could not be loaded again from its files: {text}. {_advice(name)}"
+        ) from error
+
+
+def _advice(name: str) -> str:
+    return (
+        f"It was kept as {name}{UNVERIFIED}, not as {name}: do not use it before you know why. "
+        "adapter.verify: false saves an adapter without this check"
+    )
+
+
+def judge(
+    difference: float, effect: float | None, *, dtype: torch.dtype, name: str
+) -> Verification:
+    """What a difference means, given the type's rounding and the adapter's effect.
+
+    Raises:
+        VerificationError: see `verify`.
+    """
+    tolerance = TOLERANCE[dtype]
+    said = str(dtype).removeprefix("torch.")
+    advice = _advice(name)
+    if not difference <= tolerance:
+        raise VerificationError(
+            f"{name}, loaded again from its files, gives logits that differ from the trained "
+            f"model's by {difference:.1e} of their norm; {said} allows {tolerance:.0e}. {advice}"
+        )
+    if effect is None:
+        return Verification(reloaded=True, logits=difference, why="equal within rounding")
+    # Below it rounding alone may be as large as all that was learned.
+    tells = effect > tolerance / 4
+    if tells and difference > effect / 2:
+        raise VerificationError(
+            f"{name}, loaded again from its files, gives logits that differ from the trained "
+            f"model's by {difference:.1e} of their norm, and the base alone by {effect:.1e}: the "
+            f"adapter is not what was trained. {advice}"
+        )
+    return Verification(
+        reloaded=True,
+        logits=difference,
+        effect=effect,
+        why="equal within rounding"
+        if tells
+        else f"equal within rounding, which in {said} is as large as what was learned so far",
+    )

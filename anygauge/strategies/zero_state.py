@@ -1,0 +1,218 @@
+"""A DeepSpeed engine's trained state, out of its shards and back into them.
+
+Out: DeepSpeed's own functions put a tensor together from the ranks, one tensor at a time. In: each
+rank takes its own part of the whole. Written with what DeepSpeed 0.19 has; its function that sets
+a whole tensor in stage 3 fails where a tensor's size is no multiple of the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import FULL, HOST_DEVICE, Level, Support
+from anygauge.strategies.quantised import is_packed, pack, unpacked
+from anygauge.strategies.state import (
+    PARAMETER,
+    Counters,
+    TrainedState,
+    export_plain,
+    import_plain,
+    moments,
+    prime,
+    set_updates,
+    updates_of,
+)
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class ZeroState:
+    """Reads and writes the trained state of one engine.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        named: trained parameters by name.
+        writes: whether this rank wants the tensors that all ranks put together.
+    """
+
+    def __init__(self, engine: Any, stage: int, named: Named, *, writes: bool) -> None:
+        self._optimizer = engine.optimizer
+        self._stage = stage
+        self._named = named
+        self._writes = writes
+
+    def support(self) -> Support:
+        """Whether the state can be read and written whole."""
+        if self._stage == 0 and not self._plain:
+            return Support(
+                Level.UNSUPPORTED_BY_VERSION,
+                "strategy zero, stage 0, in 16 bits: DeepSpeed keeps no float32 masters there; set "
+                "strategy.stage: 1, or precision.compute: float32",
+            )
+        if getattr(self._optimizer, "swap_optimizer", False):
+            return Support(
+                Level.NOT_WRITTEN_YET,
+                "the optimizer's state is on NVMe (strategy.options.offload_optimizer); offload it "
+                "to the host's memory instead",
+            )
+        return FULL
+
+    def export(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        """(name, kind, whole float32 tensor on the host, or None where this rank wants none).
+
+        All ranks must go through it together.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if self._plain:
+            for name, kind, value in export_plain(
+                self._optimizer, self._named, torch.device(HOST_DEVICE)
+            ):
+                yield name, kind, value if self._writes else None
+            return
+        with self._unpacked(written=False):
+            kinds = self._kinds()
+            for name, parameter in self._named:
+                yield name, PARAMETER, self._kept(safe_get_full_fp32_param(parameter))
+                for kind in kinds:
+                    value = safe_get_full_optimizer_state(parameter, kind)
+                    yield name, kind, self._kept(value)
+
+    def load(self, state: TrainedState) -> None:
+        """Take this rank's part of every tensor."""
+        if self._plain:
+            import_plain(self._optimizer, self._named, state)
+            return
+        self._prime()
+        with self._unpacked(written=True), torch.no_grad():
+            kinds = self._kinds()
+            for name, parameter in self._named:
+                for kind in (PARAMETER, *kinds):
+                    self._put(parameter, kind, state.tensor(name, kind))
+        for kept in self._states():
+            set_updates(kept, state.counters.updates)
+        scaler: Any = getattr(self._optimizer, "loss_scaler", None)
+        if state.counters.loss_scale is not None and getattr(scaler, "dynamic", False):
+            scaler.cur_scale = state.counters.loss_scale
+            scaler.cur_iter = state.counters.good_steps
+            scaler.last_overflow_iter = -1
+
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        scaler: Any = getattr(self._optimizer, "loss_scaler", None)
+        if not getattr(scaler, "dynamic", False):
+            return Counters(updates=updates_of(self._states()))
+        return Counters(
+            updates=updates_of(self._states()),
+            loss_scale=float(scaler.cur_scale),
+            good_steps=scaler.cur_iter - scaler.last_overflow_iter - 1,
+        )
+
+    @property
+    def _plain(self) -> bool:
+        """Stage 0 in float32 hands torch's own optimizer through."""
+        return isinstance(self._optimizer, torch.optim.Optimizer)
+
+    @property
+    def _inner(self) -> Any:
+        return self._optimizer if self._plain else self._optimizer.optimizer
+
+    def _flats(self) -> list[Tensor]:
+        """This rank's flat float32 partitions, each with a state of its own."""
+        optimizer = self._optimizer
+        if self._stage == 3:
+            return list(optimizer.fp32_partitioned_groups_flat)
+        return list(optimizer.single_partition_of_fp32_groups)
+
+    def _states(self) -> list[Any]:
+        if self._plain:
+            return [self._inner.state.get(p, {}) for _, p in self._named]
+        return [self._inner.state.get(flat, {}) for flat in self._flats()]
+
+    def _kinds(self) -> list[str]:
+        """Names of the moments that every flat partition has."""
+        return moments(self._states()[0])
+
+    def _kept(self, value: Tensor | None) -> Tensor | None:
+        assert value is not None, "DeepSpeed knows no master of a trained parameter"
+        if not self._writes:
+            return None
+        return value.detach().to(HOST_DEVICE, torch.float32, copy=True)
+
+    def _put(self, parameter: Any, kind: str, whole: Tensor) -> None:
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        if self._stage == 3:
+            part = own_part(parameter, whole)
+            if kind == PARAMETER:
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, kind)
+        elif kind == PARAMETER:
+            safe_set_full_fp32_param(parameter, whole)
+        else:
+            safe_set_full_optimizer_state(parameter, whole, kind)
+
+    def _prime(self) -> None:
+        """Have the optimizer make the state of every flat partition."""
+        inner = self._inner
+        if self._stage != 3:
+            prime(inner, self._flats(), inner.step)
+            self._link()
+            return
+        # DeepSpeed steps one flat partition at a time, and leaves the groups empty between.
+        for index, flat in enumerate(self._flats()):
+            group = inner.param_groups[self._optimizer.sub_group_to_group_id[index]]
+            group["params"] = [flat]
+            prime(inner, [flat], inner.step)
+            group["params"] = []
+
+    @contextlib.contextmanager
+    def _unpacked(self, *, written: bool) -> Iterator[None]:
+        """Quantised moments as plain float32 while they are read or written, then codes again."""
+        packed = []
+        for kept in self._states():
+            for kind in moments(kept):
+                if is_packed(kept[kind]):
+                    packed.append((kept, kind, kept[kind]))
+                    kept[kind] = unpacked(kept, kind)
+        if packed:
+            self._link()
+        try:
+            yield
+        finally:
+            for kept, kind, codes in packed:
+                value, kept[kind] = kept[kind], codes
+                if written:
+                    pack(kept, kind, value)
+            if packed:
+                self._link()
+
+    def _link(self) -> None:
+        """Stages 1 and 2 hold views of the moments: have them made anew."""
+        if self._stage != 3:
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def own_part(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor that ZeRO-3 has sharded; the last one is padded with zeros."""
+    from deepspeed import comm
+
+    group = parameter.ds_process_group
+    size = parameter.partition_numel()
+    start = size * comm.get_rank(group=group)
+    flat = whole.reshape(-1)[start : start + size]
+    part = torch.zeros(size, dtype=torch.float32)
+    part[: flat.numel()] = flat
+    return part

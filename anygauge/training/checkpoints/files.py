@@ -1,0 +1,237 @@
+"""One checkpoint on disk: a folder that is whole, or is found not to be.
+
+====================  =============================================================================
+``checkpoint.json``   step, counters, what the run must have in common with one that goes on from
+                      here, and what the metrics had come to
+``state-*``           safetensors: ``KIND/NAME`` -> whole float32 tensor; KIND is ``parameter`` or a
+                      moment of the optimizer
+``rng.safetensors``   ``RANK/NAME`` -> state of a random number generator, bytes
+``adapter/``          with an adapter: the same weights in peft's form, ready to be used
+``manifest.json``     size and SHA-256 of every other file; written last
+====================  =============================================================================
+
+The folder is written under a name that begins with a dot and renamed when all is on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from anygauge.interface import HOST_DEVICE, AnygaugeError
+from anygauge.strategies.state import PARAMETER, Counters
+
+FORMAT = 1
+RECORD = "checkpoint.json"
+MANIFEST = "manifest.json"
+RNG = "rng.safetensors"
+ADAPTER = "adapter"
+SHARD_BYTES = 2 * 2**30
+"""Host memory that writing takes: tensors are collected up to this size, then written."""
+
+Exported = Iterator[tuple[str, str, Tensor | None]]
+
+
+def write_checkpoint(
+    folder: Path,
+    exported: Exported,
+    record: Mapping[str, Any],
+    rng: Sequence[Mapping[str, Tensor]],
+    *,
+    export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write a checkpoint; returns its size in bytes. For rank 0.
+
+    Args:
+        exported: (parameter name, kind, whole tensor), read to its end.
+        record: goes to ``checkpoint.json``.
+        rng: for each rank, name -> state of a generator.
+        export_adapter: given a folder and the trained parameters, writes them in peft's form.
+
+    Raises:
+        AnygaugeError: it cannot be written; nothing of it is left behind.
+    """
+    from safetensors import SafetensorError
+
+    temporary = folder.with_name(f".{folder.name}.part")
+    replaced = folder.with_name(f".{folder.name}.old")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        parameters = _write_tensors(temporary, exported, shard_bytes, export_adapter is not None)
+        if export_adapter is not None:
+            export_adapter(temporary / ADAPTER, parameters)
+        states = {f"{rank}/{name}": s for rank, own in enumerate(rng) for name, s in own.items()}
+        _save(states, temporary / RNG)
+        (temporary / RECORD).write_text(json.dumps({"format": FORMAT, **record}, indent=2) + "\n")
+        size = _seal(temporary)
+        if folder.exists():
+            folder.rename(replaced)
+        temporary.rename(folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise AnygaugeError(
+            f"the checkpoint {folder} cannot be written: {error}; make room, or give another "
+            "folder with --output. Earlier checkpoints are untouched"
+        ) from error
+    finally:
+        for leftover in (temporary, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+    return size
+
+
+def complaint_about(folder: Path) -> str | None:
+    """What is wrong with a checkpoint: missing, torn or altered files; None if it is sound."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = dict(manifest["files"])
+        listed = {
+            name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()
+        }
+    except OSError as error:
+        return f"{MANIFEST}: {error.strerror}"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    for name, (size, digest) in listed.items():
+        path = folder / name
+        try:
+            actual = path.stat().st_size
+            if actual != size:
+                return f"{name} has {actual} bytes, {size} were written"
+            if _digest(path) != digest:
+                return f"{name}: its SHA-256 is not that of the manifest"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    unlisted = sorted({RECORD, RNG} - set(listed))
+    return f"{MANIFEST} does not list {unlisted[0]}" if unlisted else None
+
+
+class Checkpoint:
+    """A sound checkpoint, opened; implements `TrainedState`. Tensors are read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.record: dict[str, Any] = json.loads((folder / RECORD).read_text())
+        except (OSError, ValueError) as error:
+            raise AnygaugeError(f"{folder / RECORD} cannot be read: {error}") from error
+        if self.record.get("format") != FORMAT:
+            raise AnygaugeError(
+                f"{folder}: format {self.record.get('format')} of checkpoints; this version of "
+                f"anygauge reads format {FORMAT}"
+            )
+        self.step = int(self.record["step"])
+        self.counters = Counters(**self.record["counters"])
+        self._files: dict[str, Path] = {}
+        for path in sorted(folder.glob("state-*.safetensors")):
+            with _open(path) as file:
+                self._files.update(dict.fromkeys(file.keys(), path))
+        self._kinds: dict[str, list[str]] = {}
+        for key in self._files:
+            kind, _, name = key.partition("/")
+            self._kinds.setdefault(name, []).append(kind)
+
+    def names(self) -> list[str]:
+        """See `TrainedState.names`."""
+        return list(self._kinds)
+
+    def kinds(self, name: str) -> list[str]:
+        """See `TrainedState.kinds`."""
+        return self._kinds[name]
+
+    def tensor(self, name: str, kind: str) -> Tensor:
+        """See `TrainedState.tensor`."""
+        key = f"{kind}/{name}"
+        if key not in self._files:
+            raise AnygaugeError(
+                f"{self.folder} holds no {kind} of {name}; kept there: "
+                f"{', '.join(self._kinds.get(name, [])) or 'nothing of it'}. Resume with the "
+                "optimizer and adapter that the checkpoint was made with"
+            )
+        with _open(self._files[key]) as file:
+            return file.get_tensor(key)
+
+    def rng(self, rank: int) -> dict[str, Tensor]:
+        """One rank's generator states; empty where there was no such rank."""
+        prefix = f"{rank}/"
+        with _open(self.folder / RNG) as file:
+            return {
+                key.removeprefix(prefix): file.get_tensor(key)
+                for key in file.keys()  # noqa: SIM118 - no mapping
+                if key.startswith(prefix)
+            }
+
+
+def _write_tensors(
+    folder: Path, exported: Exported, shard_bytes: int, collect: bool
+) -> dict[str, Tensor]:
+    """Write all tensors in shards; returns the parameters among them if they are to be kept."""
+    waiting: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
+    size = number = 0
+    for name, kind, tensor in exported:
+        assert tensor is not None, "rank 0 writes the checkpoint, so it must get the tensors"
+        if waiting and size + tensor.nbytes > shard_bytes:
+            number += 1
+            _save(waiting, folder / f"state-{number:05}.safetensors")
+            waiting, size = {}, 0
+        waiting[f"{kind}/{name}"] = tensor.contiguous()
+        size += tensor.nbytes
+        if collect and kind == PARAMETER:
+            parameters[name] = tensor
+    _save(waiting, folder / f"state-{number + 1:05}.safetensors")
+    return parameters
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+
+
+def _open(path: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt", device=HOST_DEVICE)
+
+
+def _seal(folder: Path) -> int:
+    """Write the manifest, and see to it that everything is on disk; returns the bytes."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[str(path.relative_to(folder))] = {
+            "bytes": path.stat().st_size,
+            "sha256": _digest(path),
+        }
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
+    with manifest.open("rb") as file:
+        os.fsync(file.fileno())
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            _sync(path)
+    _sync(folder)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

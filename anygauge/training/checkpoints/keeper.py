@@ -1,0 +1,132 @@
+"""When checkpoints are written, and which of them are kept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from anygauge.config.schema import CheckpointSection
+from anygauge.interface import AnygaugeError, Backend
+from anygauge.strategies.base import Engine
+from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
+
+FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d+)")
+
+
+def checkpoint_folder(run_directory: Path, step: int) -> Path:
+    """Where a run keeps the checkpoint of a step."""
+    return run_directory / FOLDER / f"step-{step:08}"
+
+
+def checkpoints_in(run_directory: Path) -> list[Path]:
+    """A run's checkpoints, newest first; none of them looked into."""
+    found = [
+        (int(match[1]), path)
+        for path in (run_directory / FOLDER).glob("step-*")
+        if path.is_dir() and (match := _NAME.fullmatch(path.name))
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointKeeper:
+    """Writes a run's checkpoints and removes those that are not to be kept.
+
+    Attributes:
+        rank: of this process; rank 0 writes, all take part.
+        record: what else goes into ``checkpoint.json``; called on rank 0.
+        export_adapter: writes trained parameters in peft's form; None where there is no adapter.
+        say: a line for the terminal.
+        losses: step -> evaluation loss of the checkpoints that are there.
+    """
+
+    section: CheckpointSection
+    run_directory: Path
+    engine: Engine
+    backend: Backend
+    rank: int
+    record: Callable[[], Mapping[str, Any]]
+    export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None
+    say: Callable[[str], None]
+    losses: dict[int, float | None] = field(default_factory=dict)
+
+    def adopt(self) -> None:
+        """Count the checkpoints that an earlier part of this run left in its folder."""
+        for path in checkpoints_in(self.run_directory):
+            try:
+                checkpoint = Checkpoint(path)
+            except AnygaugeError:
+                continue  # torn; it is neither kept nor removed
+            self.losses[checkpoint.step] = checkpoint.record.get("loss")
+
+    def after(self, step: int, *, last: bool, stop: bool, losses: Mapping[str, float]) -> None:
+        """Write a checkpoint after `step` steps, if one is due. Every rank calls it alike.
+
+        Args:
+            last: the run is done.
+            stop: the run was asked to end.
+            losses: of the evaluation that was made after this step; empty where there was none.
+        """
+        loss = sum(losses.values()) / len(losses) if losses else None
+        every = self.section.every
+        due = bool(every) and (step % every == 0 or last)
+        if due or (stop and not last) or self._among_best(loss):
+            self.save(step, loss)
+
+    def save(self, step: int, loss: float | None) -> None:
+        """Write the checkpoint of this step, and remove what need not be kept any more."""
+        exported = self.engine.export_state()
+        counters = self.engine.counters()
+        rng = self.backend.collectives.gather_objects(self.backend.placement.rng_state())
+        if self.rank:
+            for _ in exported:
+                pass  # rank 0 gets what the ranks put together
+        else:
+            folder = checkpoint_folder(self.run_directory, step)
+            record = {
+                "step": step,
+                "loss": loss,
+                "counters": {name: getattr(counters, name) for name in counters.__slots__},
+                **self.record(),
+            }
+            size = write_checkpoint(
+                folder, exported, record, rng, export_adapter=self.export_adapter
+            )
+            self.say(f"checkpoint: {folder.name}, {size / 1e6:.1f} MB")
+        self.losses[step] = loss
+        self._prune()
+
+    def _best(self) -> list[int]:
+        """Steps of the checkpoints with the lowest losses, best first."""
+        scored = sorted((loss, step) for step, loss in self.losses.items() if loss is not None)
+        return [step for _, step in scored[: self.section.keep_best]]
+
+    def _among_best(self, loss: float | None) -> bool:
+        if loss is None or not self.section.keep_best:
+            return False
+        best = self._best()
+        if len(best) < self.section.keep_best:
+            return True
+        worst = self.losses[best[-1]]
+        assert worst is not None
+        return loss < worst
+
+    def _prune(self) -> None:
+        newest = sorted(self.losses)[-self.section.keep_last :]
+        keep = {*newest, *self._best()}
+        for step in set(self.losses) - keep:
+            del self.losses[step]
+            if self.rank == 0:
+                # First out of sight: half a folder must never look like a checkpoint.
+                folder = checkpoint_folder(self.run_directory, step)
+                hidden = folder.with_name(f".{folder.name}.old")
+                if folder.exists():
+                    folder.rename(hidden)
+                shutil.rmtree(hidden, ignore_errors=True)

@@ -1,0 +1,43 @@
+"""What an optimizer asks of the rest of a run file, told before anything starts; no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from anygauge.config.schema import RunFile
+from anygauge.interface import RunFileError
+
+EIGHT_BIT_MISSING = (
+    "train.optimizer.name: adamw_8bit needs the package bitsandbytes, which is not installed; "
+    "pip install 'anygauge[8bit]', or use adamw"
+)
+
+
+def check_optimizer(run: RunFile, *, need_software: bool) -> None:
+    """Refuse what is known to fail.
+
+    Args:
+        need_software: ranks will be started on this machine, so packages must be there.
+
+    Raises:
+        RunFileError: says which field to change.
+    """
+    section, strategy = run.train.optimizer, run.strategy
+    if section.lora_plus_ratio is not None and run.adapter is None:
+        raise RunFileError(
+            "train.optimizer.lora_plus_ratio: is for the B factors of an adapter, but the run has "
+            "no adapter section; remove it, or add one"
+        )
+    if section.name == "adafactor" and strategy.name == "zero" and strategy.stage > 0:
+        raise RunFileError(
+            "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
+            f"strategy zero, stage {strategy.stage}, joins parameters into flat vectors, on which "
+            "it would be another optimizer that saves no memory. Use strategy.name: single, "
+            "strategy.stage: 0, or train.optimizer.name: adamw_8bit"
+        )
+    if (
+        section.name == "adamw_8bit"
+        and need_software
+        and importlib.util.find_spec("bitsandbytes") is None
+    ):
+        raise RunFileError(EIGHT_BIT_MISSING)

@@ -1,0 +1,157 @@
+"""The end of a run: what was trained is gathered, written, verified and described."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anygauge.interface import HOST_DEVICE, Job
+from anygauge.models import card
+from anygauge.models.adapter import load_adapter
+from anygauge.models.export import check_whole, completed, save_adapter, save_model, trained_shapes
+from anygauge.models.generate import load_for_inference
+from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
+from anygauge.strategies.base import DeviceBatch, torch_dtype
+from anygauge.strategies.materialise import materialise
+from anygauge.training.setup import PreparedRun, Rank
+
+PACKAGES = ("anygauge", "torch", "transformers", "peft", "deepspeed", "tokenizers", "safetensors")
+
+
+def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
+    """Write the adapter, or the whole model where all weights were trained; returns the summary.
+
+    Every rank must call it: the strategy gathers, and the trained model answers a probe.
+
+    Raises:
+        VerificationError: what was saved does not give what was trained.
+        ModelError: there is nothing sound to save.
+    """
+    run = prepared.run
+    trained = prepared.engine.export_trained()
+    folder = Path(job.run_directory) / ("model" if run.adapter is None else "adapter")
+    # The same on every rank: all of them take part in a sharded model's forward.
+    asked = run.adapter is None or run.adapter.verify
+    logits = trained_logits(prepared) if asked else None
+    if rank.index != 0:
+        return {}
+    compute = torch_dtype(prepared.precision.compute)
+    with completed(folder) as part:
+        if run.adapter is None:
+            check_whole(trained, trained_shapes(prepared.engine.model))
+            save_model(trained, prepared.factory.config, prepared.tokenizer, part, dtype=compute)
+        else:
+            save_adapter(prepared.engine.model, trained, part, base=run.model)
+        with proving(folder.name):
+            verified = _verified(prepared, logits, part, folder.name)
+            summary = _summary(job, prepared, folder, verified)
+            card.write(part, run, facts(prepared, rank, summary))
+    return summary
+
+
+def trained_logits(prepared: PreparedRun) -> Tensor | None:
+    """The trained model's logits of the probe, float32 on the host; None without a vocabulary."""
+    vocabulary = getattr(prepared.factory.config, "vocab_size", None)
+    if vocabulary is None:
+        return None
+    ids = probe_tokens(vocabulary)
+    placed = prepared.loop.backend.placement.to_device(
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    )
+    seen: list[Tensor] = []
+
+    def keep(logits: Tensor, labels: Tensor) -> Tensor:
+        seen.append(logits.detach().to(HOST_DEVICE, torch.float32))
+        return logits.sum()
+
+    batch = DeviceBatch(inputs={**placed, "use_cache": False}, labels=placed["input_ids"])
+    # An engine's forward ends in a loss function, and this one sees the logits.
+    prepared.engine.evaluate([batch], keep)
+    return seen[0]
+
+
+def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: str) -> Verification:
+    run = prepared.run
+    if logits is None:
+        off = run.adapter is not None and not run.adapter.verify
+        why = "adapter.verify is false" if off else "the model's configuration has no vocab_size"
+        return Verification(reloaded=False, why=f"not compared: {why}")
+    dtype = torch_dtype(prepared.precision.compute)
+    reason = no_room(prepared.engine.model, dtype)
+    if reason:
+        return Verification(reloaded=False, why=reason)
+
+    def reload() -> Any:
+        host = torch.device(HOST_DEVICE)
+        if run.adapter is not None and run.model.name is None:
+            # No files hold random weights: seed and configuration make them again.
+            model: Any = prepared.factory.skeleton()
+            materialise(model, prepared.factory, device=host, dtype=dtype)
+            return load_adapter(model, part).eval()
+        adapter = None if run.adapter is None else part
+        section = (
+            run.model.model_copy(update={"name": str(part), "config": None, "revision": None})
+            if adapter is None
+            else run.model
+        )
+        return load_for_inference(
+            section, adapter=adapter, device=host, dtype=dtype, attention="eager"
+        )
+
+    return verify(logits, reload, dtype=dtype, name=name)
+
+
+def _summary(
+    job: Job, prepared: PreparedRun, folder: Path, verified: Verification
+) -> dict[str, Any]:
+    history, troubles = prepared.meter.history, prepared.meter.troubles
+    return {
+        "steps": prepared.loop.batches.steps,
+        "first_loss": history.first_loss,
+        "final_loss": history.last_loss,
+        "evaluations": history.evaluations,
+        **({"trackers": "; ".join(troubles)} if troubles else {}),
+        "tokens": history.tokens,
+        "tokens_per_s": history.tokens / history.seconds if history.seconds else None,
+        "saved": str(folder),
+        "verified": verified.record(),
+        "data": str(prepared.data.report),
+        "backend": job.backend,
+        "strategy": job.strategy,
+        "choices": dict(prepared.choices),
+    }
+
+
+def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Facts:
+    """What a model card says beyond the run file."""
+    return card.Facts(
+        device=str(prepared.loop.backend.placement.device),
+        backend=summary["backend"],
+        ranks=rank.world_size,
+        precision=f"{prepared.precision.compute}, gradients {prepared.precision.reduce}, "
+        f"masters {prepared.precision.master}",
+        data=summary["data"],
+        steps=summary["steps"],
+        tokens=summary["tokens"],
+        first_loss=summary["first_loss"],
+        final_loss=summary["final_loss"],
+        evaluations=summary["evaluations"],
+        verified=summary["verified"],
+        versions=versions(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Python, and the packages that decide a result."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

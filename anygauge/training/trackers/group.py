@@ -1,0 +1,209 @@
+"""A run's trackers: each in a thread of its own, so that none can slow or stop training."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from anygauge.config.schema import RunFile
+from anygauge.interface import AnygaugeError, RunStatus, Tracker, TrackerContext
+from anygauge.registry import Registry
+from anygauge.registry.words import describe
+from anygauge.training.trackers.checks import check_trackers
+from anygauge.training.trackers.parameters import flat_parameters
+
+OPEN_S = 120.0
+"""Seconds in which a tracker must be ready."""
+CLOSE_S = 30.0
+"""Seconds that all trackers together have to end."""
+LONGEST_QUEUE = 10_000
+"""Records that may wait for a tracker that is slower than training."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    status: RunStatus
+    summary: Mapping[str, float]
+
+
+class Trackers:
+    """All trackers of a run, or none, as on every rank but 0.
+
+    Attributes:
+        troubles: what went wrong with trackers, in words, each said as a warning when it happened.
+    """
+
+    def __init__(
+        self,
+        makers: Mapping[str, Callable[[], Tracker]],
+        warn: Callable[[str], None],
+        *,
+        open_s: float = OPEN_S,
+        close_s: float = CLOSE_S,
+    ) -> None:
+        """Make all of them.
+
+        Args:
+            makers: name -> what makes the tracker, in its own thread.
+            warn: shows a warning to the user; called from any thread.
+
+        Raises:
+            AnygaugeError: one cannot be made, or not in time; the others were closed.
+        """
+        self.troubles: list[str] = []
+        self._warn = warn
+        self._close_s = close_s
+        self._threads = [_TrackerThread(name, make, self._trouble) for name, make in makers.items()]
+        deadline = time.monotonic() + open_s
+        try:
+            for thread in self._threads:
+                thread.wait_until_open(deadline)
+        except BaseException:
+            self.close("failed", {})
+            raise
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Tracker.log`; returns at once and never raises."""
+        for thread in self._threads:
+            thread.log(step, metrics)
+
+    def close(self, status: RunStatus, summary: Mapping[str, float]) -> None:
+        """See `Tracker.close`; returns in time and never raises. Further calls do nothing."""
+        threads, self._threads = self._threads, []
+        deadline = time.monotonic() + self._close_s
+        for thread in threads:
+            thread.end(status, summary)
+        for thread in threads:
+            thread.join(deadline)
+
+    def _trouble(self, text: str) -> None:
+        self.troubles.append(text)
+        self._warn(text)
+
+
+class _TrackerThread:
+    """One tracker and the thread that makes, feeds and closes it."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Tracker], trouble: Callable[[str], None]
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._trouble = trouble
+        self._waiting: queue.Queue[_Record | _End] = queue.Queue()
+        self._error: BaseException | None = None
+        self._open = threading.Event()
+        self._dropped = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def wait_until_open(self, deadline: float) -> None:
+        if not self._open.wait(max(0.0, deadline - time.monotonic())):
+            self._dropped = True
+            raise AnygaugeError(
+                f"tracker {self._name!r} did not start in time; is its server reachable? Remove "
+                "it from trackers to train without it"
+            )
+        if isinstance(self._error, AnygaugeError):
+            raise self._error
+        if self._error is not None:
+            raise AnygaugeError(
+                f"tracker {self._name!r} could not start: {describe(self._error)}. Remove it from "
+                "trackers to train without it"
+            ) from self._error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._dropped:
+            return
+        if self._waiting.qsize() >= LONGEST_QUEUE:
+            self._drop(step, f"it is {LONGEST_QUEUE:,} records behind")
+            return
+        self._waiting.put(_Record(step, dict(metrics)))
+
+    def end(self, status: RunStatus, summary: Mapping[str, float]) -> None:
+        self._waiting.put(_End(status, dict(summary)))
+
+    def join(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive() and self._open.is_set():
+            self._trouble(f"tracker {self._name!r} did not end in time; its last records may lack")
+
+    def _run(self) -> None:
+        try:
+            tracker = self._make()
+        except BaseException as error:
+            self._error = error
+            return
+        finally:
+            self._open.set()
+        while True:
+            item = self._waiting.get()
+            if isinstance(item, _End):
+                self._close(tracker, item)
+                return
+            if self._dropped:
+                continue
+            try:
+                tracker.log(item.step, item.metrics)
+            except BaseException as error:
+                self._drop(item.step, describe(error))
+
+    def _drop(self, step: int, reason: str) -> None:
+        self._dropped = True
+        self._trouble(
+            f"tracker {self._name!r} gets nothing more from step {step} on: {reason}. Training "
+            "goes on; metrics.jsonl has everything"
+        )
+
+    def _close(self, tracker: Tracker, end: _End) -> None:
+        try:
+            tracker.close(end.status, end.summary)
+        except BaseException as error:
+            self._trouble(f"tracker {self._name!r} could not be closed: {describe(error)}")
+
+
+def no_trackers() -> Trackers:
+    """Of ranks that log nothing."""
+    return Trackers({}, lambda text: None)
+
+
+def open_trackers(
+    registry: Registry,
+    run: RunFile,
+    run_directory: Path,
+    warn: Callable[[str], None],
+    *,
+    resumed_from_step: int | None = None,
+) -> Trackers:
+    """Make the trackers that a run file names.
+
+    Raises:
+        AnygaugeError: one of them cannot be made; says why and what to do.
+    """
+    check_trackers(registry, run, os.environ)
+    parameters = flat_parameters(run)
+
+    def maker(name: str) -> Callable[[], Tracker]:
+        factory = registry.tracker(name)
+        context = TrackerContext(
+            run_directory=run_directory,
+            run_name=run.name,
+            options=run.tracker_options.get(name, {}),
+            parameters=parameters,
+            resumed_from_step=resumed_from_step,
+        )
+        return lambda: factory(context)
+
+    names: Sequence[str] = run.trackers
+    return Trackers({name: maker(name) for name in names}, warn)

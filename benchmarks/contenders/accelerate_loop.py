@@ -1,0 +1,79 @@
+"""A loop on Accelerate with its DeepSpeed plugin and the same ZeRO-3 file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import InitProcessGroupKwargs, set_seed
+from peft import get_peft_model
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.contenders.common import (
+    adapter,
+    dtype,
+    learned_tokens,
+    padding_collator,
+    skip_inference_kernel,
+    start,
+    tokenised_rows,
+)
+from benchmarks.contenders.zero3 import documented
+
+
+def main() -> None:
+    """Train one rank."""
+    plan, _, _, recorder = start()
+    skip_inference_kernel()
+    config = documented()
+    # Accelerate fills what depends on the model; these are the loop's own.
+    config["gradient_accumulation_steps"] = plan.accumulation
+    config["gradient_clipping"] = plan.max_norm
+    accelerator = Accelerator(
+        mixed_precision="bf16" if plan.dtype == "bfloat16" else "no",
+        gradient_accumulation_steps=plan.accumulation,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=True),
+        # Left to choose, Accelerate takes no process group where there is no other device than
+        # the host, and every rank trains alone.
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+    )
+    set_seed(plan.seed)
+    tokenizer = AutoTokenizer.from_pretrained(plan.model)
+    model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
+    model.config.use_cache = False
+    model = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
+    if plan.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=plan.lr, weight_decay=0.0)
+    rows: Any = tokenised_rows(plan, tokenizer)
+    loader = DataLoader(
+        rows,
+        batch_size=plan.micro_batch,
+        shuffle=True,
+        collate_fn=padding_collator(tokenizer.pad_token_id),
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    recorder.watch(model.module)
+    model.train()
+    loss_sum, learned = 0.0, 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        count = learned_tokens(batch["labels"])
+        loss_sum += float(loss.detach()) * count
+        learned += count
+        if accelerator.sync_gradients:
+            recorder.step()
+            recorder.rank_loss(loss_sum, learned)
+            loss_sum, learned = 0.0, 0
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What all contenders share: the plan, the rows, the adapter, the trainers' arguments, the record.
+
+Nothing here trains; each contender's loop is in its own file and imports nothing of anygauge.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from benchmarks.contenders.zero3 import documented
+from benchmarks.plan import Plan
+
+IGNORED = -100
+
+
+class Recorder:
+    """Writes what one rank did: a line of JSON per step, at once, so that a failure keeps it."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._file = (Path(plan.output) / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8")
+        self._tokens = 0
+
+    def watch(self, model: nn.Module) -> None:
+        """Count the real tokens of every forward of the outermost model."""
+
+        def count(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+            if not module.training:
+                return
+            mask = inputs.get("attention_mask")
+            # Without a mask nothing is padded.
+            self._tokens += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
+
+        model.register_forward_pre_hook(count, with_kwargs=True)
+
+    def step(self) -> None:
+        """An optimizer step has ended now."""
+        self._write({"time": time.time(), "tokens": self._tokens})
+        self._tokens = 0
+
+    def rank_loss(self, loss_sum: float, learned: int) -> None:
+        """Loss of the last step on this rank: the sum over learned tokens, and their number."""
+        self._write({"loss_sum": loss_sum, "learned": learned})
+
+    def loss(self, value: float) -> None:
+        """Loss of the last step over all ranks, as the contender itself reports it."""
+        self._write({"loss": value})
+
+    def note(self, **facts: Any) -> None:
+        """A fact about the run for the report."""
+        self._write({"note": facts})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def start() -> tuple[Plan, int, int, Recorder]:
+    """(plan, rank, number of ranks, recorder) of this process."""
+    plan = Plan.load(sys.argv[1])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return plan, rank, ranks, Recorder(plan, rank)
+
+
+def skip_inference_kernel() -> None:
+    """Keep DeepSpeed from compiling an operator that only inference uses."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def adapter(plan: Plan) -> LoraConfig:
+    """LoRA on every linear layer."""
+    return LoraConfig(
+        r=plan.lora_rank,
+        lora_alpha=plan.lora_alpha,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def dtype(plan: Plan) -> torch.dtype:
+    """The type of weights and arithmetic."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[plan.dtype]
+
+
+def raw_rows(plan: Plan) -> list[dict[str, str]]:
+    """The rows as they stand in the file."""
+    with Path(plan.rows).open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def tokenised_rows(plan: Plan, tokenizer: Any) -> list[dict[str, list[int]]]:
+    """Rows as `input_ids` and `labels`: the end token is learned, a prompt is not."""
+    rows = []
+    for row in raw_rows(plan):
+        prompt = tokenizer(row.get("prompt", ""))["input_ids"]
+        answer = tokenizer(row["completion"] if plan.has_prompts else row["text"])["input_ids"]
+        answer = [*answer, tokenizer.eos_token_id]
+        rows.append(
+            {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer},
+        )
+    return rows
+
+
+def padding_collator(pad_id: int) -> Callable[[Sequence[dict[str, list[int]]]], dict[str, Tensor]]:
+    """Rows to (B, T) int64 tensors, padded on the right to the longest of them."""
+
+    def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+        width = max(len(row["input_ids"]) for row in rows)
+
+        def padded(name: str, value: int) -> Tensor:
+            return torch.tensor([row[name] + [value] * (width - len(row[name])) for row in rows])
+
+        return {
+            "input_ids": padded("input_ids", pad_id),
+            "labels": padded("labels", IGNORED),
+            "attention_mask": torch.tensor(
+                [
+                    [1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"]))
+                    for row in rows
+                ]
+            ),
+        }
+
+    return collate
+
+
+def learned_tokens(labels: Tensor) -> int:
+    """Labels that count: the model shifts them by one."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def trainer_arguments(plan: Plan) -> dict[str, Any]:
+    """Arguments that transformers' and TRL's trainers share."""
+    return {
+        "output_dir": str(Path(plan.output) / "trainer"),
+        "max_steps": plan.steps,
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "learning_rate": plan.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": plan.max_norm,
+        "gradient_checkpointing": plan.checkpointing,
+        "bf16": plan.dtype == "bfloat16",
+        "use_cpu": True,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": plan.seed,
+        "train_sampling_strategy": "group_by_length" if plan.layout == "grouped" else "random",
+        "deepspeed": documented(),
+        "accelerator_config": {"use_configured_state": True},
+    }
+
+
+def join_ranks_for_trainers() -> None:
+    """Join the process group before a trainer does.
+
+    Where there is no other device than the host, a trainer's own choice is no process group at
+    all, and every rank would train alone; it keeps one that is there.
+    """
+    from accelerate import PartialState
+
+    skip_inference_kernel()
+    PartialState(backend="gloo")
+
+
+def trainer_callback(recorder: Recorder) -> Any:
+    """A callback of transformers' trainers that records steps and losses."""
+    from transformers import TrainerCallback
+
+    class Recording(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            recorder.step()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                recorder.loss(float(logs["loss"]))
+
+    return Recording()

@@ -1,0 +1,50 @@
+"""transformers' Trainer with peft and the ZeRO-3 file of its documentation (`auto` values)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainingArguments,
+)
+
+from benchmarks.contenders.common import (
+    adapter,
+    dtype,
+    join_ranks_for_trainers,
+    start,
+    tokenised_rows,
+    trainer_arguments,
+    trainer_callback,
+)
+
+
+def main() -> None:
+    """Train one rank."""
+    plan, _, _, recorder = start()
+    join_ranks_for_trainers()
+    # Before the model: it is what makes from_pretrained shard while it loads.
+    arguments = TrainingArguments(**trainer_arguments(plan))
+    tokenizer = AutoTokenizer.from_pretrained(plan.model)
+    model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
+    model.config.use_cache = False
+    model = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
+    recorder.watch(model)
+    rows: Any = tokenised_rows(plan, tokenizer)
+    Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        processing_class=tokenizer,
+        callbacks=[trainer_callback(recorder)],
+    ).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The upper bound: each process trains the whole model alone on its share, with no communication.
+
+Not a contender that anybody could use for one model: the processes end with different weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.contenders.common import (
+    adapter,
+    dtype,
+    learned_tokens,
+    padding_collator,
+    start,
+    tokenised_rows,
+)
+
+
+def main() -> None:
+    """Train one process by itself."""
+    plan, rank, ranks, recorder = start()
+    torch.manual_seed(plan.seed)
+    tokenizer = AutoTokenizer.from_pretrained(plan.model)
+    model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
+    model.config.use_cache = False
+    model = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
+    if plan.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recorder.watch(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=plan.lr, weight_decay=0.0)
+    rows: Any = tokenised_rows(plan, tokenizer)[rank::ranks]
+    batches = iter(
+        DataLoader(
+            rows,
+            batch_size=plan.micro_batch,
+            shuffle=True,
+            collate_fn=padding_collator(tokenizer.pad_token_id),
+        )
+    )
+    model.train()
+    for _ in range(plan.steps):
+        loss_sum, learned = 0.0, 0
+        for _ in range(plan.accumulation):
+            batch = next(batches)
+            loss = model(**batch).loss
+            (loss / plan.accumulation).backward()
+            count = learned_tokens(batch["labels"])
+            loss_sum += float(loss.detach()) * count
+            learned += count
+        torch.nn.utils.clip_grad_norm_(trained, plan.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.step()
+        recorder.rank_loss(loss_sum, learned)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The contenders: how each is started, how it lays out rows, what it needs installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.plan import Layout, Plan
+from benchmarks.processes import Processes, identities
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entrant:
+    """One contender.
+
+    Attributes:
+        module: script of its ranks; None is anygauge's own command.
+        independent: its ranks share nothing, so each has a speed of its own.
+    """
+
+    name: str
+    title: str
+    module: str | None
+    layout: Layout = "padded"
+    needs: Sequence[str] = ()
+    independent: bool = False
+
+    @property
+    def missing(self) -> list[str]:
+        """Packages that it needs and that are not installed."""
+        return [package for package in self.needs if util.find_spec(package) is None]
+
+
+_SCRIPTS = "benchmarks.contenders."
+_ENGINE = ("torch", "transformers", "peft", "deepspeed")
+_TRL = (*_ENGINE, "accelerate", "trl", "datasets")
+
+ENTRANTS: Mapping[str, Entrant] = {
+    entrant.name: entrant
+    for entrant in (
+        Entrant(name="anygauge", title="anygauge", module=None, needs=_ENGINE),
+        Entrant(
+            name="anygauge-grouped",
+            title="anygauge, length_grouping",
+            module=None,
+            layout="grouped",
+            needs=_ENGINE,
+        ),
+        Entrant(
+            name="anygauge-packed",
+            title="anygauge, packing",
+            module=None,
+            layout="packed",
+            needs=_ENGINE,
+        ),
+        Entrant(
+            name="deepspeed",
+            title="DeepSpeed, by hand",
+            module=_SCRIPTS + "deepspeed_loop",
+            needs=_ENGINE,
+        ),
+        Entrant(
+            name="trainer",
+            title="HF Trainer + DeepSpeed",
+            module=_SCRIPTS + "hf_trainer",
+            needs=(*_ENGINE, "accelerate"),
+        ),
+        Entrant(
+            name="trl", title="TRL SFTTrainer + DeepSpeed", module=_SCRIPTS + "trl_sft", needs=_TRL
+        ),
+        Entrant(
+            name="trl-grouped",
+            title="TRL, group_by_length",
+            module=_SCRIPTS + "trl_sft",
+            layout="grouped",
+            needs=_TRL,
+        ),
+        Entrant(
+            name="trl-packed",
+            title="TRL, packing",
+            module=_SCRIPTS + "trl_sft",
+            layout="packed",
+            needs=_TRL,
+        ),
+        Entrant(
+            name="accelerate",
+            title="Accelerate + DeepSpeed",
+            module=_SCRIPTS + "accelerate_loop",
+            needs=(*_ENGINE, "accelerate"),
+        ),
+        Entrant(
+            name="unsharded",
+            title="unsharded, no communication (bound)",
+            module=_SCRIPTS + "unsharded",
+            needs=("torch", "transformers", "peft"),
+            independent=True,
+        ),
+    )
+}
+
+
+def processes(entrant: Entrant, plan: Plan, environment: Mapping[str, str]) -> Processes:
+    """What to start for one run of a contender; writes the file that tells it what to do.
+
+    Args:
+        environment: variables for every process of every contender.
+    """
+    output = Path(plan.output)
+    if entrant.module is None:
+        path = output / "run.yaml"
+        path.write_text(yaml.safe_dump(run_file(plan), sort_keys=False), encoding="utf-8")
+        argv = [sys.executable, "-m", "anygauge.cli", "train", str(path)]
+        return Processes(
+            argv=argv, environments=[dict(environment)], logs=[output / "anygauge.log"]
+        )
+    path = output / "plan.json"
+    plan.save(path)
+    return Processes(
+        argv=[sys.executable, "-m", entrant.module, str(path)],
+        environments=[{**environment, **identity} for identity in identities(plan.ranks)],
+        logs=[output / f"rank{rank}.log" for rank in range(plan.ranks)],
+        bound=True,
+    )
+
+
+def run_file(plan: Plan) -> dict[str, Any]:
+    """The plan as a run file; what is not named has its default."""
+    source: dict[str, Any] = {"path": plan.rows}
+    if plan.has_prompts:
+        source |= {"form": "prompt_completion", "template": "{prompt}"}
+    else:
+        source |= {"form": "text"}
+    return {
+        "name": "run",
+        "output": plan.output,
+        "backend": "cpu",
+        "model": {"name": plan.model},
+        "adapter": {"rank": plan.lora_rank, "alpha": plan.lora_alpha, "targets": "all-linear"},
+        "data": {
+            "train": source,
+            "max_length": plan.max_length,
+            "packing": plan.layout == "packed",
+            "length_grouping": plan.layout == "grouped",
+            "cache": "off",
+        },
+        "train": {
+            "steps": plan.steps,
+            "global_batch": plan.global_batch,
+            "micro_batch": plan.micro_batch,
+            "optimizer": {"lr": plan.lr},
+            "schedule": {"name": "constant"},
+            "clip": plan.max_norm,
+            "gradient_checkpointing": plan.checkpointing,
+            "seed": plan.seed,
+        },
+        "precision": {"compute": plan.dtype},
+        "strategy": {"name": "zero", "stage": 3},
+        "launch": {"devices": plan.ranks},
+    }

@@ -1,0 +1,43 @@
+"""Writes a small Llama with fixed random weights: ``python -m benchmarks.make_model --help``.
+
+A process of its own, so that the parent of a benchmark never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def main() -> None:
+    """Command line: draw the weights and save them in float32."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder")
+    for name in ("vocabulary", "layers", "hidden", "intermediate", "heads", "positions", "seed"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args()
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=given.vocabulary,
+        hidden_size=given.hidden,
+        intermediate_size=given.intermediate,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.heads,
+        num_key_value_heads=given.heads,
+        max_position_embeddings=given.positions,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(given.seed)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(given.folder)
+    print(sum(parameter.numel() for parameter in model.parameters()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""From what a run wrote to what is reported: speed, memory, traffic, losses.
+
+Speed is real tokens over all ranks, padding not counted, per second between the ends of optimizer
+steps on rank 0's clock, from the end of the last warm-up step to the end of the last step:
+preparing data, building the model and saving lie outside, everything between two steps inside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.entrants import Entrant
+from benchmarks.plan import Plan
+
+LAST_STEPS = 5
+"""Steps whose mean is reported as the final loss: one step's depends on its few rows."""
+
+
+class MeasureError(Exception):
+    """A run ended well but what it wrote cannot be reported; says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """What every step took part in.
+
+    Attributes:
+        times: end of each step, seconds since the epoch.
+        tokens: real tokens of each step.
+        losses: (summed loss in nats, learned tokens) of each step; (mean, 1) where the contender
+            tells the mean alone.
+        notes: what the contender says about itself.
+    """
+
+    times: Sequence[float]
+    tokens: Sequence[int]
+    losses: Sequence[tuple[float, int]]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def mean_losses(self) -> list[float]:
+        """Mean loss of each step per learned token, nats."""
+        return [total / max(1, learned) for total, learned in self.losses]
+
+    def rate(self, warmup: int) -> float:
+        """Tokens per second after the first `warmup` steps, at least 1."""
+        return sum(self.tokens[warmup:]) / (self.times[-1] - self.times[warmup - 1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One run of one contender.
+
+    Attributes:
+        status: ok, failed, or missing (a package is not installed).
+        problem: what went wrong, with the last lines of the log.
+        peak_memory: resident bytes of all ranks, each at its own peak.
+        sent: bytes per step over all ranks, by operation.
+    """
+
+    name: str
+    round: int
+    status: str
+    problem: str = ""
+    log: Sequence[str] = ()
+    tokens_per_s: float | None = None
+    tokens: int | None = None
+    step_seconds: Sequence[float] = ()
+    peak_memory: int | None = None
+    sent: Mapping[str, float] | None = None
+    losses: Sequence[float] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    wall_seconds: float | None = None
+
+    @property
+    def final_loss(self) -> float | None:
+        """Mean loss of the last steps."""
+        return fmean(self.losses[-LAST_STEPS:]) if self.losses else None
+
+
+def outcome(
+    entrant: Entrant, plan: Plan, *, round_: int, warmup: int, expected: int, wall_s: float
+) -> Outcome:
+    """Read what a run that ended well wrote into ``plan.output``.
+
+    Args:
+        warmup: steps that are not measured, at least 1.
+        expected: tokens of the rows, for a contender that reads each once.
+
+    Raises:
+        MeasureError: a step is missing, or other tokens were read than there are.
+    """
+    folder = Path(plan.output)
+    if entrant.module is None:
+        ranks = [anygauge_steps(folder)]
+    else:
+        ranks = [contender_steps(folder, rank) for rank in range(plan.ranks)]
+    for steps in ranks:
+        if len(steps.times) != plan.steps or not steps.losses:
+            raise MeasureError(
+                f"{len(steps.times)} of {plan.steps} steps and {len(steps.losses)} losses recorded"
+            )
+    whole = merged(ranks)
+    total = sum(whole.tokens)
+    if plan.layout != "packed" and total != expected:
+        raise MeasureError(f"read {total} tokens in all, but its rows have {expected}")
+    first = ranks[0]
+    traffic, memory = traces(folder, plan.ranks, first.times[warmup - 1], first.times[-1])
+    if plan.ranks > 1 and not entrant.independent and not traffic:
+        raise MeasureError("no collective in any measured step: each rank trained by itself")
+    measured = plan.steps - warmup
+    return Outcome(
+        name=entrant.name,
+        round=round_,
+        status="ok",
+        tokens_per_s=sum(steps.rate(warmup) for steps in ranks)
+        if entrant.independent
+        else whole.rate(warmup),
+        tokens=total,
+        step_seconds=[
+            after - before for before, after in zip(first.times, first.times[1:], strict=False)
+        ],
+        peak_memory=memory,
+        sent={name: count / measured for name, count in traffic.items()},
+        losses=whole.mean_losses,
+        notes=dict(whole.notes),
+        wall_seconds=wall_s,
+    )
+
+
+def anygauge_steps(folder: Path) -> Steps:
+    """Steps from ``metrics.jsonl``.
+
+    Raises:
+        MeasureError: the file is not there, or its steps carry no time.
+    """
+    path = folder / "run" / "metrics.jsonl"
+    if not path.is_file():
+        raise MeasureError(f"no such file: {path}")
+    records = [record for record in _lines(path) if "loss" in record and "seconds" in record]
+    if any("time" not in record for record in records):
+        raise MeasureError(f"{path}: steps carry no 'time', the end of the step")
+    return Steps(
+        times=[record["time"] for record in records],
+        tokens=[record["tokens"] for record in records],
+        losses=[(record["loss"], 1) for record in records],
+    )
+
+
+def contender_steps(folder: Path, rank: int) -> Steps:
+    """Steps that a contender's rank recorded.
+
+    Raises:
+        MeasureError: the file is not there.
+    """
+    path = folder / f"steps-rank{rank}.jsonl"
+    if not path.is_file():
+        raise MeasureError(f"no such file: {path}")
+    times, tokens, losses = [], [], []
+    notes: dict[str, Any] = {}
+    for record in _lines(path):
+        if "time" in record:
+            times.append(record["time"])
+            tokens.append(record["tokens"])
+        elif "loss_sum" in record:
+            losses.append((record["loss_sum"], record["learned"]))
+        elif "loss" in record:
+            losses.append((record["loss"], 1))
+        else:
+            notes |= record["note"]
+    return Steps(times=times, tokens=tokens, losses=losses, notes=notes)
+
+
+def merged(ranks: Sequence[Steps]) -> Steps:
+    """Steps of all ranks together, on the first rank's clock."""
+    if len(ranks) == 1:
+        return ranks[0]
+    # A trainer tells rank 0 alone, and of all ranks.
+    told = [steps.losses for steps in ranks if steps.losses]
+    losses = [
+        (sum(total for total, _ in step), sum(learned for _, learned in step))
+        for step in zip(*told, strict=True)
+    ]
+    return Steps(
+        times=ranks[0].times,
+        tokens=[sum(step) for step in zip(*(steps.tokens for steps in ranks), strict=True)],
+        losses=losses,
+        notes={key: value for steps in ranks for key, value in steps.notes.items()},
+    )
+
+
+def traces(
+    folder: Path, ranks: int, begin: float, end: float
+) -> tuple[dict[str, float], int | None]:
+    """(bytes sent by operation between two times, peak memory), both over all ranks.
+
+    Raises:
+        MeasureError: a rank left no trace.
+    """
+    sent: dict[str, float] = {}
+    memory: list[int | None] = []
+    for rank in range(ranks):
+        path = folder / f"traffic-rank{rank}.json"
+        if not path.is_file():
+            raise MeasureError(f"no such file: {path}: was the rank ended by a signal?")
+        record = json.loads(path.read_text(encoding="utf-8"))
+        memory.append(record["peak_memory"])
+        for moment, operation, count in record["calls"]:
+            if begin < moment <= end:
+                sent[operation] = sent.get(operation, 0.0) + count
+    known = [peak for peak in memory if peak is not None]
+    return sent, sum(known) if len(known) == ranks else None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]

@@ -1,0 +1,64 @@
+"""What every contender of one workload is told: the same model, rows, batch and optimizer.
+
+Torch-free. The parent writes it as JSON, each contender reads it from the path it is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Layout = Literal["padded", "grouped", "packed"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One run of one contender.
+
+    Attributes:
+        model: folder with config, weights and tokenizer.
+        rows: JSON Lines of `text`, or of `prompt` and `completion`; no row exceeds `max_length`.
+        has_prompts: whether rows are prompt and completion; only completions are learned then.
+        output: folder for what this run writes.
+        steps: optimizer steps, warm-up included.
+        accumulation: micro-batches of `micro_batch` sequences per rank and step.
+        max_length: most tokens of a row, and the capacity of a pack.
+        layout: rows padded in random order, rows of like length together, or rows packed.
+        checkpointing: recompute activations in backward.
+    """
+
+    model: str
+    rows: str
+    has_prompts: bool
+    output: str
+    steps: int
+    ranks: int
+    micro_batch: int
+    accumulation: int
+    max_length: int
+    layout: Layout = "padded"
+    dtype: Dtype = "float32"
+    checkpointing: bool = True
+    lora_rank: int = 16
+    lora_alpha: int = 32
+    lr: float = 2e-3
+    max_norm: float = 1.0
+    seed: int = 0
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step over all ranks."""
+        return self.micro_batch * self.accumulation * self.ranks
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Read what `save` wrote."""
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,0 +1,167 @@
+"""Starts a contender's processes and waits; ends all of them when one fails or time is up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIM = Path(__file__).resolve().parent / "shim"
+GRACE_S = 20.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processes:
+    """What to start: one process for each environment, each with its log.
+
+    Attributes:
+        environments: variables on top of this process's own.
+        bound: bind each process to its share of our processors, as anygauge binds its ranks.
+    """
+
+    argv: Sequence[str]
+    environments: Sequence[Mapping[str, str]]
+    logs: Sequence[Path]
+    bound: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a run ended: `problem` is None where all processes succeeded."""
+
+    seconds: float
+    problem: str | None
+
+
+def shared_environment(trace: Path, profile: Path | None = None) -> dict[str, str]:
+    """Variables that are the same for every contender."""
+    path = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "ANYGAUGE_BENCHMARK_TRACE": str(trace),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(trace / "datasets"),
+        "WANDB_MODE": "disabled",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if profile is not None:
+        variables["ANYGAUGE_BENCHMARK_PROFILE"] = str(profile)
+    return variables
+
+
+def identities(ranks: int) -> list[dict[str, str]]:
+    """The variables by which launchers tell ranks of one machine who they are."""
+    port = free_port()
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            # As Accelerate's own launcher does; but never "use the CPU": it then leaves DeepSpeed
+            # out. The device is named instead, and contenders name the process group.
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_TORCH_DEVICE": "cpu",
+        }
+        for rank in range(ranks)
+    ]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def shares(processors: Sequence[int], ranks: int) -> list[list[int]] | None:
+    """Equal shares of processors; None where there are fewer than ranks."""
+    each = len(processors) // ranks
+    if each == 0:
+        return None
+    return [list(processors[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+def run(started: Processes, timeout_s: float) -> Ended:
+    """Start, wait, and leave nothing running, whatever happens."""
+    began = time.monotonic()
+    running: list[subprocess.Popen[bytes]] = []
+    parts = None
+    if started.bound and hasattr(os, "sched_setaffinity"):
+        parts = shares(sorted(os.sched_getaffinity(0)), len(started.environments))
+    try:
+        for index, environment in enumerate(started.environments):
+            with started.logs[index].open("wb") as log:
+                process = subprocess.Popen(
+                    list(started.argv),
+                    cwd=ROOT,
+                    env={**os.environ, **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            running.append(process)
+            if parts is not None:
+                with contextlib.suppress(OSError):  # it has ended already
+                    os.sched_setaffinity(process.pid, parts[index])
+        problem = _wait(running, began + timeout_s, timeout_s)
+    finally:
+        _end(running)
+    return Ended(seconds=time.monotonic() - began, problem=problem)
+
+
+def _wait(
+    running: Sequence[subprocess.Popen[bytes]], deadline: float, limit_s: float
+) -> str | None:
+    while True:
+        codes = [process.poll() for process in running]
+        for index, code in enumerate(codes):
+            if code:
+                return f"process {index} ended with {_status(code)}"
+        if all(code == 0 for code in codes):
+            return None
+        if time.monotonic() > deadline:
+            return f"not done after {limit_s:g} s (--timeout)"
+        time.sleep(POLL_S)
+
+
+def _status(code: int) -> str:
+    return f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        for process in running:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signum)
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+        deadline += GRACE_S
+
+
+def last_lines(folder: Path, count: int = 15) -> list[str]:
+    """The end of the log that says most: of the ranks where there are any, else the newest."""
+    logs = sorted(folder.glob("run*/logs/rank*.log")) or sorted(folder.glob("*.log"))
+    if not logs:
+        return []
+    # The rank that failed first has a traceback of its own; others report a lost connection.
+    first = min(logs, key=lambda path: path.stat().st_mtime)
+    text = first.read_text(encoding="utf-8", errors="replace")
+    return text.rstrip().splitlines()[-count:]

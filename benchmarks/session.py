@@ -1,0 +1,176 @@
+"""One workload: its rows and model made once, then run by any contender."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.entrants import Entrant, processes
+from benchmarks.errors import ModelError
+from benchmarks.measure import MeasureError, Outcome, outcome
+from benchmarks.plan import Dtype, Plan
+from benchmarks.processes import ROOT, last_lines, run, shared_environment
+from benchmarks.rows import Rows, write_rows
+from benchmarks.texts import source
+
+PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "datasets")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the command line asks for; see its help."""
+
+    rounds: int
+    steps: int
+    warmup: int
+    ranks: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    vocabulary: int
+    length: int
+    max_length: int
+    micro_batch: int
+    accumulation: int
+    dtype: Dtype
+    checkpointing: bool
+    lr: float
+    seed: int
+    timeout_s: float
+    output: Path
+    data: Path | None
+
+
+def prepare(workload: str, settings: Settings) -> tuple[Rows, Plan, str]:
+    """Write rows, tokenizer and model of a workload; returns rows, a plan on them, and words.
+
+    Raises:
+        MissingDataError, RowsError: the workload cannot give the rows.
+        ModelError: the model could not be made.
+    """
+    folder = settings.output / workload
+    length = settings.length if workload == "full" else settings.max_length
+    rows = write_rows(
+        workload,
+        folder,
+        data=settings.data,
+        count=settings.steps * settings.micro_batch * settings.accumulation * settings.ranks,
+        length=length,
+        vocabulary=settings.vocabulary,
+        seed=settings.seed,
+    )
+    sizes = {
+        "vocabulary": rows.vocabulary,
+        "layers": settings.layers,
+        "hidden": settings.hidden,
+        "intermediate": settings.intermediate,
+        "heads": settings.heads,
+        "positions": length,
+        "seed": settings.seed,
+    }
+    model = folder / "model"
+    made = subprocess.run(
+        [sys.executable, "-m", "benchmarks.make_model", str(model)]
+        + [f"--{name}={value}" for name, value in sizes.items()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if made.returncode:
+        raise ModelError(f"the model could not be made:\n{made.stderr[-2000:]}")
+    fewest, mean, most = rows.lengths
+    about = (
+        f"{workload}: {source(workload, settings.data)}; {fewest} to {most} tokens a row, mean "
+        f"{mean:.0f}; {rows.dropped} longer rows left out; model of "
+        f"{int(made.stdout.split()[-1]):,} parameters"
+    )
+    plan = Plan(
+        model=str(model),
+        rows=str(rows.exact),
+        has_prompts=rows.has_prompts,
+        output="",
+        steps=settings.steps,
+        ranks=settings.ranks,
+        micro_batch=settings.micro_batch,
+        accumulation=settings.accumulation,
+        max_length=length,
+        dtype=settings.dtype,
+        checkpointing=settings.checkpointing,
+        lr=settings.lr,
+        seed=settings.seed,
+    )
+    return rows, plan, about
+
+
+def run_once(
+    entrant: Entrant,
+    plan: Plan,
+    rows: Rows,
+    settings: Settings,
+    *,
+    folder: Path,
+    round_: int,
+    profile: Path | None = None,
+) -> Outcome:
+    """Run one contender once; what goes wrong is part of the outcome."""
+    if entrant.missing:
+        remedy = f"not installed: {', '.join(entrant.missing)}; pip install 'anygauge[bench]'"
+        return Outcome(name=entrant.name, round=round_, status="missing", problem=remedy)
+    folder.mkdir(parents=True)
+    plan = replace(
+        plan,
+        output=str(folder),
+        layout=entrant.layout,
+        rows=str(rows.pool if entrant.layout == "packed" else rows.exact),
+    )
+    ended = run(processes(entrant, plan, shared_environment(folder, profile)), settings.timeout_s)
+    problem = ended.problem
+    if problem is None:
+        try:
+            return outcome(
+                entrant,
+                plan,
+                round_=round_,
+                warmup=settings.warmup,
+                expected=rows.tokens,
+                wall_s=ended.seconds,
+            )
+        except MeasureError as error:
+            problem = str(error)
+    return Outcome(
+        name=entrant.name,
+        round=round_,
+        status="failed",
+        problem=f"{problem}; see {folder}",
+        log=last_lines(folder),
+        wall_seconds=ended.seconds,
+    )
+
+
+def conditions(settings: Settings) -> dict[str, Any]:
+    """Machine, versions and settings, for the record."""
+    versions = {}
+    for package in ("anygauge", *PACKAGES):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    fields = {name: getattr(settings, name) for name in settings.__slots__}
+    return {
+        "command": sys.argv,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in fields.items()},
+    }

@@ -1,0 +1,184 @@
+"""Loaded by every Python process of a benchmark: counts collectives and memory, or profiles.
+
+Python imports ``sitecustomize`` at its start from the first folder of its path that has one; the
+benchmark puts this folder there through ``PYTHONPATH``, for all contenders alike. Nothing happens
+in a process without a ``RANK``. What is counted of a collective is what a ring algorithm sends per
+rank, from the sizes of its tensors: (n-1)/n of the whole for a gather or scatter, twice that for
+an all-reduce. It is counted where torch hands the call to its process group, whoever made it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.machinery
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any
+
+TRACE, PROFILE = "ANYGAUGE_BENCHMARK_TRACE", "ANYGAUGE_BENCHMARK_PROFILE"
+"""Folder for ``traffic-rank{r}.json``; file for rank 0's profile."""
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(_bytes(item) for item in value)
+    return int(value.numel() * value.element_size())
+
+
+def _all_reduce(ranks: int, args: Sequence[Any]) -> float:
+    return 2 * (ranks - 1) / ranks * _bytes(args[0])
+
+
+def _spread(ranks: int, args: Sequence[Any]) -> float:
+    return (ranks - 1) / ranks * _bytes(args[0])
+
+
+def _all_gather(ranks: int, args: Sequence[Any]) -> float:
+    return float((ranks - 1) * _bytes(args[1]))
+
+
+def _reduce_scatter(ranks: int, args: Sequence[Any]) -> float:
+    return float((ranks - 1) * _bytes(args[0]))
+
+
+def _all_to_all(ranks: int, args: Sequence[Any]) -> float:
+    return (ranks - 1) / ranks * _bytes(args[1])
+
+
+def _sent(ranks: int, args: Sequence[Any]) -> float:
+    return float(_bytes(args[0]))
+
+
+SENT: dict[str, tuple[str, Callable[[int, Sequence[Any]], float]]] = {
+    "allreduce": ("all_reduce", _all_reduce),
+    "allreduce_coalesced": ("all_reduce", _all_reduce),
+    "broadcast": ("broadcast", _spread),
+    "reduce": ("reduce", _spread),
+    "allgather": ("all_gather", _all_gather),
+    "allgather_coalesced": ("all_gather", _all_gather),
+    "allgather_into_tensor_coalesced": ("all_gather", _all_gather),
+    "all_gather_single": ("all_gather", _all_gather),
+    "all_gather_single_coalesced": ("all_gather", _all_gather),
+    "_allgather_base": ("all_gather", _all_gather),
+    "reduce_scatter": ("reduce_scatter", _reduce_scatter),
+    "reduce_scatter_single": ("reduce_scatter", _reduce_scatter),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", _reduce_scatter),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _reduce_scatter),
+    "_reduce_scatter_base": ("reduce_scatter", _reduce_scatter),
+    "alltoall": ("all_to_all", _all_to_all),
+    "alltoall_base": ("all_to_all", _all_to_all),
+    "all_to_all_single": ("all_to_all", _all_to_all),
+    "send": ("send", _sent),
+}
+"""Method of torch's ProcessGroup -> (the operation's name, (ranks, arguments) -> bytes sent)."""
+
+
+class AfterImport(MetaPathFinder):
+    """Calls a function with a module right after its first import."""
+
+    def __init__(self, hooks: dict[str, Callable[[Any], None]]) -> None:
+        self._hooks = hooks
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """See `importlib.abc.MetaPathFinder`."""
+        hook = self._hooks.pop(name, None)
+        if hook is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_then_hook(module: Any) -> None:
+            load(module)
+            hook(module)
+
+        spec.loader.exec_module = load_then_hook  # type: ignore[method-assign]
+        return spec
+
+
+def count_calls(group: Any, calls: list[tuple[float, str, float]]) -> None:
+    """Wrap the methods of a process-group class: (time in s, operation, bytes) per call."""
+
+    def counting(method: Callable[..., Any], operation: str, sent: Any) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # Older names take their tensors by keyword; positions are the same.
+            calls.append((time.time(), operation, sent(self.size(), args or (*kwargs.values(),))))
+            return method(self, *args, **kwargs)
+
+        return call
+
+    for name, (operation, sent) in SENT.items():
+        if hasattr(group, name):
+            setattr(group, name, counting(getattr(group, name), operation, sent))
+
+
+def peak_memory() -> int | None:
+    """Most resident bytes of this process; None where the kernel does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _start_tracing(folder: Path, rank: int) -> Callable[[Any], None]:
+    calls: list[tuple[float, str, float]] = []
+
+    def write() -> None:
+        record = {"rank": rank, "peak_memory": peak_memory(), "calls": calls}
+        (folder / f"traffic-rank{rank}.json").write_text(json.dumps(record), encoding="utf-8")
+
+    atexit.register(write)
+    return lambda module: count_calls(module.ProcessGroup, calls)
+
+
+def _start_profiling(path: Path) -> Callable[[Any], None]:
+    import cProfile
+    import pstats
+
+    profile = cProfile.Profile()
+    running: list[bool] = []
+
+    def begin(*_: Any) -> None:
+        # From the end of the first step on: imports and building are not what is asked about.
+        if not running:
+            running.append(True)
+            profile.enable()
+
+    def write() -> None:
+        profile.disable()
+        if not running:
+            return
+        profile.dump_stats(path)
+        with path.with_suffix(".txt").open("w", encoding="utf-8") as out:
+            for order in ("cumulative", "tottime"):
+                pstats.Stats(profile, stream=out).sort_stats(order).print_stats(60)
+
+    atexit.register(write)
+    return lambda module: module.register_optimizer_step_post_hook(begin)
+
+
+def _main() -> None:
+    rank = os.environ.get("RANK")
+    if rank is None:
+        return
+    hooks: dict[str, Callable[[Any], None]] = {}
+    if TRACE in os.environ:
+        folder = Path(os.environ[TRACE])
+        hooks["torch.distributed.distributed_c10d"] = _start_tracing(folder, int(rank))
+    if PROFILE in os.environ and rank == "0":
+        hooks["torch.optim.optimizer"] = _start_profiling(Path(os.environ[PROFILE]))
+    if hooks:
+        sys.meta_path.insert(0, AfterImport(hooks))
+
+
+_main()

@@ -1,0 +1,94 @@
+"""Workloads: rows of the right length, tokenised alike whether prompt and answer are joined."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from benchmarks.errors import MissingDataError, RowsError
+from benchmarks.rows import Rows, write_rows
+from benchmarks.texts import texts
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.texts.GENERATED_TEXTS", 300)
+
+
+def written(folder: Path, workload: str, **changes: Any) -> Rows:
+    given: dict[str, Any] = {"count": 12, "length": 128, "vocabulary": 400, "seed": 1}
+    return write_rows(workload, folder, data=None, **{**given, **changes})
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_full_rows_have_exactly_the_length(tmp_path: Path) -> None:
+    rows = written(tmp_path, "full", length=48)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    sizes = {len(tokenizer.encode(row["text"]).ids) + 1 for row in read(rows.exact)}
+    assert sizes == {48}
+    assert rows.tokens == 12 * 48
+    assert not rows.has_prompts
+
+
+def test_ragged_rows_count_the_same_joined_and_apart(tmp_path: Path) -> None:
+    rows = written(tmp_path, "generated")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+
+    def size(text: str) -> int:
+        return len(tokenizer.encode(text).ids)
+
+    found = read(rows.exact)
+    assert len(found) == 12
+    apart = [size(row["prompt"]) + size(row["completion"]) + 1 for row in found]
+    joined = [size(row["prompt"] + row["completion"]) + 1 for row in found]
+    assert apart == joined
+    assert sum(apart) == rows.tokens
+    assert max(apart) <= 128
+    assert rows.dropped > 0
+
+
+def test_the_pool_for_packing_goes_on_from_the_rows(tmp_path: Path) -> None:
+    rows = written(tmp_path, "generated")
+    exact, pool = read(rows.exact), read(rows.pool)
+    assert pool[: len(exact)] == exact
+    assert len(pool) > len(exact)
+
+
+def test_the_same_seed_writes_the_same_rows(tmp_path: Path) -> None:
+    first = written(tmp_path / "a", "generated")
+    second = written(tmp_path / "b", "generated")
+    assert first.exact.read_bytes() == second.exact.read_bytes()
+    other = written(tmp_path / "c", "generated", seed=2)
+    assert other.exact.read_bytes() != first.exact.read_bytes()
+
+
+def test_too_few_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RowsError, match=r"the run reads 5000: lower --steps"):
+        written(tmp_path, "generated", count=5000)
+
+
+def test_a_workload_of_files_asks_for_them(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match="set ANYGAUGE_DATA"):
+        texts("gsm8k", None, 0)
+    with pytest.raises(MissingDataError, match="no such file"):
+        texts("alpaca", tmp_path, 0)
+
+
+def test_prompts_end_where_a_token_ends(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k_train.jsonl").write_text(
+        json.dumps({"question": " How many? ", "answer": "\n3\n"}) + "\n"
+    )
+    (tmp_path / "alpaca_en_demo.json").write_text(
+        json.dumps([{"instruction": "Add.", "input": "1, 2", "output": "3"}])
+    )
+    (question,) = texts("gsm8k", tmp_path, 0)
+    assert (question.prompt, question.completion) == ("How many?\n", "3")
+    (task,) = texts("alpaca", tmp_path, 0)
+    assert (task.prompt, task.completion) == ("Add.\n1, 2\n", "3")

@@ -1,0 +1,45 @@
+"""The settings of the loop written by hand are anygauge's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config.precision import resolve_precision
+from anygauge.config.schema import PrecisionSection
+from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge_cpu.backend import CpuBackend
+from benchmarks.contenders.zero3 import by_hand
+from benchmarks.plan import Dtype
+from tests.benchmarks.test_measure import plan
+
+
+@pytest.mark.parametrize("intermediate", [1376, 20_000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_settings_by_hand_are_those_of_a_dry_run(
+    tmp_path: Path, dtype: Dtype, intermediate: int
+) -> None:
+    given = plan(tmp_path, model=str(tmp_path), dtype=dtype, accumulation=3)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"hidden_size": 512, "intermediate_size": intermediate})
+    )
+    backend = CpuBackend()
+    factor = given.lora_rank * intermediate
+    precision = resolve_precision(
+        PrecisionSection(compute=dtype), frozenset(("float32", "bfloat16")), backend.support
+    )
+    ours: dict[str, Any] = as_config(
+        zero_settings(
+            stage=3,
+            precision=precision,
+            backend=backend,
+            micro_batch=given.micro_batch,
+            max_norm=given.max_norm,
+            sizes=ModelSizes(largest_factor=factor, largest_block=3_000_000),
+            options={},
+        )
+    )
+    assert {**by_hand(given), "gradient_accumulation_steps": 1} == ours

@@ -1,0 +1,131 @@
+"""``anygauge data`` and ``anygauge generate`` on chats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from anygauge.cli import run as command
+from anygauge.cli.data import example
+from anygauge.cli.origin import model_origin, question_ids
+from anygauge.data import Encoded
+from anygauge.interface import DataError, RunFileError
+from tests.helpers.chats import make_chat_tokenizer
+from tests.helpers.runs import run_file
+from tests.helpers.tokenizer import FIXTURES
+
+CHATML = FIXTURES / "templates" / "chatml.jinja"
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """A run file on 40 chats of rising length."""
+    make_chat_tokenizer(tmp_path / "tokenizer")
+    rows = [
+        [
+            {"role": "user", "content": f"Count\x1b[31m to {n}"},
+            {"role": "assistant", "content": " ".join(map(str, range(n)))},
+        ]
+        for n in range(1, 41)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in rows))
+    data = {"train": {"path": str(path)}, "chat_template": str(CHATML), "max_length": 256}
+    return run_file(tmp_path, data=data)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert command(["data", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_counts_lengths_padding_and_examples(
+    chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shown(capsys, chats, "--rows", "2", "--set", "data.eval_fraction=0.1")
+    assert f"data.train\n  {chats.parent}/chats.jsonl\n    36 of 36 rows; " in out
+    assert "data.eval_fraction 0.1\n" in out
+    assert "    4 of 4 rows; " in out
+    assert "Batches of 4, 2 sequences per forward" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if "%" in line}
+    assert "(this run)" in lines["padded"]
+    padded, grouped = (
+        float(lines[name].split("%")[0].split()[-1]) for name in ("padded", "length_grouping")
+    )
+    assert 0 < grouped < padded < 100
+    bins = [line for line in out.splitlines() if " to " in line and "█" in line]
+    assert sum(int(line.split()[3]) for line in bins) == 36
+    assert out.count("⟦<think>\n\n</think>\n\n0") == out.count("⟦") == 2
+    assert "<|im_end|>⟧" in out
+    assert "\x1b" not in out, "a row must not change the terminal"
+
+
+def test_the_run_files_own_layout_is_named(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, chats, "--rows", "0", "--set", "data.packing=true")
+    assert "packing (this run)" in out
+    assert "⟦" not in out
+
+
+def test_streamed_sources_are_read_in_part(
+    chats: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 10)
+    out = shown(capsys, chats, "--rows", "0", "--set", "data.streaming=true")
+    assert "streamed: the first 10 rows of each source" in out
+    assert "    10 of 10 rows; " in out
+
+
+def test_errors_name_row_or_field(chats: Path) -> None:
+    broken = chats.parent / "broken.jinja"
+    broken.write_text("{{ messages")
+    with pytest.raises(RunFileError, match=r"broken\.jinja, line 1: not a valid Jinja template"):
+        command(["data", str(chats), "--set", f"data.chat_template={broken}"])
+    with (chats.parent / "chats.jsonl").open("a") as file:
+        file.write('{"messages": [{"role": "user", "content": "q"}]}\n')
+    with pytest.raises(DataError, match=r"chats\.jsonl:41: no turn of the assistant"):
+        command(["data", str(chats)])
+
+
+def test_colours_show_what_is_learned(tmp_path: Path) -> None:
+    tokenizer: Any = make_chat_tokenizer(tmp_path)
+    ids = tokenizer("ab[INST]cd</s>", add_special_tokens=False)["input_ids"]
+    from_here = ids.index(tokenizer.convert_tokens_to_ids("[INST]")) + 1
+    learned = np.arange(len(ids)) >= from_here
+    sequence = Encoded(np.asarray(ids, dtype=np.int32), learned, 0)
+    text = example(tokenizer, sequence, in_colour=True)
+    assert text.plain == "ab[INST]cd</s>"
+    styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
+    assert styles == {"ab": "dim", "[INST]": "bold blue", "cd": "green", "</s>": "bold green"}
+    plain = example(tokenizer, sequence, in_colour=False)
+    console = Console(no_color=True, width=200)
+    with console.capture() as capture:
+        console.print(plain)
+    assert capture.get() == "ab[INST]⟦cd</s>⟧\n"
+
+
+def test_a_run_on_chats_is_asked_through_the_chat_template(chats: Path) -> None:
+    folder = chats.parent / "run"
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "run.yaml").write_text(chats.read_text())
+    tokenizer: Any = make_chat_tokenizer(chats.parent / "other")
+    origin = model_origin(str(folder), None, None)
+    ids, stops = question_ids(origin.data, tokenizer, "What?")
+    assert tokenizer.decode(ids) == "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.convert_ids_to_tokens(stops) == ["<|im_end|>"]
+    ids, stops = question_ids(None, tokenizer, "What?")
+    assert (tokenizer.decode(ids), stops) == ("<s>What?", [])
+
+
+def test_other_runs_are_asked_through_their_template(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "adapter").mkdir(parents=True)
+    path = run_file(tmp_path, data={"train": {"template": "Q: {prompt}\nA: "}})
+    (folder / "run.yaml").write_text(path.read_text())
+    tokenizer: Any = make_chat_tokenizer(tmp_path / "other")
+    ids, stops = question_ids(model_origin(str(folder), None, None).data, tokenizer, "What?")
+    assert (tokenizer.decode(ids), stops) == ("<s>Q: What?\nA: ", [])

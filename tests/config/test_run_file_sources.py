@@ -1,0 +1,95 @@
+"""Sources of data in a run file: one or a list, files or names on the hub; cache and template."""
+
+from __future__ import annotations
+
+import pytest
+
+from anygauge.config import check_paths, dump_run, load_run_file
+from anygauge.interface import RunFileError
+
+MODEL = "model: {name: some/model}\n"
+
+LIST = """\
+model: {name: some/model}
+data:
+  train:
+    - {path: a.jsonl, weight: 2, limit: null}
+    - path: owner/name
+      split: null
+  eval: {path: $D/b.csv}
+  cache: kept
+  chat_template: t.jinja
+"""
+
+
+def test_a_list_of_sources(folder):
+    loaded = folder.load(LIST, D="deep")
+    data = loaded.run.data
+    here = str(folder.path)
+    assert [source.path for source in data.train_sources] == [f"{here}/a.jsonl", "owner/name"]
+    assert [source.weight for source in data.train_sources] == [2.0, 1.0]
+    assert data.train_sources[1].split == "train"
+    assert data.eval_sources[0].path == f"{here}/deep/b.csv"
+    assert (data.cache, data.chat_template) == (f"{here}/kept", f"{here}/t.jinja")
+    target = folder.write("elsewhere/again.yaml", dump_run(loaded.run))
+    assert load_run_file(target, environ={}).run == loaded.run
+
+
+def test_each_missing_file_of_a_list_is_named_with_its_line(folder):
+    folder.write("deep/b.csv", "a\n")
+    with pytest.raises(RunFileError) as caught:
+        check_paths(folder.load(LIST, D="deep"))
+    assert str(caught.value).split("\n") == [
+        "run.yaml: 2 problems",
+        f"  run.yaml:4: data.train[0].path: no such file: {folder.path}/a.jsonl",
+        f"  run.yaml:9: data.chat_template: no such file: {folder.path}/t.jinja",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("owner/name", "owner/name"),
+        ("plain", "plain"),
+        ("rows", "{here}/rows"),
+        ("./owner/name", "{here}/owner/name"),
+        ("owner/rows.csv", "{here}/owner/rows.csv"),
+        ("a/b/c", "{here}/a/b/c"),
+    ],
+)
+def test_what_is_a_file_and_what_a_name_on_the_hub(folder, written, meant):
+    folder.write("rows", "")
+    path = folder.load(f"{MODEL}data: {{train: {{path: {written}}}}}").run.data.train.path
+    assert path == meant.format(here=folder.path)
+
+
+@pytest.mark.parametrize("written", ["off", "'off'", "false"])
+def test_the_cache_is_switched_off_by_a_bare_word(folder, written):
+    loaded = folder.load(f"{MODEL}data: {{train: {{path: a.jsonl}}, cache: {written}}}")
+    assert loaded.run.data.cache == "off"
+
+
+def test_a_template_may_be_written_in_the_run_file(folder):
+    text = f"{MODEL}data: {{train: {{path: a.jsonl}}, chat_template: '{{{{ x }}}} $y'}}"
+    loaded = folder.load(text)
+    assert loaded.run.data.chat_template == "{{ x }} $y"
+    target = folder.write("again.yaml", dump_run(loaded.run))
+    assert load_run_file(target, environ={}).run == loaded.run
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        ("train: [{path: a.jsonl}, {pth: b.jsonl}]", "data.train[1].path: missing: "),
+        ("train: [{path: a.jsonl, weight: 0}]", "data.train[0].weight: got 0 (int), expected a number > 0"),  # noqa: E501
+        ("train: [a.jsonl]", "data.train[0]: got 'a.jsonl' (str), expected a mapping of path, "),
+        ("train: a.jsonl", "data.train: got 'a.jsonl' (str), expected a mapping of path, "),
+        ("train: []", "data: an empty list has no rows; give at least one source"),
+        ("train: {path: a.jsonl}, eval: {path: b.jsonl, weight: 2}", "data: 'weight' is of no use in 'eval'"),  # noqa: E501
+        ("train: {path: a.jsonl}, streaming: true, length_grouping: true", "data: give 'streaming' or 'length_grouping', not both"),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_what_is_refused(folder, data, complaint):
+    lines = folder.refuse(f"{MODEL}data: {{{data}}}")
+    assert lines[0].removeprefix("run.yaml:2: ").startswith(complaint)
+    assert len(lines) == 1 + ("pth" in data)

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test writes to the home folder, nor finds rows that a test of another day left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANYGAUGE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

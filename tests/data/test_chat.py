@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from anygauge.config.schema import SourceSection
+from anygauge.data.chat import Chat
+from anygauge.data.files import Record
+from anygauge.data.forms import parse
+from anygauge.interface import DataError
+
+U = {"role": "user", "content": "q"}
+A = {"role": "assistant", "content": "a"}
+ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "ü"}}}
+TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+
+
+def chat(form: str, values: dict[str, Any], **fields: Any) -> Chat:
+    source = SourceSection(path="c.jsonl", **fields)
+    result = parse(Record(values, "c.jsonl:7"), form, source, "data.train")
+    assert isinstance(result, Chat)
+    return result
+
+
+def messages(*turns: Any, **columns: Any) -> Chat:
+    return chat("messages", {"messages": list(turns), **columns})
+
+
+def sharegpt(*turns: tuple[str, Any], **columns: Any) -> Chat:
+    values = [{"from": name, "value": value} for name, value in turns]
+    return chat("sharegpt", {"conversations": values, **columns})
+
+
+def failure(*turns: Any, **columns: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        messages(*turns, **columns)
+    return str(caught.value)
+
+
+def test_turns_and_which_of_them_are_answers():
+    system = {"role": "system", "content": "s"}
+    one = messages(system, U, A, U, A, A, U)
+    assert list(one.turns) == [system, U, A, U, A, A, U]
+    assert one.answers == (2, 4, 5)
+    assert one.tools is None
+    assert one.origin == "c.jsonl:7"
+
+
+def test_what_templates_read_besides_goes_along_and_nulls_do_not():
+    called = {"role": "assistant", "content": None, "tool_calls": [ADD], "name": None}
+    tool = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "x1"}
+    thought = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": None}
+    one = messages({"role": "developer", "content": "d"}, U, called, tool, thought)
+    assert one.turns[2] == {"role": "assistant", "tool_calls": [ADD]}
+    assert one.turns[3] == tool
+    assert one.turns[4] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ADD,
+        {"function": {"name": "add", "arguments": '{"a": 1, "b": "\\u00fc"}'}},
+        {"name": "add", "arguments": {"a": 1, "b": "ü"}},
+    ],
+)
+def test_arguments_are_objects_however_they_are_written(call):
+    one = messages(U, {"role": "assistant", "tool_calls": [call]})
+    assert one.turns[1]["tool_calls"] == [ADD]
+    legacy = {"role": "assistant", "content": None, "function_call": call.get("function", call)}
+    assert messages(U, legacy).turns[1]["tool_calls"] == [ADD]
+
+
+def test_calls_keep_their_id_and_may_have_no_arguments():
+    call = {"id": "x1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    named = messages(U, {"role": "assistant", "tool_calls": [call]}).turns[1]["tool_calls"][0]
+    assert named == {"id": "x1", "type": "function", "function": {"name": "now", "arguments": {}}}
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert messages({"role": "user", "content": parts}, A).turns[0]["content"] == "one two"
+
+
+def test_sharegpt_becomes_the_same_turns():
+    call = json.dumps({"name": "add", "arguments": {"a": 1, "b": "ü"}})
+    one = sharegpt(
+        ("system", "s"), ("human", "q"), ("function_call", call), ("observation", "2"), ("gpt", "a")
+    )
+    assert list(one.turns) == [
+        {"role": "system", "content": "s"},
+        U,
+        {"role": "assistant", "tool_calls": [ADD]},
+        {"role": "tool", "content": "2"},
+        A,
+    ]
+    assert one.answers == (2, 4)
+    assert sharegpt(("user", "q"), ("assistant", "a"), ("tool", "t")).answers == (1,)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_have_one_layout(wrapped, as_text):
+    whole = {"type": "function", "function": TOOL}
+    tools: Any = [whole if wrapped else TOOL]
+    tools = json.dumps(tools) if as_text else tools
+    assert messages(U, A, tools=tools).tools == (whole,)
+    assert sharegpt(("human", "q"), ("gpt", "a"), tools=tools).tools == (whole,)
+
+
+@pytest.mark.parametrize("tools", [None, "", [], "[]"])
+def test_rows_without_tools(tools):
+    assert messages(U, A, tools=tools).tools is None
+
+
+def test_a_system_column_goes_first():
+    one = chat("messages", {"messages": [U, A], "sys": "Be brief."}, system="sys")
+    assert one.turns[0] == {"role": "system", "content": "Be brief."}
+    assert one.answers == (2,)
+    assert messages(U, A, system="").turns == messages(U, A, system=None).turns == (U, A)
+
+
+def test_turns_may_be_json_text():
+    assert chat("messages", {"messages": json.dumps([U, A])}).turns == (U, A)
+
+
+def test_turns_of_weight_0_are_not_learned():
+    one = messages(U, {**A, "weight": 0}, U, {**A, "weight": 1})
+    assert one.answers == (3,)
+    assert one.turns[1] == A
+    assert "the weight 0.5; valid: 0, 1" in failure(U, {**A, "weight": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("turn", "is_blank"),
+    [
+        (A, False),
+        ({"role": "assistant", "content": " \n"}, True),
+        ({"role": "assistant", "content": "", "reasoning_content": "hm"}, False),
+        ({"role": "assistant", "tool_calls": [ADD]}, False),
+    ],
+)
+def test_chats_that_say_nothing(turn, is_blank):
+    assert messages(U, turn).is_blank is is_blank
+    assert messages(U, {**A, "weight": 0}).is_blank
+
+
+# -- malformed rows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ([], "column 'messages' holds an empty list"),
+        (["hi"], "turn 1 of 'messages' is text; an object is expected"),
+        ([{"content": "q"}], "turn 1 of 'messages' has no 'role'; keys here: 'content'"),
+        ([{"role": "usr", "content": "q"}], "has the role 'usr'; valid: system, developer, user"),
+        ([{"role": "usr", "content": "q"}], "did you mean 'user'?"),
+        ([{"role": ["user"], "content": "q"}], "has the role ['user']"),
+        ([{"from": "human", "value": "q"}], "set data.train.form to sharegpt"),
+        ([U, {"role": "assistant"}], "turn 2 of 'messages' (assistant) has no content"),
+        ([{"role": "user", "content": None}], "turn 1 of 'messages' (user) has null as content"),
+        ([{"role": "user", "content": 3}], "turn 1 of 'messages' holds a number; text is expected"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of the type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "of the type 'text' without a text"),
+        ([{"role": "user", "content": ["x"]}], "a part of the type 'text'; only text"),
+        ([{"role": "user", "content": "\ud83d"}], "turn 1 of 'messages' holds half of a surrogate"),
+        ([{**U, "tool_calls": [ADD]}, A], "has tool calls, but the role 'user'"),
+        ([U, {**A, "tool_calls": ["add"]}], "a tool call that is no object"),
+        ([U, {**A, "tool_calls": [{"name": "f", "arguments": "{a"}]}], "not JSON ('{a')"),
+        ([U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}], "'f': a list; an object"),
+        ([U, {**A, "tool_calls": [{"name": "f\udc00"}]}], "the chat holds half of a surrogate"),
+        ([U], "no turn of the assistant to learn from (turns here: user)"),
+        ([{"role": "system", "content": "s"}] * 2 + [U, A], "2 system turns, at 1, 2;"),
+    ],
+)
+def test_malformed_turns(turns, words):
+    message = failure(*turns)
+    assert message.startswith("c.jsonl:7: ")
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"system": 3}, "column 'system' holds a number; text is expected"),
+        ({"tools": "[{"}, "column 'tools' holds text that is not JSON"),
+        ({"tools": [3]}, "column 'tools' holds a number as a tool"),
+        ({"tools": [{"description": "d"}]}, "a tool has no 'name'; keys here: 'description'"),
+    ],
+)
+def test_malformed_columns_beside_the_turns(columns, words):
+    assert words in failure(U, A, **columns)
+
+
+def test_a_system_column_beside_a_system_turn():
+    message = failure({"role": "system", "content": "s"}, U, A, system="t")
+    assert "2 system turns, at 1, 2 (the first is of the column 'system')" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("[oops", "holds text that is not JSON ('[oops')"),
+        ('{"role": "user"}', "holds an object; a list of turns is expected"),
+        (None, "holds null; a list of turns is expected"),
+    ],
+)
+def test_columns_that_hold_no_turns(value, words):
+    with pytest.raises(DataError) as caught:
+        chat("messages", {"messages": value})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ({"from": "bot", "value": "a"}, "has the from 'bot'; valid: human, user, gpt"),
+        ({"from": "gpt", "value": None}, "(gpt) has null as value; text is expected"),
+        ({"from": "gpt"}, "(gpt) has no value"),
+        ({"from": "function_call", "value": "add(1)"}, "not JSON ('add(1)'); an object with name"),
+        ({"from": "function_call", "value": "{}"}, "no object with a name and arguments"),
+        (U, "set data.train.form to messages and data.train.messages to this column"),
+    ],
+)
+def test_malformed_sharegpt(turn, words):
+    with pytest.raises(DataError) as caught:
+        chat("sharegpt", {"conversations": [{"from": "human", "value": "q"}, turn]})
+    assert words in str(caught.value)
+
+
+def test_the_turns_of_a_record_are_not_changed():
+    turns = [{**U}, {**A, "weight": 0, "content": [{"type": "text", "text": "x"}]}]
+    before = json.dumps(turns)
+    messages(*turns)
+    assert json.dumps(turns) == before

@@ -1,0 +1,259 @@
+"""Rows to sequences: tokens, masks, what is cut, dropped and counted, and the cache's key."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from itertools import pairwise
+
+import pytest
+
+from anygauge.config.schema import DataSection, SourceSection
+from anygauge.data import Counts, Record, RowEncoder, prompt_ids
+from anygauge.interface import ModelError, RunFileError
+from tests.helpers.chats import make_chat_tokenizer, template
+from tests.helpers.masks import encode, encoder, marked
+from tests.helpers.tokenizer import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return make_chat_tokenizer(tmp_path_factory.mktemp("chat"))
+
+
+def ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def pairs(tokenizer, *rows, **data):
+    values = [{"prompt": prompt, "completion": answer} for prompt, answer in rows]
+    return encode(tokenizer, "prompt_completion", *values, source={"template": "{prompt}"}, **data)
+
+
+def learned(sequence):
+    return sequence.ids[sequence.learned].tolist()
+
+
+# -- prompt and answer ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_on", ["answer", "last_turn"])
+def test_start_prompt_answer_end_with_the_answer_learned(tokenizer, loss_on):
+    [sequence], counts = pairs(tokenizer, ("Größe?\n", "東京 🙂\r\n"), loss_on=loss_on)
+    answer = [*ids(tokenizer, "東京 🙂\r\n"), tokenizer.eos_token_id]
+    assert sequence.ids.tolist() == [
+        tokenizer.bos_token_id, *ids(tokenizer, "Größe?\n"), *answer
+    ]  # fmt: skip
+    assert learned(sequence) == answer
+    assert marked(tokenizer, sequence) == "<s>Größe?\n⟦東京 🙂\r\n</s>⟧"
+    assert (sequence.record, sequence.part) == (0, 0)
+    assert (counts.rows, counts.used, counts.supervised_tokens) == (1, 1, len(answer))
+
+
+def test_generation_reads_the_tokens_that_training_masked(tokenizer):
+    rows = [(f"Question {n}?\n", f" answer {n}") for n in range(40)]
+    sequences, _ = pairs(tokenizer, *rows)
+    assert len(sequences) == 40
+    for sequence, (prompt, answer) in zip(sequences, rows, strict=True):
+        assert prompt_ids(tokenizer, prompt) == sequence.ids[~sequence.learned].tolist()
+        assert learned(sequence) == [*ids(tokenizer, answer), tokenizer.eos_token_id]
+
+
+def test_a_tokenizer_that_adds_no_start_token(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, adds_bos=False)
+    sequences, counts = pairs(tokenizer, ("a", "b"), ("", "bc"))
+    assert sequences[0].ids.tolist() == [*ids(tokenizer, "a"), *ids(tokenizer, "b"), 1]
+    # Nothing stands before the first token of row 2, so it cannot be learned.
+    assert [one.learned.tolist()[:2] for one in sequences] == [[False, True]] * 2
+    assert counts.supervised_tokens == 2 + len(ids(tokenizer, "bc"))
+
+
+def test_loss_on_all_learns_the_prompt_too(tokenizer):
+    [sequence], _ = pairs(tokenizer, ("pq\n", "r"), loss_on="all")
+    assert learned(sequence) == [*ids(tokenizer, "pq\n"), *ids(tokenizer, "r"), 1]
+
+
+def test_alpaca(tokenizer):
+    [sequence], _ = encode(tokenizer, "alpaca", {"instruction": "Say hi.", "output": "hi"})
+    assert marked(tokenizer, sequence).endswith("Say hi.\n\n### Response:\n⟦hi</s>⟧")
+
+
+# -- what is too long -----------------------------------------------------------------------------
+
+LONG = [
+    ("a\n", "b"),
+    ("a\n", "b c d e f g h i j k"),
+    ("a b c d e f g h i j k l\n", "b"),
+    ("a\n", " \n"),
+]
+
+
+def test_answers_are_cut_and_prompts_are_not(tokenizer):
+    sequences, counts = pairs(tokenizer, *LONG, max_length=8)
+    assert (counts.rows, counts.used, counts.truncated) == (4, 2, 1)
+    assert (counts.dropped_long, counts.dropped_empty) == (1, 1)
+    assert [one.record for one in sequences] == [0, 1]
+    assert len(sequences[1].ids) == len(sequences[1].learned) == 8
+    assert tokenizer.eos_token_id not in sequences[1].ids
+    assert counts.tokens == sum(len(one.ids) for one in sequences)
+    assert counts.supervised_tokens == sum(len(learned(one)) for one in sequences)
+    assert str(counts) == (
+        f"2 of 4 rows; {counts.tokens} tokens, {counts.supervised_tokens} of them learned; "
+        "1 dropped with nothing to learn; 1 dropped as too long; 1 truncated"
+    )
+
+
+def test_drop_and_all(tokenizer):
+    sequences, counts = pairs(tokenizer, *LONG, max_length=8, too_long="drop")
+    assert [one.record for one in sequences] == [0]
+    assert (counts.dropped_long, counts.truncated) == (2, 0)
+    sequences, _ = pairs(tokenizer, *LONG, max_length=8, loss_on="all")
+    assert [one.record for one in sequences] == [0, 1, 2]
+
+
+def test_a_prompt_that_fills_the_sequence_exactly_is_dropped(tokenizer):
+    rows = [("abc", "d"), ("", "d")]
+    length = len(prompt_ids(tokenizer, "abc"))
+    assert [one.record for one in pairs(tokenizer, *rows, max_length=length)[0]] == [1]
+    kept, _ = pairs(tokenizer, *rows, max_length=length + 1)
+    assert [len(learned(one)) for one in kept] == [1, 2]
+
+
+@pytest.mark.parametrize("max_length", [2, 3, 7, 64])
+@pytest.mark.parametrize("too_long", ["truncate", "drop"])
+def test_every_token_of_a_text_but_the_first_is_learned_once(tokenizer, max_length, too_long):
+    text = "A track gauge is the distance between two rails. 東京\n\n🙂"
+    parts, counts = encode(
+        tokenizer, "text", {"text": text}, max_length=max_length, too_long=too_long
+    )
+    whole = [tokenizer.bos_token_id, *ids(tokenizer, text), tokenizer.eos_token_id]
+    assert [token for one in parts for token in learned(one)] == whole[1:]
+    assert max(len(one.ids) for one in parts) <= max_length
+    assert all(one.learned.tolist() == [False] + [True] * (len(one.ids) - 1) for one in parts)
+    assert (counts.used, counts.truncated, counts.sequences) == (1, 0, len(parts))
+    assert [one.part for one in parts] == (list(range(1, len(parts) + 1)) if parts[1:] else [0])
+    for one, following in pairwise(parts):
+        assert following.ids[0] == one.ids[-1]
+
+
+def test_chats_are_cut_at_their_end_and_dropped_without_an_answer(chats):
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "one two three four five six seven"},
+    ]
+    rows = [
+        {"messages": turns},
+        {"messages": [{"role": "user", "content": "q " * 50}, turns[1]]},
+        {"messages": [turns[0], {"role": "assistant", "content": " "}]},
+    ]
+    fields = {"chat_template": template("inst"), "max_length": 12}
+    sequences, counts = encode(chats, "messages", *rows, **fields)
+    assert [one.record for one in sequences] == [0]
+    assert len(sequences[0].ids) == 12
+    assert learned(sequences[0]) == sequences[0].ids[4:].tolist()
+    assert (counts.used, counts.truncated) == (1, 1)
+    assert (counts.dropped_long, counts.dropped_empty) == (1, 1)
+    _, counts = encode(chats, "messages", *rows, too_long="drop", **fields)
+    assert (counts.used, counts.dropped_long, counts.truncated) == (0, 2, 0)
+
+
+def test_last_turn_of_a_chat_that_says_nothing_in_it(chats):
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", " "))
+    ]
+    fields = {"chat_template": template("inst")}
+    assert encode(chats, "messages", {"messages": turns}, **fields)[1].used == 1
+    last = encode(chats, "messages", {"messages": turns}, loss_on="last_turn", **fields)[1]
+    assert (last.used, last.dropped_empty) == (0, 1)
+
+
+def test_rows_and_chats_of_one_batch_keep_their_order(chats):
+    turns = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    chat = {"prompt": turns[0], "completion": turns[1]}
+    row = {"prompt": "p", "completion": "c"}
+    sequences, counts = encode(
+        chats, "prompt_completion", chat, row, chat, chat_template=template("inst")
+    )
+    assert [one.record for one in sequences] == [0, 1, 2]
+    assert [marked(chats, one) for one in sequences[:2]] == [
+        "<s>[INST] q[/INST]⟦a</s>⟧", "<s>p\n⟦c</s>⟧"
+    ]  # fmt: skip
+    assert counts.sequences == 3
+
+
+# -- counts, keys, refusals -----------------------------------------------------------------------
+
+
+def test_counts_are_added():
+    fields = [field.name for field in dataclasses.fields(Counts)]
+    one = Counts(**{name: number for number, name in enumerate(fields)})
+    assert one + Counts() == one
+    assert sum([one, one], Counts()) == Counts(**{name: 2 * n for n, name in enumerate(fields)})
+
+
+def test_batches_do_not_change_the_result(tokenizer):
+    records = [Record({"text": f"text {n}"}, f"x:{n}") for n in range(7)]
+    whole, counts = encoder(tokenizer, "text").encode(records)
+    parts = [encoder(tokenizer, "text").encode(records[n : n + 3]) for n in range(0, 7, 3)]
+    assert [one.ids.tolist() for one in whole] == [
+        one.ids.tolist() for encoded, _ in parts for one in encoded
+    ]
+    assert sum((count for _, count in parts), Counts()) == counts
+
+
+def test_the_key_is_that_of_all_that_decides(tokenizer, chats, tmp_path):
+    def key(tokenizer=tokenizer, form="prompt_completion", source=None, **data):
+        return encoder(tokenizer, form, source, **data).key()
+
+    assert key() == key()
+    other = SourceSection(path="d.jsonl", form="prompt_completion", limit=3, weight=2)
+    same = RowEncoder(
+        other, DataSection(train=other, max_length=4096), tokenizer, field="data.eval"
+    )
+    assert same.key() == key()
+    endless = make_tokenizer(tmp_path, adds_bos=False)
+    different = [
+        key(),
+        key(form="text"),
+        key(source={"prompt": "q"}),
+        key(source={"template": "{prompt}"}),
+        key(max_length=100),
+        key(too_long="drop"),
+        key(loss_on="all"),
+        key(loss_on="last_turn"),
+        key(tokenizer=chats),
+        key(tokenizer=endless),
+        key(chat_template=template("inst")),
+        key(chat_template=template("chatml")),
+    ]
+    assert len(set(different)) == len(different)
+
+
+def test_the_key_does_not_change_when_the_tokenizer_is_used(tokenizer):
+    one = encoder(tokenizer, "text")
+    before = one.key()
+    tokenizer(["a b c", "d"], padding=True, truncation=True, max_length=2)
+    assert one.key() == before
+
+
+def test_an_encoder_can_be_sent_to_another_process(chats):
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    one = encoder(chats, "messages", chat_template=template("headers_marked"))
+    other = pickle.loads(pickle.dumps(one))
+    records = [Record(row, "x:1")]
+    assert other.key() == one.key()
+    assert other.encode(records)[0][0].ids.tolist() == one.encode(records)[0][0].ids.tolist()
+
+
+def test_refusals(tokenizer, tmp_path):
+    with pytest.raises(RunFileError, match="max_length is 1"):
+        encoder(tokenizer, "text", max_length=1)
+    with pytest.raises(ValueError, match="told before"):
+        encoder(tokenizer, "auto")
+    endless = make_tokenizer(tmp_path)
+    endless.eos_token = None
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        encoder(endless, "text")
+    with pytest.raises(ModelError, match=r"no chat template.*data\.chat_template"):
+        encoder(tokenizer, "messages")

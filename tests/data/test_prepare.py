@@ -1,0 +1,177 @@
+"""Sources to tokenised rows: several of them, splits, the cache, and what is said of bad ones."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from anygauge.config.schema import DataSection
+from anygauge.data import described, peek, prepare
+from anygauge.interface import DataError
+
+
+def rows(*texts):
+    return [{"prompt": text, "completion": text.upper()} for text in texts]
+
+
+def section(train, cache="off", **fields):
+    return DataSection(train=train, max_length=32, cache=str(cache), **fields)
+
+
+def texts(found, tokenizer):
+    return [tokenizer.decode(found.row(index)) for index in range(len(found))]
+
+
+def origins(found):
+    return [found.origin(index).rpartition("/")[2] for index in range(len(found))]
+
+
+def test_several_sources_of_several_forms(source, tokenizer):
+    sources = [
+        source(rows("a", "b"), name="one.jsonl"),
+        source("question,answer\nq,r\n", name="two.csv", prompt="question", completion="answer"),
+        source("some words " * 12, name="three.txt"),
+    ]
+    peek(section(sources))
+    found = prepare(section(sources), tokenizer, seed=0).train
+    assert found.sizes[:2] == [2, 1]
+    assert found.sizes[2] > 1
+    assert origins(found)[:5] == [
+        "one.jsonl:1",
+        "one.jsonl:2",
+        "two.csv:2",
+        "three.txt:1 (part 1)",
+        "three.txt:1 (part 2)",
+    ]
+    assert found.report.rows == 4
+    assert found.report.sequences == len(found)
+    assert texts(found, tokenizer)[2] == "<s>q\nr</s>"
+    assert found.report.tokens == int(found.lengths.sum())
+    for index in range(len(found)):
+        learned = found.learned(index)
+        assert not learned[0]
+        assert found.supervised(index) == learned.sum() > 0
+        assert len(learned) == len(found.row(index)) == found.lengths[index]
+
+
+def test_rows_come_from_the_cache_and_are_the_same(source, tokenizer, tmp_path):
+    sources = [source(rows("a", "bcd"), name="one.jsonl"), source("x\ny\n", name="two.txt")]
+    data = section(sources, tmp_path / "cache")
+    first = prepare(data, tokenizer, seed=0).train
+    again = prepare(data, tokenizer, seed=0).train
+    assert first.built is None
+    assert described(again) == f"{first.report} (from the cache of {again.built})"
+    assert abs(time.mktime(time.strptime(again.built, "%Y-%m-%d %H:%M:%S")) - time.time()) < 600
+    assert again.fingerprint() == first.fingerprint()
+    assert origins(again) == origins(first)
+    assert texts(again, tokenizer) == texts(first, tokenizer)
+    uncached = prepare(section(sources), tokenizer, seed=0).train
+    assert uncached.fingerprint() == first.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_length": 16}, {"loss_on": "all"}, {"limit": 1}, {"template": "{prompt}:"}]
+)
+def test_other_settings_are_another_entry(source, tokenizer, tmp_path, change):
+    one = source(rows("a", "bcd"))
+    prepare(section(one, tmp_path / "cache"), tokenizer, seed=0)
+    data = section(one, tmp_path / "cache")
+    if set(change) <= set(DataSection.model_fields):
+        data = data.model_copy(update=change)
+    else:
+        data = data.model_copy(update={"train": one.model_copy(update=change)})
+    assert prepare(data, tokenizer, seed=0).train.built is None
+
+
+def test_a_copy_of_the_file_needs_no_new_entry_and_has_its_own_origins(source, tokenizer, tmp_path):
+    prepare(section(source(rows("a")), tmp_path / "cache"), tokenizer, seed=0)
+    copy = source(rows("a"), name="{copy}.jsonl")
+    found = prepare(section(copy, tmp_path / "cache"), tokenizer, seed=0).train
+    assert found.built is not None
+    assert origins(found) == ["{copy}.jsonl:1"]
+
+
+def test_changed_content_is_another_entry(source, tokenizer, tmp_path):
+    one = source(rows("a"))
+    prepare(section(one, tmp_path / "cache"), tokenizer, seed=0)
+    source(rows("b"))
+    found = prepare(section(one, tmp_path / "cache"), tokenizer, seed=0).train
+    assert found.built is None
+    assert texts(found, tokenizer) == ["<s>b\nB</s>"]
+
+
+def test_of_each_source_a_share_is_held_out_whole(source, tokenizer, tmp_path):
+    long = " ".join(str(number) for number in range(60))
+    sources = [
+        source(rows(*"abcdefghij"), name="one.jsonl"),
+        source([{"text": f"{letter} {long}"} for letter in "klmnopqrst"], name="two.jsonl"),
+    ]
+    data = section(sources, tmp_path / "cache", eval_fraction=0.2)
+    prepared = prepare(data, tokenizer, seed=3)
+    kept, held_out = prepared.train, prepared.eval
+    assert (kept.report.rows, held_out.report.rows) == (16, 4)
+    assert [piece.counts.rows for piece in held_out.pieces] == [2, 2]
+
+    def records(found):
+        return {origin.partition(" ")[0] for origin in origins(found)}
+
+    assert not records(kept) & records(held_out)
+    assert len(records(kept) | records(held_out)) == 20
+    again = prepare(data, tokenizer, seed=3)
+    assert again.train.built
+    assert again.eval.built
+    assert origins(again.eval) == origins(held_out)
+    assert origins(prepare(data, tokenizer, seed=4).eval) != origins(held_out)
+
+
+def test_several_sources_to_evaluate_on(source, tokenizer):
+    one = source(rows("a"), name="one.jsonl")
+    two = source(rows("b", "c"), name="two.jsonl")
+    held_out = prepare(section(one, eval=[one, two]), tokenizer, seed=0).eval
+    assert origins(held_out) == ["one.jsonl:1", "two.jsonl:1", "two.jsonl:2"]
+
+
+def test_a_source_of_which_nothing_is_left(source, tokenizer):
+    good = source(rows("a"), name="good.jsonl")
+    bad = source(
+        [{"prompt": "x", "completion": ""}, {"prompt": "x " * 99, "completion": "y"}],
+        name="bad.jsonl",
+    )
+    with pytest.raises(DataError) as caught:
+        prepare(section([good, bad]), tokenizer, seed=0)
+    assert "none of the 2 rows of " in str(caught.value)
+    assert "bad.jsonl" in str(caught.value)
+    assert "1 too long for data.max_length 32" in str(caught.value)
+    assert "1 with nothing to learn" in str(caught.value)
+
+
+def test_a_peek_names_the_source_and_reads_no_further(source):
+    good = source(rows("a"), name="good.jsonl")
+    late = "".join(json.dumps(row) + "\n" for row in rows(*"abcdefghijklmnopqrst")) + "no json\n"
+    peek(section([good, source(late, name="late.jsonl")]))
+    wrong = source([{"question": "a"}], name="wrong.jsonl")
+    with pytest.raises(DataError, match=r"wrong\.jsonl:1: .*data\.train\[1\]\.prompt"):
+        peek(section([good, wrong]))
+    with pytest.raises(DataError, match=r"data\.eval\.prompt"):
+        peek(section(good, eval=wrong))
+
+
+def test_a_wrong_row_is_named_and_nothing_is_kept(source, tokenizer, tmp_path):
+    wrong = source([*rows("a"), {"prompt": "b", "completion": None}])
+    with pytest.raises(DataError, match=r"data\.jsonl:2: column 'completion' holds null"):
+        prepare(section(wrong, tmp_path / "cache"), tokenizer, seed=0)
+    assert not [each for each in (tmp_path / "cache" / "rows").iterdir() if each.is_dir()]
+
+
+def test_masks_and_places_survive_the_files(source, tokenizer, tmp_path):
+    content = "\n".join(json.dumps(row) + "\n" for row in rows(*"abc"))
+    data = section(source(content), tmp_path / "cache", loss_on="all")
+    found = [prepare(data, tokenizer, seed=0).train for _ in range(2)]
+    assert origins(found[1]) == ["data.jsonl:1", "data.jsonl:3", "data.jsonl:5"]
+    for index in range(3):
+        assert np.array_equal(found[0].learned(index), found[1].learned(index))
+        assert found[1].row(index).dtype == np.int32
+        assert found[1].learned(index).dtype == np.bool_

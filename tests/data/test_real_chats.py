@@ -1,0 +1,46 @@
+"""Real chats with tool calls; found through ANYGAUGE_DATA."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from anygauge.config.schema import SourceSection
+from anygauge.data import Record, first_records
+from anygauge.data.forms import told_form
+from tests.helpers.chats import make_chat_tokenizer, template
+from tests.helpers.masks import encode, stretches
+
+FOLDER = os.environ.get("ANYGAUGE_DATA", "")
+
+pytestmark = pytest.mark.skipif(not FOLDER, reason="ANYGAUGE_DATA names no folder of real files")
+
+
+def spoken(turn):
+    """What a turn of a ShareGPT file becomes in the template."""
+    if turn["from"] == "gpt":
+        return turn["value"]
+    call = json.loads(turn["value"])
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    return f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_tool_calls_of_a_sharegpt_file(tmp_path):
+    tokenizer = make_chat_tokenizer(tmp_path)
+    path = Path(FOLDER) / "toolcall_sharegpt.json"
+    source = SourceSection(path=str(path))
+    rows = [dict(one.values) for one in first_records(source, 40, "data.train")]
+    assert told_form(Record(rows[0], "x"), source, "data.train") == "sharegpt"
+    sequences, counts = encode(
+        tokenizer, "sharegpt", *rows, chat_template=template("chatml"), max_length=10**5
+    )
+    assert counts.used == len(sequences) == 40
+    for row, sequence in zip(rows, sequences, strict=True):
+        turns = [turn for turn in row["conversations"] if turn["from"] in ("gpt", "function_call")]
+        expected = [f"{spoken(turn)}<|im_end|>" for turn in turns]
+        expected[-1] = f"<think>\n\n</think>\n\n{expected[-1]}"
+        learned = [text for is_learned, text in stretches(tokenizer, sequence) if is_learned]
+        assert learned == expected

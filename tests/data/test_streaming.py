@@ -1,0 +1,239 @@
+"""Streamed batches: the same as prepared ones where they can be, and sound where they cannot."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from anygauge.config.schema import DataSection, SourceSection, TrainSection
+from anygauge.data import Layout, prepare, training_batches
+from anygauge.data import streaming as streaming_module
+from anygauge.interface import DataError
+
+PAD = 2
+
+
+def alone(values):
+    return values
+
+
+class Ranks:
+    """Sums numbers of ranks that are threads, as collectives do: all take part, in one order."""
+
+    def __init__(self, count):
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.parts = [None] * count
+        self.calls = 0
+
+    def of(self, rank):
+        def sum_on_ranks(values):
+            self.parts[rank] = values
+            self.barrier.wait()
+            total = np.sum(self.parts, axis=0).tolist()
+            self.calls += rank == 0
+            self.barrier.wait()
+            return total
+
+        return sum_on_ranks
+
+    def run(self, work):
+        """What `work(rank)` returns on each rank."""
+        results = [None] * len(self.parts)
+
+        def one(rank):
+            results[rank] = work(rank)
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.parts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert None not in results
+        return results
+
+
+@pytest.fixture
+def batches(tokenizer, counting):
+    """Batches of the counting rows, streamed or prepared; `settings` of the section train."""
+
+    def make(*, streaming=True, world=1, rank=0, micro=2, sums=alone, settings=None, **fields):
+        data = {"train": SourceSection(path=str(counting)), "max_length": 64, "cache": "off"}
+        section = DataSection(**{**data, **fields}, streaming=streaming)
+        train = TrainSection(**{"global_batch": 4, "seed": 5, **(settings or {})})
+        layout = Layout(
+            micro_batch=micro,
+            world_size=world,
+            rank=rank,
+            max_length=section.max_length,
+            pad_id=PAD,
+            packing=section.packing,
+        )
+        rows = prepare(section, tokenizer, seed=5).train
+        made = training_batches(rows, section, train, layout, sums)
+        made.rows = rows
+        return made
+
+    return make
+
+
+def content(batches, index):
+    return [
+        (batch.input_ids.tolist(), batch.labels.tolist(), batch.origins)
+        for batch in batches.step(index)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        ({}, {}),
+        ({"epochs": 2.3}, {}),
+        ({"steps": 9}, {}),
+        ({}, {"eval_fraction": 0.3}),
+        ({"epochs": 2.0}, {"weights": (1.0, 0.5)}),
+    ],
+)
+def test_streamed_steps_are_the_prepared_ones(batches, counting, settings, fields):
+    fields = dict(fields)
+    if "weights" in fields:
+        weights = fields.pop("weights")
+        fields["train"] = [SourceSection(path=str(counting), weight=weight) for weight in weights]
+    streamed = batches(settings=settings, **fields)
+    prepared = batches(settings=settings, streaming=False, **fields)
+    assert streamed.steps == prepared.steps
+    assert streamed.sequences_per_epoch == prepared.sequences_per_epoch
+    for index in range(streamed.steps):
+        assert content(streamed, index) == content(prepared, index)
+        assert streamed.supervised_tokens(index) == prepared.supervised_tokens(index)
+        assert streamed.real_tokens(index) == prepared.real_tokens(index)
+        assert streamed.global_origins(index) == prepared.global_origins(index)
+        assert streamed.epoch(index) == prepared.epoch(index)
+    with pytest.raises(IndexError):
+        streamed.step(streamed.steps)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_any_step_can_be_the_first(batches, packing):
+    straight = batches(packing=packing, settings={"steps": 70})
+    wanted = {index: content(straight, index) for index in range(70)}
+    assert len({str(step) for step in wanted.values()}) == 70
+    for first in (69, 64, 1, 33):
+        resumed = batches(packing=packing, settings={"steps": 70})
+        for index in range(first, min(first + 4, 70)):
+            assert content(resumed, index) == wanted[index]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_divide_streamed_steps(batches, packing, world):
+    settings = {"global_batch": 8, "epochs": 1.4}
+    whole = batches(packing=packing, micro=8, settings=settings)
+    ranks = Ranks(world)
+
+    def work(rank):
+        mine = batches(
+            packing=packing, world=world, rank=rank, sums=ranks.of(rank), settings=settings
+        )
+        return [
+            (content(mine, index), mine.supervised_tokens(index), mine.real_tokens(index))
+            for index in range(mine.steps)
+        ], str(mine.rows.report)
+
+    results = ranks.run(work)
+    assert ranks.calls == (0 if packing else whole.steps), "once a step, or never"
+    for index in range(whole.steps):
+        (together,) = whole.step(index)
+        steps = [steps[index] for steps, _ in results]
+        turns = zip(*(step[0] for step in steps), strict=True)
+        origins = [origin for turn in turns for _, _, origins in turn for origin in origins]
+        assert tuple(origins) == together.origins
+        assert {step[1] for step in steps} == {together.supervised_tokens}
+        assert {step[2] for step in steps} == {together.tokens}
+    assert {report for _, report in results} == {str(whole.rows.report)}
+
+
+def test_what_yields_nothing_is_a_dummy_and_what_is_long_is_cut(batches, source):
+    rows = [
+        {"text": "one"},
+        {"text": " "},
+        {"text": " ".join(str(number) for number in range(99))},
+        {"text": "two"},
+    ]
+    made = batches(train=source(rows), max_length=16, micro=4)
+    (batch,) = made.step(0)
+    assert sorted(origin.rpartition(":")[2] for origin in batch.origins) == ["1", "3 (part 1)", "4"]
+    assert batch.input_ids.shape == (4, 16)
+    assert made.real_tokens(0) == batch.tokens
+    counts = made.rows.counts
+    assert (counts.rows, counts.used, counts.sequences) == (4, 3, 3)
+    assert (counts.dropped_empty, counts.truncated) == (1, 1)
+    assert str(made.rows.report).startswith("streamed 3 of 4 rows; ")
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_step_without_anything_to_learn_is_an_error(batches, source, packing):
+    empty = source([{"prompt": "x", "completion": ""}] * 9)
+    with pytest.raises(DataError, match="holds anything to learn"):
+        batches(train=empty, packing=packing, settings={"steps": 1}).step(0)
+
+
+def test_a_wrong_row_is_named_when_its_step_comes(batches, source):
+    content = '{"text": "a"}\n' * 8 + "no json\n"
+    made = batches(train=source(content), settings={"steps": 3})
+    with pytest.raises(DataError, match=r"data\.jsonl:9: one JSON object per line"):
+        for index in range(3):
+            made.step(index)
+
+
+def test_packs_are_full_and_every_row_is_read(batches, source):
+    lengths = np.clip(np.random.default_rng(0).lognormal(2.5, 0.6, 6000), 2, 60).astype(int)
+    rows = [{"text": "7 " * length} for length in lengths.tolist()]
+    made = batches(
+        train=source(rows), packing=True, max_length=256, micro=8, settings={"global_batch": 16}
+    )
+    read, tokens = Counter(), 0
+    for index in range(made.steps):
+        read.update(made.global_origins(index))
+        tokens += made.real_tokens(index)
+        assert made.supervised_tokens(index) > 0
+    assert made.epoch(made.steps - 1) == 1
+    assert max(read.values()) == 1
+    assert len(read) + made.rows.left_out == 6000
+    assert made.rows.left_out < 60
+    # All but the last block, which ends with the data.
+    whole = made.steps // made._block_steps * made._block_steps
+    filled = sum(made.real_tokens(index) for index in range(whole)) / (whole * 16 * 256)
+    assert filled > 0.9
+
+
+def test_the_reading_thread_is_ahead_and_keeps_little():
+    begun = {index: threading.Event() for index in range(10)}
+    ahead = streaming_module._Ahead(lambda index: begun[index].set() or index, 10, depth=2)
+    assert ahead.get(3) == 3
+    assert begun[5].wait(60), "two more are worked out unasked"
+    assert not begun[6].wait(0.1)
+    assert ahead.get(8) == 8
+    assert set(ahead._begun) == {8, 9}
+    assert ahead.get(0) == 0
+
+
+def test_the_fingerprint_of_a_stream(batches, tmp_path, counting):
+    base = batches().fingerprint()
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(counting.read_bytes())
+    assert batches(train=SourceSection(path=str(copy)), world=2, rank=1).fingerprint() == base
+    copy.write_text(copy.read_text() + json.dumps({"prompt": "p", "completion": "c"}))
+    prints = {
+        base,
+        batches(train=SourceSection(path=str(copy))).fingerprint(),
+        batches(settings={"seed": 6}).fingerprint(),
+        batches(max_length=32).fingerprint(),
+        batches(packing=True).fingerprint(),
+        batches(eval_fraction=0.1).fingerprint(),
+        batches(streaming=False).fingerprint(),
+    }
+    assert len(prints) == 7

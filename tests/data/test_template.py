@@ -1,0 +1,173 @@
+"""Chat templates: where they come from, what is checked before a run, and how a question is put."""
+
+from __future__ import annotations
+
+import pytest
+
+from anygauge.config.schema import DataSection, SourceSection
+from anygauge.data import peek
+from anygauge.data.template import ChatTemplate, TemplateRefusal, read_template
+from anygauge.interface import DataError, ModelError, RunFileError
+from tests.helpers.chats import make_chat_tokenizer, template
+from tests.helpers.tokenizer import FIXTURES
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+ECHO = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_chat_tokenizer(tmp_path)
+
+
+def test_a_file_or_the_template_itself(tmp_path):
+    assert read_template(None) is None
+    assert read_template(ECHO) == ECHO
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% if true %}é{% endif %}", encoding="utf-8")
+    assert read_template(str(file)) == "{% if true %}é{% endif %}"
+
+
+@pytest.mark.parametrize("name", ["headers", "headers_marked", "chatml", "inst"])
+def test_the_fixtures_are_valid(name):
+    path = FIXTURES / "templates" / f"{name}.jinja"
+    assert read_template(str(path)) == template(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"\xff{{", "not UTF-8 at byte 0"),
+        (b"one\n{% for m in messages %}", "line 2: not a valid Jinja template"),
+        (b"{% generation %}", "line 1: not a valid Jinja template"),
+    ],
+)
+def test_files_that_are_no_template(tmp_path, content, words):
+    file = tmp_path / "chat.jinja"
+    file.write_bytes(content)
+    with pytest.raises(RunFileError) as caught:
+        read_template(str(file))
+    assert str(caught.value).startswith(f"data.chat_template: {file}")
+    assert words in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(RunFileError, match="no such file"):
+        read_template(str(tmp_path / "chat.jinja"))
+    with pytest.raises(RunFileError, match="cannot be read"):
+        read_template(str(tmp_path))
+
+
+def test_a_wrong_template_is_told_before_anything_is_started():
+    source = SourceSection(path=str(FIXTURES / "rows.jsonl"))
+    with pytest.raises(RunFileError, match="line 1: not a valid Jinja template"):
+        peek(DataSection(train=source, chat_template="{{ messages"))
+
+
+def test_the_tokenizers_own_template_and_one_that_wins_over_it(tokenizer):
+    with pytest.raises(ModelError, match=r"no chat template.*data\.chat_template"):
+        ChatTemplate(tokenizer, None)
+    tokenizer.chat_template = ECHO
+    assert ChatTemplate(tokenizer, None).render(TURNS, None) == "q</s>a</s>"
+    assert (
+        ChatTemplate(tokenizer, template("inst")).render(TURNS, None) == "<s>[INST] q[/INST]a</s>"
+    )
+    tokenizer.chat_template = "{{ messages"
+    with pytest.raises(RunFileError, match="the tokenizer's chat template, line 1"):
+        ChatTemplate(tokenizer, None)
+
+
+def test_a_tokenizer_with_a_template_for_tools(tokenizer):
+    tokenizer.chat_template = {"default": ECHO, "tool_use": "tools:" + ECHO}
+    chat = ChatTemplate(tokenizer, None)
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert chat.render(TURNS, None) == "q</s>a</s>"
+    assert chat.render(TURNS, [tool]) == "tools:q</s>a</s>"
+
+
+def test_a_tokenizer_without_offsets(tokenizer, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(ModelError, match=r"give a tokenizer with a tokenizer\.json"):
+        ChatTemplate(tokenizer, ECHO)
+
+
+def test_todays_date_is_always_the_same(tokenizer):
+    text = "{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d') }}\n" + ECHO
+    chat = ChatTemplate(tokenizer, text)
+    assert chat.render(TURNS, None) == "01 Jan 2025|2025-01-01\nq</s>a</s>"
+    # What stands in front of it changes nothing else, not even white space at the start.
+    spaced = ChatTemplate(tokenizer, "\n  {% if strftime_now is defined %}x{% endif %}" + ECHO)
+    plain = ChatTemplate(tokenizer, "\n  {% if messages is defined %}x{% endif %}" + ECHO)
+    assert spaced.render(TURNS, None) == plain.render(TURNS, None)
+
+
+def test_a_refusal_has_the_templates_words(tokenizer):
+    chat = ChatTemplate(tokenizer, "{{ raise_exception('No ' + messages[0].role) }}")
+    with pytest.raises(TemplateRefusal, match=r"^No user$"):
+        chat.render(TURNS, None)
+    with pytest.raises(TemplateRefusal, match="no turn"):
+        chat.render([], None)
+    with pytest.raises(DataError, match="does not take a question: No user; give --raw"):
+        chat.question_ids("q")
+
+
+def test_a_template_that_writes_no_text_is_refused(tokenizer):
+    parts = (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
+    )
+    with pytest.raises(RunFileError, match=r"does not write what is said.*'</s></s>'"):
+        ChatTemplate(tokenizer, parts)
+
+
+MACRO = (
+    "{% macro turn(m) %}{{ m.role }}: {% generation %}{{ m.content }}</s>{% endgeneration %}"
+    "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+)
+
+
+def test_generation_marks_that_the_library_misplaces_are_refused(tokenizer):
+    with pytest.raises(RunFileError, match="not in a macro or a set block"):
+        ChatTemplate(tokenizer, MACRO)
+
+
+def test_marks_are_seen_however_they_are_written(tokenizer):
+    for opening in (
+        "{% generation %}",
+        "{%- generation -%}",
+        "{%generation%}",
+        "{%+ generation %}",
+    ):
+        text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        assert not ChatTemplate(tokenizer, text).has_marks(None)
+        marked = text + opening + "{% endgeneration %}"
+        with pytest.raises(RunFileError, match="not the assistant's reply"):
+            ChatTemplate(tokenizer, marked)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "stops"),
+    [
+        ("inst", "<s>[INST] q 🙂[/INST]", ["</s>"]),
+        ("chatml", "<|im_start|>user\nq 🙂<|im_end|>\n<|im_start|>assistant\n", ["<|im_end|>"]),
+        (
+            "headers",
+            "<s><|start_header_id|>user<|end_header_id|>\n\nq 🙂<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            ["<|eot_id|>"],
+        ),
+    ],
+)
+def test_how_a_question_is_put_and_what_ends_its_answer(tokenizer, name, asked, stops):
+    chat = ChatTemplate(tokenizer, template(name))
+    assert tokenizer.decode(chat.question_ids("q 🙂")) == asked
+    assert tokenizer.convert_ids_to_tokens(chat.stop_ids()) == stops
+
+
+def test_the_end_of_a_turn(tokenizer):
+    chat = ChatTemplate(tokenizer, ECHO)
+    assert chat.end_of_turn("words<|im_end|>\n") == len("words<|im_end|>")
+    assert chat.end_of_turn("a</tool_call>\n") == len("a</tool_call>")
+    assert chat.end_of_turn("a</s></tool_call>") == len("a</s></tool_call>")
+    assert chat.end_of_turn("a</s>b") is None
+    assert chat.end_of_turn("words") is None

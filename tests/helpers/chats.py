@@ -1,0 +1,37 @@
+"""A tokenizer with the tokens of three families of chat templates, and those templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from tests.helpers.tokenizer import FIXTURES, make_tokenizer
+
+SPECIAL = (
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "[INST]",
+    "[/INST]",
+)
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def make_chat_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
+    """`make_tokenizer` with the templates' tokens; it has no chat template of its own."""
+    tokenizer = make_tokenizer(folder)
+    tokenizer.add_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL], special_tokens=True
+    )
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED])
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def template(name: str) -> str:
+    """The text of a template: headers, headers_marked, chatml or inst."""
+    return (FIXTURES / "templates" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -1,0 +1,174 @@
+"""Real runs of several ranks in seconds: one process imports everything, each rank is its fork.
+
+What an agent does is left out, what a rank does is not: every fork runs `worker.main` on a job
+file. `runs_of` starts this module as a process of its own, because a process with threads (a test
+runner's) must not fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.runs import Run
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One start of a run.
+
+    Attributes:
+        file: the run file.
+        overrides: as ``--set`` takes them.
+        kill_after_s: SIGKILL to all ranks so long after the first of its steps; None to let it be.
+        stop_after_s: likewise SIGTERM.
+    """
+
+    file: str
+    overrides: tuple[str, ...] = ()
+    kill_after_s: float | None = None
+    stop_after_s: float | None = None
+
+
+def runs_of(parts: Sequence[Part], *, timeout_s: float = 600) -> list[Run]:
+    """Do all parts, one after another; a rank's exit status is that of the first that failed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.forked"],
+        cwd=ROOT,
+        input=json.dumps([asdict(part) for part in parts]),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ANYGAUGE_BLOCK_PLUGINS": ""},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    return [
+        Run(folder=Path(r["folder"]), status=r["status"], out=r["out"], err=r["log"])
+        for r in results
+    ]
+
+
+def finished(parts: Sequence[Part], *, timeout_s: float = 600) -> list[Run]:
+    """The same, and all of them must succeed."""
+    runs = runs_of(parts, timeout_s=timeout_s)
+    for run in runs:
+        assert run.status == 0, run.err
+    return runs
+
+
+def main() -> None:
+    preload()
+    parts = [Part(**{**p, "overrides": tuple(p["overrides"])}) for p in json.load(sys.stdin)]
+    results = [start(part) for part in parts]
+    print(json.dumps(results))
+
+
+def preload() -> None:
+    """Import what ranks will need, without starting a thread."""
+    import peft  # noqa: F401
+
+    import anygauge.training.save
+    import anygauge.training.setup  # noqa: F401
+    from anygauge import open_backend
+    from anygauge.strategies.zero_runtime import import_deepspeed
+
+    import_deepspeed(open_backend("cpu"))
+
+
+def start(part: Part) -> dict[str, Any]:
+    """Fork the ranks of one start, and see them to their end."""
+    from anygauge.cli.plan import read_intent
+    from anygauge.cli.run_folder import claimed
+    from anygauge.config import dump_run
+    from anygauge.interface.files import write_text
+
+    intent = read_intent(Path(part.file), list(part.overrides), {}, need_device=True)
+    job = intent.job
+    folder = Path(job.run_directory)
+    with claimed(folder):
+        write_text(job.run_file, dump_run(intent.run))
+        job_file = folder / "job.json"
+        write_text(job_file, job.dump())
+        metrics = folder / "metrics.jsonl"
+        ranks = [
+            fork_rank(rank, job.world_size, folder, job_file) for rank in range(job.world_size)
+        ]
+        signum = signal.SIGKILL if part.kill_after_s is not None else signal.SIGTERM
+        delay = part.kill_after_s if part.kill_after_s is not None else part.stop_after_s
+        if delay is not None:
+            wait_for_a_step(metrics, ranks)
+            time.sleep(delay)
+            for pid in ranks:
+                os.kill(pid, signum)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    logs = "\n".join((folder / f"rank{r}.log").read_text()[-2500:] for r in range(job.world_size))
+    events = "".join((folder / f"events{r}").read_text() for r in range(job.world_size))
+    status = next((code for code in codes if code), 0)
+    return {"folder": str(folder), "status": status, "out": events, "log": logs}
+
+
+def fork_rank(rank: int, world: int, folder: Path, job_file: Path) -> int:
+    """Start one rank; returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    events = os.open(folder / f"events{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    identity: Mapping[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "ANYGAUGE_EVENTS_FD": events,
+    }
+    os.environ.update({name: str(value) for name, value in identity.items()})
+    sys.argv = ["worker", "--job", str(job_file)]
+    status = 1
+    try:
+        from anygauge.training.worker import main as work
+
+        status = work()
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+def wait_for_a_step(metrics: Path, ranks: Sequence[int]) -> None:
+    """Until this start has written a step of its own."""
+    deadline = time.monotonic() + PATIENCE_S
+    seen: int | None = None
+    while time.monotonic() < deadline:
+        # Resuming may first shorten the file; what it grows by afterwards is this start's.
+        size = metrics.stat().st_size if metrics.exists() else 0
+        if seen is not None and size > seen:
+            return
+        seen = size if seen is None else min(seen, size)
+        if any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in ranks):
+            return  # its end comes next
+        time.sleep(0.005)
+    raise TimeoutError(f"no step within {PATIENCE_S} s")
+
+
+def random_delays(seed: int, count: int, longest_s: float) -> list[float]:
+    """Moments for kills, the same in every run of a test."""
+    source = random.Random(seed)
+    return [source.uniform(0, longest_s) for _ in range(count)]
+
+
+if __name__ == "__main__":
+    main()

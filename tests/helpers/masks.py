@@ -1,0 +1,45 @@
+"""Sequences of tokens as text, with the learned stretches between ⟦ and ⟧."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from anygauge.config.schema import DataSection, SourceSection
+from anygauge.data import Counts, Encoded, Record, RowEncoder
+
+
+def encoder(tokenizer: Any, form: str, source: dict[str, Any] | None = None, **data: Any) -> Any:
+    """An encoder for rows of a form."""
+    section = SourceSection(path="c.jsonl", form=form, **(source or {}))
+    fields = {"max_length": 4096, **data}
+    return RowEncoder(section, DataSection(train=section, **fields), tokenizer, field="data.train")
+
+
+def encode(
+    tokenizer: Any, form: str, *rows: dict[str, Any], **fields: Any
+) -> tuple[list[Encoded], Counts]:
+    """What rows become, each of them one line of a file."""
+    records = [Record(row, f"c.jsonl:{line}") for line, row in enumerate(rows, start=1)]
+    return encoder(tokenizer, form, **fields).encode(records)
+
+
+def stretches(tokenizer: Any, sequence: Encoded) -> list[tuple[bool, str]]:
+    """The texts of neighbouring tokens that are all learned, or all not."""
+    pairs = zip(sequence.learned.tolist(), sequence.ids.tolist(), strict=True)
+    groups = groupby(pairs, key=lambda pair: pair[0])
+    return [
+        (learned, text_of(tokenizer, [token for _, token in group])) for learned, group in groups
+    ]
+
+
+def text_of(tokenizer: Any, ids: list[int]) -> str:
+    """Decoded as it is: special tokens shown, spaces left alone."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def marked(tokenizer: Any, sequence: Encoded) -> str:
+    """The whole text with its learned stretches between ⟦ and ⟧."""
+    return "".join(
+        f"⟦{text}⟧" if learned else text for learned, text in stretches(tokenizer, sequence)
+    )

@@ -1,0 +1,134 @@
+"""One of several ranks: each kind of adapter under ZeRO-3 and in one process, step by step.
+
+Run as a script: ``adapter_rank.py OUTPUT``. Every rank also trains the whole batch by itself, with
+the `single` strategy; losses, gradient norms and adapters of both are written as JSON by rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anygauge.config.precision import Precision
+from anygauge.config.schema import AdapterGroup, AdapterSection, ModelSection, OptimizerSection
+from anygauge.models.export import adapter_state
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.loss import summed_cross_entropy
+from anygauge.registry import Registry
+from anygauge.strategies.base import BuildContext, DeviceBatch
+from anygauge.strategies.single import Single
+from anygauge.strategies.zero import Zero
+from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.runs import TINY
+from tests.models.test_adapter_kinds import GPT2
+
+STEPS = 2
+NOTHING_RESIDENT = {"stage3_param_persistence_threshold": 0}
+"""Otherwise DeepSpeed keeps weights of a tiny model whole: nothing would be gathered."""
+
+EVERYTHING: dict[str, Any] = {"rank": 4, "dora": True, "targets": ".*"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Zero, bool]] = {
+    "dora": (TINY, EVERYTHING, Zero(3, NOTHING_RESIDENT), True),
+    "dora, factors resident": (TINY, EVERYTHING, Zero(3, {}), True),
+    "dora, no recomputation": (TINY, EVERYTHING, Zero(3, NOTHING_RESIDENT), False),
+    "dora, stage 2": (TINY, EVERYTHING, Zero(2, {}), True),
+    "dora, dropout": (TINY, {**EVERYTHING, "dropout": 0.2}, Zero(3, NOTHING_RESIDENT), True),
+    "dora, biases, conv1d, tied": (GPT2, EVERYTHING, Zero(3, NOTHING_RESIDENT), True),
+    "rslora in groups": (
+        TINY,
+        {
+            "rank": 4,
+            "rslora": True,
+            "targets": ["q_proj"],
+            "groups": [AdapterGroup(targets=["embed_tokens", "lm_head"], rank=2, alpha=128)],
+        },
+        Zero(3, NOTHING_RESIDENT),
+        True,
+    ),
+}
+
+
+def main(output: Path) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = Registry.load().create_backend("cpu")
+    device = backend.open(rank)
+    backend.collectives.open(
+        rendezvous=os.environ["RENDEZVOUS"],
+        rank=rank,
+        world_size=world,
+        timeout_s=120,
+        device=device,
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 512, (world, 2, 12), generator=generator)
+    batches = [DeviceBatch({"input_ids": part, "use_cache": False}, part) for part in ids]
+    tokens = world * 2 * 11
+    results: dict[str, Any] = {}
+    for name, (config, adapter, zero, recompute) in CASES.items():
+        context = BuildContext(
+            factory=CausalModelFactory(
+                ModelSection(config={**config, **NO_DROPOUT}, tokenizer="none"),
+                AdapterSection(**adapter),
+                attention="eager",
+                dtype=torch.float32,
+                seed=0,
+                gradient_checkpointing=recompute,
+            ),
+            optimizer=optimizer_factory(OptimizerSection()),
+            precision=Precision(compute="float32", reduce="float32"),
+            backend=backend,
+            rank=rank,
+            world_size=world,
+            micro_batch=2,
+            max_norm=1.0,
+        )
+        one = Single().build(dataclasses.replace(context, rank=0, world_size=1))
+        many = zero.build(context)
+        found: dict[str, list[list[float]]] = {"loss": [], "norm": []}
+        for step in range(STEPS):
+            whole: list[torch.Tensor] = []
+            for part, batch in enumerate(batches):
+                torch.manual_seed(1000 * step + part)  # of dropout, apart on each rank
+                whole += one.run_step([batch], summed_cross_entropy, tokens).loss_sums
+            torch.manual_seed(1000 * step + rank)
+            own = many.run_step([batches[rank]], summed_cross_entropy, tokens).loss_sums
+            (total,) = backend.collectives.sum_on_host([float(own[0])])
+            found["loss"].append([float(sum(whole)), total])
+            norms = [engine.update(1e-2, 1.0).grad_norm for engine in (one, many)]
+            found["norm"].append(norms)
+        trained = one.export_trained(), many.export_trained()
+        if rank == 0:
+            states = (
+                adapter_state(one.model, trained[0]),
+                adapter_state(many.model, trained[1]),
+            )
+            assert states[0].keys() == states[1].keys()
+            results[name] = {
+                **found,
+                # Adam divides by a gradient's size: where that is next to nothing, noise counts.
+                "adapter": max(
+                    ((states[1][key] - tensor).abs().mean() / tensor.abs().mean()).item()
+                    for key, tensor in states[0].items()
+                ),
+                "shards": sorted(
+                    {p.numel() for p in many.model.parameters() if not p.requires_grad}
+                ),
+            }
+        many.close()
+    backend.close()
+    if rank == 0:
+        output.write_text(json.dumps(results))
+
+
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+"""GPT-2's own; Llama has none, and takes no notice of the fields."""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

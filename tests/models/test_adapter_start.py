@@ -1,0 +1,233 @@
+"""Starting from a saved adapter: it decides what it is, and what is not trained is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from anygauge.config import dump_run, load_run_file
+from anygauge.config.load import check_paths
+from anygauge.config.schema import AdapterGroup, AdapterSection, ModelSection
+from anygauge.interface import AnygaugeError, ModelError, RunFileError, UnsupportedError
+from anygauge.models.adapter import adapted_layers
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.targets import Factors
+from anygauge.strategies.materialise import materialise
+from tests.helpers.runs import TINY, run_file, trained_here
+
+
+def factory(adapter: AdapterSection | None, dtype: torch.dtype = torch.float32) -> Any:
+    return CausalModelFactory(
+        ModelSection(config=TINY, tokenizer="none"),
+        adapter,
+        attention="eager",
+        dtype=dtype,
+        seed=0,
+        gradient_checkpointing=False,
+    )
+
+
+def adapted(adapter: AdapterSection, dtype: torch.dtype = torch.float32) -> Any:
+    made = factory(adapter, dtype)
+    model = made.skeleton()
+    materialise(model, made, device=torch.device("cpu"), dtype=dtype)
+    return made.adapt(model)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter made by peft alone: DoRA with a pattern of ranks, its factors not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    made = factory(None)
+    base = made.skeleton()
+    materialise(base, made, device=torch.device("cpu"), dtype=torch.float32)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "up_proj", "embed_tokens"],
+        rank_pattern={"layers.1.mlp.up_proj": 2},
+        use_dora=True,
+        use_rslora=True,
+        lora_dropout=0.3,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(base, config)
+    folder = tmp_path_factory.mktemp("plain") / "adapter"
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    torch.manual_seed(1)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        tensors[name] = tensor + 0.01 * torch.rand_like(tensor)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def changed(plain: Path, folder: Path, **fields: Any) -> AdapterSection:
+    """A copy of the adapter whose configuration says something else too."""
+    config = {**json.loads((plain / "adapter_config.json").read_text()), **fields}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    data = (plain / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_bytes(data)
+    return AdapterSection(start_from=str(folder))
+
+
+def test_the_saved_adapter_decides_everything_but_dropout(plain: Path) -> None:
+    model = adapted(AdapterSection(start_from=str(plain), dropout=0.2))
+    layers = adapted_layers(model)
+    assert len(layers) == 5
+    assert layers["model.layers.0.mlp.up_proj"] == Factors(4, 8.0)
+    assert layers["model.layers.1.mlp.up_proj"] == Factors(2, 8.0)
+    config = model.peft_config["default"]
+    assert (config.use_dora, config.use_rslora, config.lora_dropout) == (True, True, 0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_tensors_are_the_start(plain: Path, dtype: torch.dtype) -> None:
+    from peft import get_peft_model_state_dict
+
+    model = adapted(AdapterSection(start_from=str(plain)), dtype)
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    saved = load_file(plain / "adapter_model.safetensors")
+    assert state.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(state[name], tensor.to(dtype)), name
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == len(saved) and {p.dtype for p in trained} == {dtype}
+
+
+def test_equal_fields_are_no_contradiction(plain: Path) -> None:
+    section = AdapterSection(
+        start_from=str(plain),
+        rank=4,
+        alpha=8,
+        dora=True,
+        rslora=True,
+        targets=["up_proj", "embed_tokens", "q_proj"],
+        groups=[AdapterGroup(targets=["layers.1.mlp.up_proj"], rank=2)],
+    )
+    assert len(adapted_layers(adapted(section))) == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 16}, r"adapter\.rank is 16, but .* has 4 "),
+        ({"alpha": 32}, r"adapter\.alpha is 32\.0, but .* has 8 "),
+        ({"dora": False}, r"adapter\.dora is False, but .* has True"),
+        ({"rslora": False}, r"adapter\.rslora is False, but .* has True"),
+        (
+            {"targets": ["q_proj", "up_proj", "v_proj"]},
+            r"6 layers \(with model\.layers\.0\.self_attn\.v_proj\), but .* 5 "
+            r"\(with model\.embed_tokens\)",
+        ),
+        (
+            {"groups": [AdapterGroup(targets=["up_proj"], rank=2)], "rank": 4, "alpha": 8,
+             "targets": ["q_proj", "embed_tokens"]},
+            r"adapter\.groups is rank 2, alpha 8 for model\.layers\.0\.mlp\.up_proj, but .* rank 4",
+        ),
+    ],
+)  # fmt: skip
+def test_fields_that_differ_are_refused_with_both_values(
+    plain: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        adapted(AdapterSection(start_from=str(plain), **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"peft_type": "PREFIX_TUNING"}, "PREFIX_TUNING"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"bias": "all"}, 'bias: "all"'),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"invented_after_this_peft": 3}, "invented_after_this_peft"),
+    ],
+)
+def test_kinds_that_are_not_trained_are_refused_by_name(
+    plain: Path, tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        factory(changed(plain, tmp_path, **fields)).adapt(factory(None).skeleton())
+
+
+def test_folders_that_hold_no_sound_adapter_are_refused(plain: Path, tmp_path: Path) -> None:
+    section = changed(plain, tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+
+    def refused(match: str) -> None:
+        with pytest.raises(ModelError, match=match):
+            adapted(section)
+
+    tensors = load_file(weights)
+    first = next(iter(tensors))
+    save_file({**tensors, first: tensors[first][:1].clone()}, weights)
+    refused("has shape .* but this model needs")
+    save_file({**tensors, first: tensors[first] * torch.nan}, weights)
+    refused("no numbers")
+    save_file({name: t for name, t in tensors.items() if name != first}, weights)
+    refused("1 tensors are missing")
+    weights.write_bytes(b"\x10\x00")
+    refused("is it whole")
+    weights.unlink()
+    refused(r"adapter_model\.safetensors is missing")
+    (tmp_path / "adapter_config.json").write_text("{")
+    weights.write_bytes(b"")
+    refused("no JSON")
+
+
+def test_the_path_is_relative_to_the_run_file_and_survives_the_resolved_one(
+    plain: Path, tmp_path: Path
+) -> None:
+    path = run_file(tmp_path, adapter={"start_from": "first"})
+    fields = yaml.safe_load(path.read_text())
+    del fields["adapter"]["rank"]
+    path.write_text(yaml.safe_dump(fields))
+    loaded = load_run_file(path)
+    with pytest.raises(RunFileError, match=r"adapter\.start_from: no such folder"):
+        check_paths(loaded)
+    (tmp_path / "first").symlink_to(plain)
+    check_paths(loaded)
+    assert loaded.run.adapter is not None
+    assert loaded.run.adapter.start_from == str(tmp_path / "first")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_run(loaded.run))
+    again = load_run_file(resolved).run
+    assert again == loaded.run
+    assert again.adapter is not None
+    assert again.adapter.given == frozenset(), "defaults are not written as if they were given"
+
+
+def test_training_goes_on_where_it_ended(tmp_path: Path) -> None:
+    common: dict[str, Any] = {
+        "data": {"eval_fraction": 0.2},
+        "strategy": {"name": "single"},
+        "train": {"steps": 2, "eval_at_start": True, "optimizer": {"lr": 2.0e-2}},
+    }
+    first = trained_here(run_file(tmp_path, **common, adapter={"dora": True}))
+    path = run_file(
+        tmp_path,
+        **common,
+        name="second",
+        adapter={"start_from": str(first.folder / "adapter"), "dora": True},
+    )
+    second = trained_here(path)
+    assert second.evaluations()[0] == pytest.approx(first.evaluations()[-1], rel=1e-6)
+    verified = json.loads((second.folder / "report.json").read_text())["verified"]
+    assert verified["reloaded"] and verified["logits"] < 1e-5
+    assert "adapter, trained on" in (second.folder / "adapter/README.md").read_text()
+    with pytest.raises(AnygaugeError, match=r"adapter\.rank is 3, but .* has 4"):
+        trained_here(run_file(tmp_path, **common, name="third", adapter={
+            "start_from": str(first.folder / "adapter"), "rank": 3}))  # fmt: skip

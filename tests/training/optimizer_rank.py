@@ -1,0 +1,118 @@
+"""Trains a tiny model with each optimizer, in one process and under ZeRO; run as a script.
+
+``optimizer_rank.py OUTPUT``: losses, rates and the shapes that each optimizer saw, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anygauge.config.precision import Precision
+from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.interface import Backend, UnsupportedError
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.loss import summed_cross_entropy
+from anygauge.registry import Registry
+from anygauge.strategies.base import BuildContext, DeviceBatch, Strategy
+from anygauge.strategies.single import Single
+from anygauge.strategies.zero import Zero
+from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.runs import TINY
+
+STEPS = 4
+SECTIONS = {
+    name: OptimizerSection(
+        name=name,
+        lr=lr,
+        weight_decay=0.1,
+        lora_plus_ratio=4.0,
+    )
+    for name, lr in (
+        ("adamw", 5e-3),
+        ("adamw_8bit", 5e-3),
+        ("lion", 1e-3),
+        ("sgd", 0.02),
+        ("adafactor", 0.1),
+    )
+}
+STRATEGIES: dict[str, Strategy] = {
+    "single": Single(),
+    "stage 0": Zero(0, {}),
+    "stage 1": Zero(1, {}),
+    "stage 3": Zero(3, {}),
+}
+
+
+def train(section: OptimizerSection, strategy: Strategy, backend: Backend) -> dict[str, Any]:
+    made: list[torch.optim.Optimizer] = []
+    factory = optimizer_factory(section)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made.append(factory(parameters))
+        return made[0]
+
+    engine = strategy.build(
+        BuildContext(
+            factory=CausalModelFactory(
+                ModelSection(config=TINY, tokenizer="none"),
+                AdapterSection(rank=16),
+                attention="eager",
+                dtype=torch.float32,
+                seed=0,
+                gradient_checkpointing=False,
+            ),
+            optimizer=optimizer,
+            precision=Precision(compute="float32", reduce="float32"),
+            backend=backend,
+            rank=0,
+            world_size=1,
+            micro_batch=1,
+            max_norm=1.0,
+        )
+    )
+    ids = torch.arange(3, 35)[None]
+    batch = DeviceBatch({"input_ids": ids, "use_cache": False}, ids)
+    losses, error = [], ""
+    try:
+        for step in range(STEPS):
+            result = engine.run_step([batch], summed_cross_entropy, 31)
+            losses.append(float(result.loss_sums[0]) / 31)
+            engine.update(section.lr * (1 + step), 1.0)
+    except UnsupportedError as refusal:
+        error = str(refusal)
+    outcome = {
+        "losses": losses,
+        "error": error,
+        "rates": [[g["lr"], g["lr_scale"], g["weight_decay"]] for g in made[0].param_groups],
+        "bits": sorted({str(t.dtype) for s in made[0].state.values() for t in _tensors(s)}),
+    }
+    engine.close()
+    return outcome
+
+
+def _tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [t for t in state.values() if isinstance(t, torch.Tensor)]
+
+
+def main(output: Path) -> None:
+    backend = Registry.load().create_backend("cpu")
+    device = backend.open(0)
+    backend.collectives.open(
+        rendezvous=os.environ["RENDEZVOUS"], rank=0, world_size=1, timeout_s=60, device=device
+    )
+    results = {
+        name: {title: train(section, spread, backend) for title, spread in STRATEGIES.items()}
+        for name, section in SECTIONS.items()
+    }
+    backend.close()
+    output.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

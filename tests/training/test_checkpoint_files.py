@@ -1,0 +1,192 @@
+"""A checkpoint on disk is whole, or is found not to be; and only those wanted are kept."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anygauge.config.schema import CheckpointSection
+from anygauge.interface import AnygaugeError, Collectives
+from anygauge.strategies.state import PARAMETER, Counters
+from anygauge.training.checkpoints import (
+    Checkpoint,
+    CheckpointKeeper,
+    complaint_about,
+    find_checkpoint,
+    write_checkpoint,
+)
+
+ALONE = Collectives("none")  # no group was joined: this rank is all there is
+RECORD = {"step": 3, "loss": 0.5, "counters": {"updates": 3, "loss_scale": None, "good_steps": 0}}
+
+
+def exported(size: int = 6) -> Iterator[tuple[str, str, Tensor | None]]:
+    for name in ("layer.0.weight", "layer.1.weight"):
+        for kind in (PARAMETER, "exp_avg"):
+            yield name, kind, torch.arange(float(size)) + len(kind)
+
+
+def write(folder: Path, **options: Any) -> Path:
+    write_checkpoint(folder, exported(), RECORD, [{"host": torch.zeros(4)}], **options)
+    return folder
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 2**30])
+def test_what_is_written_is_read_back(shard_bytes: int, tmp_path: Path) -> None:
+    folder = write(tmp_path / "step-00000003", shard_bytes=shard_bytes)
+    assert complaint_about(folder) is None
+    opened = Checkpoint(folder)
+    assert (opened.step, opened.counters) == (3, Counters(updates=3))
+    assert opened.names() == ["layer.0.weight", "layer.1.weight"]
+    for name, kind, tensor in exported():
+        assert tensor is not None
+        assert torch.equal(opened.tensor(name, kind), tensor)
+    assert torch.equal(opened.rng(0)["host"], torch.zeros(4))
+    assert opened.rng(1) == {}
+    assert len(list(folder.glob("state-*"))) == (4 if shard_bytes == 1 else 1)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    opened = Checkpoint(write(tmp_path / "step-00000003"))
+    with pytest.raises(
+        AnygaugeError, match=r"no exp_avg_sq of layer\.0\.weight; kept there: .*exp_avg"
+    ):
+        opened.tensor("layer.0.weight", "exp_avg_sq")
+
+
+FILES = ("checkpoint.json", "rng.safetensors", "state-00001.safetensors")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_flipped_bit_is_found(name: str, place: int, tmp_path: Path) -> None:
+    folder = write(tmp_path / "step-00000003")
+    content = bytearray((folder / name).read_bytes())
+    content[place] ^= 1
+    (folder / name).write_bytes(content)
+    assert complaint_about(folder) == f"{name}: its SHA-256 is not that of the manifest"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_torn_or_missing_file_is_found(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "step-00000003")
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-1])
+    complaint = complaint_about(folder)
+    assert complaint == f"{name} has {len(content) - 1} bytes, {len(content)} were written"
+    (folder / name).unlink()
+    assert complaint_about(folder) == f"{name}: No such file or directory"
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"files": {}}', '{"files": {"a": 1}}'])
+def test_a_broken_manifest_is_found(content: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "step-00000003")
+    (folder / "manifest.json").write_text(content)
+    assert "manifest.json" in str(complaint_about(folder))
+
+
+def test_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path) -> None:
+    earlier = write(tmp_path / "step-00000002")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(AnygaugeError, match="cannot be written"):
+            write_checkpoint(tmp_path / "step-00000003", exported(10_000), RECORD, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert complaint_about(earlier) is None
+
+
+def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
+    folder = write(tmp_path / "step-00000003")
+    (folder / "stray").touch()
+    write(folder)
+    assert complaint_about(folder) is None
+    assert not (folder / "stray").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_folder_that_is_named_must_be_sound(tmp_path: Path) -> None:
+    folder = write(tmp_path / "checkpoints" / "step-00000003")
+    found = find_checkpoint(str(folder), tmp_path, 0, ALONE).checkpoint
+    assert found is not None and found.step == 3
+    with pytest.raises(AnygaugeError, match=r"no sound checkpoint: manifest.json.*step-00000003"):
+        find_checkpoint(str(tmp_path), tmp_path, 0, ALONE)
+
+
+def test_auto_without_any_checkpoint_begins_anew(tmp_path: Path) -> None:
+    found = find_checkpoint("auto", tmp_path, 0, ALONE)
+    assert (found.checkpoint, found.passed_over) == (None, ())
+
+
+class FakeEngine:
+    """Exports two tensors, as an engine does after three updates."""
+
+    def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        return exported()
+
+    def counters(self) -> Counters:
+        return Counters(updates=3)
+
+
+class FakeBackend:
+    collectives = ALONE
+
+    class placement:
+        @staticmethod
+        def rng_state() -> dict[str, Tensor]:
+            return {"host": torch.zeros(4)}
+
+
+def keeper(folder: Path, **section: Any) -> CheckpointKeeper:
+    made: Any = CheckpointKeeper
+    return made(
+        section=CheckpointSection(**section),
+        run_directory=folder,
+        engine=FakeEngine(),
+        backend=FakeBackend(),
+        rank=0,
+        record=dict,
+        export_adapter=None,
+        say=lambda text: None,
+    )
+
+
+def kept(folder: Path) -> list[int]:
+    return sorted(int(p.name.removeprefix("step-")) for p in (folder / "checkpoints").iterdir())
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpoints = keeper(tmp_path, every=2, keep_last=2)
+    for step in range(1, 8):
+        checkpoints.after(step, last=step == 7, stop=False, losses={})
+    assert kept(tmp_path) == [6, 7]
+
+
+def test_the_best_are_kept_besides_also_after_a_resume(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 4.0, 6: 5.0, 7: 0.5}
+    for half in (range(1, 4), range(4, 8)):
+        checkpoints = keeper(tmp_path, every=2, keep_last=1, keep_best=2)
+        checkpoints.adopt()
+        for step in half:
+            checkpoints.after(step, last=False, stop=False, losses={"eval": losses[step]})
+    # 2 and 7 are the best; 7 is the newest as well.
+    assert kept(tmp_path) == [2, 7]
+
+
+def test_a_request_to_end_writes_a_checkpoint_though_none_is_due(tmp_path: Path) -> None:
+    checkpoints = keeper(tmp_path)
+    checkpoints.after(4, last=False, stop=False, losses={"eval": 1.0})
+    assert not (tmp_path / "checkpoints").exists()
+    checkpoints.after(5, last=False, stop=True, losses={})
+    assert kept(tmp_path) == [5]

@@ -1,0 +1,196 @@
+"""A run that ends early goes on as if it had not: on other ranks, another strategy, after any kill.
+
+Every loss is compared with that of a run that nobody disturbed. The schedule is constant where the
+parts of a run are of different length, because a schedule knows the length of its run.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.interface import STOPPED
+from tests.helpers.forked import Part, finished, random_delays, runs_of
+from tests.helpers.runs import Run, run_file, trained_here
+
+CLOSE = 2e-5
+"""Relative; float32 sums in another order, as in the tests of parity."""
+
+CONSTANT = {"schedule": {"name": "constant"}, "optimizer": {"lr": 1e-2, "weight_decay": 0.1}}
+HELD_OUT = {"eval_fraction": 0.2}
+SINGLE = {"strategy": {"name": "single"}}
+
+
+def lengths(steps: int, **more: Any) -> dict[str, Any]:
+    return {**CONSTANT, "steps": steps, "micro_batch": 1, **more}
+
+
+def undisturbed(folder: Path, steps: int, **changes: Any) -> Run:
+    (folder / "whole").mkdir()
+    return trained_here(run_file(folder / "whole", train=lengths(steps), **SINGLE, **changes))
+
+
+def train_records(run: Run) -> list[dict[str, Any]]:
+    return [r for r in run.records if "loss" in r]
+
+
+def test_other_ranks_and_another_strategy(tmp_path: Path) -> None:
+    """2 ranks -> 1 -> 4 -> `single`: one curve, with moments, step count and masters intact."""
+    whole = undisturbed(tmp_path, 12)
+    file = run_file(tmp_path, train=lengths(3), checkpoint={"every": 3, "resume": "auto"})
+    parts = [
+        Part(
+            file=str(file),
+            overrides=(
+                f"train.steps={steps}",
+                f"launch.devices={devices}",
+                f"strategy.name={name}",
+            ),
+        )
+        for steps, devices, name in (
+            (3, 2, "zero"),
+            (6, 1, "zero"),
+            (9, 4, "zero"),
+            (12, 1, "single"),
+        )
+    ]
+    runs = finished(parts)
+    assert len({run.folder for run in runs}) == 1
+    assert runs[-1].steps("loss") == pytest.approx(whole.steps("loss"), rel=CLOSE)
+    assert runs[-1].steps("grad_norm") == pytest.approx(whole.steps("grad_norm"), rel=1e-3)
+    assert max(whole.steps("loss")) > 1.001 * min(whole.steps("loss")), "the weights did move"
+
+
+def test_from_single_to_zero_with_all_weights_in_bfloat16(tmp_path: Path) -> None:
+    """Masters keep the digits that bfloat16 weights lack, and odd sizes are padded per rank."""
+    changes: dict[str, Any] = {"adapter": None, "precision": {"compute": "bfloat16"}}
+    file = run_file(
+        tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"}, **changes
+    )
+    whole = Part(file=str(run_file(tmp_path, name="whole", train=lengths(4), **SINGLE, **changes)))
+    first = Part(file=str(file), overrides=("strategy.name=single",))
+    second = Part(file=str(file), overrides=("train.steps=4", "launch.devices=2"))
+    reference, _, resumed = finished([whole, first, second])
+    assert resumed.steps("loss") == pytest.approx(reference.steps("loss"), rel=5e-4)
+
+
+def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
+    whole = undisturbed(tmp_path, 60, data=HELD_OUT)
+    file = run_file(
+        tmp_path,
+        train=lengths(60, eval_every=7),
+        data=HELD_OUT,
+        checkpoint={"every": 1, "resume": "auto", "keep_best": 1},
+        launch={"devices": 2},
+    )
+    parts = [Part(file=str(file), kill_after_s=s) for s in random_delays(7, 20, 0.15)]
+    *killed, last = runs_of([*parts, Part(file=str(file))])
+    assert [run.status for run in killed] == [-signal.SIGKILL] * 20
+    assert last.status == 0, last.err
+    assert [r["step"] for r in train_records(last)] == list(range(1, 61))
+    assert last.steps("loss") == pytest.approx(whole.steps("loss"), rel=CLOSE)
+    evaluated = [r["step"] for r in last.records if "eval_loss" in r]
+    assert evaluated == [7, 14, 21, 28, 35, 42, 49, 56, 60]
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"adapter": {"rank": 4, "dropout": 0.5}, "launch": {"devices": 2}}
+    whole = run_file(tmp_path, name="whole", train=lengths(6), **changes)
+    file = run_file(
+        tmp_path, train=lengths(3), checkpoint={"every": 3, "resume": "auto"}, **changes
+    )
+    reference, _, resumed = finished(
+        [
+            Part(file=str(whole)),
+            Part(file=str(file)),
+            Part(file=str(file), overrides=("train.steps=6",)),
+        ]
+    )
+    assert resumed.steps("loss") == reference.steps("loss")
+
+
+def test_sigterm_ends_the_step_writes_a_checkpoint_and_has_a_status_of_its_own(
+    tmp_path: Path,
+) -> None:
+    whole = undisturbed(tmp_path, 40)
+    file = run_file(
+        tmp_path, train=lengths(40), checkpoint={"resume": "auto"}, launch={"devices": 2}
+    )
+    stopped, resumed = runs_of([Part(file=str(file), stop_after_s=0.05), Part(file=str(file))])
+    assert stopped.status == STOPPED, stopped.err
+    (event, _) = [json.loads(x) for x in stopped.out.splitlines() if '"stopped"' in x]
+    done = event["step"]
+    assert 0 < done < 40
+    assert Path(event["checkpoint"]).name == f"step-{done:08}"
+    assert resumed.status == 0, resumed.err
+    assert "steps done" in resumed.out
+    assert resumed.steps("loss") == pytest.approx(whole.steps("loss"), rel=CLOSE)
+
+
+def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_taken(tmp_path: Path) -> None:
+    file = run_file(tmp_path, train=lengths(4), checkpoint={"every": 2, "resume": "auto"}, **SINGLE)
+    first = trained_here(file)
+    newest = first.folder / "checkpoints/step-00000004/state-00001.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    (resumed,) = finished([Part(file=str(file))])
+    assert "checkpoints/step-00000004 is passed over: state-00001.safetensors: its SHA-256" in (
+        resumed.out
+    )
+    assert "step-00000002 (2 steps done)" in resumed.out
+    assert resumed.steps("loss") == first.steps("loss")
+
+
+def test_a_run_that_is_complete_stays_so(tmp_path: Path) -> None:
+    file = run_file(tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"}, **SINGLE)
+    first = trained_here(file)
+    again = trained_here(file)
+    assert again.folder == first.folder
+    assert again.steps("loss") == first.steps("loss")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("train.seed=1", "train.seed (checkpoint: 0; now: 1)"),
+        ("train.global_batch=8", "train.global_batch (checkpoint: 4; now: 8)"),
+        ("adapter.rank=8", "adapter"),
+        ("data.max_length=80", "data and its order"),
+    ],
+)
+def test_another_run_is_refused(change: str, named: str, tmp_path: Path) -> None:
+    file = run_file(tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"}, **SINGLE)
+    _, refused = runs_of([Part(file=str(file)), Part(file=str(file), overrides=(change,))])
+    assert refused.status == 2
+    assert named in refused.out
+    assert "belongs to another run" in refused.out
+
+
+def test_the_command_line_stops_and_goes_on(tmp_path: Path) -> None:
+    """What a scheduler does: SIGTERM to the command; the same command again with --resume auto."""
+    file = run_file(tmp_path, train=lengths(400), **SINGLE)
+    command = [sys.executable, "-m", "anygauge.cli", "train", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    process.stdout.read()
+    said = process.stderr.read()
+    assert process.wait() == STOPPED
+    assert "stopped at request after step" in said
+    assert "--resume auto" in said
+    done = subprocess.run(
+        [*command, "--resume", "auto", "--set", "train.steps=1"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "steps done)" in done.stdout
+    assert not (tmp_path / "out" / "tiny-2").exists()
