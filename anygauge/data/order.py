@@ -81,16 +81,6 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def permutation(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of range(n), int64 of shape (n,): the same on every machine.
-
-    Args:
-        seed: at least 0.
-        epoch: at least 0; each has its own permutation.
-    """
-    return Shuffle(n, seed, epoch).at(np.arange(n))
-
-
 def packing_order(n: int, seed: int, group: int = 0) -> NDArray[np.int64]:
     """The permutation of range(n), shape (n,), in which packing takes rows of equal length."""
     purpose = (seed, 0, PACKING, group) if group else (seed, 0, PACKING)

@@ -50,11 +50,6 @@ class Groups:
         return Groups(rows, starts)
 
     @staticmethod
-    def of_one(rows: int) -> Groups:
-        """Each row a group of its own."""
-        return Groups(np.arange(rows), np.arange(rows + 1))
-
-    @staticmethod
     def joined(parts: Sequence[Groups]) -> Groups:
         """Groups one after another."""
         before = np.cumsum([0, *(len(part.rows) for part in parts)])
@@ -104,8 +99,3 @@ def pack(lengths: NDArray[np.int64], capacity: int, order: NDArray[np.int64]) ->
                 bisect.insort(rooms, left)
             open_packs[left].append(number)
     return Groups.of(packs)
-
-
-def fill(lengths: NDArray[np.int64], capacity: int, packs: Groups) -> float:
-    """Share of the packs' room that holds tokens, from 0 to 1."""
-    return float(lengths[packs.rows].sum()) / (capacity * len(packs)) if len(packs) else 0.0
