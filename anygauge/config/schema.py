@@ -59,6 +59,10 @@ class StrategySection(Section):
     stage: Annotated[int, Field(ge=0, le=3)] = Field(
         3, description="zero: what is sharded; 1 optimizer, 2 gradients, 3 weights too."
     )
+    gather: Literal["layer", "module"] = Field(
+        "layer",
+        description="zero, stage 3: weights are gathered a decoder layer at a time, or a module.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="zero: fields of DeepSpeed's zero_optimization that win over ours.",

@@ -46,7 +46,7 @@ def create_strategy(section: StrategySection, world_size: int) -> Strategy:
     if section.name == "zero":
         from anygauge.strategies.zero import Zero
 
-        return Zero(section.stage, section.options)
+        return Zero(section.stage, section.options, section.gather)
     from anygauge.strategies.single import Single
 
     if section.options:

@@ -30,6 +30,7 @@ from anygauge.strategies.base import (
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.state import Counters, TrainedState
 from anygauge.strategies.zero_runtime import (
+    gather_by_block,
     gathered_by_peft,
     import_deepspeed,
     needs_reentrant_checkpointing,
@@ -148,9 +149,11 @@ class Zero:
     )
     needs_process_group = True
 
-    def __init__(self, stage: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, stage: int, options: Mapping[str, Any], gather: str = "layer") -> None:
+        """Args: gather: what stage 3 gathers at a time: a ``layer`` or a ``module``."""
         self.stage = stage
         self.options = dict(options)
+        self.gather = gather
 
     def settings(
         self,
@@ -206,6 +209,8 @@ class Zero:
             # DeepSpeed gathers what a module owns; the rest it must be told of.
             deepspeed.zero.register_external_parameter(reader, parameter)
         factory.checkpoint_activations(model, reentrant=needs_reentrant_checkpointing())
+        if sharded and self.gather == "layer":
+            gather_by_block(model)
         buffers = buffers_of(model)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=context.optimizer(trained_parameters(model)), config=config

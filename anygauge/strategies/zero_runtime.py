@@ -10,7 +10,9 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+import torch
 from packaging.version import Version
+from torch import nn
 
 from anygauge.interface import Backend, UnsupportedError
 from anygauge.strategies.zero_settings import ENGINE
@@ -73,6 +75,53 @@ def gathered_by_peft(config: Mapping[str, Any]) -> Iterator[None]:
     finally:
         unset_hf_deepspeed_config()
         del alive
+
+
+def gather_by_block(model: Any) -> None:
+    """Have ZeRO-3 gather and release each decoder layer as one piece.
+
+    DeepSpeed puts four hooks on every module that it gathers for. An adapter makes five modules of
+    one linear layer, so that a layer of Llama costs some fifty times four of them, in every
+    forward, recomputation and backward.
+
+    DeepSpeed reduces the gradients of such a piece when the gradient of its input is there; without
+    one it would do so before they are computed, and lose them. So the first layer's input, which a
+    frozen embedding makes, is given one, and every input is looked at.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    blocks = [
+        block
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        for block in module
+        if any(True for _ in block.parameters())
+    ]
+    if not blocks:
+        return
+    model.enable_input_require_grads()
+    for block in blocks:
+        set_z3_leaf_module(block, True)
+        block.register_forward_pre_hook(_differentiable_input_first, with_kwargs=True)
+
+
+def _differentiable_input_first(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Backward hooks see positional arguments alone: the hidden state must be one of them."""
+    if not torch.is_grad_enabled() or any(map(_differentiable, args)):
+        return args, kwargs
+    name = next((name for name, value in kwargs.items() if _differentiable(value)), None)
+    if args or name is None:
+        raise UnsupportedError(
+            f"strategy zero, stage 3: {type(block).__name__} got no input to differentiate, so its "
+            "gradients would be lost; set strategy.gather: module"
+        )
+    return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+
+
+def _differentiable(value: Any) -> bool:
+    return torch.is_tensor(value) and value.requires_grad
 
 
 def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], None]:
