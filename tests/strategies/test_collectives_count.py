@@ -1,4 +1,4 @@
-"""Communication of a ZeRO-3 + LoRA step, counted: as little as a hand-written loop's."""
+"""Communication of a ZeRO-3 + LoRA step, counted: no more than a hand-written loop's."""
 
 from __future__ import annotations
 
@@ -41,12 +41,16 @@ def test_a_frozen_weight_is_gathered_twice_at_most(ours: dict[str, Any]) -> None
     assert 1.0 < gathered(ours) <= 2.0
 
 
-def test_calls_and_elements_equal_those_of_a_hand_written_loop(
+def test_as_many_elements_as_a_hand_written_loop_in_fewer_calls(
     ours: dict[str, Any], tmp_path: Path
 ) -> None:
     by_hand = counted("by_hand", tmp_path)
-    assert ours["calls"] == by_hand["calls"]
-    assert ours["elements"] == by_hand["elements"]
+    # A decoder layer is gathered as one piece; by hand, a module at a time.
+    gathers = "all_gather_into_tensor"
+    assert ours["calls"][gathers] < 0.8 * by_hand["calls"][gathers]
+    assert {**ours["calls"], gathers: 0} == {**by_hand["calls"], gathers: 0}
+    assert gathered(ours) <= gathered(by_hand)
+    assert {**ours["elements"], gathers: 0} == {**by_hand["elements"], gathers: 0}
     # Each loop shows the mean of its own rank's tokens, which are equally many.
     assert ours["losses"] == pytest.approx(by_hand["losses"], rel=1e-5)
 

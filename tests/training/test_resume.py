@@ -63,10 +63,12 @@ def test_other_ranks_and_another_strategy(tmp_path: Path) -> None:
     runs = finished(parts)
     assert len({run.folder for run in runs}) == 1
     assert runs[-1].steps("loss") == pytest.approx(whole.steps("loss"), rel=CLOSE)
-    assert runs[-1].steps("grad_norm") == pytest.approx(whole.steps("grad_norm"), rel=1e-3)
+    # At this rate sums in another order are soon seen in single norms, also of undisturbed runs.
+    assert runs[-1].steps("grad_norm") == pytest.approx(whole.steps("grad_norm"), rel=0.05)
     assert max(whole.steps("loss")) > 1.001 * min(whole.steps("loss")), "the weights did move"
 
 
+@pytest.mark.slow
 def test_from_single_to_zero_with_all_weights_in_bfloat16(tmp_path: Path) -> None:
     """Masters keep the digits that bfloat16 weights lack, and odd sizes are padded per rank."""
     changes: dict[str, Any] = {"adapter": None, "precision": {"compute": "bfloat16"}}
@@ -80,21 +82,25 @@ def test_from_single_to_zero_with_all_weights_in_bfloat16(tmp_path: Path) -> Non
     assert resumed.steps("loss") == pytest.approx(reference.steps("loss"), rel=5e-4)
 
 
-def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
-    whole = undisturbed(tmp_path, 60, data=HELD_OUT)
-    file = run_file(
-        tmp_path,
-        train=lengths(60, eval_every=7),
-        data=HELD_OUT,
-        checkpoint={"every": 1, "resume": "auto", "keep_best": 1},
-        launch={"devices": 2},
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(kills: int, tmp_path: Path) -> None:
+    """On the same ranks nothing is rounded otherwise: the losses are equal to the last digit."""
+    shared: dict[str, Any] = {
+        "train": lengths(60, eval_every=7),
+        "data": HELD_OUT,
+        "launch": {"devices": 2},
+    }
+    whole = run_file(tmp_path, name="whole", **shared)
+    file = run_file(tmp_path, checkpoint={"every": 1, "resume": "auto", "keep_best": 1}, **shared)
+    parts = [Part(file=str(file), kill_after_s=s) for s in random_delays(7, kills, 0.15)]
+    reference, *killed, last = runs_of(
+        [Part(file=str(whole)), *parts, Part(file=str(file))], timeout_s=1500
     )
-    parts = [Part(file=str(file), kill_after_s=s) for s in random_delays(7, 20, 0.15)]
-    *killed, last = runs_of([*parts, Part(file=str(file))])
-    assert [run.status for run in killed] == [-signal.SIGKILL] * 20
-    assert last.status == 0, last.err
+    assert [run.status for run in killed] == [-signal.SIGKILL] * kills
+    assert (reference.status, last.status) == (0, 0), last.err
     assert [r["step"] for r in train_records(last)] == list(range(1, 61))
-    assert last.steps("loss") == pytest.approx(whole.steps("loss"), rel=CLOSE)
+    assert last.steps("loss") == reference.steps("loss")
+    assert last.evaluations() == reference.evaluations()
     evaluated = [r["step"] for r in last.records if "eval_loss" in r]
     assert evaluated == [7, 14, 21, 28, 35, 42, 49, 56, 60]
 
@@ -118,11 +124,12 @@ def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_sigterm_ends_the_step_writes_a_checkpoint_and_has_a_status_of_its_own(
     tmp_path: Path,
 ) -> None:
-    whole = undisturbed(tmp_path, 40)
-    file = run_file(
-        tmp_path, train=lengths(40), checkpoint={"resume": "auto"}, launch={"devices": 2}
+    shared: dict[str, Any] = {"train": lengths(40), "launch": {"devices": 2}}
+    whole = run_file(tmp_path, name="whole", **shared)
+    file = run_file(tmp_path, checkpoint={"resume": "auto"}, **shared)
+    reference, stopped, resumed = runs_of(
+        [Part(file=str(whole)), Part(file=str(file), stop_after_s=0.05), Part(file=str(file))]
     )
-    stopped, resumed = runs_of([Part(file=str(file), stop_after_s=0.05), Part(file=str(file))])
     assert stopped.status == STOPPED, stopped.err
     (event, _) = [json.loads(x) for x in stopped.out.splitlines() if '"stopped"' in x]
     done = event["step"]
@@ -130,7 +137,7 @@ def test_sigterm_ends_the_step_writes_a_checkpoint_and_has_a_status_of_its_own(
     assert Path(event["checkpoint"]).name == f"step-{done:08}"
     assert resumed.status == 0, resumed.err
     assert "steps done" in resumed.out
-    assert resumed.steps("loss") == pytest.approx(whole.steps("loss"), rel=CLOSE)
+    assert resumed.steps("loss") == reference.steps("loss")
 
 
 def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_taken(tmp_path: Path) -> None:
