@@ -20,7 +20,17 @@ from anygauge.strategies.base import DeviceBatch, torch_dtype
 from anygauge.strategies.materialise import materialise
 from anygauge.training.setup import PreparedRun, Rank
 
-PACKAGES = ("anygauge", "torch", "transformers", "peft", "deepspeed", "tokenizers", "safetensors")
+PACKAGES = (
+    "anygauge",
+    "torch",
+    "transformers",
+    "peft",
+    "deepspeed",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "pyarrow",
+)
 
 
 def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
