@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from anygauge.interface import DataError
-from anygauge.interface.files import write_text
+from anygauge.interface.files import flush, write_text
 
 OFF = "off"
 VARIABLE = "ANYGAUGE_CACHE"
@@ -153,11 +153,11 @@ class Cache:
             }
             write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
             for name in [*sizes, "."]:
-                _flush(folder / name)
+                flush(folder / name)
             if place.exists():
                 place.rename(folder.with_name(f"{folder.name}.damaged"))
             folder.rename(place)
-            _flush(place.parent)
+            flush(place.parent)
         finally:
             for left in place.parent.glob(f".{place.name}.*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -266,14 +266,6 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unusable(folder: Path | None, error: OSError) -> DataError:

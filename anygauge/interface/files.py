@@ -37,3 +37,16 @@ def write_text(path: str | Path, text: str, mode: int = 0o644) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
             file.write(text)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or what was made, renamed or removed in a folder, is on disk.
+
+    Raises:
+        OSError: it cannot be opened or flushed.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -32,6 +32,15 @@ def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
         yield prefix, model
 
 
+def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Outermost members of module lists that have parameters: a layer's experts are its own."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (layer for layer in child if any(True for _ in layer.parameters()))
+        else:
+            yield from decoder_layers(child)
+
+
 def materialise(
     model: nn.Module,
     factory: ModelFactory,

@@ -15,6 +15,7 @@ from packaging.version import Version
 from torch import nn
 
 from anygauge.interface import Backend, UnsupportedError
+from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.zero_settings import ENGINE
 
 NON_REENTRANT_SINCE = Version("0.19.6")
@@ -90,13 +91,7 @@ def gather_by_block(model: Any) -> None:
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    blocks = [
-        block
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        for block in module
-        if any(True for _ in block.parameters())
-    ]
+    blocks = list(decoder_layers(model))
     if not blocks:
         return
     model.enable_input_require_grads()

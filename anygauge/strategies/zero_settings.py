@@ -15,6 +15,7 @@ from torch import nn
 from anygauge.config.precision import Precision
 from anygauge.interface import Backend, Setting, UnsupportedError
 from anygauge.strategies.base import trained_parameters
+from anygauge.strategies.materialise import decoder_layers
 
 ENGINE = "deepspeed"
 DEFAULT_PERSISTENCE = 100_000
@@ -38,12 +39,7 @@ class ModelSizes:
     def of(cls, adapted: nn.Module) -> ModelSizes:
         """Measure an adapted model, real or on the meta device."""
         frozen = any(not p.requires_grad for p in adapted.parameters())
-        blocks = [
-            sum(p.numel() for p in block.parameters())
-            for module in adapted.modules()
-            if isinstance(module, nn.ModuleList)
-            for block in module
-        ]
+        blocks = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(adapted)]
         return cls(
             largest_factor=max((p.numel() for _, p in trained_parameters(adapted)), default=0)
             if frozen

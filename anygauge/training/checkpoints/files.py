@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE, AnygaugeError
+from anygauge.interface.files import flush
 from anygauge.strategies.state import PARAMETER, Counters
 
 FORMAT = 1
@@ -76,7 +76,7 @@ def write_checkpoint(
         if folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)
-        _sync(folder.parent)
+        flush(folder.parent)
     except (OSError, SafetensorError) as error:
         raise AnygaugeError(
             f"the checkpoint {folder} cannot be written: {error}; make room, or give another "
@@ -207,31 +207,21 @@ def _seal(folder: Path) -> int:
     """Write the manifest, and see to it that everything is on disk; returns the bytes."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        flush(path)
         files[str(path.relative_to(folder))] = {
             "bytes": path.stat().st_size,
             "sha256": _digest(path),
         }
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
-    with manifest.open("rb") as file:
-        os.fsync(file.fileno())
+    flush(manifest)
     for path in folder.rglob("*"):
         if path.is_dir():
-            _sync(path)
-    _sync(folder)
+            flush(path)
+    flush(folder)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
