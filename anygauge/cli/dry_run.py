@@ -101,5 +101,6 @@ def engine_settings(intent: Intent) -> tuple[list[Any], str]:
         skeleton=skeleton,
         micro_batch=run.train.micro_batch,
         max_norm=run.train.clip,
+        recomputes=run.train.gradient_checkpointing,
     )
     return list(settings), note.strip()

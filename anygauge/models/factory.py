@@ -91,9 +91,14 @@ class CausalModelFactory:
         self._attention = attention
         self._dtype = dtype
         self._seed = seed
-        self._gradient_checkpointing = gradient_checkpointing
+        self._recomputes = gradient_checkpointing
         self._files: WeightFiles | None = None
         self._names: dict[str, str] | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """See `ModelFactory.recomputes`."""
+        return self._recomputes
 
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`; buffers are float32, as the architecture computes them."""
@@ -187,7 +192,7 @@ class CausalModelFactory:
 
     def checkpoint_activations(self, model: Any, *, reentrant: bool) -> None:
         """See `ModelFactory.checkpoint_activations`."""
-        if not self._gradient_checkpointing:
+        if not self._recomputes:
             return
         options = {"use_reentrant": reentrant}
         if hasattr(model, "activation_checkpointing_enable"):

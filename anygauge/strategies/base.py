@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 class ModelFactory(Protocol):
     """Makes the model in the pieces that a strategy needs, in the order it decides."""
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether `checkpoint_activations` has activations recomputed: what the run asks for."""
+
     def skeleton(self) -> nn.Module:
         """The architecture: parameters on the meta device, buffers real and in their own types."""
 
@@ -182,10 +186,12 @@ class Strategy(Protocol):
         skeleton: nn.Module | None,
         micro_batch: int,
         max_norm: float,
+        recomputes: bool,
     ) -> Sequence[Setting]:
         """The engine's configuration, each field with its reason; also for dry runs.
 
         Args:
+            recomputes: whether decoder layers recompute their activations in backward.
             skeleton: the adapted model on the meta device; None leaves out what depends on it.
         """
 

@@ -168,6 +168,7 @@ class Single:
         skeleton: nn.Module | None,
         micro_batch: int,
         max_norm: float,
+        recomputes: bool,
     ) -> Sequence[Setting]:
         """Plain torch has no configuration of its own."""
         return ()

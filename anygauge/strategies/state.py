@@ -102,6 +102,11 @@ class ResumedFactory:
         """See `ModelFactory.borrowed`."""
         return self._factory.borrowed(model)
 
+    @property
+    def recomputes(self) -> bool:
+        """See `ModelFactory.recomputes`."""
+        return self._factory.recomputes
+
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool) -> None:
         """See `ModelFactory.checkpoint_activations`."""
         self._factory.checkpoint_activations(model, reentrant=reentrant)

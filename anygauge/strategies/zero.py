@@ -163,6 +163,7 @@ class Zero:
         skeleton: nn.Module | None,
         micro_batch: int,
         max_norm: float,
+        recomputes: bool,
     ) -> Sequence[Setting]:
         """See `Strategy.settings`."""
         return zero_settings(
@@ -171,6 +172,7 @@ class Zero:
             backend=backend,
             micro_batch=micro_batch,
             max_norm=max_norm,
+            recomputes=recomputes,
             sizes=None if skeleton is None else ModelSizes.of(skeleton),
             options=self.options,
         )
@@ -185,6 +187,7 @@ class Zero:
                 context.precision,
                 micro_batch=context.micro_batch,
                 max_norm=context.max_norm,
+                recomputes=factory.recomputes,
                 skeleton=factory.adapt(factory.skeleton()),
             )
         )

@@ -55,12 +55,14 @@ def zero_settings(
     backend: Backend,
     micro_batch: int,
     max_norm: float,
+    recomputes: bool,
     sizes: ModelSizes | None,
     options: Mapping[str, Any],
 ) -> list[Setting]:
     """DeepSpeed's fields as settings, named by dotted path; later ones win over earlier ones.
 
     Args:
+        recomputes: whether decoder layers recompute their activations in backward.
         sizes: None before the model is known: fields that depend on it are left out.
         options: the run file's ``strategy.options``: fields of ``zero_optimization``.
 
@@ -99,6 +101,14 @@ def zero_settings(
             PREFETCH,
             "large enough to fetch the next weight of a 70B model whole",
             "MLPerf v4.0 LLM fine-tuning, a submission with ZeRO-3",
+        )
+        add(
+            "zero_optimization.memory_efficient_linear",
+            not recomputes,
+            "layers are recomputed, so torch's own linear keeps one layer's weights, not all"
+            if recomputes
+            else "torch's own linear would keep every gathered weight until its backward",
+            "DeepSpeed's LinearFunctionForZeroStage3",
         )
         if sizes is not None:
             _add_lora_settings(add, sizes)

@@ -63,6 +63,7 @@ def by_hand(plan: Plan) -> dict[str, Any]:
         "zero_optimization": {
             "stage": 3,
             "stage3_prefetch_bucket_size": PREFETCH,
+            "memory_efficient_linear": not plan.checkpointing,
             "stage3_param_persistence_threshold": max(DEFAULT_PERSISTENCE, largest_factor),
             "stage3_max_reuse_distance": DEFAULT_LIVE,
             "stage3_max_live_parameters": DEFAULT_LIVE,

@@ -17,12 +17,15 @@ from benchmarks.plan import Dtype
 from tests.benchmarks.test_measure import plan
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("intermediate", [1376, 20_000])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_settings_by_hand_are_those_of_a_dry_run(
-    tmp_path: Path, dtype: Dtype, intermediate: int
+    tmp_path: Path, dtype: Dtype, intermediate: int, checkpointing: bool
 ) -> None:
-    given = plan(tmp_path, model=str(tmp_path), dtype=dtype, accumulation=3)
+    given = plan(
+        tmp_path, model=str(tmp_path), dtype=dtype, accumulation=3, checkpointing=checkpointing
+    )
     (tmp_path / "config.json").write_text(
         json.dumps({"hidden_size": 512, "intermediate_size": intermediate})
     )
@@ -38,6 +41,7 @@ def test_settings_by_hand_are_those_of_a_dry_run(
             backend=backend,
             micro_batch=given.micro_batch,
             max_norm=given.max_norm,
+            recomputes=given.checkpointing,
             sizes=ModelSizes(largest_factor=factor, largest_block=3_000_000),
             options={},
         )

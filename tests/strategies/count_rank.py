@@ -164,7 +164,12 @@ def by_hand_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tenso
     skeleton = context.factory.adapt(context.factory.skeleton())
     config = as_config(
         strategy.settings(
-            context.backend, context.precision, skeleton=skeleton, micro_batch=1, max_norm=1.0
+            context.backend,
+            context.precision,
+            skeleton=skeleton,
+            micro_batch=1,
+            max_norm=1.0,
+            recomputes=context.factory.recomputes,
         )
     )
     deepspeed.init_distributed()

@@ -66,6 +66,7 @@ def config(sizes: ModelSizes | None = None, **changes: Any) -> dict[str, Any]:
         "backend": Plain(),
         "micro_batch": 2,
         "max_norm": 0.5,
+        "recomputes": True,
         "sizes": sizes,
         "options": {},
     }
@@ -83,6 +84,15 @@ def test_factors_of_a_70b_model_stay_resident_and_its_layers_until_their_backwar
 def test_small_models_keep_deepspeeds_threshold() -> None:
     zero = config(ModelSizes(largest_factor=64, largest_block=1000))["zero_optimization"]
     assert zero["stage3_param_persistence_threshold"] == 100_000
+
+
+def test_linear_layers_are_torchs_own_where_recomputation_bounds_what_they_keep() -> None:
+    name = "memory_efficient_linear"
+    assert config()["zero_optimization"][name] is False
+    assert config(recomputes=False)["zero_optimization"][name] is True
+    assert name not in config(stage=2)["zero_optimization"]
+    wanted = config(options={name: True})
+    assert wanted["zero_optimization"][name] is True
 
 
 def test_the_device_wins_over_us_and_the_run_file_over_the_device() -> None:
