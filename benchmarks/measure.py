@@ -34,18 +34,25 @@ class Steps:
         tokens: real tokens of each step.
         losses: (summed loss in nats, learned tokens) of each step; (mean, 1) where the contender
             tells the mean alone.
+        slots: places for tokens in the batches of each step, padding among them.
         notes: what the contender says about itself.
     """
 
     times: Sequence[float]
     tokens: Sequence[int]
     losses: Sequence[tuple[float, int]]
+    slots: Sequence[float]
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mean_losses(self) -> list[float]:
         """Mean loss of each step per learned token, nats."""
         return [total / max(1, learned) for total, learned in self.losses]
+
+    @property
+    def padding(self) -> float:
+        """The share of all batches' places that held no token, from 0 to 1."""
+        return 1 - sum(self.tokens) / sum(self.slots)
 
     def rate(self, warmup: int) -> float:
         """Tokens per second after the first `warmup` steps, at least 1."""
@@ -70,6 +77,7 @@ class Outcome:
     log: Sequence[str] = ()
     tokens_per_s: float | None = None
     tokens: int | None = None
+    padding: float | None = None
     step_seconds: Sequence[float] = ()
     peak_memory: int | None = None
     sent: Mapping[str, float] | None = None
@@ -122,6 +130,7 @@ def outcome(
         if entrant.independent
         else whole.rate(warmup),
         tokens=total,
+        padding=whole.padding,
         step_seconds=[
             after - before for before, after in zip(first.times, first.times[1:], strict=False)
         ],
@@ -149,6 +158,7 @@ def anygauge_steps(folder: Path) -> Steps:
         times=[record["time"] for record in records],
         tokens=[record["tokens"] for record in records],
         losses=[(record["loss"], 1) for record in records],
+        slots=[record["tokens"] / (1 - record["padding"]) for record in records],
     )
 
 
@@ -161,19 +171,20 @@ def contender_steps(folder: Path, rank: int) -> Steps:
     path = folder / f"steps-rank{rank}.jsonl"
     if not path.is_file():
         raise MeasureError(f"no such file: {path}")
-    times, tokens, losses = [], [], []
+    times, tokens, losses, slots = [], [], [], []
     notes: dict[str, Any] = {}
     for record in _lines(path):
         if "time" in record:
             times.append(record["time"])
             tokens.append(record["tokens"])
+            slots.append(record["slots"])
         elif "loss_sum" in record:
             losses.append((record["loss_sum"], record["learned"]))
         elif "loss" in record:
             losses.append((record["loss"], 1))
         else:
             notes |= record["note"]
-    return Steps(times=times, tokens=tokens, losses=losses, notes=notes)
+    return Steps(times=times, tokens=tokens, losses=losses, slots=slots, notes=notes)
 
 
 def merged(ranks: Sequence[Steps]) -> Steps:
@@ -190,6 +201,7 @@ def merged(ranks: Sequence[Steps]) -> Steps:
         times=ranks[0].times,
         tokens=[sum(step) for step in zip(*(steps.tokens for steps in ranks), strict=True)],
         losses=losses,
+        slots=[sum(step) for step in zip(*(steps.slots for steps in ranks), strict=True)],
         notes={key: value for steps in ranks for key, value in steps.notes.items()},
     )
 

@@ -32,6 +32,7 @@ class Row:
     layout: str
     rounds: int
     tokens_per_s: float | None
+    padding: float | None
     peak_memory: float | None
     sent: float | None
     final_loss: float | None
@@ -68,6 +69,7 @@ def summarise(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[Row]:
                 layout=ENTRANTS[name].layout,
                 rounds=len(done),
                 tokens_per_s=_median([o.tokens_per_s for o in done]),
+                padding=_median([o.padding for o in done]),
                 peak_memory=_median([o.peak_memory for o in done]),
                 sent=_median([None if o.sent is None else sum(o.sent.values()) for o in done]),
                 final_loss=_median([o.final_loss for o in done]),
@@ -89,12 +91,13 @@ def columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """(headings, cells of each row) as text."""
     ours = list(dict.fromkeys(variant for row in rows for variant in row.ratios))
     headings = ["contender", "tokens/s", *(f"{variant} / this" for variant in ours)]
-    headings += ["peak MiB", "sent MiB/step", "final loss", "tokens", "rounds"]
+    headings += ["padding", "peak MiB", "sent MiB/step", "final loss", "tokens", "rounds"]
     cells = []
     for row in rows:
         line = [ENTRANTS[row.name].title, _number(row.tokens_per_s, ",.0f")]
         line += [_ratio(row.ratios.get(variant)) for variant in ours]
         line += [
+            _number(row.padding, ".1%"),
             _number(None if row.peak_memory is None else row.peak_memory / MIB, ",.0f"),
             _number(None if row.sent is None else row.sent / MIB, ",.1f"),
             _number(row.final_loss, ".4f"),
@@ -122,6 +125,7 @@ LEGEND = (
     "steps after warm-up; median of the rounds.",
     f"x / this: median of the paired ratios of tokens/s, round by round; in brackets the "
     f"{CONFIDENCE:.0%} interval of their geometric mean (Student's t on the logarithms).",
+    "padding: share of the batches' places that hold no token.",
     "peak MiB: resident memory of all ranks, each at its own peak, libraries included. "
     "sent: what a ring algorithm sends for the collectives of a step, over all ranks.",
     f"final loss: mean per learned token of the last {LAST_STEPS} steps; orders of rows differ, "

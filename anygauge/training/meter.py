@@ -102,9 +102,22 @@ class RunMeter:
         self.history = history or History()
 
     def step(
-        self, index: int, *, loss: float, lr: float, grad_norm: float, skipped: bool, seconds: float
+        self,
+        index: int,
+        *,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        skipped: bool,
+        slots: int,
+        seconds: float,
     ) -> None:
-        """Record one optimizer step."""
+        """Record one optimizer step.
+
+        Args:
+            slots: places for tokens in the batches of all ranks, padding among them.
+            seconds: wall clock of the step.
+        """
         volume = self._volume(index)
         history = self.history
         history.step = index + 1
@@ -122,6 +135,7 @@ class RunMeter:
             "epoch": round(self._epoch(index), 6),
             "tokens": volume.tokens,
             "supervised_tokens": volume.supervised_tokens,
+            "padding": round(1 - volume.tokens / slots, 6),
             "seconds": seconds,
             "tokens_per_s": volume.tokens / seconds,
             "peak_memory": self._backend.placement.memory().peak,

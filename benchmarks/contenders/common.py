@@ -28,24 +28,26 @@ class Recorder:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._file = (Path(plan.output) / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8")
-        self._tokens = 0
+        self._tokens = self._slots = 0
 
     def watch(self, model: nn.Module) -> None:
-        """Count the real tokens of every forward of the outermost model."""
+        """Count real tokens and places for tokens in every forward of the outermost model."""
 
         def count(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
             if not module.training:
                 return
             mask = inputs.get("attention_mask")
             # Without a mask nothing is padded.
-            self._tokens += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
+            slots = inputs["input_ids"].numel()
+            self._tokens += int(mask.sum()) if mask is not None else slots
+            self._slots += slots
 
         model.register_forward_pre_hook(count, with_kwargs=True)
 
     def step(self) -> None:
         """An optimizer step has ended now."""
-        self._write({"time": time.time(), "tokens": self._tokens})
-        self._tokens = 0
+        self._write({"time": time.time(), "tokens": self._tokens, "slots": self._slots})
+        self._tokens = self._slots = 0
 
     def rank_loss(self, loss_sum: float, learned: int) -> None:
         """Loss of the last step on this rank: the sum over learned tokens, and their number."""

@@ -39,7 +39,7 @@ def write_lines(path: Path, records: Sequence[Any]) -> None:
 def write_rank(folder: Path, rank: int, *, seconds: float = 2.0, tokens: int = 10) -> None:
     records: list[dict[str, float]] = []
     for step in range(STEPS):
-        records.append({"time": 100 + seconds * (step + 1), "tokens": tokens})
+        records.append({"time": 100 + seconds * (step + 1), "tokens": tokens, "slots": 2 * tokens})
         # Rank 1 has three times the tokens to learn of rank 0, and twice the loss on each.
         learned = (2, 6)[rank]
         records.append({"loss_sum": learned * (rank + 1.0), "learned": learned})
@@ -73,6 +73,7 @@ def test_speed_is_that_after_warm_up_over_all_ranks(tmp_path: Path) -> None:
     result = read(tmp_path)
     assert result.tokens_per_s == pytest.approx(3 * 20 / (3 * 2.0))
     assert result.step_seconds == pytest.approx([2.0, 2.0, 2.0])
+    assert result.padding == pytest.approx(0.5)
     assert result.tokens == 80
 
 
@@ -132,7 +133,8 @@ def test_ranks_that_never_spoke_are_refused(tmp_path: Path) -> None:
 def metrics(folder: Path, *, timed: bool = True) -> None:
     records: list[dict[str, Any]] = [{"step": 0, "name": "eval", "eval_loss": 1.0}]
     for step in range(STEPS):
-        record = {"step": step + 1, "loss": 3.0 - step, "tokens": 20, "seconds": 1.0}
+        record = {"step": step + 1, "loss": 3.0 - step, "tokens": 20, "padding": 0.2}
+        record["seconds"] = 1.0
         records.append({**record, "time": 100.0 + 2 * step} if timed else record)
     write_lines(folder / "run" / "metrics.jsonl", records)
     for rank in range(2):
@@ -144,6 +146,7 @@ def test_anygauge_is_read_from_its_metrics(tmp_path: Path) -> None:
     result = read(tmp_path, "anygauge")
     assert result.tokens_per_s == pytest.approx(10.0)
     assert result.losses == [3.0, 2.0, 1.0, 0.0]
+    assert result.padding == pytest.approx(0.2)
 
 
 def test_metrics_without_the_end_of_steps_are_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ def ran(name: str, round_: int, speed: float, **changes: Any) -> Outcome:
         "sent": {"all_gather": 2.0**20, "all_reduce": 2.0**20},
         "losses": [9.0, 2.0, 2.0, 2.0, 2.0, 2.0],
         "tokens": 1234,
+        "padding": 0.25,
     }
     return Outcome(
         name=name, round=round_, status="ok", tokens_per_s=speed, **{**fields, **changes}
@@ -52,14 +53,14 @@ def test_a_contender_that_only_failed_has_no_figures() -> None:
     rows = summarise([ran("anygauge", 1, 9.0), failed("deepspeed", 1)], NAMES)
     assert rows[1].tokens_per_s is None
     assert any("process 1 ended" in text for text in remarks(rows))
-    assert "| DeepSpeed, by hand | - | - | - | - | - | 0 |" in markdown("t", rows)
+    assert "| DeepSpeed, by hand | - | - | - | - | - | - | 0 |" in markdown("t", rows)
 
 
 def test_markdown_has_a_cell_for_every_heading() -> None:
     rows = summarise([ran("anygauge", 1, 2000.0), ran("deepspeed", 1, 1000.0)], NAMES)
     lines = [line for line in markdown("A title", rows).splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
-    assert "| DeepSpeed, by hand | 1,000 | 2.000 | 2 | 2.0 | 2.0000 | 1,234 | 1 |" in lines
+    assert "| DeepSpeed, by hand | 1,000 | 2.000 | 25.0% | 2 | 2.0 | 2.0000 | 1,234 | 1 |" in lines
 
 
 def test_whether_packed_documents_are_apart_is_said() -> None:
