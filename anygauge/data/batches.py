@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.collate import MicroBatch, collate
+from anygauge.data.order import Order
 from anygauge.data.rows import Tokens
 from anygauge.interface import RunFileError, ShapePolicy
 
@@ -173,3 +174,26 @@ class Batches(ABC):
         size, world = self.layout.micro_batch, self.layout.world_size
         turns = (np.arange(self.accumulation) * world + self.layout.rank) * size
         return turns[:, None] + np.arange(size)
+
+
+class OrderedBatches(Batches):
+    """Batches of which each sequence is one item of an order: see `Batches`.
+
+    Args:
+        order: of the items, over the whole run.
+    """
+
+    def __init__(self, schedule: Schedule, layout: Layout, order: Order) -> None:
+        super().__init__(schedule, layout)
+        self._order = order
+        self._total = (
+            max(1, order.end(schedule.epochs))
+            if schedule.steps is None
+            else schedule.steps * self.global_batch
+        )
+        self.steps = -(-self._total // self.global_batch)
+        self.sequences_per_epoch = float(order.per_epoch)
+
+    def epoch(self, index: int) -> float:
+        """See `Batches`."""
+        return min((index + 1) * self.global_batch, self._total) / self.sequences_per_epoch

@@ -9,7 +9,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.batches import Batches, Layout, Schedule
+from anygauge.data.batches import Layout, OrderedBatches, Schedule
 from anygauge.data.cache import key_of
 from anygauge.data.collate import MicroBatch
 from anygauge.data.grouping import DUMMY, GroupedOrder
@@ -79,26 +79,14 @@ class _Sequences:
         return self.layout.batch(documents)
 
 
-class RowBatches(Batches):
+class RowBatches(OrderedBatches):
     """Training batches of rows that are there; see `Batches`."""
 
     def __init__(self, rows: TokenizedRows, schedule: Schedule, layout: Layout) -> None:
-        super().__init__(schedule, layout)
         weights = schedule.weights_of(len(rows.pieces))
-        self._sequences = _Sequences(rows, weights, layout, schedule.seed)
-        self._order = Order(
-            self._sequences.sizes,
-            self._sequences.weights,
-            schedule.seed,
-            shuffle=schedule.shuffle,
-        )
-        self._total = (
-            max(1, self._order.end(schedule.epochs))
-            if schedule.steps is None
-            else schedule.steps * self.global_batch
-        )
-        self.steps = -(-self._total // self.global_batch)
-        self.sequences_per_epoch = float(self._order.per_epoch)
+        self._sequences = sequences = _Sequences(rows, weights, layout, schedule.seed)
+        order = Order(sequences.sizes, sequences.weights, schedule.seed, shuffle=schedule.shuffle)
+        super().__init__(schedule, layout, order)
         self._grouped: GroupedOrder | None = None
         if schedule.grouping:
             # A run that ends with an epoch reads no row of the next one.
@@ -133,10 +121,6 @@ class RowBatches(Batches):
             for item in self._real(index).tolist()
             for row in self._sequences.members(item)
         )
-
-    def epoch(self, index: int) -> float:
-        """See `Batches`."""
-        return min((index + 1) * self.global_batch, self._total) / self.sequences_per_epoch
 
     def fingerprint(self) -> str:
         """See `Batches`."""

@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.batches import Batches, Layout, Schedule
+from anygauge.data.batches import Batches, Layout, OrderedBatches, Schedule
 from anygauge.data.cache import key_of
 from anygauge.data.collate import MicroBatch
 from anygauge.data.encode import Counts
@@ -73,7 +73,7 @@ class _Step:
     counts: Counts
 
 
-class StreamedBatches(Batches):
+class StreamedBatches(OrderedBatches):
     """Training batches without packing; see `Batches`.
 
     `step`, `supervised_tokens` and `real_tokens` of a step must be called on every rank, for the
@@ -86,16 +86,8 @@ class StreamedBatches(Batches):
     def __init__(
         self, rows: StreamedRows, schedule: Schedule, layout: Layout, sum_on_ranks: SumOnRanks
     ) -> None:
-        super().__init__(schedule, layout)
+        super().__init__(schedule, layout, _order(rows, schedule))
         self._rows, self._sum = rows, sum_on_ranks
-        self._order = _order(rows, schedule)
-        self._total = (
-            max(1, self._order.end(schedule.epochs))
-            if schedule.steps is None
-            else schedule.steps * self.global_batch
-        )
-        self.steps = -(-self._total // self.global_batch)
-        self.sequences_per_epoch = float(self._order.per_epoch)
         self._ahead = _Ahead(self._read, self.steps, depth=2)
         self._steps: OrderedDict[int, _Step] = OrderedDict()
 
@@ -122,10 +114,6 @@ class StreamedBatches(Batches):
         """See `Batches`; here also rows of which nothing was left."""
         self._checked(index)
         return self._rows.origins(self._numbers(index, np.arange(self.global_batch)))
-
-    def epoch(self, index: int) -> float:
-        """See `Batches`."""
-        return min((index + 1) * self.global_batch, self._total) / self.sequences_per_epoch
 
     def fingerprint(self) -> str:
         """See `Batches`."""

@@ -64,7 +64,7 @@ class Loop:
             update = self.engine.update(lr, self.settings.clip)
             sums = [float(loss) for loss in result.loss_sums]
             slots = sum(batch.input_ids.numel() for batch in micro_batches)
-            total, stop, slots = self.backend.collectives.sum_on_host(
+            total, stop, places = self.backend.collectives.sum_on_host(
                 [sum(sums), self.stop.asked, slots]
             )
             check_finite(index, total, update, sums, micro_batches, self.backend.collectives)
@@ -74,7 +74,7 @@ class Loop:
                 lr=lr,
                 grad_norm=update.grad_norm,
                 skipped=update.skipped,
-                slots=int(slots),
+                slots=int(places),
                 seconds=time.perf_counter() - began,
             )
             done, last = index + 1, index + 1 == steps

@@ -119,13 +119,12 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
 def _summary(
     job: Job, prepared: PreparedRun, folder: Path, verified: Verification
 ) -> dict[str, Any]:
-    history, troubles = prepared.meter.history, prepared.meter.troubles
+    history = prepared.meter.history
     return {
         "steps": prepared.loop.batches.steps,
         "first_loss": history.first_loss,
         "final_loss": history.last_loss,
         "evaluations": history.evaluations,
-        **({"trackers": "; ".join(troubles)} if troubles else {}),
         "tokens": history.tokens,
         "tokens_per_s": history.tokens / history.seconds if history.seconds else None,
         "saved": str(folder),

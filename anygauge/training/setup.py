@@ -6,15 +6,12 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from anygauge.config import load_run_file
 from anygauge.config.precision import Precision, resolve_precision
-from anygauge.config.schema import ModelSection, RunFile
+from anygauge.config.schema import RunFile
 from anygauge.data import (
     EvaluationBatches,
     Layout,
@@ -266,7 +263,8 @@ def prepare_run(
         },
         export_adapter=None
         if run.adapter is None
-        else partial(write_adapter, engine.model, run.model),
+        # Not checked by a forward, unlike a run's result.
+        else lambda folder, trained: save_adapter(engine.model, trained, folder, base=run.model),
         say=rank.say,
     )
     keeper.adopt()
@@ -310,13 +308,6 @@ def seed_dropout(backend: Backend, seed: int, rank: Rank, start: Checkpoint | No
     backend.placement.seed((seed * 100_003 + rank.index) + step * 1_000_003)
     if start is not None and start.record["world_size"] == rank.world_size:
         backend.placement.set_rng_state(start.rng(rank.index))
-
-
-def write_adapter(
-    model: Any, base: ModelSection, folder: Path, trained: Mapping[str, Tensor]
-) -> None:
-    """A checkpoint's adapter in peft's form, not checked by a forward."""
-    save_adapter(model, trained, folder, base=base)
 
 
 def parameter_counts(engine: Engine) -> tuple[int, int]:

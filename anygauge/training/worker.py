@@ -130,6 +130,8 @@ def run_rank(
         opened.enter_context(listening_if_it_can_stop(prepared))
         try:
             complete = prepared.loop.run()
+            with signs_of_life(events):
+                summary = save(job, rank, prepared) if complete else {}
         except BaseException:
             prepared.meter.close("failed")
             raise
@@ -137,8 +139,8 @@ def run_rank(
         if not complete:
             step = prepared.meter.history.step
             return Stopped(step, str(checkpoint_folder(Path(job.run_directory), step)))
-        with signs_of_life(events):
-            summary = save(job, rank, prepared)
+    if prepared.meter.troubles:
+        summary["trackers"] = "; ".join(prepared.meter.troubles)
     summary["seconds"] = time.time() - began
     if index == 0:
         write_text(Path(job.run_directory) / "report.json", json.dumps(summary, indent=2) + "\n")

@@ -65,3 +65,24 @@ def test_a_run_that_fails_is_closed_as_failed(tmp_path: Path) -> None:
     *records, last = shipped(lines)
     assert (last["status"], last["summary"]) == ("failed", {})
     assert records and not any(key.startswith("system/") for r in records for key in r)
+
+
+def test_a_run_whose_result_cannot_be_saved_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = tmp_path / "lines.jsonl"
+
+    def full_disk(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("anygauge.training.save.save", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        trained_here(
+            run_file(
+                tmp_path,
+                strategy={"name": "single"},
+                trackers=["jsonl"],
+                tracker_options={"jsonl": {"path": str(lines)}},
+            )
+        )
+    assert shipped(lines)[-1]["status"] == "failed"

@@ -1,0 +1,233 @@
+"""Puts a made-up state into engines and takes it out again, on several numbers of ranks.
+
+Run as a script: ``state_rank.py FOLDER``. Imports once, then forks the ranks of each case; writes
+what each case found to ``FOLDER/<case>.json``. Sizes are odd on purpose: no tensor divides evenly
+by 3 or 4 ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anygauge.config.precision import Precision
+from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.models.factory import CausalModelFactory
+from anygauge.registry import Registry
+from anygauge.strategies.base import BuildContext, Engine, Strategy, trained_parameters
+from anygauge.strategies.single import Single
+from anygauge.strategies.state import Counters
+from anygauge.strategies.zero import Zero
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 10,
+    "intermediate_size": 21,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "vocab_size": 37,
+    "tie_word_embeddings": False,
+}
+UPDATES = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One engine on some ranks; stage None is `single`."""
+
+    stage: int | None
+    ranks: int
+    optimizer: str = "adamw"
+
+    @property
+    def name(self) -> str:
+        strategy = "single" if self.stage is None else f"zero{self.stage}"
+        return f"{strategy}-{self.ranks}-{self.optimizer}"
+
+    def strategy(self) -> Strategy:
+        return Single() if self.stage is None else Zero(self.stage, {})
+
+
+CASES = (
+    Case(stage=None, ranks=1),
+    *(Case(stage=stage, ranks=ranks) for stage in (0, 1, 2, 3) for ranks in (1, 3)),
+    Case(stage=3, ranks=4),
+    Case(stage=3, ranks=3, optimizer="lion"),
+    Case(stage=None, ranks=1, optimizer="adamw_8bit"),
+    *(Case(stage=stage, ranks=3, optimizer="adamw_8bit") for stage in (2, 3)),
+)
+
+
+@dataclass
+class MadeUp:
+    """A state with random digits; the same on every rank."""
+
+    tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    counters: Counters = field(default_factory=lambda: Counters(updates=UPDATES))
+
+    @classmethod
+    def like(cls, exported: Sequence[tuple[str, str, Tensor | None]], shapes: Any) -> MadeUp:
+        generator = torch.Generator().manual_seed(1)
+        made = cls()
+        for name, kind, _ in exported:
+            values = torch.randn(shapes[name], generator=generator)
+            # Second moments are never negative.
+            made.tensors[name, kind] = values.abs() if "sq" in kind or kind == "state2" else values
+        return made
+
+    def names(self) -> Sequence[str]:
+        return list(dict.fromkeys(name for name, _ in self.tensors))
+
+    def kinds(self, name: str) -> Sequence[str]:
+        return [kind for owner, kind in self.tensors if owner == name]
+
+    def tensor(self, name: str, kind: str) -> Tensor:
+        return self.tensors[name, kind]
+
+
+def work(case: Case, rank: int, folder: Path) -> None:
+    """One rank of a case."""
+    from anygauge.training.optimizer import optimizer_factory
+
+    registry = Registry.load()
+    backend = registry.create_backend("cpu")
+    device = backend.open(rank)
+    if case.stage is not None:
+        backend.collectives.open(
+            rendezvous=f"file://{folder / case.name}.rendezvous",
+            rank=rank,
+            world_size=case.ranks,
+            timeout_s=120,
+            device=device,
+        )
+    factory = CausalModelFactory(
+        ModelSection(config=CONFIG, tokenizer="none"),
+        AdapterSection(rank=3),
+        attention="sdpa",
+        dtype=torch.float32,
+        seed=0,
+        gradient_checkpointing=False,
+    )
+    engine = case.strategy().build(
+        BuildContext(
+            factory=factory,
+            optimizer=optimizer_factory(OptimizerSection(name=case.optimizer)),
+            precision=Precision(compute="float32", reduce="float32"),
+            backend=backend,
+            rank=rank,
+            world_size=case.ranks,
+            micro_batch=1,
+            max_norm=1.0,
+        )
+    )
+    skeleton = factory.adapt(factory.skeleton())
+    shapes = {name: tuple(p.shape) for name, p in trained_parameters(skeleton)}
+    # Import once so that the optimizer has all its kinds, then with digits of its own in each.
+    kinds = kinds_of(case.optimizer)
+    empty = [(name, kind, None) for name in shapes for kind in ("parameter", *kinds)]
+    state = MadeUp.like(empty, shapes)
+    engine.import_state(state)
+    first = exported(engine)
+    found: dict[str, Any] = {
+        "tensors": len(first),
+        "expected": len(state.tensors),
+        "updates": engine.counters().updates,
+        "sizes": sorted({value.numel() for value in state.tensors.values()}),
+    }
+    if rank == 0:
+        found["different"] = compare(first, state.tensors, torch.equal)
+        # Codes of 8 bits have seven bits of mantissa at the largest, fewer for small values.
+        found["far"] = compare(first, state.tensors, close_to_codes)
+    if rank == 0:
+        state = MadeUp(tensors=first)
+    else:
+        state = MadeUp(tensors=torch.load(wait_for(folder / f"{case.name}.pt"), weights_only=True))
+    if rank == 0:
+        partial = folder / f"{case.name}.pt.partial"
+        torch.save(first, partial)
+        partial.rename(folder / f"{case.name}.pt")
+    engine.import_state(state)
+    second = exported(engine)
+    if rank == 0:
+        found["not_stable"] = compare(second, first, torch.equal)
+        (folder / f"{case.name}.json").write_text(json.dumps(found))
+    engine.close()
+    backend.close()
+
+
+def kinds_of(optimizer: str) -> Sequence[str]:
+    return {
+        "adamw": ("exp_avg", "exp_avg_sq"),
+        "lion": ("exp_avg",),
+        "adamw_8bit": ("state1", "state2"),
+    }[optimizer]
+
+
+def exported(engine: Engine) -> dict[tuple[str, str], Tensor]:
+    return {(name, kind): value for name, kind, value in engine.export_state() if value is not None}
+
+
+def compare(
+    found: dict[tuple[str, str], Tensor],
+    wanted: dict[tuple[str, str], Tensor],
+    same: Callable[[Tensor, Tensor], bool],
+) -> list[str]:
+    assert found.keys() == wanted.keys()
+    return [" ".join(key) for key in wanted if not same(found[key], wanted[key])]
+
+
+def close_to_codes(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= 0.02 * b.abs().max())
+
+
+def wait_for(path: Path) -> Path:
+    import time
+
+    for _ in range(6000):
+        if path.exists():
+            return path
+        time.sleep(0.01)
+    raise TimeoutError(str(path))
+
+
+def main(folder: Path) -> None:
+    import peft  # noqa: F401
+
+    from anygauge import open_backend
+    from anygauge.strategies.zero_runtime import import_deepspeed
+
+    import_deepspeed(open_backend("cpu"))
+    for case in CASES:
+        pids = []
+        for rank in range(case.ranks):
+            pid = os.fork()
+            if not pid:
+                status = 1
+                try:
+                    identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks}
+                    os.environ.update({name: str(value) for name, value in identity.items()})
+                    work(case, rank, folder)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    os._exit(status)
+            pids.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(case.name, codes, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
