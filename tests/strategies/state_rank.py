@@ -1,8 +1,8 @@
 """Puts a made-up state into engines and takes it out again, on several numbers of ranks.
 
 Run as a script: ``state_rank.py FOLDER``. Imports once, then forks the ranks of each case; writes
-what each case found to ``FOLDER/<case>.json``. Sizes are odd on purpose: no tensor divides evenly
-by 3 or 4 ranks.
+what each case found to ``FOLDER/<case>.json``. Sizes are odd on purpose: some divide by no number
+of ranks that is tried, so that shards are padded.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
         )
     factory = CausalModelFactory(
         ModelSection(config=CONFIG, tokenizer="none"),
-        AdapterSection(rank=3),
+        AdapterSection(rank=5),
         attention="sdpa",
         dtype=torch.float32,
         seed=0,
@@ -133,7 +133,6 @@ def work(case: Case, rank: int, folder: Path) -> None:
     )
     skeleton = factory.adapt(factory.skeleton())
     shapes = {name: tuple(p.shape) for name, p in trained_parameters(skeleton)}
-    # Import once so that the optimizer has all its kinds, then with digits of its own in each.
     kinds = kinds_of(case.optimizer)
     empty = [(name, kind, None) for name in shapes for kind in ("parameter", *kinds)]
     state = MadeUp.like(empty, shapes)

@@ -50,5 +50,6 @@ def test_what_went_in_comes_out(case: Case, folder: Path) -> None:
         assert found["far"] == []
     else:
         assert found["different"] == []
-        assert found["updates"] == UPDATES
+        # Lion corrects no bias, so it counts no steps.
+        assert found["updates"] == (0 if case.optimizer == "lion" else UPDATES)
     assert found["not_stable"] == []
