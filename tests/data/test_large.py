@@ -20,6 +20,7 @@ from tests.helpers.runs import run_file
 
 MIB = 2**20
 ROW_BYTES = 1000
+NOTE = ROW_BYTES - 80
 
 PREPARE = """
 import json, sys
@@ -45,15 +46,14 @@ print(json.dumps({"peak": peak(), "losses": run.steps("loss")}))
 
 def big_file(path: Path, size: int) -> Path:
     """Rows of about `ROW_BYTES`, most of them in a column that is not trained on."""
+    rows = [
+        {"prompt": f"Number {number}:", "completion": f"it is {number * 7}", "note": "x" * NOTE}
+        for number in range(4096)
+    ]
+    block = "".join(json.dumps(row) + "\n" for row in rows).encode()
     with path.open("wb") as file:
-        number = 0
         while file.tell() < size:
-            chunk = []
-            for _ in range(4096):
-                number += 1
-                row = {"prompt": f"Number {number}:", "completion": f"it is {number * 7}"}
-                chunk.append(json.dumps({**row, "note": "x" * (ROW_BYTES - 80)}) + "\n")
-            file.write("".join(chunk).encode())
+            file.write(block)
     return path
 
 
