@@ -26,6 +26,10 @@ class Check:
     capability: str | None = None
 
 
+class NotAsked(Exception):
+    """Raised by a check that has no meaning for this backend; its message is the reason."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """What came of a check in the process where it was asked.
@@ -35,12 +39,14 @@ class Answer:
         detail: what was raised, in words; empty if it holds.
         declared: the level that the backend declares for the check's capability, in words.
         supported: whether that level is full or partial; True for a check without capability.
+        not_asked: why the check has no meaning here; empty where it was asked.
     """
 
     holds: bool
     detail: str = ""
     declared: str = ""
     supported: bool = True
+    not_asked: str = ""
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -74,11 +80,13 @@ def check(
 
 
 def verdict(answer: Answer) -> tuple[str, str]:
-    """(``passed``, ``declared`` or ``failed``; why) of an answer.
+    """(``passed``, ``declared``, ``skipped`` or ``failed``; why) of an answer.
 
     A capability that is declared and fails is a failure, and so is one that is declared missing
     and works: users are refused what they could have.
     """
+    if answer.not_asked:
+        return "skipped", answer.not_asked
     if answer.supported:
         if answer.holds:
             return "passed", ""

@@ -177,6 +177,8 @@ def _judge(check: Check, answers: Answers) -> None:
     result, why = verdict(answers.of(check))
     if result == "failed":
         pytest.fail(f"{check.title}: {why}", pytrace=False)
+    if result == "skipped":
+        pytest.skip(why)
     if result == "declared":
         pytest.skip(f"declared: {why}")
 

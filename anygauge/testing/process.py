@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from anygauge.testing.check import CHECKS, Answer, Check
+from anygauge.testing.check import CHECKS, Answer, Check, NotAsked
 
 TIMEOUTS_S = {"basic": 60.0, "device": 600.0, "ranks": 600.0}
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -173,6 +173,8 @@ def _asked(check: Check, subject: Any, backend: Any) -> Answer:
         declared, supported = str(support), bool(support)
     try:
         check.function(subject)
+    except NotAsked as reason:
+        return Answer(holds=True, not_asked=str(reason))
     except Exception as error:
         traceback.print_exc()
         detail = str(error).strip() or type(error).__name__

@@ -30,6 +30,8 @@ class SimPlacement(Placement):
                 is wrong, there are too few cards, or another process holds this one.
         """
         try:
+            import torch  # noqa: F401  (the compiled part links to it)
+
             from anygauge_sim import _C
             from anygauge_sim.device import load
 
