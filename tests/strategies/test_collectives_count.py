@@ -58,5 +58,6 @@ def test_as_many_elements_as_a_hand_written_loop_in_fewer_calls(
 @pytest.mark.slow
 def test_a_setting_that_peers_ship_gathers_more(ours: dict[str, Any], tmp_path: Path) -> None:
     worse = counted("anygauge", tmp_path, stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
-    assert gathered(worse) > 2.5, "so the count can tell"
-    assert gathered(worse) > 1.3 * gathered(ours)
+    # Ours stays at or below 2 (above), so the count can tell.
+    assert gathered(worse) > 2.0
+    assert gathered(worse) > 1.1 * gathered(ours)
