@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -191,8 +192,6 @@ def close_to_codes(a: Tensor, b: Tensor) -> bool:
 
 
 def wait_for(path: Path) -> Path:
-    import time
-
     for _ in range(6000):
         if path.exists():
             return path
