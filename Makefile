@@ -1,6 +1,7 @@
 # Everything here works in a fresh clone: the environment is made by whatever needs it first.
 #
 #   make demo        fine-tune a small model on this machine
+#   make plugins     build and install the devices of examples/plugins (C++: two minutes)
 #   make test        lint, types, import contracts, and the tests but the slow ones
 #   make test-slow   the slow tests
 #   make lint        lint, types and import contracts alone
@@ -20,6 +21,9 @@ JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
+PLUGINS := examples/plugins/anygauge-lazy examples/plugins/anygauge-sim
+BUILT := $(VENV)/.plugins
+SPACE := $(subst ,, )
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
@@ -30,16 +34,23 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow lint format clean .venv
+.PHONY: demo plugins test test-slow lint format clean .venv
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/demo.py
 
-test: lint
+plugins: $(BUILT)
+
+# Each plugin's tests have a process of their own: a device that torch has loaded is there for good.
+test: lint $(BUILT)
 	@echo "==> tests"
 	@$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+	@for plugin in $(PLUGINS); do \
+	    echo "==> tests of $$plugin"; \
+	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m "not slow") || exit 1; \
+	done
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(BUILT)
 	@echo "==> slow tests"
 	@$(BIN)/python -m pytest -m slow
 
@@ -50,7 +61,7 @@ lint: $(STAMP)
 	@echo "==> mypy"
 	@$(BIN)/mypy
 	@echo "==> import contracts"
-	@$(BIN)/lint-imports --no-logo
+	@PYTHONPATH=$(subst $(SPACE),:,$(PLUGINS)) $(BIN)/lint-imports --no-logo
 
 format: $(STAMP)
 	@$(BIN)/ruff format
@@ -60,6 +71,12 @@ clean:
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name $(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "Removed builds and caches. To make the environment anew: rm -rf $(VENV)"
+
+# Without isolation, because an isolated build would fetch the largest torch there is.
+$(BUILT): $(STAMP) $(wildcard $(PLUGINS:=/csrc/*) $(PLUGINS:=/*.py) $(PLUGINS:=/pyproject.toml))
+	@echo "==> the devices of examples/plugins"
+	@$(PIP) install --no-build-isolation --no-deps $(PLUGINS:%=--editable %)
+	@touch $@
 
 .venv: $(STAMP)
 

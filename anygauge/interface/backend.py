@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from anygauge.interface.collectives import Collectives
+from anygauge.interface.errors import RunFileError
 from anygauge.interface.graph import Graph
 from anygauge.interface.job import Job, Node
 from anygauge.interface.placement import Placement
@@ -81,6 +82,7 @@ class Check:
 CAPABILITIES: Mapping[str, str] = {
     "bfloat16": "compute in bfloat16",
     "float16": "compute in float16 (training needs loss scaling)",
+    "autocast": "torch.autocast, for loops of one's own",
     "collectives": "more than one process",
     "zero": "DeepSpeed's ZeRO stages 0 to 3",
     "compile": "torch.compile",
@@ -114,9 +116,22 @@ class Backend:
     launch: LaunchProfile = LaunchProfile()
     capabilities: Mapping[str, Support] = {}
 
+    known_options: tuple[str, ...] = ()
+    """Names of the ``backend_options`` that this backend reads; any other is refused."""
+
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        """Args: options: the run file's ``backend_options``, checked by the backend itself."""
+        """Args: options: the run file's ``backend_options``; a backend checks their values.
+
+        Raises:
+            RunFileError: an option is none of `known_options`.
+        """
         self.options = dict(options or {})
+        for name in sorted(set(self.options) - set(self.known_options)):
+            known = ", ".join(self.known_options)
+            raise RunFileError(
+                f"backend_options.{name}: unknown to the {self.name} backend; "
+                + (f"it knows {known}" if known else "it has no options. Remove it")
+            )
         self.placement = self.placement_class(self.device_type)
         self.graph = self.graph_class()
         self.collectives = self.collectives_class(self.device_type)

@@ -47,7 +47,7 @@ class Collectives:
         """
         import torch.distributed as dist
 
-        name = self.process_group_backend or dist.get_default_backend_for_device(device)
+        name = self.backend_name(device)
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(
             name,
@@ -63,6 +63,12 @@ class Collectives:
             if name == host_backend
             else dist.new_group(backend=host_backend, timeout=timeout)
         )
+
+    def backend_name(self, device: torch.device) -> str:
+        """The c10d backend of a device: the one named, or else torch's default for its type."""
+        import torch.distributed as dist
+
+        return self.process_group_backend or dist.get_default_backend_for_device(device)
 
     def close(self) -> None:
         """Leave the process group, if one was joined."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -70,3 +71,8 @@ class Graph:
 
     def mark_step(self, phase: Phase) -> None:
         """End the graph accumulated so far. Nothing to do on an eager device."""
+
+    def counters(self) -> Mapping[str, float]:
+        """Of this process since it began, such as graphs ``compiled``; every step's metrics have
+        them, as ``graph_compiled``."""
+        return {}

@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from anygauge.interface import Backend, UnsupportedError
+from anygauge.interface import HOST_DEVICE, Backend, UnsupportedError
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.zero_settings import ENGINE
 
@@ -26,24 +26,25 @@ def import_deepspeed(backend: Backend) -> ModuleType:
     """Import DeepSpeed with the accelerator that the backend names, and check that it took it.
 
     DeepSpeed chooses an accelerator while it is imported, from what it finds on the machine; the
-    variable is its documented override.
+    variable is its documented override. Of a device that DeepSpeed does not know, the backend names
+    none: the accelerator is then made from the backend.
 
     Raises:
-        UnsupportedError: the backend names none, or DeepSpeed was imported before with another.
+        UnsupportedError: DeepSpeed was imported before with another.
     """
-    wanted = next(
+    named = next(
         (s.value for s in backend.engine_settings(ENGINE) if s.name == "accelerator"), None
     )
-    if wanted is None:
-        raise UnsupportedError(
-            f"strategy 'zero': the {backend.name} backend names no DeepSpeed accelerator in its "
-            f"engine_settings({ENGINE!r}); use strategy.name: single, or a backend that does"
-        )
+    wanted = backend.device_type if named is None else str(named)
     if ENGINE not in sys.modules:
-        os.environ["DS_ACCELERATOR"] = str(wanted)
+        os.environ["DS_ACCELERATOR"] = HOST_DEVICE if named is None else wanted
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
+    from deepspeed.accelerator import get_accelerator, set_accelerator
 
+    if named is None and get_accelerator().device_name() in (HOST_DEVICE, wanted):
+        from anygauge.strategies.zero_accelerator import accelerator_of
+
+        set_accelerator(accelerator_of(backend))
     actual = get_accelerator().device_name()
     if actual != wanted:
         raise UnsupportedError(

@@ -145,6 +145,8 @@ class RunMeter:
             metrics["mfu"] = operations / seconds / (self._peak_flops * self._world_size)
         if skipped:
             metrics["skipped"] = 1
+        for name, value in self._backend.graph.counters().items():
+            metrics[f"graph_{name}"] = value
         self._write({"step": index + 1, **metrics})
         if (index + 1) % self._log_every == 0 or index + 1 == self._steps:
             self._events.send(

@@ -38,6 +38,7 @@ class CpuBackend(Backend):
     placement_class = CpuPlacement
     collectives_class = CpuCollectives
     attention = "sdpa"
+    known_options = ("bind_cores",)
     launch = LaunchProfile(binding="cores")
     capabilities: Mapping[str, Support] = {
         "bfloat16": Support(
@@ -46,10 +47,11 @@ class CpuBackend(Backend):
             "amx_bf16 or Arm's bf16",
         ),
         "float16": Support(
-            Level.UNSUPPORTED_BY_HARDWARE,
-            "processors have no advantage from float16, and its narrow range needs loss scaling; "
-            "use bfloat16 or float32",
+            Level.PARTIAL,
+            "computed by converting to float32 and back on most processors: slower than float32, "
+            "with a narrower range",
         ),
+        "autocast": FULL,
         "collectives": FULL,
         "zero": FULL,
         "compile": Support(
@@ -73,10 +75,16 @@ class CpuBackend(Backend):
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        """Args: options: the run file's ``backend_options``."""
+        """Args: options: the run file's ``backend_options``.
+
+        Raises:
+            RunFileError: an option is unknown or has a value of the wrong type.
+        """
         super().__init__(options)
         self._root = Path("/")
-        _check_options(self.options)
+        bind = self.options.get("bind_cores", True)
+        if not isinstance(bind, bool):
+            raise RunFileError(f"backend_options.bind_cores: {bind!r} is neither true nor false")
 
     def support(self, capability: str) -> Support:
         """As declared, but for bfloat16, which depends on the processor."""
@@ -104,13 +112,3 @@ class CpuBackend(Backend):
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_cpu.diagnostics`."""
         return checks()
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name != "bind_cores":
-            raise RunFileError(
-                f"backend_options.{name}: unknown to the cpu backend; it knows bind_cores only"
-            )
-        if not isinstance(value, bool):
-            raise RunFileError(f"backend_options.bind_cores: {value!r} is neither true nor false")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from anygauge.interface import (
     FULL,
@@ -14,7 +13,6 @@ from anygauge.interface import (
     LaunchProfile,
     Level,
     Node,
-    RunFileError,
     Setting,
     Support,
 )
@@ -53,6 +51,7 @@ class CudaBackend(Backend):
         "float16": Support(
             Level.PARTIAL, "cards of compute capability 7.0 or newer; known once one is opened"
         ),
+        "autocast": FULL,
         "collectives": FULL,
         "zero": FULL,
         "compile": Support(
@@ -70,14 +69,6 @@ class CudaBackend(Backend):
             Level.PARTIAL, "data centre cards with a published rate; known once one is opened"
         ),
     }
-
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        """Args: options: the run file's ``backend_options``."""
-        super().__init__(options)
-        for name in self.options:
-            raise RunFileError(
-                f"backend_options.{name}: unknown; the cuda backend has no options. Remove it"
-            )
 
     def support(self, capability: str) -> Support:
         """As declared; what depends on the card is settled once one is opened."""

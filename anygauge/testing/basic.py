@@ -1,0 +1,265 @@
+"""Checks that need no device: what a backend says of itself before anything is opened.
+
+They run in a process of their own, since one of them is that torch is not imported there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from anygauge.interface import (
+    API_VERSION,
+    CAPABILITIES,
+    AnygaugeError,
+    Backend,
+    BackendSpec,
+    Finding,
+    Job,
+    LaunchProfile,
+    NetworkInterface,
+    Node,
+    Probe,
+    Scope,
+    Setting,
+    Support,
+)
+from anygauge.registry import Registry
+from anygauge.testing.check import check
+
+HEAVY = ("torch", "deepspeed", "transformers", "tensorflow", "jax", "numpy.distutils")
+PROBE_S = 2.0
+"""Seconds: commands that only list backends wait for every probe."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Paper:
+    """A backend as it stands on paper: nothing is open.
+
+    Attributes:
+        name: as users write it.
+        options: the run file's ``backend_options``.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    registry: Registry
+
+    @property
+    def spec(self) -> BackendSpec:
+        """What the plugin announced."""
+        return self.registry.find_backend(self.name).spec
+
+    def backend(self) -> Backend:
+        """A new one, not opened."""
+        return self.registry.create_backend(self.name, self.options)
+
+
+JOB = Job(
+    name="conformance",
+    run_directory="/nowhere/conformance",
+    run_file="/nowhere/conformance/run.yaml",
+    backend="any",
+    strategy="zero",
+    devices_per_node=2,
+    rendezvous="file:///nowhere/rendezvous",
+)
+TWO_NODES = dataclasses.replace(JOB, nodes=2, rendezvous="tcp://node0:29400")
+NODE = Node(
+    hostname="node0",
+    cores=tuple(range(8)),
+    physical_cores=4,
+    memory_bytes=2**36,
+    interfaces=(
+        NetworkInterface(name="lo", up=True, physical=False, loopback=True),
+        NetworkInterface(name="eth0", up=True, physical=True),
+    ),
+    libraries={"torch": "2.13.0"},
+)
+
+
+def _state() -> tuple[dict[str, str], str, float]:
+    return dict(os.environ), str(Path.cwd()), os.umask(os.umask(0o22))
+
+
+@check("the plugin announces exactly one backend of this name", part="basic")
+def announced(paper: Paper) -> None:
+    spec = paper.spec
+    assert spec.name == paper.name
+    assert spec.name.replace("-", "").replace("_", "").isalnum(), f"{spec.name!r} is no plain name"
+    assert spec.name == spec.name.lower(), f"{spec.name!r} is not in lower case"
+
+
+@check("it was written for this version of the contract", part="basic")
+def api_version(paper: Paper) -> None:
+    assert paper.spec.api_version == API_VERSION, (
+        f"written for version {paper.spec.api_version} of the contract, this is {API_VERSION}"
+    )
+
+
+@check("announcing it imports neither torch nor anything else heavy", part="basic")
+def light_import(paper: Paper) -> None:
+    _ = paper.spec
+    assert not _heavy(), f"importing the plugin imported {', '.join(_heavy())}"
+
+
+@check("the spec can be pickled", part="basic")
+def spec_pickles(paper: Paper) -> None:
+    assert pickle.loads(pickle.dumps(paper.spec)) == paper.spec
+
+
+@check("the probe is cheap, imports nothing heavy and changes nothing", part="basic")
+def probe_is_pure(paper: Paper) -> None:
+    before, loaded = _state(), set(_heavy())
+    began = time.perf_counter()
+    first = paper.spec.probe()
+    took = time.perf_counter() - began
+    second = paper.spec.probe()
+    assert _state() == before, "the probe changed the process's environment, folder or umask"
+    imported = sorted(set(_heavy()) - loaded)
+    assert not imported, f"the probe imported {', '.join(imported)}"
+    assert first == second, "two probes of the same machine differ"
+    assert took < PROBE_S, f"the probe took {took:.1f} s"
+
+
+@check("the probe answers the three questions, each with words", part="basic")
+def probe_answers(paper: Paper) -> None:
+    probe = paper.spec.probe()
+    assert isinstance(probe, Probe), f"the probe gave {type(probe).__name__}"
+    for name in ("devices", "driver", "software"):
+        finding = getattr(probe, name)
+        assert isinstance(finding, Finding), f"{name}: {type(finding).__name__} is no Finding"
+        assert finding.detail.strip(), f"{name}: no words"
+        assert "\n" not in finding.detail, f"{name}: more than a line"
+    assert probe.device_count is None or probe.device_count >= 0
+
+
+@check("constructing it has no side effect and imports no torch", part="basic")
+def light_construction(paper: Paper) -> None:
+    before, loaded = _state(), set(_heavy())
+    backend = paper.backend()
+    assert _state() == before, "constructing it changed the environment, folder or umask"
+    imported = sorted(set(_heavy()) - loaded)
+    assert not imported, f"constructing it imported {', '.join(imported)}"
+    assert not backend.placement.is_open, "constructing it opened a device"
+
+
+@check("its name, device type and capabilities are filled in", part="basic")
+def described(paper: Paper) -> None:
+    backend = paper.backend()
+    assert backend.name == paper.name, f"the class says {backend.name!r}"
+    assert isinstance(backend.device_type, str) and backend.device_type
+    unknown = sorted(set(backend.capabilities) - set(CAPABILITIES))
+    assert not unknown, f"capabilities that nobody asks about: {', '.join(unknown)}"
+    for name in CAPABILITIES:
+        support = backend.support(name)
+        assert isinstance(support, Support), f"support({name!r}) gave {type(support).__name__}"
+    assert isinstance(backend.launch, LaunchProfile)
+
+
+@check("every capability is declared, and each refusal has a reason of its own", part="basic")
+def capabilities_declared(paper: Paper) -> None:
+    backend = paper.backend()
+    missing = sorted(set(CAPABILITIES) - set(backend.capabilities))
+    assert not missing, f"nothing is said about {', '.join(missing)}"
+
+
+@check("a device that is not open says so", part="basic")
+def closed_device_says_so(paper: Paper) -> None:
+    try:
+        _ = paper.backend().placement.device
+    except RuntimeError as error:
+        assert "open" in str(error), f"the error does not say what to do: {error}"
+    else:
+        raise AssertionError("placement.device gave a device before open()")
+
+
+@check("an unknown option is refused in words", part="basic")
+def unknown_option(paper: Paper) -> None:
+    name = "no_such_option_of_any_backend"
+    try:
+        paper.registry.create_backend(paper.name, {**paper.options, name: 1})
+    except AnygaugeError as error:
+        assert name in str(error), f"the error does not name the option: {error}"
+    else:
+        raise AssertionError(f"backend_options.{name} was taken without a word")
+
+
+@check(
+    "the environment is pure: the same for the same arguments, and nothing changed", part="basic"
+)
+def environment_is_pure(paper: Paper) -> None:
+    before = _state()
+    first = _environment(paper)
+    second = _environment(paper)
+    assert _state() == before, "asking for the environment changed it"
+    assert first == second, "two calls with the same arguments differ"
+
+
+@check("every setting has a name, a value of text, a reason and a source", part="basic")
+def settings_explain_themselves(paper: Paper) -> None:
+    for setting in [each for part in _environment(paper) for each in part]:
+        assert isinstance(setting, Setting), f"{type(setting).__name__} is no Setting"
+        assert setting.name and "=" not in setting.name, f"{setting.name!r} is no variable"
+        assert setting.value is None or isinstance(setting.value, str), (
+            f"{setting.name}: a value of type {type(setting.value).__name__}; variables are text"
+        )
+        assert setting.reason.strip(), f"{setting.name}: no reason"
+        assert setting.source.strip(), f"{setting.name}: no source"
+
+
+@check("what is set for the whole job does not depend on the rank", part="basic")
+def scopes_hold(paper: Paper) -> None:
+    backend = paper.backend()
+    without = _named(backend.environment(TWO_NODES, NODE, None))
+    for local_rank in (0, 1):
+        with_rank = _named(backend.environment(TWO_NODES, NODE, local_rank))
+        for name, setting in with_rank.items():
+            if setting.scope is Scope.RANK:
+                continue
+            assert without.get(name) == setting, (
+                f"{name} has scope {setting.scope.value}, but differs or is missing where no rank "
+                "is asked for"
+            )
+    ranked = [name for name, s in without.items() if s.scope is Scope.RANK]
+    assert not ranked, f"of scope rank, though no rank was asked for: {', '.join(ranked)}"
+
+
+@check("shapes are padded upwards, and never beyond the maximum", part="basic")
+def shapes_are_sound(paper: Paper) -> None:
+    shapes = paper.backend().graph.shapes
+    for maximum in (64, 100, 1024):
+        for longest in (1, 7, maximum // 2, maximum):
+            padded = shapes.padded_length(longest, maximum)
+            assert longest <= padded <= maximum, f"{longest} of {maximum} tokens became {padded}"
+
+
+@check("the checks of `doctor` have names and verdicts", part="basic")
+def diagnostics_are_sound(paper: Paper) -> None:
+    for line in paper.backend().diagnostics():
+        assert line.name and line.seen, f"a check without words: {line}"
+        assert line.outcome in ("pass", "warn", "fail"), f"{line.name}: outcome {line.outcome!r}"
+        assert line.outcome == "pass" or line.remedy, f"{line.name}: no remedy"
+
+
+def _environment(paper: Paper) -> list[list[Setting]]:
+    backend = paper.backend()
+    return [
+        list(backend.environment(job, NODE, rank))
+        for job in (JOB, TWO_NODES)
+        for rank in (None, 0, 1)
+    ]
+
+
+def _named(settings: Any) -> dict[str, Setting]:
+    return {setting.name: setting for setting in settings}
+
+
+def _heavy() -> list[str]:
+    return [name for name in HEAVY if name in sys.modules]

@@ -1,0 +1,97 @@
+"""What a check is: a question to a backend, and the capability that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One question to a backend.
+
+    Attributes:
+        name: short and stable, such as ``memory_moves``.
+        title: what holds if it passes, in words.
+        part: where it is asked: ``basic``, ``device`` or ``ranks``.
+        capability: it is asked on behalf of; None where every backend must pass.
+        function: gets a `Subject`; raises where it does not hold.
+    """
+
+    name: str
+    title: str
+    part: str
+    function: Callable[[Any], None]
+    capability: str | None = None
+
+
+class NotAsked(Exception):
+    """Raised by a check that has no meaning for this backend; its message is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What came of a check in the process where it was asked.
+
+    Attributes:
+        holds: whether the function returned.
+        detail: what was raised, in words; empty if it holds.
+        declared: the level that the backend declares for the check's capability, in words.
+        supported: whether that level is full or partial; True for a check without capability.
+        not_asked: why the check has no meaning here; empty where it was asked.
+    """
+
+    holds: bool
+    detail: str = ""
+    declared: str = ""
+    supported: bool = True
+    not_asked: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def load(cls, record: Mapping[str, Any]) -> Answer:
+        """What `record` gave."""
+        return cls(**record)
+
+
+CHECKS: dict[str, Check] = {}
+"""Every check by name, in the order of definition; `anygauge.testing.catalogue` fills it."""
+
+
+def check(
+    title: str, *, part: str, capability: str | None = None
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Decorator: register a function as a check under its own name."""
+
+    def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        name = function.__name__
+        if name in CHECKS:
+            raise ValueError(f"two checks are named {name!r}")
+        CHECKS[name] = Check(
+            name=name, title=title, part=part, capability=capability, function=function
+        )
+        return function
+
+    return register
+
+
+def verdict(answer: Answer) -> tuple[str, str]:
+    """(``passed``, ``declared``, ``skipped`` or ``failed``; why) of an answer.
+
+    A capability that is declared and fails is a failure, and so is one that is declared missing
+    and works: users are refused what they could have.
+    """
+    if answer.not_asked:
+        return "skipped", answer.not_asked
+    if answer.supported:
+        if answer.holds:
+            return "passed", ""
+        declared = f" (declared: {answer.declared})" if answer.declared else ""
+        return "failed", answer.detail + declared
+    if answer.holds:
+        return "failed", f"declared as {answer.declared}, but it works"
+    return "declared", answer.declared

@@ -1,0 +1,244 @@
+"""`BackendContract`: what every backend must hold, as a class of tests.
+
+    from anygauge.testing import BackendContract
+
+    class TestMine(BackendContract):
+        backend = "mine"
+
+Checks run in processes of their own; a test reads the answer of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from anygauge.testing.catalogue import CHECKS
+from anygauge.testing.check import Check, verdict
+from anygauge.testing.loop import RunFailed, Trained, largest_difference, prepare, train
+from anygauge.testing.process import Answers, Subject, ask
+
+
+def _of(part: str) -> Any:
+    chosen = [check for check in CHECKS.values() if check.part == part]
+    return pytest.mark.parametrize("check", chosen, ids=lambda check: check.name)
+
+
+class BackendContract:
+    """Subclass it and name the backend.
+
+    Attributes:
+        backend: as users write it after ``--backend``.
+        options: the run file's ``backend_options``.
+        environment: variables for every process.
+        rank_counts: numbers of ranks that collectives and ZeRO are tried on, at most the devices
+            of the machine.
+        loss_noise: largest relative difference of a step's loss from the host's that the device's
+            arithmetic explains, by compute type; it is printed in the report.
+    """
+
+    backend: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = {}
+    environment: ClassVar[Mapping[str, str]] = {}
+    rank_counts: ClassVar[Sequence[int]] = (2, 4)
+    loss_noise: ClassVar[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 2e-2}
+
+    # -- what tests share ---------------------------------------------------------------------
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls) -> Subject:
+        """The backend under test."""
+        return Subject(name=cls.backend, options=cls.options, environment=cls.environment)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """For answers, logs and runs."""
+        return tmp_path_factory.mktemp(f"conformance-{cls.backend}")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def on_paper(cls, subject: Subject, folder: Path) -> Answers:
+        """Answers that need no device."""
+        return ask("basic", subject, folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def devices(cls, subject: Subject) -> int:
+        """Devices of this machine; skips where there is none."""
+        from anygauge.registry import Registry
+
+        probe = Registry.load().probe(subject.name)
+        if not probe.available:
+            pytest.skip(f"no device to try: {probe.reason}")
+        return 10**6 if probe.device_count is None else probe.device_count
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def on_device(cls, subject: Subject, folder: Path, devices: int) -> Answers:
+        """Answers of one opened device."""
+        return ask("device", subject, folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def on_ranks(cls, subject: Subject, folder: Path, devices: int) -> dict[int, Answers]:
+        """Answers of several ranks, as far as there are devices."""
+        return {
+            ranks: ask("ranks", subject, folder, ranks=ranks)
+            for ranks in cls.rank_counts
+            if ranks <= devices
+        }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runs(cls, folder: Path, devices: int) -> dict[str, Trained]:
+        """Runs that were made already, by name."""
+        prepare(folder)
+        return {}
+
+    # -- without hardware -----------------------------------------------------------------------
+
+    @_of("basic")
+    def test_on_paper(self, check: Check, on_paper: Answers) -> None:
+        """What the backend says of itself before anything is opened."""
+        _judge(check, on_paper)
+
+    # -- with a device --------------------------------------------------------------------------
+
+    @_of("device")
+    def test_on_device(self, check: Check, on_device: Answers) -> None:
+        """Placement, memory, random numbers, arithmetic, graphs."""
+        _judge(check, on_device)
+
+    @_of("ranks")
+    def test_on_ranks(
+        self, check: Check, subject: Subject, on_ranks: dict[int, Answers]
+    ) -> None:
+        """Collectives."""
+        if not on_ranks:
+            declared = _declared(subject, check.capability or "collectives")
+            if not declared:
+                pytest.skip(f"declared: {declared}")
+            pytest.skip(f"fewer devices than the {min(self.rank_counts)} ranks that it takes")
+        for answers in on_ranks.values():
+            _judge(check, answers)
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_trains_as_the_host_does(
+        self,
+        dtype: str,
+        subject: Subject,
+        folder: Path,
+        runs: dict[str, Trained],
+        on_device: Answers,
+    ) -> None:
+        """One process: the losses of every step are the host's, within the stated noise."""
+        if dtype != "float32" and not _supports(on_device, dtype):
+            pytest.skip(f"{dtype} is not supported, as declared")
+        here = _run(runs, subject, folder, "single", 1, dtype, host=True)
+        there = _run(runs, subject, folder, "single", 1, dtype)
+        self._close(there, here, dtype)
+        assert there.losses[-1] < there.losses[0], "nothing was learned"
+
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_zero_trains_as_one_process_does(
+        self,
+        ranks: int,
+        subject: Subject,
+        folder: Path,
+        runs: dict[str, Trained],
+        on_device: Answers,
+        devices: int,
+    ) -> None:
+        """ZeRO-3 + LoRA on several ranks: the same losses as one process on the host."""
+        declared = _declared(subject, "zero")
+        if not declared:
+            with pytest.raises(RunFailed) as refused:
+                _run(runs, subject, folder, "zero", min(ranks, devices), "float32")
+            assert declared.reason in str(refused.value), (
+                "a refusal must give the declared reason; it says: " + str(refused.value)
+            )
+            pytest.skip(f"declared: {declared}")
+        if ranks > devices:
+            pytest.skip(f"{ranks} ranks need as many devices; there are {devices}")
+        here = _run(runs, subject, folder, "single", 1, "float32", host=True)
+        self._close(_run(runs, subject, folder, "zero", ranks, "float32"), here, "float32")
+
+    def test_a_resumed_run_goes_on_where_it_was(
+        self, subject: Subject, folder: Path, runs: dict[str, Trained]
+    ) -> None:
+        """From a checkpoint in the middle: the losses of the undisturbed run, to the last digit."""
+        whole = train(
+            subject,
+            folder,
+            "whole",
+            strategy="single",
+            ranks=1,
+            dtype="float32",
+            changes={"checkpoint": {"every": 3, "keep_last": 5}},
+        )
+        middle = sorted((whole.folder / "checkpoints").iterdir())[0]
+        rest = train(
+            subject,
+            folder,
+            "rest",
+            strategy="single",
+            ranks=1,
+            dtype="float32",
+            arguments=("--resume", str(middle)),
+        )
+        assert list(rest.losses) == list(whole.losses)[-len(rest.losses) :]
+        assert 0 < len(rest.losses) < len(whole.losses)
+
+    def _close(self, found: Trained, wanted: Trained, dtype: str) -> None:
+        difference = largest_difference(found.losses, wanted.losses)
+        assert difference <= self.loss_noise[dtype], (
+            f"losses differ from the host's by {difference:.1e}; {self.loss_noise[dtype]:.0e} is "
+            f"stated as the device's noise in {dtype}"
+        )
+
+
+def _judge(check: Check, answers: Answers) -> None:
+    result, why = verdict(answers.of(check))
+    if result == "failed":
+        pytest.fail(why, pytrace=False)
+    if result == "skipped":
+        pytest.skip(why)
+    if result == "declared":
+        pytest.skip(f"declared: {why}")
+
+
+def _declared(subject: Subject, capability: str) -> Any:
+    from anygauge.registry import Registry
+
+    return Registry.load().create_backend(subject.name, subject.options).support(capability)
+
+
+def _supports(answers: Answers, dtype: str) -> bool:
+    """As the opened device declares it: some know only then."""
+    given = answers.answers.get(f"{dtype}_arithmetic")
+    return given is not None and given.supported
+
+
+def _run(
+    runs: dict[str, Trained],
+    subject: Subject,
+    folder: Path,
+    strategy: str,
+    ranks: int,
+    dtype: str,
+    *,
+    host: bool = False,
+) -> Trained:
+    name = f"{'host' if host else 'device'}-{strategy}{ranks}-{dtype}"
+    if name not in runs:
+        runs[name] = train(
+            subject, folder, name, strategy=strategy, ranks=ranks, dtype=dtype, host=host
+        )
+    return runs[name]

@@ -1,0 +1,433 @@
+"""Checks on one opened device, in a process of their own.
+
+What is expected comes from the host in float64, never from the device itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anygauge.interface import (
+    HOST_DEVICE,
+    AnygaugeError,
+    Backend,
+    Level,
+    MemoryStats,
+    NotAvailableError,
+    Phase,
+)
+from anygauge.testing.check import NotAsked, check
+
+MIB = 2**20
+ALLOCATOR = "allocator"
+"""`MemoryStats.kind` of a device with an allocator of its own."""
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+"""Largest error of one operation relative to the largest value, by compute type."""
+UNITS = ("percent", "w", "c", "bytes", "mhz")
+"""Ends of the names of `Placement.utilisation`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """An opened backend, and how to make another one of its kind.
+
+    Attributes:
+        visible: devices that this process may see.
+    """
+
+    backend: Backend
+    device: torch.device
+    visible: int
+    fresh: Any
+
+    @property
+    def placement(self) -> Any:
+        """The backend's."""
+        return self.backend.placement
+
+
+# -- placement ------------------------------------------------------------------------------------
+
+
+@check("the opened device has the backend's type, and tensors can be made on it", part="device")
+def opens(on: Opened) -> None:
+    assert on.device.type == on.backend.device_type, f"open() gave {on.device}"
+    assert on.placement.device == on.device
+    made = torch.ones(3, device=on.device)
+    assert made.device.type == on.device.type
+    assert made.to(HOST_DEVICE).tolist() == [1, 1, 1]
+
+
+@check("a local rank without a device is refused in words", part="device")
+def too_large_rank(on: Opened) -> None:
+    if on.device.index is None:
+        raise NotAsked("its devices bear no numbers: any number of ranks share it")
+    other = on.fresh()
+    with _raises(NotAvailableError) as raised:
+        other.placement.open(on.visible + 1000)
+    text = str(raised[0])
+    assert str(on.visible) in text or str(on.visible + 1000) in text, f"names no number: {text}"
+
+
+@check(
+    "tensors and mappings of tensors arrive on the device, values and types unchanged",
+    part="device",
+)
+def moves_data(on: Opened) -> None:
+    batch = {
+        "ids": torch.arange(12).reshape(3, 4),
+        "weights": torch.linspace(-1, 1, 5, dtype=torch.float32),
+        "nested": {"flag": torch.tensor([True, False])},
+        "name": "kept as it is",
+    }
+    moved = on.placement.to_device(batch)
+    on.placement.synchronize()
+    for path, host, there in _pairs(batch, moved):
+        if not isinstance(host, torch.Tensor):
+            assert there == host, f"{path} changed"
+            continue
+        assert there.device.type == on.device.type, f"{path} is on {there.device}"
+        assert there.dtype == host.dtype, f"{path} became {there.dtype}"
+        assert torch.equal(there.to(HOST_DEVICE), host), f"{path} has other values"
+
+
+@check("work that was queued has ended when synchronize returns", part="device")
+def synchronizes(on: Opened) -> None:
+    value = torch.ones(64, 64, device=on.device)
+    for _ in range(20):
+        value = value @ torch.eye(64, device=on.device)
+    on.placement.synchronize()
+    assert float(value.sum().to(HOST_DEVICE)) == 64 * 64
+
+
+@check("only an exhausted memory counts as out of memory", part="device")
+def out_of_memory_is_told_apart(on: Opened) -> None:
+    for error in (ValueError("shape"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
+        assert not on.placement.is_out_of_memory(error), f"{error!r} counts as out of memory"
+
+
+@check(
+    "more memory than the device has is refused, and counts as out of memory",
+    part="device",
+    capability="memory_statistics",
+)
+def out_of_memory_is_recognised(on: Opened) -> None:
+    if on.placement.memory().kind != ALLOCATOR:
+        raise NotAsked("it shares the host's memory, and exhausting that would harm others")
+    limit = on.placement.memory().limit
+    assert limit, "memory().limit is unknown, so exhaustion cannot be tried"
+    try:
+        torch.empty(limit * 2, dtype=torch.uint8, device=on.device)
+    except Exception as error:
+        assert on.placement.is_out_of_memory(error), (
+            f"{type(error).__name__}: {error} does not count as out of memory"
+        )
+    else:
+        raise AssertionError(f"{limit * 2} bytes were given, of {limit}")
+    assert float(torch.ones(2, device=on.device).sum()) == 2, "nothing works after it"
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@check(
+    "memory in use follows what is allocated and freed",
+    part="device",
+    capability="memory_statistics",
+)
+def memory_moves(on: Opened) -> None:
+    size = 64 * MIB
+    before = _memory(on)
+    held = torch.empty(size, dtype=torch.uint8, device=on.device).fill_(1)
+    on.placement.synchronize()
+    during = _memory(on)
+    del held
+    after = _memory(on)
+    assert during.in_use - before.in_use >= size, (
+        f"{size} bytes were taken, and memory in use grew by {during.in_use - before.in_use}"
+    )
+    assert during.in_use - after.in_use >= size, "memory that was freed still counts as in use"
+
+
+@check(
+    "the peak keeps what was in use, until it is reset",
+    part="device",
+    capability="memory_statistics",
+)
+def peak_is_kept_and_reset(on: Opened) -> None:
+    size = 64 * MIB
+    on.placement.reset_peak()
+    before = _memory(on)
+    held = torch.empty(size, dtype=torch.uint8, device=on.device).fill_(1)
+    on.placement.synchronize()
+    del held
+    kept = _memory(on)
+    # The kernel counts a process's pages in batches for each thread.
+    slack = 0 if kept.kind == ALLOCATOR else size // 64
+    assert kept.peak >= before.in_use + size - slack, (
+        f"the peak is {kept.peak}, but {before.in_use + size} bytes were in use"
+    )
+    on.placement.reset_peak()
+    fresh = _memory(on)
+    assert fresh.peak < kept.peak, "resetting the peak leaves it where it was"
+    assert fresh.peak >= fresh.in_use
+
+
+@check("the numbers are an allocator's, in order", part="device", capability="memory_statistics")
+def memory_numbers_are_sound(on: Opened) -> None:
+    stats = _memory(on)
+    if on.backend.support("memory_statistics").level is Level.FULL:
+        assert stats.kind == ALLOCATOR, f"memory() counts the {stats.kind}; declare it as partial"
+    assert 0 <= stats.in_use <= stats.peak
+    assert stats.reserved is None or stats.reserved >= stats.in_use
+    assert stats.limit is None or stats.limit >= stats.in_use
+
+
+# -- randomness -----------------------------------------------------------------------------------
+
+
+@check("the same seed gives the same numbers, another seed others", part="device")
+def seeds_count(on: Opened) -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        on.placement.seed(seed)
+        return torch.rand(64, device=on.device).to(HOST_DEVICE)
+
+    first, again, other = drawn(7), drawn(7), drawn(8)
+    assert torch.equal(first, again), "the same seed gave other numbers on the device"
+    assert not torch.equal(first, other), "another seed gave the same numbers on the device"
+
+
+@check("the host is seeded too", part="device")
+def seeds_the_host(on: Opened) -> None:
+    on.placement.seed(7)
+    first = torch.rand(8)
+    on.placement.seed(7)
+    assert torch.equal(first, torch.rand(8)), "seed() leaves the host's generator alone"
+
+
+@check("a state of the generators that is put back gives the same numbers again", part="device")
+def rng_state_round_trip(on: Opened) -> None:
+    on.placement.seed(3)
+    torch.rand(5, device=on.device)
+    state = {name: value.clone() for name, value in on.placement.rng_state().items()}
+    for name, value in state.items():
+        assert value.device.type == HOST_DEVICE and value.dtype == torch.uint8, (
+            f"{name}: a state is bytes on the host, not {value.dtype} on {value.device}"
+        )
+    wanted = torch.rand(16, device=on.device).to(HOST_DEVICE), torch.rand(16)
+    on.placement.set_rng_state(state)
+    found = torch.rand(16, device=on.device).to(HOST_DEVICE), torch.rand(16)
+    assert torch.equal(wanted[0], found[0]), "the device draws other numbers"
+    assert torch.equal(wanted[1], found[1]), "the host draws other numbers"
+
+
+# -- arithmetic -----------------------------------------------------------------------------------
+
+
+def _block(on: Opened, dtype: str, *, autocast: bool = False) -> dict[str, tuple[Any, Any]]:
+    """A small attention-like block with backward: name -> (of the device, of the host, float64)."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(4, 16, 32, generator=generator)
+    weights = [torch.randn(32, 32, generator=generator) / 6 for _ in range(3)]
+    target = getattr(torch, dtype)
+
+    def run(device: Any, kind: torch.dtype, context: Any) -> dict[str, Any]:
+        inputs = [
+            each.to(device=device, dtype=kind, copy=True).requires_grad_() for each in (x, *weights)
+        ]
+        with context:
+            q, k, v = (inputs[0] @ w for w in inputs[1:])
+            scores = torch.softmax(q @ k.transpose(1, 2) / 32**0.5, dim=-1)
+            out = torch.nn.functional.silu(scores @ v)
+            loss = (out.float() if kind != torch.float64 else out).pow(2).mean()
+        loss.backward()
+        found = {"out": out, "loss": loss}
+        return found | {f"grad{n}": each.grad for n, each in enumerate(inputs)}
+
+    kind = torch.float32 if autocast else target
+    context = on.placement.autocast(target) if autocast else contextlib.nullcontext()
+    there = run(on.device, kind, context)
+    here = run(HOST_DEVICE, torch.float64, contextlib.nullcontext())
+    return {name: (there[name].detach(), here[name].detach()) for name in there}
+
+
+def _compare(on: Opened, dtype: str, *, autocast: bool = False) -> None:
+    for name, (there, here) in _block(on, dtype, autocast=autocast).items():
+        assert there.device.type == on.device.type, f"{name} is on {there.device}"
+        error = float((there.to(HOST_DEVICE, torch.float64) - here).abs().max() / here.abs().max())
+        assert error <= 4 * TOLERANCE[dtype], (
+            f"{name} differs from float64 on the host by {error:.1e} of its largest value; "
+            f"{4 * TOLERANCE[dtype]:.0e} is allowed in {dtype}"
+        )
+
+
+@check("float32: a block with softmax and its gradients agree with float64", part="device")
+def float32_arithmetic(on: Opened) -> None:
+    _compare(on, "float32")
+
+
+@check(
+    "bfloat16: a block with softmax and its gradients agree with float64",
+    part="device",
+    capability="bfloat16",
+)
+def bfloat16_arithmetic(on: Opened) -> None:
+    _compare(on, "bfloat16")
+
+
+@check(
+    "float16: a block with softmax and its gradients agree with float64",
+    part="device",
+    capability="float16",
+)
+def float16_arithmetic(on: Opened) -> None:
+    _compare(on, "float16")
+
+
+@check(
+    "autocast computes in the lower type, gradients stay float32",
+    part="device",
+    capability="autocast",
+)
+def autocast_casts(on: Opened) -> None:
+    a = torch.randn(8, 8, device=on.device)
+    with on.placement.autocast(torch.bfloat16):
+        inside = a @ a
+    outside = a @ a
+    assert inside.dtype == torch.bfloat16, f"a product under autocast has {inside.dtype}"
+    assert outside.dtype == torch.float32, f"a product after autocast has {outside.dtype}"
+    _compare(on, "bfloat16", autocast=True)
+
+
+@check("autocast to float32 changes nothing", part="device")
+def autocast_to_float32(on: Opened) -> None:
+    a = torch.randn(8, 8, device=on.device)
+    with on.placement.autocast(torch.float32):
+        assert (a @ a).dtype == torch.float32
+
+
+@check("types named as fast are types that it computes in", part="device")
+def dtypes_are_supported(on: Opened) -> None:
+    assert "float32" in on.placement.dtypes, "float32 is not among placement.dtypes"
+    for name in sorted(on.placement.dtypes - {"float32"}):
+        assert on.backend.support(name), f"{name} is in dtypes, but declared unsupported"
+
+
+@check("a peak rate comes with its source", part="device", capability="peak_flops")
+def peak_rate(on: Opened) -> None:
+    found = [on.placement.peak_flops(name) for name in sorted(on.placement.dtypes)]
+    assert any(found), "no type has a peak rate"
+    for peak in filter(None, found):
+        assert peak.value > 1e9, f"{peak.value} operations per second is no device's rate"
+        assert peak.source.strip(), "no source"
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+@check("marking a step in every phase changes no result", part="device")
+def mark_step_is_harmless(on: Opened) -> None:
+    def trained(marks: bool) -> torch.Tensor:
+        weight = torch.linspace(-1, 1, 16, device=on.device).reshape(4, 4).requires_grad_()
+        for _ in range(2):
+            out = torch.softmax(weight @ weight, dim=-1)
+            if marks:
+                on.backend.graph.mark_step(Phase.FORWARD)
+            out.pow(2).sum().backward()
+            if marks:
+                on.backend.graph.mark_step(Phase.BACKWARD)
+            with torch.no_grad():
+                assert weight.grad is not None
+                weight -= 0.1 * weight.grad
+                weight.grad = None
+            if marks:
+                on.backend.graph.mark_step(Phase.UPDATE)
+        on.placement.synchronize()
+        return weight.detach().to(HOST_DEVICE)
+
+    assert torch.equal(trained(False), trained(True)), "results differ with mark_step"
+
+
+@check("it has graphs to cut: mark_step does something", part="device", capability="mark_step")
+def mark_step_is_real(on: Opened) -> None:
+    from anygauge.interface import Graph
+
+    assert type(on.backend.graph).mark_step is not Graph.mark_step, (
+        "graph.mark_step is the default, which does nothing"
+    )
+
+
+@check("it states a limit on operations per graph", part="device", capability="graph_limit")
+def graph_limit_is_stated(on: Opened) -> None:
+    limit = on.backend.graph.limit
+    assert isinstance(limit, int) and limit > 0, f"graph.limit is {limit!r}"
+
+
+@check(
+    "torch.compile with its own backend gives the same results", part="device", capability="compile"
+)
+def compiles(on: Opened) -> None:
+    compiler = on.backend.graph.compiler
+    assert compiler is not None, "graph.compiler is None"
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x, dim=-1).sum(0)
+
+    x = torch.linspace(-1, 1, 64, device=on.device).reshape(8, 8)
+    compiled = torch.compile(block, backend=compiler.backend)(x)
+    assert torch.allclose(compiled.to(HOST_DEVICE), block(x).to(HOST_DEVICE), atol=1e-5)
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+@check("how busy the device is comes as finite numbers with their unit in the name", part="device")
+def utilisation_is_sound(on: Opened) -> None:
+    for name, value in on.placement.utilisation().items():
+        assert name.rsplit("_", 1)[-1] in UNITS, f"{name}: the name does not end in a unit"
+        assert isinstance(value, float) and value == value, f"{name}: {value!r}"
+
+
+@check("closing gives the device back, and closing twice is no error", part="device")
+def closes(on: Opened) -> None:
+    other = on.fresh()
+    other.open(0)
+    other.close()
+    assert not other.placement.is_open, "the device is still open"
+    other.close()
+
+
+def _memory(on: Opened) -> MemoryStats:
+    gc.collect()
+    on.placement.synchronize()
+    found = on.placement.memory()
+    assert isinstance(found, MemoryStats), f"memory() gave {type(found).__name__}"
+    return found
+
+
+def _pairs(host: Any, there: Any, path: str = "batch") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(host, Mapping):
+        assert isinstance(there, Mapping) and there.keys() == host.keys(), f"{path} lost its keys"
+        for key in host:
+            yield from _pairs(host[key], there[key], f"{path}[{key!r}]")
+    else:
+        yield path, host, there
+
+
+@contextlib.contextmanager
+def _raises(kind: type[BaseException]) -> Iterator[list[BaseException]]:
+    raised: list[BaseException] = []
+    try:
+        yield raised
+    except kind as error:
+        raised.append(error)
+    except AnygaugeError as error:
+        raise AssertionError(f"{type(error).__name__} was raised, not {kind.__name__}") from error
+    if not raised:
+        raise AssertionError(f"{kind.__name__} was not raised")

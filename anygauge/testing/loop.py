@@ -1,0 +1,178 @@
+"""The real loop on a backend: the same run file there and on the host, losses side by side.
+
+Runs go through the command line, as a user's do: agent, ranks, environment, checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from anygauge.interface import HOST_DEVICE
+from anygauge.testing.process import Subject
+
+TIMEOUT_S = 900.0
+STEPS = 6
+MODEL: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 384,
+    "max_position_embeddings": 128,
+}
+WORDS = [
+    "a",
+    "device",
+    "is",
+    "a",
+    "plugin",
+    "and",
+    "the",
+    "loop",
+    "asks",
+    "it",
+    "for",
+    "properties;",
+    "rows",
+    "of",
+    "several",
+    "lengths",
+    "make",
+    "batches",
+    "of",
+    "several",
+    "shapes,",
+    "and",
+    "every",
+    "rank",
+    "has",
+    "its",
+    "part",
+    "of",
+    "them",
+]
+
+
+class RunFailed(AssertionError):
+    """A run ended with another status than 0; its message is what it printed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A run that ended well.
+
+    Attributes:
+        losses: of every step, nats per learned token.
+        metrics: every record of ``metrics.jsonl``.
+    """
+
+    folder: Path
+    losses: Sequence[float]
+    metrics: Sequence[Mapping[str, Any]] = field(repr=False)
+
+
+def prepare(folder: Path) -> None:
+    """Write rows and a tokenizer of bytes into a folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<end>": 1}
+    for symbol in alphabet:
+        vocabulary[symbol] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
+    ).save_pretrained(folder / "tokenizer")
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as rows:
+        for number in range(64):
+            words = [WORDS[(number * 7 + at * 3) % len(WORDS)] for at in range(2 + number % 9)]
+            row = {"prompt": " ".join(words[:2]) + " ", "completion": " ".join(words[2:]) or "so"}
+            rows.write(json.dumps(row) + "\n")
+
+
+def train(
+    subject: Subject,
+    folder: Path,
+    name: str,
+    *,
+    strategy: str,
+    ranks: int,
+    dtype: str,
+    host: bool = False,
+    arguments: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+) -> Trained:
+    """Train the tiny model; `prepare` has been called.
+
+    Args:
+        host: on the host's own backend instead, for comparison.
+        changes: sections of the run file that replace the usual ones.
+
+    Raises:
+        RunFailed: with what the run printed.
+    """
+    run = {
+        "name": name,
+        "output": str(folder),
+        "backend": HOST_DEVICE if host else subject.name,
+        "backend_options": {} if host else dict(subject.options),
+        "model": {"config": dict(MODEL), "tokenizer": str(folder / "tokenizer")},
+        "adapter": {"rank": 4, "dropout": 0.0},
+        "data": {
+            "train": {"path": str(folder / "rows.jsonl")},
+            "max_length": 96,
+            "cache": "off",
+        },
+        "train": {
+            "steps": STEPS,
+            "global_batch": 4,
+            "micro_batch": 1,
+            "optimizer": {"lr": 2.0e-3},
+        },
+        "precision": {"compute": dtype},
+        "strategy": {"name": strategy},
+        "launch": {"devices": ranks},
+        **(changes or {}),
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(run), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "anygauge.cli", "train", str(path), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **subject.environment},
+    )
+    if done.returncode:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise RunFailed(
+            f"anygauge train ended with status {done.returncode}: " + " | ".join(lines[-4:])
+        )
+    text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    return Trained(
+        folder=folder / name,
+        losses=[record["loss"] for record in records if "loss" in record],
+        metrics=records,
+    )
+
+
+def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest difference of two runs' losses, relative to the second's."""
+    assert len(found) == len(wanted), f"{len(found)} steps, not {len(wanted)}"
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))

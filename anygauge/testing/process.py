@@ -1,0 +1,246 @@
+"""Where checks run: processes of their own, so that a device that crashes ends none but itself.
+
+``python -m anygauge.testing.process PART`` reads what to ask from standard input as JSON and writes
+answers to the file that it names. Several ranks of it meet in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from anygauge.testing.check import CHECKS, Answer, Check, NotAsked
+
+TIMEOUTS_S = {"basic": 60.0, "device": 600.0, "ranks": 600.0}
+COLLECTIVE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """The backend under test.
+
+    Attributes:
+        name: as users write it after ``--backend``.
+        options: the run file's ``backend_options``.
+        environment: variables for every process.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """What a part's processes gave.
+
+    Attributes:
+        answers: by the check's name; of several ranks the first that does not hold.
+        trouble: why there are none, or fewer: a process ended before its time; empty if not.
+    """
+
+    answers: Mapping[str, Answer]
+    trouble: str = ""
+
+    def of(self, check: Check) -> Answer:
+        """The answer of a check; one that says what happened where there is none."""
+        if check.name in self.answers:
+            return self.answers[check.name]
+        return Answer(holds=False, detail=self.trouble or "the check was not reached")
+
+
+def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> Answers:
+    """Run every check of a part; returns once all processes have ended.
+
+    Args:
+        part: ``basic``, ``device`` or ``ranks``.
+        folder: for answers, logs and the meeting point.
+    """
+    rendezvous = folder / f"{part}{ranks}.rendezvous"
+    processes = []
+    for rank in range(ranks):
+        log = (folder / f"{part}{ranks}.rank{rank}.log").open("wb")
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "anygauge.testing.process", part],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(subject, rank, ranks),
+            )
+        )
+        log.close()
+        request = {
+            "backend": subject.name,
+            "options": dict(subject.options),
+            "rendezvous": f"file://{rendezvous}",
+            "answers": str(folder / f"{part}{ranks}.rank{rank}.json"),
+        }
+        pipe = processes[-1].stdin
+        assert pipe is not None
+        pipe.write(json.dumps(request).encode())
+        pipe.close()
+    limit = TIMEOUTS_S[part]
+    deadline = time.monotonic() + limit
+    troubles = []
+    for rank, process in enumerate(processes):
+        try:
+            status = process.wait(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            troubles.append(f"rank {rank} had not ended after {limit:.0f} s")
+            continue
+        if status:
+            text = (folder / f"{part}{ranks}.rank{rank}.log").read_text(errors="replace")
+            lines = [line for line in text.splitlines() if line.strip()]
+            troubles.append(f"rank {rank} ended with status {status}: " + " | ".join(lines[-3:]))
+    found = [_read(folder / f"{part}{ranks}.rank{rank}.json") for rank in range(ranks)]
+    return Answers(answers=_merged(found), trouble="; ".join(troubles))
+
+
+def _environment(subject: Subject, rank: int, ranks: int) -> dict[str, str]:
+    """What an agent would give a rank: the backend's own settings, and who it is."""
+    from anygauge.agent.node import inspect_node
+    from anygauge.interface import AnygaugeError
+    from anygauge.registry import Registry
+    from anygauge.registry.environment import applied, resolve_environment
+    from anygauge.testing.basic import JOB
+
+    base = {**os.environ, "OMP_NUM_THREADS": "1", **subject.environment}
+    try:
+        registry = Registry.load(base)
+        backend = registry.create_backend(subject.name, subject.options)
+        resolved = resolve_environment(registry, backend, JOB, inspect_node(), rank, base)
+        base = applied(resolved, base)
+    except AnygaugeError:
+        pass  # a check reports it
+    identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {**base, **{name: str(value) for name, value in identity.items()}}
+
+
+def _read(path: Path) -> dict[str, Answer]:
+    if not path.exists():
+        return {}
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {record.pop("name"): Answer.load(record) for record in records}
+
+
+def _merged(found: Sequence[Mapping[str, Answer]]) -> dict[str, Answer]:
+    names = dict.fromkeys(name for answers in found for name in answers)
+    merged = {}
+    for name in names:
+        answers = [(rank, each[name]) for rank, each in enumerate(found) if name in each]
+        failed = [(rank, answer) for rank, answer in answers if not answer.holds]
+        rank, answer = (failed or answers)[0]
+        if failed and len(found) > 1:
+            answer = Answer.load({**answer.record(), "detail": f"rank {rank}: {answer.detail}"})
+        merged[name] = answer
+    return merged
+
+
+# -- in the process -------------------------------------------------------------------------------
+
+
+def main(part: str) -> None:
+    """Ask every check of a part; answers are written one by one, so that a crash keeps them."""
+    request = json.loads(sys.stdin.read())
+    with Path(request["answers"]).open("w", encoding="utf-8") as file:
+
+        def answer(check: Check, given: Answer) -> None:
+            file.write(json.dumps({"name": check.name, **given.record()}) + "\n")
+            file.flush()
+
+        {"basic": _basic, "device": _device, "ranks": _ranks}[part](request, answer)
+
+
+def _checks(part: str) -> list[Check]:
+    return [check for check in CHECKS.values() if check.part == part]
+
+
+def _asked(check: Check, subject: Any, backend: Any) -> Answer:
+    declared, supported = "", True
+    if check.capability is not None:
+        support = backend.support(check.capability)
+        declared, supported = str(support), bool(support)
+    try:
+        check.function(subject)
+    except NotAsked as reason:
+        return Answer(holds=True, not_asked=str(reason))
+    except Exception as error:
+        traceback.print_exc()
+        detail = str(error).strip() or type(error).__name__
+        if not isinstance(error, AssertionError):
+            detail = f"{type(error).__name__}: {detail}"
+        return Answer(
+            holds=False, detail=detail.splitlines()[0], declared=declared, supported=supported
+        )
+    return Answer(holds=True, declared=declared, supported=supported)
+
+
+def _basic(request: Any, answer: Any) -> None:
+    from anygauge.registry import Registry
+    from anygauge.testing.basic import Paper
+
+    paper = Paper(
+        name=request["backend"], options=request["options"], registry=Registry.load(os.environ)
+    )
+    for check in _checks("basic"):
+        answer(check, _asked(check, paper, None))
+
+
+def _device(request: Any, answer: Any) -> None:
+    from anygauge.registry import Registry
+    from anygauge.testing.device import Opened
+
+    registry = Registry.load(os.environ)
+
+    def fresh() -> Any:
+        return registry.create_backend(request["backend"], request["options"])
+
+    backend = fresh()
+    device = backend.open(0)
+    subject = Opened(
+        backend=backend, device=device, visible=backend.placement.device_count(), fresh=fresh
+    )
+    for check in _checks("device"):
+        answer(check, _asked(check, subject, backend))
+    backend.close()
+
+
+def _ranks(request: Any, answer: Any) -> None:
+    from anygauge.registry import Registry
+    from anygauge.testing.ranks import Together
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = Registry.load(os.environ).create_backend(request["backend"], request["options"])
+    device = backend.open(rank)
+    backend.collectives.open(
+        rendezvous=request["rendezvous"],
+        rank=rank,
+        world_size=world_size,
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+        device=device,
+    )
+    subject = Together(backend=backend, device=device, rank=rank, world_size=world_size)
+    for check in _checks("ranks"):
+        answer(check, _asked(check, subject, backend))
+    backend.close()
+
+
+if __name__ == "__main__":
+    # Under its own name, so that checks register in the table that this module reads.
+    from anygauge.testing import basic as _basic_checks  # noqa: F401
+    from anygauge.testing.process import main as run
+
+    if sys.argv[1] in ("device", "ranks"):
+        from anygauge.testing import device as _device_checks  # noqa: F401
+    run(sys.argv[1])

@@ -1,0 +1,121 @@
+"""The backend object: a device that compiles graphs, with a limit on their size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anygauge.interface import (
+    FULL,
+    Backend,
+    Level,
+    MemoryStats,
+    Placement,
+    RunFileError,
+    Support,
+)
+from anygauge_lazy.graph import LazyGraph
+
+if TYPE_CHECKING:
+    import torch
+
+
+DEFAULT_LIMIT = 1000
+"""Operations: a forward pass of a small model fits, a whole step does not."""
+
+
+class LazyPlacement(Placement):
+    """The one lazy device of a process, in the host's memory."""
+
+    pinned_memory = False
+
+    def device_count(self) -> int:
+        """There is one in a process."""
+        return 1
+
+    def open(self, local_rank: int) -> torch.device:
+        """Make the device known to torch, and return it.
+
+        Raises:
+            NotAvailableError: there is no second device.
+        """
+        from anygauge_lazy.device import load
+
+        load()
+        super().open(local_rank)
+        import torch
+
+        self._device = torch.device(self.device_type)  # it has no index
+        return self._device
+
+    def memory(self) -> MemoryStats:
+        """Resident bytes of the process, now and at most: the device has no allocator."""
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        values = dict(line.split(":", 1) for line in lines)
+        in_use, peak = (int(values[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+        return MemoryStats(in_use=in_use, peak=max(peak, in_use), kind="process")
+
+    def reset_peak(self) -> None:
+        """Start a new peak; 5 is the kernel's number for that (proc_pid_clear_refs(5))."""
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+class LazyBackend(Backend):
+    """Lazy tensors. Options: ``graph_limit`` (operations per graph; default `DEFAULT_LIMIT`)."""
+
+    name = "lazy"
+    device_type = "lazy"
+    placement_class = LazyPlacement
+    graph_class = LazyGraph
+    graph: LazyGraph
+    known_options = ("graph_limit",)
+    capabilities: Mapping[str, Support] = {
+        "bfloat16": FULL,
+        "float16": Support(Level.PARTIAL, "as the host computes it"),
+        "autocast": Support(
+            Level.UNSUPPORTED_BY_VERSION,
+            "torch.autocast has no list of operations for lazy tensors",
+        ),
+        "collectives": Support(
+            Level.UNSUPPORTED_BY_VERSION, "torch has no process group for lazy tensors"
+        ),
+        "zero": Support(
+            Level.UNSUPPORTED_BY_VERSION,
+            "torch has no process group for lazy tensors; use strategy.name: single",
+        ),
+        "compile": Support(
+            Level.NOT_WRITTEN_YET, "the device compiles its graphs by itself already"
+        ),
+        "mark_step": FULL,
+        "graph_limit": FULL,
+        "memory_statistics": Support(
+            Level.PARTIAL, "resident memory of the whole process: libraries and files count too"
+        ),
+        "peak_flops": Support(Level.UNSUPPORTED_BY_HARDWARE, "as fast as the host is"),
+    }
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """Args: options: the run file's ``backend_options``.
+
+        Raises:
+            RunFileError: an option is unknown, or the limit no whole number of at least 1.
+        """
+        super().__init__(options)
+        limit = self.options.get("graph_limit", DEFAULT_LIMIT)
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise RunFileError(
+                f"backend_options.graph_limit: {limit!r} is no whole number of at least 1"
+            )
+        self.graph.limit = limit
+
+    def open(self, local_rank: int = 0) -> torch.device:
+        """Take the device; operations are counted from now on."""
+        device = super().open(local_rank)
+        self.graph.start()
+        return device
+
+    def close(self) -> None:
+        """Run what is left."""
+        self.graph.stop()
+        super().close()

@@ -1,0 +1,70 @@
+"""The backend object: what differs from the defaults of a device that torch knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from anygauge.interface import (
+    FULL,
+    Backend,
+    LaunchProfile,
+    Level,
+    NotAvailableError,
+    Placement,
+    Support,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SimPlacement(Placement):
+    """One simulated card for one process."""
+
+    def open(self, local_rank: int) -> torch.device:
+        """Load the device into torch, then take the card.
+
+        Raises:
+            NotAvailableError: the compiled part does not fit the torch that is installed, a setting
+                is wrong, there are too few cards, or another process holds this one.
+        """
+        try:
+            import torch  # noqa: F401  (the compiled part links to it)
+
+            from anygauge_sim import _C
+            from anygauge_sim.device import load
+
+            load(self.device_type)
+            _C.capacity()  # counting cards never raises; this says what is wrong with the settings
+            device = super().open(local_rank)
+            _C.claim(local_rank)
+        except (ImportError, RuntimeError) as error:
+            text = str(error).splitlines()[0]
+            raise NotAvailableError(f"simulated cards: {text}") from error
+        return device
+
+
+class SimBackend(Backend):
+    """Simulated cards. Settings are variables: see the distribution's README."""
+
+    name = "sim"
+    device_type = "sim"
+    placement_class = SimPlacement
+    launch = LaunchProfile(visibility_variable="ANYGAUGE_SIM_VISIBLE_CARDS")
+    capabilities: Mapping[str, Support] = {
+        "bfloat16": FULL,
+        "float16": FULL,
+        "autocast": FULL,
+        "collectives": FULL,
+        "zero": FULL,
+        "compile": Support(Level.NOT_WRITTEN_YET, "torch.compile has no code generator for it"),
+        "mark_step": Support(
+            Level.UNSUPPORTED_BY_HARDWARE, "each operation ends in its call: no graph to cut"
+        ),
+        "graph_limit": Support(
+            Level.UNSUPPORTED_BY_HARDWARE, "each operation ends in its call: no graph"
+        ),
+        "memory_statistics": FULL,
+        "peak_flops": Support(Level.UNSUPPORTED_BY_HARDWARE, "as fast as the host is"),
+    }

@@ -1,0 +1,53 @@
+// The Python module anygauge_sim._C.
+#include "cards.h"
+#include "device.h"
+#include "simccl.h"
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceType.h>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Simulated accelerator cards for torch.";
+  module.def("register_hooks", &sim::register_hooks);
+  module.def("device_count", &sim::visible_cards);
+  module.def("capacity", &sim::capacity);
+  module.def("card_number", &sim::card_number);
+  module.def("claim", &sim::claim);
+  module.def("current_device", &sim::current_card);
+  module.def("set_device", &sim::set_current_card);
+  module.def("memory", [](int index) {
+    const sim::Memory found = sim::memory(index);
+    py::dict result;
+    result["in_use"] = found.in_use;
+    result["peak"] = found.peak;
+    result["allocated"] = found.allocated;
+    result["freed"] = found.freed;
+    result["out_of_memory"] = found.out_of_memory;
+    return result;
+  });
+  module.def("reset_peak", &sim::reset_peak);
+  module.def("counters", [](int index) {
+    const sim::Counters found = sim::counters(index);
+    py::dict result;
+    result["kernels"] = found.kernels;
+    result["host_to_card_bytes"] = found.host_to_card_bytes;
+    result["card_to_host_bytes"] = found.card_to_host_bytes;
+    result["card_to_card_bytes"] = found.card_to_card_bytes;
+    result["allocations"] = found.allocations;
+    result["operations"] = found.operations;
+    result["collective_calls"] = found.collective_calls;
+    result["collective_bytes"] = found.collective_bytes;
+    return result;
+  });
+  module.def("reset_counters", &sim::reset_counters);
+  module.def("default_generator", [](int index) {
+    return at::detail::getPrivateUse1Hooks().getDefaultGenerator(
+        static_cast<c10::DeviceIndex>(index));
+  });
+  sim::bind_simccl(module);
+}

@@ -1,0 +1,106 @@
+"""One rank that tries every collective of simccl; asserts what each must give."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def main(rendezvous: str) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    from anygauge_sim.device import load
+
+    sim = load()
+    sim.set_device(rank)
+    dist.init_process_group("simccl", init_method=rendezvous, rank=rank, world_size=size)
+    device = f"sim:{rank}"
+    total = sum(range(size))
+
+    def mine(count: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((count,), float(rank), dtype=dtype, device=device)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for op, wanted in (
+            (dist.ReduceOp.SUM, total),
+            (dist.ReduceOp.AVG, total / size),
+            (dist.ReduceOp.MAX, size - 1),
+        ):
+            tensor = mine(dtype=dtype)
+            dist.all_reduce(tensor, op=op)
+            assert tensor.tolist() == [wanted] * 3, (dtype, op, tensor)
+    tensor = mine()
+    dist.broadcast(tensor, src=1)
+    assert tensor.tolist() == [1] * 3
+    parts = [torch.empty(3, device=device) for _ in range(size)]
+    dist.all_gather(parts, mine())
+    assert [part.tolist() for part in parts] == [[each] * 3 for each in range(size)]
+    whole = torch.empty(3 * size, device=device)
+    dist.all_gather_into_tensor(whole, mine())
+    part = torch.empty(3, device=device)
+    dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG)
+    assert part.tolist() == [rank] * 3
+    dist.reduce_scatter_tensor(part, whole)
+    assert part.tolist() == [rank * size] * 3
+    dist.reduce_scatter(part, list(whole.chunk(size)))
+    assert part.tolist() == [rank * size] * 3
+    exchanged = torch.empty(size, device=device)
+    dist.all_to_all_single(exchanged, torch.arange(float(size), device=device) + 10 * rank)
+    assert exchanged.tolist() == [10 * each + rank for each in range(size)]
+    lists = [torch.empty(2, device=device) for _ in range(size)]
+    dist.all_to_all(
+        lists, [torch.full((2,), 10.0 * rank + to, device=device) for to in range(size)]
+    )
+    assert [each.tolist() for each in lists] == [[10 * each + rank] * 2 for each in range(size)]
+    gathered = [torch.empty(3, device=device) for _ in range(size)] if rank == 0 else None
+    dist.gather(mine(), gathered)
+    scattered = torch.empty(1, device=device)
+    chunks = [torch.full((1,), 7.0 + each, device=device) for each in range(size)]
+    dist.scatter(scattered, chunks if rank == 0 else None)
+    assert scattered.tolist() == [7 + rank]
+    reduced = mine()
+    dist.reduce(reduced, dst=0, op=dist.ReduceOp.AVG)
+    if rank == 0:
+        assert reduced.tolist() == [total / size] * 3
+    first = [mine(), mine(5)]
+    works = [dist.all_reduce(each, async_op=True) for each in first]
+    for work in works:
+        work.wait()
+    assert all(t.tolist() == [total] * len(t) for t in first)
+    assert works[0].get_future().wait()[0].tolist() == [total] * 3
+    if rank < 2:
+        other = 1 - rank
+        got = torch.empty(3, device=device)
+        sending = dist.isend(mine(), other)
+        dist.recv(got, other)
+        sending.wait()
+        assert got.tolist() == [other] * 3
+    several = [mine(2), mine(4)]
+    with dist._coalescing_manager(device=torch.device(device)):
+        for each in several:
+            dist.all_reduce(each)
+    assert all(each.tolist() == [total] * len(each) for each in several)
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": each} for each in range(size)]
+    dist.barrier()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        assert "device" in str(error) or "backend" in str(error).lower(), error
+    else:
+        raise AssertionError("a tensor of the host was taken")
+    counted = sim.counters()
+    assert counted["collective_bytes"]["all_gather_into_tensor"] == 12
+    group = dist.new_group(list(range(size)))
+    tensor = mine()
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [total] * 3
+    dist.destroy_process_group()
+    print("all right")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

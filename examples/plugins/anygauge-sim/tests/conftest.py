@@ -1,0 +1,27 @@
+"""The device is loaded once for all tests of this folder."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("ANYGAUGE_SIM_CARDS", "2")
+os.environ.setdefault("ANYGAUGE_SIM_CAPACITY", str(2**28))
+
+
+@pytest.fixture(scope="session")
+def sim() -> Any:
+    """``torch.sim``."""
+    from anygauge_sim.device import load
+
+    return load()
+
+
+@pytest.fixture(autouse=True)
+def first_card(sim: Any) -> None:
+    """Each test begins on card 0, with counters at zero."""
+    sim.set_device(0)
+    sim.reset_counters()
+    sim.reset_peak_memory_stats()

@@ -1,0 +1,224 @@
+"""Backends with one defect each: the kit must catch every one.
+
+Installed by the tests as a distribution of its own; `ANYGAUGE_MUTATION` names the defect. The
+backend without a defect is the host's processors under another name.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from anygauge.interface import (
+    API_VERSION,
+    Backend,
+    BackendSpec,
+    Finding,
+    Graph,
+    Job,
+    Level,
+    Node,
+    Phase,
+    Probe,
+    Scope,
+    Setting,
+    ShapePolicy,
+    Support,
+    hookimpl,
+)
+
+NAME = "mutant"
+MUTATION = os.environ.get("ANYGAUGE_MUTATION", "none")
+
+
+def probe() -> Probe:
+    found = Probe(
+        devices=Finding.not_needed("the host"),
+        driver=Finding.not_needed("the host"),
+        software=Finding.yes("the host"),
+        device_count=4,
+    )
+    if MUTATION == "probe imports torch":
+        import torch  # noqa: F401
+    if MUTATION == "probe is slow":
+        time.sleep(3)
+    if MUTATION == "probe sets a variable":
+        os.environ["MUTANT_WAS_HERE"] = "1"
+    if MUTATION == "probe varies":
+        return replace(found, notes=(str(random.random()),))
+    if MUTATION == "probe raises":
+        raise RuntimeError("no driver")
+    if MUTATION == "finding without words":
+        return replace(found, software=Finding.yes(""))
+    return found
+
+
+@hookimpl
+def anygauge_provide_backends() -> Iterable[BackendSpec]:
+    return [
+        BackendSpec(
+            name=NAME,
+            factory="anygauge_mutant:make",
+            probe=(lambda: probe()) if MUTATION == "spec does not pickle" else probe,
+            api_version=API_VERSION,
+            priority=-1000,
+        )
+    ]
+
+
+def make(options: Mapping[str, Any] | None = None) -> Backend:
+    from anygauge_cpu.backend import CpuBackend, CpuCollectives
+    from anygauge_cpu.placement import CpuPlacement
+
+    class MutantGraph(Graph):
+        if MUTATION == "padded beyond the maximum":
+            shapes = type("Longer", (ShapePolicy,), {"padded_length": lambda s, a, m: m + 1})()
+        if MUTATION == "mark_step changes nothing but is declared":
+            pass
+        if MUTATION == "mark_step works but is declared missing":
+
+            def mark_step(self, phase: Phase) -> None:
+                pass
+
+        if MUTATION == "mark_step fails after backward":
+
+            def mark_step(self, phase: Phase) -> None:
+                if phase is Phase.BACKWARD:
+                    raise RuntimeError("no graph")
+
+    class MutantPlacement(CpuPlacement):
+        def memory(self) -> Any:
+            stats = super().memory()
+            if MUTATION == "memory never moves":
+                return replace(stats, in_use=2**30, peak=2**30)
+            if MUTATION == "peak is only now":
+                return replace(stats, peak=stats.in_use)
+            return stats
+
+        def reset_peak(self) -> None:
+            if MUTATION != "peak cannot be reset":
+                super().reset_peak()
+
+        def seed(self, seed: int) -> None:
+            super().seed(0 if MUTATION == "seed is ignored" else seed)
+
+        def set_rng_state(self, state: Any) -> None:
+            if MUTATION != "random state is not restored":
+                super().set_rng_state(state)
+
+        def autocast(self, dtype: Any) -> Any:
+            import contextlib
+
+            if MUTATION == "autocast is ignored":
+                return contextlib.nullcontext()
+            return super().autocast(dtype)
+
+        def to_device(self, batch: Any) -> Any:
+            if MUTATION == "nested tensors stay behind" and isinstance(batch, Mapping):
+                return {
+                    k: v if isinstance(v, Mapping) else self.to_device(v)
+                    for k, v in batch.items()
+                    if k != "name"
+                }
+            if MUTATION == "integers become floats" and hasattr(batch, "float"):
+                return super().to_device(batch).float()
+            return super().to_device(batch)
+
+        def is_out_of_memory(self, error: BaseException) -> bool:
+            return MUTATION == "every error is out of memory" or super().is_out_of_memory(error)
+
+        def close(self) -> None:
+            if MUTATION != "close leaves it open":
+                super().close()
+
+    class MutantCollectives(CpuCollectives):
+        def all_reduce(self, tensor: Any, op: str = "sum", group: Any = None) -> Any:
+            if MUTATION == "mean sums" and op == "mean":
+                op = "sum"
+            if MUTATION == "max sums" and op == "max":
+                op = "sum"
+            if MUTATION == "all_reduce is not in place":
+                return super().all_reduce(tensor.clone(), op, group)
+            return super().all_reduce(tensor, op, group)
+
+        def broadcast(self, tensor: Any, source: int = 0) -> Any:
+            return super().broadcast(
+                tensor, 0 if MUTATION == "always broadcasts rank 0" else source
+            )
+
+        def all_gather(self, tensor: Any) -> Any:
+            parts = super().all_gather(tensor)
+            return parts[::-1] if MUTATION == "gathers backwards" else parts
+
+        def barrier(self) -> None:
+            if MUTATION != "barrier does nothing":
+                super().barrier()
+
+        def sum_on_host(self, values: list[float]) -> list[float]:
+            if MUTATION == "host sums lose digits":
+                import torch
+
+                tensor = torch.tensor(values, dtype=torch.float32)
+                return self.all_reduce(tensor, group=self.control_group).tolist()  # type: ignore[no-any-return]
+            return super().sum_on_host(values)
+
+    class Mutant(CpuBackend):
+        name = "other" if MUTATION == "another name" else NAME
+        graph_class = MutantGraph
+        placement_class = MutantPlacement
+        collectives_class = MutantCollectives
+        capabilities = _capabilities(CpuBackend.capabilities)
+
+        def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+            if MUTATION == "takes any option":
+                options = {}
+            super().__init__(options)
+            if MUTATION == "opens when it is made":
+                self.placement.open(0)
+
+        def environment(
+            self, job: Job, node: Node, local_rank: int | None = None
+        ) -> Sequence[Setting]:
+            found = list(super().environment(job, node, local_rank))
+            change: Callable[[], list[Setting]] = _ENVIRONMENTS.get(MUTATION, lambda: [])
+            return found + change()
+
+    return Mutant(options)
+
+
+def _capabilities(found: Mapping[str, Support]) -> Mapping[str, Support]:
+    if MUTATION == "mark_step changes nothing but is declared":
+        return {**found, "mark_step": Support(Level.FULL)}
+    if MUTATION == "bfloat16 works but is declared missing":
+        return {**found, "bfloat16": Support(Level.UNSUPPORTED_BY_HARDWARE, "so it says")}
+    if MUTATION == "says nothing about zero":
+        return {name: support for name, support in found.items() if name != "zero"}
+    return found
+
+
+def _setting(**changes: Any) -> list[Setting]:
+    fields: dict[str, Any] = {
+        "name": "MUTANT_LEVEL",
+        "value": "1",
+        "reason": "a reason",
+        "source": "a page",
+    }
+    return [Setting(**{**fields, **changes})]
+
+
+def _changing() -> list[Setting]:
+    os.environ["MUTANT_WAS_HERE"] = "1"
+    return []
+
+
+_ENVIRONMENTS: dict[str, Callable[[], list[Setting]]] = {
+    "environment varies": lambda: _setting(value=str(random.random())),
+    "environment sets variables itself": _changing,
+    "a value that is no text": lambda: _setting(value=1),
+    "a setting without a reason": lambda: _setting(reason=""),
+    "a rank's value without a rank": lambda: _setting(scope=Scope.RANK),
+}

@@ -1,0 +1,108 @@
+"""Every defect is caught by a check, and the backend without one passes all.
+
+The table of `CAUGHT_BY` is the documentation's; `docs/plugins.md` shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from anygauge.testing.catalogue import CHECKS
+from anygauge.testing.check import verdict
+from anygauge.testing.process import Subject, ask
+
+CAUGHT_BY = {
+    "basic": {
+        "probe imports torch": "probe_is_pure",
+        "probe is slow": "probe_is_pure",
+        "probe sets a variable": "probe_is_pure",
+        "probe varies": "probe_is_pure",
+        "probe raises": "probe_is_pure",
+        "finding without words": "probe_answers",
+        "spec does not pickle": "spec_pickles",
+        "another name": "described",
+        "takes any option": "unknown_option",
+        "opens when it is made": "light_construction",
+        "padded beyond the maximum": "shapes_are_sound",
+        "says nothing about zero": "capabilities_declared",
+        "environment varies": "environment_is_pure",
+        "environment sets variables itself": "environment_is_pure",
+        "a value that is no text": "settings_explain_themselves",
+        "a setting without a reason": "settings_explain_themselves",
+        "a rank's value without a rank": "scopes_hold",
+    },
+    "device": {
+        "memory never moves": "memory_moves",
+        "peak is only now": "peak_is_kept_and_reset",
+        "peak cannot be reset": "peak_is_kept_and_reset",
+        "seed is ignored": "seeds_count",
+        "random state is not restored": "rng_state_round_trip",
+        "autocast is ignored": "autocast_casts",
+        "integers become floats": "moves_data",
+        "nested tensors stay behind": "moves_data",
+        "every error is out of memory": "out_of_memory_is_told_apart",
+        "close leaves it open": "closes",
+        "mark_step changes nothing but is declared": "mark_step_is_real",
+        "mark_step works but is declared missing": "mark_step_is_real",
+        "mark_step fails after backward": "mark_step_is_harmless",
+        "bfloat16 works but is declared missing": "bfloat16_arithmetic",
+    },
+    "ranks": {
+        "mean sums": "all_reduce_means",
+        "max sums": "all_reduce_maximum",
+        "all_reduce is not in place": "all_reduce_sums",
+        "always broadcasts rank 0": "broadcasts",
+        "gathers backwards": "all_gathers",
+        "barrier does nothing": "barrier_waits",
+        "host sums lose digits": "sums_on_host",
+    },
+}
+CASES = [(part, name) for part, mutations in CAUGHT_BY.items() for name in mutations]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An installed distribution with the backend `mutant`."""
+    site = tmp_path_factory.mktemp("site")
+    info = site / "anygauge_mutant-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anygauge-mutant\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[anygauge]\nmutant = anygauge_mutant\n")
+    shutil.copy(Path(__file__).with_name("mutants.py"), site / "anygauge_mutant.py")
+    return site
+
+
+def failures(
+    part: str, mutation: str, site: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """Checks that fail on a mutant: name -> why."""
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("ANYGAUGE_MUTATION", mutation)
+    answers = ask(part, Subject(name="mutant"), folder, ranks=2 if part == "ranks" else 1)
+    found = {}
+    for check in CHECKS.values():
+        if check.part == part:
+            result, why = verdict(answers.of(check))
+            if result == "failed":
+                found[check.name] = why
+    return found
+
+
+@pytest.mark.parametrize("part", CAUGHT_BY)
+def test_without_a_defect_nothing_fails(
+    part: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert failures(part, "none", site, tmp_path, monkeypatch) == {}
+
+
+@pytest.mark.parametrize(("part", "mutation"), CASES, ids=[name for _, name in CASES])
+def test_each_defect_is_caught(
+    part: str, mutation: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = failures(part, mutation, site, tmp_path, monkeypatch)
+    assert CAUGHT_BY[part][mutation] in found, found
