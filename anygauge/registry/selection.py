@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import BackendSpec, Finding, NotAvailableError, Presence, Probe
 from anygauge.registry.plugins import BLOCK_VARIABLE, Provided
@@ -11,6 +13,9 @@ from anygauge.registry.words import describe, listed, plugin_words
 
 if TYPE_CHECKING:
     from anygauge.registry.registry import Registry
+
+PROBE_LIMIT_S = 10.0
+"""Seconds after which a probe counts as hung; a sound one takes milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +37,22 @@ class Selection:
 
 
 def guarded_probe(provided: Provided[BackendSpec]) -> Probe:
-    """Probe once; one that raises, or gives no `Probe`, becomes an unavailable one."""
+    """Probe once; one that raises, hangs or gives no `Probe` becomes an unavailable one."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((provided.spec.probe(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    # A daemon, so that one that never ends cannot keep the command from ending.
+    threading.Thread(target=ask, name=f"probe-{provided.spec.name}", daemon=True).start()
     try:
-        probe = provided.spec.probe()
-    except (Exception, SystemExit) as error:
+        probe, error = answers.get(timeout=PROBE_LIMIT_S)
+    except queue.Empty:
+        return _failed_probe(f"the probe has not answered for {PROBE_LIMIT_S:g} s", provided)
+    if error is not None:
         return _failed_probe(f"the probe raised {describe(error)}", provided)
     if not isinstance(probe, Probe):
         return _failed_probe(f"the probe gave {probe!r}, which is no Probe", provided)

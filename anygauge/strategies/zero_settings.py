@@ -21,6 +21,7 @@ ENGINE = "deepspeed"
 DEFAULT_PERSISTENCE = 100_000
 DEFAULT_LIVE = 1_000_000_000
 PREFETCH = 500_000_000
+DEFAULT_BUCKET = 500_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +29,12 @@ class ModelSizes:
     """What the settings depend on, in elements.
 
     Attributes:
+        trained: of all trained tensors.
         largest_factor: of the trained tensors, where a frozen base carries an adapter; else 0.
         largest_block: parameters of the largest decoder layer.
     """
 
+    trained: int
     largest_factor: int
     largest_block: int
 
@@ -39,11 +42,11 @@ class ModelSizes:
     def of(cls, adapted: nn.Module) -> ModelSizes:
         """Measure an adapted model, real or on the meta device."""
         frozen = any(not p.requires_grad for p in adapted.parameters())
+        trained = [p.numel() for _, p in trained_parameters(adapted)]
         blocks = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(adapted)]
         return cls(
-            largest_factor=max((p.numel() for _, p in trained_parameters(adapted)), default=0)
-            if frozen
-            else 0,
+            trained=sum(trained),
+            largest_factor=max(trained, default=0) if frozen else 0,
             largest_block=max(blocks, default=0),
         )
 
@@ -95,6 +98,14 @@ def zero_settings(
     if stage > 0:
         add("communication_data_type", short[precision.reduce], "precision.reduce")
     add("zero_optimization.stage", stage, "strategy.stage")
+    if stage > 0 and sizes is not None and 0 < sizes.trained < DEFAULT_BUCKET:
+        add(
+            "zero_optimization.reduce_bucket_size",
+            sizes.trained,
+            f"DeepSpeed takes the memory of a whole bucket, {DEFAULT_BUCKET:,} elements by "
+            "default; all gradients fit in this one",
+            "DeepSpeed's stage3.py and stage_1_and_2.py",
+        )
     if stage == 3:
         add(
             "zero_optimization.stage3_prefetch_bucket_size",

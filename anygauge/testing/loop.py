@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from anygauge.interface import HOST_DEVICE
+from anygauge.registry import Registry
 from anygauge.testing.process import Subject
 
 TIMEOUT_S = 900.0
@@ -119,18 +120,23 @@ def train(
     """Train the tiny model; `prepare` has been called.
 
     Args:
-        host: on the host's own backend instead, for comparison.
+        host: on the host's own backend instead, for comparison; attention stays the subject's.
         changes: sections of the run file that replace the usual ones.
 
     Raises:
         RunFailed: with what the run printed.
     """
+    backend = Registry.load().create_backend(subject.name, subject.options)
     run = {
         "name": name,
         "output": str(folder),
         "backend": HOST_DEVICE if host else subject.name,
         "backend_options": {} if host else dict(subject.options),
-        "model": {"config": dict(MODEL), "tokenizer": str(folder / "tokenizer")},
+        "model": {
+            "config": dict(MODEL),
+            "tokenizer": str(folder / "tokenizer"),
+            "attention": backend.attention,
+        },
         "adapter": {"rank": 4, "dropout": 0.0},
         "data": {
             "train": {"path": str(folder / "rows.jsonl")},

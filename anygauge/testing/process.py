@@ -103,8 +103,8 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> Answers
             text = (folder / f"{part}{ranks}.rank{rank}.log").read_text(errors="replace")
             lines = [line for line in text.splitlines() if line.strip()]
             troubles.append(f"rank {rank} ended with status {status}: " + " | ".join(lines[-3:]))
-    found = [_read(folder / f"{part}{ranks}.rank{rank}.json") for rank in range(ranks)]
-    return Answers(answers=_merged(found), trouble="; ".join(troubles))
+    files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
+    return Answers(answers=merged_answers(files), trouble="; ".join(troubles))
 
 
 def _environment(subject: Subject, rank: int, ranks: int) -> dict[str, str]:
@@ -134,7 +134,9 @@ def _read(path: Path) -> dict[str, Answer]:
     return {record.pop("name"): Answer.load(record) for record in records}
 
 
-def _merged(found: Sequence[Mapping[str, Answer]]) -> dict[str, Answer]:
+def merged_answers(files: Sequence[Path]) -> dict[str, Answer]:
+    """Answers by the check's name, from a file of each rank: the first that does not hold."""
+    found = [_read(file) for file in files]
     names = dict.fromkeys(name for answers in found for name in answers)
     merged = {}
     for name in names:

@@ -1,6 +1,7 @@
 """From nothing to a fine-tuned model on two CPU processes, in a few minutes and without a download.
 
     python examples/demo/demo.py
+    python examples/demo/demo.py --backend sim --devices 4
 
 Every step is a command that is printed before it runs, so that you can run it yourself. All files
 go to ``runs/demo``, which is removed and made anew at each start.
@@ -31,6 +32,9 @@ MARKER = ".anygauge-demo"
 CLEARLY_BELOW = 0.95
 """The adapter's held-out loss must be at most this share of the base's, or the demo fails."""
 
+GLOBAL_BATCH = 4
+"""``train.global_batch`` of both run files."""
+
 QUICK_DATA = ("--files", "40")
 QUICK_PRETRAIN = ("--set=train.steps=80",)
 QUICK_FINETUNE = ("--set=train.steps=40",)
@@ -47,12 +51,16 @@ class Demo:
     Attributes:
         folder: where everything goes, absolute.
         quick: a far smaller variant that shows the way, not the quality.
+        backend: of all three commands that need a device.
+        devices: ranks; None leaves the number to the run files.
         console: a rich console.
         seconds: stage -> how long it took.
     """
 
     folder: Path
     quick: bool
+    backend: str
+    devices: int | None
     console: Any
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -74,9 +82,9 @@ class Demo:
         with self.stage("tokenizer", "train a byte-pair tokenizer on the training text"):
             files = [shown(self.data / name) for name in ("pretrain.jsonl", "train.jsonl")]
             self.python("tokenizer.py", *files, "--folder", shown(self.tokenizer))
-        with self.stage("pre-train", "a small Llama from random weights, all weights, 2 processes"):
+        with self.stage("pre-train", "a small Llama from random weights, all weights"):
             self.train("pretrain.yaml", *self.pretrain_settings())
-        with self.stage("fine-tune", "LoRA on frozen weights, ZeRO-3, 2 processes"):
+        with self.stage("fine-tune", "LoRA on frozen weights, ZeRO-3"):
             self.say("Step 0 measures the held-out rows with the base, the last step with adapter.")
             self.train("finetune.yaml", *self.finetune_settings())
         base, tuned, tokens = held_out_losses(self.finetuned / "metrics.jsonl")
@@ -142,13 +150,19 @@ class Demo:
         self.start(["python", shown(file), *arguments], [sys.executable, str(file), *arguments])
 
     def train(self, run_file: str, *arguments: str) -> None:
-        """``anygauge train`` on the CPU: the demo is to be the same wherever it runs."""
-        self.anygauge("train", shown(HERE / run_file), "--backend", "cpu", *arguments)
+        """``anygauge train`` on a backend by name: the demo is to be the same wherever it runs."""
+        spread: list[str] = []
+        if self.devices is not None:
+            # The run files' four sequences a step, on so many ranks.
+            micro_batch = max(1, GLOBAL_BATCH // max(2, self.devices))
+            spread = ["--devices", str(self.devices), f"--set=train.micro_batch={micro_batch}"]
+        run = shown(HERE / run_file)
+        self.anygauge("train", run, "--backend", self.backend, *spread, *arguments)
 
     def generate(self, question: str, *arguments: str) -> str:
         """``anygauge generate`` with the fine-tuned model; returns the answer."""
-        tail = ["--prompt", question, "--max-new-tokens", "60", "--backend", "cpu", *arguments]
-        return self.anygauge("generate", shown(self.finetuned), *tail, capture=True)
+        tail = ["--prompt", question, "--max-new-tokens", "60", "--backend", self.backend]
+        return self.anygauge("generate", shown(self.finetuned), *tail, *arguments, capture=True)
 
     def anygauge(self, *arguments: str, capture: bool = False) -> str:
         """The command line of this installation; returns what it wrote, if captured."""
@@ -355,6 +369,10 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a far smaller variant: shows the way, not the quality"
     )
+    parser.add_argument("--backend", default="cpu", help="as `anygauge backends` names it")
+    parser.add_argument(
+        "--devices", type=int, choices=(1, 2, 4), help="ranks; as in the run files (2) if left out"
+    )
     arguments = parser.parse_args()
     if importlib.util.find_spec("anygauge") is None:
         print(
@@ -370,7 +388,13 @@ def main() -> int:
             signal.signal(signum, signal.default_int_handler)
     folder = arguments.folder.absolute()
     try:
-        Demo(folder=folder, quick=arguments.quick, console=Console()).run()
+        Demo(
+            folder=folder,
+            quick=arguments.quick,
+            backend=arguments.backend,
+            devices=arguments.devices,
+            console=Console(),
+        ).run()
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -42,8 +42,10 @@ def test_settings_by_hand_are_those_of_a_dry_run(
             micro_batch=given.micro_batch,
             max_norm=given.max_norm,
             recomputes=given.checkpointing,
-            sizes=ModelSizes(largest_factor=factor, largest_block=3_000_000),
+            sizes=ModelSizes(trained=10**6, largest_factor=factor, largest_block=3_000_000),
             options={},
         )
     )
+    # Memory alone; whoever writes the loop by hand leaves DeepSpeed's default.
+    assert ours["zero_optimization"].pop("reduce_bucket_size") == 10**6
     assert {**by_hand(given), "gradient_accumulation_steps": 1} == ours

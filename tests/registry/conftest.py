@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from anygauge.registry import BLOCK_VARIABLE, Registry
 
 Install = Callable[..., None]
+
+SHIPPED = tuple(sorted({e.dist.name for e in metadata.entry_points(group="anygauge") if e.dist}))
+"""Distributions with plugins that are installed here; these tests are about others."""
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def load() -> Callable[..., Registry]:
     """Load the registry without the plugins that anygauge itself ships."""
 
     def loaded(*blocked: str) -> Registry:
-        return Registry.load({**os.environ, BLOCK_VARIABLE: ",".join(("anygauge", *blocked))})
+        return Registry.load({**os.environ, BLOCK_VARIABLE: ",".join((*SHIPPED, *blocked))})
 
     return loaded
 
@@ -85,6 +89,7 @@ class Fake(Backend):
     name = {name!r}
     device_type = "meta"
     kernels = {{"softmax": "fast"}}
+    known_options = ("threads",)
 
 class Impostor:
     def __init__(self, options):

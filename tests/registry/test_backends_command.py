@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from anygauge.cli.backends import backends
+from tests.registry.conftest import SHIPPED
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def command(monkeypatch):
     app.command()(backends)
 
     def run(*arguments, block=(), width=80):
-        monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(("anygauge", *block)))
+        monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join((*SHIPPED, *block)))
         monkeypatch.setenv("COLUMNS", str(width))
         result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
         assert result.exit_code == 0

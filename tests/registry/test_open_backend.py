@@ -10,6 +10,7 @@ import pytest
 
 import anygauge
 from anygauge.interface import NotAvailableError
+from tests.registry.conftest import SHIPPED
 
 RECORDING = """
 class Recording(Fake):
@@ -22,18 +23,18 @@ class Recording(Fake):
 
 
 def test_open_backend_opens_and_closes(install, backend_source, monkeypatch):
-    monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", "anygauge")
+    monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(SHIPPED))
     source = backend_source("mine", factory="fake_mine:Recording", more=RECORDING)
     install("mine-dist", "1.0", {"mine": "fake_mine"}, fake_mine=source)
-    with anygauge.open_backend("auto", local_rank=3, options={"a": 1}) as backend:
+    with anygauge.open_backend("auto", local_rank=3, options={"threads": 1}) as backend:
         assert backend.name == "mine"
-        assert backend.options == {"a": 1}
+        assert backend.options == {"threads": 1}
         assert backend.events == [("open", 3)]
     assert backend.events == [("open", 3), "close"]
 
 
 def test_open_backend_needs_the_device(install, backend_source, monkeypatch):
-    monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", "anygauge")
+    monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(SHIPPED))
     source = backend_source("mine", devices="no")
     install("mine-dist", "1.0", {"mine": "fake_mine"}, fake_mine=source)
     with pytest.raises(NotAvailableError, match="card no"):

@@ -6,6 +6,7 @@ import pytest
 
 from anygauge.interface import PluginError
 from anygauge.registry import BLOCK_VARIABLE, Registry
+from tests.registry.conftest import SHIPPED
 
 
 def names(registry):
@@ -40,7 +41,7 @@ def test_blocked_plugin_is_recorded_and_never_imported(good, install, load, bloc
     install("bad-dist", "0.3", {"bad": "fake_bad"}, fake_bad="raise RuntimeError('imported')")
     registry = load(block)
     assert registry.failures == ()
-    (blocked,) = [b for b in registry.blocked if b.distribution != "anygauge"]
+    (blocked,) = [b for b in registry.blocked if b.distribution not in SHIPPED]
     assert (blocked.distribution, blocked.version, blocked.entry_point) == (
         "bad-dist",
         "0.3",
@@ -56,7 +57,7 @@ def test_block_without_a_plugin_is_reported(good, load):
 
 
 def test_environment_of_the_process_is_read_by_default(good, monkeypatch):
-    monkeypatch.setenv(BLOCK_VARIABLE, "anygauge,good")
+    monkeypatch.setenv(BLOCK_VARIABLE, ",".join((*SHIPPED, "good")))
     registry = Registry.load()
     assert names(registry) == []
     assert "good" in [b.entry_point for b in registry.blocked]

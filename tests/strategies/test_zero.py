@@ -75,15 +75,30 @@ def config(sizes: ModelSizes | None = None, **changes: Any) -> dict[str, Any]:
 
 def test_factors_of_a_70b_model_stay_resident_and_its_layers_until_their_backward() -> None:
     layer = 855_654_400
-    zero = config(ModelSizes(largest_factor=16 * 28672, largest_block=layer))["zero_optimization"]
+    zero = config(ModelSizes(trained=2**27, largest_factor=16 * 28672, largest_block=layer))[
+        "zero_optimization"
+    ]
     assert zero["stage3_param_persistence_threshold"] == 16 * 28672
     assert zero["stage3_max_reuse_distance"] >= 2 * layer
     assert zero["stage3_max_live_parameters"] >= 2 * layer + zero["stage3_prefetch_bucket_size"]
 
 
 def test_small_models_keep_deepspeeds_threshold() -> None:
-    zero = config(ModelSizes(largest_factor=64, largest_block=1000))["zero_optimization"]
+    zero = config(ModelSizes(trained=640, largest_factor=64, largest_block=1000))[
+        "zero_optimization"
+    ]
     assert zero["stage3_param_persistence_threshold"] == 100_000
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_buffer_of_gradients_is_no_larger_than_they_are(stage: int) -> None:
+    def bucket(trained: int) -> int | None:
+        sizes = ModelSizes(trained=trained, largest_factor=0, largest_block=0)
+        found = config(sizes, stage=stage)["zero_optimization"].get("reduce_bucket_size")
+        return None if found is None else int(found)
+
+    assert bucket(123_456) == 123_456
+    assert bucket(10**9) is None, "DeepSpeed's default: many buckets"
 
 
 def test_linear_layers_are_torchs_own_where_recomputation_bounds_what_they_keep() -> None:

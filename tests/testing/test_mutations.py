@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from anygauge.testing.catalogue import CHECKS
 from anygauge.testing.check import verdict
-from anygauge.testing.process import Subject, ask
+from anygauge.testing.process import Answers, Subject, ask
+from tests.testing.mutation_forks import answers_of
 
 CAUGHT_BY = {
     "basic": {
@@ -49,7 +51,7 @@ CAUGHT_BY = {
         "mark_step changes nothing but is declared": "mark_step_is_real",
         "mark_step works but is declared missing": "mark_step_is_real",
         "mark_step fails after backward": "mark_step_is_harmless",
-        "bfloat16 works but is declared missing": "bfloat16_arithmetic",
+        "float16 works but is declared missing": "float16_arithmetic",
     },
     "ranks": {
         "mean sums": "all_reduce_means",
@@ -76,33 +78,41 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def failures(
-    part: str, mutation: str, site: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, str]:
-    """Checks that fail on a mutant: name -> why."""
-    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("ANYGAUGE_MUTATION", mutation)
-    answers = ask(part, Subject(name="mutant"), folder, ranks=2 if part == "ranks" else 1)
-    found = {}
-    for check in CHECKS.values():
-        if check.part == part:
-            result, why = verdict(answers.of(check))
-            if result == "failed":
-                found[check.name] = why
-    return found
+@pytest.fixture(scope="module")
+def answers(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Answers]:
+    """Answers of a part's checks on a mutant."""
+    folder = tmp_path_factory.mktemp("answers")
+    forked: dict[str, dict[str, Answers]] = {}
+
+    def given(part: str, mutation: str) -> Answers:
+        with pytest.MonkeyPatch.context() as patch:
+            paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+            patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+            if part == "basic":  # one of its checks is that torch is not imported
+                patch.setenv("ANYGAUGE_MUTATION", mutation)
+                return ask(part, Subject(name="mutant"), folder)
+            if part not in forked:
+                forked[part] = answers_of(part, ["none", *CAUGHT_BY[part]], folder)
+            return forked[part][mutation]
+
+    return given
+
+
+def failures(part: str, answers: Answers) -> dict[str, str]:
+    """Checks of a part that fail: name -> why."""
+    checks = [check for check in CHECKS.values() if check.part == part]
+    results = {check.name: verdict(answers.of(check)) for check in checks}
+    return {name: why for name, (result, why) in results.items() if result == "failed"}
 
 
 @pytest.mark.parametrize("part", CAUGHT_BY)
-def test_without_a_defect_nothing_fails(
-    part: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert failures(part, "none", site, tmp_path, monkeypatch) == {}
+def test_without_a_defect_nothing_fails(part: str, answers: Callable[[str, str], Answers]) -> None:
+    assert failures(part, answers(part, "none")) == {}
 
 
 @pytest.mark.parametrize(("part", "mutation"), CASES, ids=[name for _, name in CASES])
 def test_each_defect_is_caught(
-    part: str, mutation: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, mutation: str, answers: Callable[[str, str], Answers]
 ) -> None:
-    found = failures(part, mutation, site, tmp_path, monkeypatch)
+    found = failures(part, answers(part, mutation))
     assert CAUGHT_BY[part][mutation] in found, found

@@ -1,0 +1,119 @@
+"""What the graph facet is for: cuts, limits, and graphs that are compiled once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from anygauge.testing.loop import Trained, prepare, train
+from anygauge.testing.process import Subject
+
+LIMITS = (40, 150, 100_000)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trained]:
+    """One run for each limit."""
+    folder = tmp_path_factory.mktemp("limits")
+    prepare(folder)
+    return {
+        limit: train(
+            Subject(name="lazy", options={"graph_limit": limit}),
+            folder,
+            f"limit{limit}",
+            strategy="single",
+            ranks=1,
+            dtype="float32",
+        )
+        for limit in LIMITS
+    }
+
+
+def steps(run: Trained, field: str) -> list[float]:
+    return [record[field] for record in run.metrics if "loss" in record]
+
+
+def test_losses_are_the_same_for_each_limit(runs: dict[int, Trained]) -> None:
+    wanted = runs[LIMITS[-1]].losses
+    for run in runs.values():
+        assert list(run.losses) == list(wanted)
+
+
+def test_a_lower_limit_makes_more_and_smaller_graphs(runs: dict[int, Trained]) -> None:
+    graphs = [steps(run, "graph_graphs")[-1] for run in runs.values()]
+    assert graphs == sorted(graphs, reverse=True)
+    assert graphs[0] > 3 * graphs[-1]
+    largest = [steps(run, "graph_largest")[-1] for run in runs.values()]
+    assert largest == sorted(largest)
+    assert largest[-1] > 2 * largest[0]
+
+
+def test_nothing_is_compiled_after_warm_up(runs: dict[int, Trained]) -> None:
+    for limit, run in runs.items():
+        compiled = steps(run, "graph_compiled")
+        assert compiled[-1] == compiled[-3], f"limit {limit}: {compiled}"
+        cached = steps(run, "graph_cached")
+        assert cached[-1] > cached[-3], "graphs were run, from the cache"
+
+
+def test_adamw_hands_no_operation_to_the_host_for_each_parameter(
+    runs: dict[int, Trained],
+) -> None:
+    handed = steps(runs[LIMITS[-1]], "graph_host_operations")
+    parameters = 2 * 2 * 7  # two matrices beside each of seven linear layers in two layers
+    assert handed[-1] - handed[-2] < parameters
+
+
+def python(code: str) -> Any:
+    """The JSON that a process of its own prints last."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+OPEN = (
+    "import json, torch\n"
+    "from anygauge_lazy.backend import LazyBackend\n"
+    "backend = LazyBackend({'graph_limit': 5})\n"
+    "device = backend.open()\n"
+)
+
+
+def test_writes_through_views_arrive() -> None:
+    written = python(
+        OPEN + "x = torch.zeros(2, 3, device=device)\n"
+        "x[0] = 5\n"
+        "x[1].add_(2)\n"
+        "x.view(-1)[2] = 9\n"
+        "x.t().mul_(10)\n"
+        "y = torch.ones(2, 3).to(device)\n"
+        "y.t()[0] = 4\n"
+        "print(json.dumps([x.cpu().tolist(), y.cpu().tolist()]))\n"
+    )
+    assert written == [[[50, 50, 90], [20, 20, 20]], [[4, 1, 1], [4, 1, 1]]]
+
+
+def test_a_graph_ends_at_the_limit() -> None:
+    graphs = python(
+        OPEN + "before = backend.graph.counters()['graphs']\n"
+        "x = torch.ones(4, device=device)\n"
+        "for _ in range(20): x = x + 1\n"
+        "print(json.dumps(backend.graph.counters()['graphs'] - before))\n"
+    )
+    assert graphs == 21 // 5
+
+
+@pytest.mark.parametrize("value", [0, -3, "many", True, 2.5])
+def test_a_limit_that_is_none_is_refused(value: object) -> None:
+    from anygauge_lazy.backend import LazyBackend
+
+    from anygauge.interface import RunFileError
+
+    with pytest.raises(RunFileError, match="graph_limit"):
+        LazyBackend({"graph_limit": value})

@@ -1,0 +1,106 @@
+"""With a broken plugin beside it the tool works as before, and says whose it is and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from anygauge.cli import run
+from anygauge.interface import API_VERSION, AnygaugeError
+from anygauge.registry import Registry, selection
+
+OLD = API_VERSION - 1
+MISSPELT = """
+from anygauge.interface import hookimpl
+
+@hookimpl
+def anygauge_provides_backends():
+    return []
+"""
+ANGRY = """
+class Angry(Fake):
+    def environment(self, job, node, local_rank=None):
+        raise KeyError("no such node")
+"""
+BROKEN: dict[str, dict[str, Any]] = {
+    "cannot be imported": {"source": "import no_such_module"},
+    "is written for an old API": {"api_version": str(OLD)},
+    "claims a name twice": {"name": "cuda", "devices": "no"},
+    "misspells a hook": {"source": MISSPELT},
+    "has a probe that raises": {"probe": "raise OSError('no permission')"},
+    "has a probe that hangs": {"probe": "import time; time.sleep(3600)"},
+    "has a factory of the wrong type": {"factory": "fake_bad:Impostor"},
+    "has an environment that raises": {"factory": "fake_bad:Angry", "more": ANGRY},
+}
+IN_THE_LIST = {
+    "cannot be imported": "ModuleNotFoundError: No module named 'no_such_module'",
+    "is written for an old API": f"is written for API version {OLD}, and this anygauge has API "
+    f"version {API_VERSION}; install a release of bad-dist made for it",
+    "claims a name twice": "bad-dist 0.3 (plugin 'bad')",
+    "misspells a hook": "anygauge_provides_backends",
+    "has a probe that raises": "the probe raised OSError: no permission (fake_bad.py",
+    "has a probe that hangs": "the probe has not answered for 0.2 s; "
+    "this is a fault of bad-dist 0.3",
+}
+WHEN_CHOSEN = IN_THE_LIST | {
+    "cannot be imported": "the plugin 'bad' of bad-dist 0.3 failed to load: ModuleNotFoundError",
+    "misspells a hook": "the plugin 'bad' of bad-dist 0.3 failed to load",
+    "has a factory of the wrong type": "does not derive from anygauge.interface.Backend",
+    "has an environment that raises": "backend 'bad' of bad-dist 0.3: environment() raised "
+    "KeyError: 'no such node'",
+}
+
+
+def strings(report: Any) -> str:
+    """All texts of a JSON report, one behind the other."""
+    if isinstance(report, dict):
+        report = list(report.values())
+    if isinstance(report, list):
+        return " ".join(map(strings, report))
+    return str(report)
+
+
+@pytest.fixture
+def put(install: Any, backend_source: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Installs the plugin with one fault, beside what is installed here; returns its name."""
+    monkeypatch.setattr(selection, "PROBE_LIMIT_S", 0.2)
+
+    def putting(fault: str) -> str:
+        settings = {"name": "bad", "module": "fake_bad", "priority": -5, **BROKEN[fault]}
+        source = settings.pop("source", None) or backend_source(**settings)
+        install("bad-dist", "0.3", {"bad": "fake_bad"}, fake_bad=source)
+        return str(settings["name"])
+
+    return putting
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_the_others_work_and_the_list_tells(
+    fault: str, put: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(fault)
+    assert run(["backends", "--json"]) == 0
+    text = capsys.readouterr().out
+    report = json.loads(text)
+    host = next(b for b in report["backends"] if b["name"] == "cpu")
+    assert host["available"]
+    assert report["auto"]["chosen"] is not None
+    assert IN_THE_LIST.get(fault, "bad-dist") in strings(report)
+    assert run(["backends"]) == 0
+    assert "bad-dist 0.3" in " ".join(capsys.readouterr().out.split())
+    assert run(["env", "--backend", "cpu", "--devices", "2"]) == 0
+    assert "OMP_NUM_THREADS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_who_chooses_it_is_told(fault: str, put: Callable[[str], str]) -> None:
+    name = put(fault)
+    with pytest.raises(AnygaugeError) as caught:
+        run(["env", "--backend", name, "--devices", "2"])
+        Registry.load().select_backend(name)  # `env` needs no device, hence asks no probe
+    text = " ".join(str(caught.value).split())
+    assert WHEN_CHOSEN[fault] in text
+    assert "bad-dist 0.3" in text

@@ -1,0 +1,80 @@
+"""The kit's checks on many mutants in seconds: one process imports torch, each rank is its fork.
+
+A process of its own, because one with threads (a test runner's) must not fork.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from anygauge.testing.process import Answers, merged_answers
+
+RANKS = {"device": 1, "ranks": 2}
+
+
+def answers_of(part: str, mutations: Sequence[str], folder: Path) -> dict[str, Answers]:
+    """Answers of a part's checks, by mutation; the mutant must be on ``PYTHONPATH``."""
+    asked = {"part": part, "mutations": list(mutations), "folder": str(folder)}
+    subprocess.run(
+        [sys.executable, "-m", "tests.testing.mutation_forks"],
+        cwd=Path(__file__).parents[2],
+        input=json.dumps(asked),
+        text=True,
+        check=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    found = {}
+    for number, mutation in enumerate(mutations):
+        files = [folder / f"{part}{number}.{rank}.json" for rank in range(RANKS[part])]
+        found[mutation] = Answers(answers=merged_answers(files))
+    return found
+
+
+def main() -> None:
+    from anygauge.testing import device, ranks  # noqa: F401  (imports torch)
+
+    asked = json.load(sys.stdin)
+    part = asked["part"]
+    for number, mutation in enumerate(asked["mutations"]):
+        world = RANKS[part]
+        base = Path(asked["folder"]) / f"{part}{number}"
+        children = [fork(part, mutation, base, rank, world) for rank in range(world)]
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def fork(part: str, mutation: str, base: Path, rank: int, world: int) -> int:
+    """Start one rank; returns its process id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+        os.environ.update({name: str(value) for name, value in identity.items()})
+        os.environ["ANYGAUGE_MUTATION"] = mutation
+        request: dict[str, Any] = {
+            "backend": "mutant",
+            "options": {},
+            "rendezvous": f"file://{base}.rendezvous",
+            "answers": f"{base}.{rank}.json",
+        }
+        sys.stdin = io.StringIO(json.dumps(request))
+        from anygauge.testing.process import main as answer
+
+        answer(part)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
