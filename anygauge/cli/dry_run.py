@@ -29,6 +29,12 @@ def show(intent: Intent) -> None:
     console.print(environment_table(rank_environments(intent)))
     console.print("\n[bold]Engine configuration[/bold]")
     _show_engine(console, intent)
+    backend = intent.registry.create_backend(intent.selection, run.backend_options)
+    kernels = intent.registry.resolve_kernels(backend, run.kernels)
+    if kernels:
+        console.print("\n[bold]Kernels[/bold]")
+    for operation, choice in kernels.items():
+        console.print(f"  {operation}: {choice.name}, {choice.reason}", markup=False)
     console.print("\n[bold]Processes[/bold]")
     launcher = intent.registry.launcher(run.launch.launcher)()
     plan = launcher.render(job, run.launch.options)

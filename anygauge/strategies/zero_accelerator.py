@@ -24,6 +24,8 @@ def accelerator_of(backend: Backend) -> Any:
     placement = backend.placement
     kind = backend.device_type
     module: Any = torch.get_device_module(kind)
+    accelerator = torch.accelerator.current_accelerator()
+    has_streams = accelerator is not None and accelerator.type == kind
 
     class BackendAccelerator(CPU_Accelerator):
         """Operators are the host's, all else the backend's."""
@@ -47,7 +49,8 @@ def accelerator_of(backend: Backend) -> Any:
         # -- devices --------------------------------------------------------------------------
 
         def device_name(self, device_index: int | None = None) -> str:
-            return kind if device_index is None else f"{kind}:{device_index}"
+            numbered = device_index is not None and placement.device.index is not None
+            return f"{kind}:{device_index}" if numbered else kind
 
         def device(self, device_index: int | None = None) -> Any:
             return torch.device(self.device_name(device_index))
@@ -94,24 +97,26 @@ def accelerator_of(backend: Backend) -> Any:
         def set_rng_state(self, new_state: torch.Tensor, device_index: Any = None) -> None:
             placement.set_rng_state({**placement.rng_state(), "device": new_state})
 
-        # -- streams ----------------------------------------------------------------------------
+        # -- streams: of the host there are none --------------------------------------------------
 
-        @property
-        def Stream(self) -> Any:
-            return functools.partial(torch.Stream, device=placement.device)
+        if has_streams:
 
-        @property
-        def Event(self) -> Any:
-            return functools.partial(torch.Event, device=placement.device)
+            @property
+            def Stream(self) -> Any:
+                return functools.partial(torch.Stream, device=placement.device)
 
-        def stream(self, stream: Any) -> Any:
-            return contextlib.nullcontext() if stream is None else stream
+            @property
+            def Event(self) -> Any:
+                return functools.partial(torch.Event, device=placement.device)
 
-        def current_stream(self, device_index: Any = None) -> Any:
-            return torch.accelerator.current_stream(placement.device)
+            def stream(self, stream: Any) -> Any:
+                return contextlib.nullcontext() if stream is None else stream
 
-        def default_stream(self, device_index: Any = None) -> Any:
-            return torch.accelerator.current_stream(placement.device)
+            def current_stream(self, device_index: Any = None) -> Any:
+                return torch.accelerator.current_stream(placement.device)
+
+            def default_stream(self, device_index: Any = None) -> Any:
+                return torch.accelerator.current_stream(placement.device)
 
         # -- memory -----------------------------------------------------------------------------
 

@@ -179,7 +179,9 @@ def peak_is_kept_and_reset(on: Opened) -> None:
     assert fresh.peak >= fresh.in_use
 
 
-@check("the numbers are an allocator's, in order", part="device", capability="memory_statistics")
+@check(
+    "the numbers of memory are in order, and an allocator's where that is declared", part="device"
+)
 def memory_numbers_are_sound(on: Opened) -> None:
     stats = _memory(on)
     if on.backend.support("memory_statistics").level is Level.FULL:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +19,16 @@ class CutWhenFull(TorchDispatchMode):
 
     Args:
         limit: operations of a graph at most.
+
+    Attributes:
+        largest: operations of the largest graph so far.
     """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
-        self.operations = 0
+        self._operations = 0
+        self.largest = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -35,11 +38,17 @@ class CutWhenFull(TorchDispatchMode):
             # A mode stands below the layer that gives the device's tensors views that can be
             # written through. What comes onto the device here has missed it.
             result = torch._to_functional_tensor(result)
-        self.operations += 1
-        if self.operations >= self._limit and not _ending:
-            self.operations = 0
-            end_graph()
+        if not _ending:
+            self._operations += 1
+            self.largest = max(self.largest, self._operations)
+            if self._operations >= self._limit:
+                self.end_graph()
         return result
+
+    def end_graph(self) -> None:
+        """End the graph, and count anew."""
+        self._operations = 0
+        end_graph()
 
 
 def _is_new(result: Any, args: tuple[Any, ...]) -> bool:
@@ -69,15 +78,8 @@ def end_graph() -> None:
         _ending = False
 
 
-def largest_graph() -> float:
-    """Nodes of the largest graph so far."""
-    report = torch._lazy.metrics.metrics_report()
-    found = re.search(r"Metric: TensorsGraphSize.*?Percentiles:[^\n]*100%=([\d.]+)", report, re.S)
-    return float(found.group(1)) if found else 0.0
-
-
 def counters() -> Mapping[str, float]:
-    """Of this process so far: graphs ended, compiled and found compiled; the largest one."""
+    """Of this process so far: graphs ended, compiled, found compiled; operations of the host."""
     names = torch._lazy.metrics.counter_names()
     values = {name: float(torch._lazy.metrics.counter_value(name)) for name in names}
     return {
@@ -85,5 +87,4 @@ def counters() -> Mapping[str, float]:
         "compiled": values.get("UncachedCompile", 0.0),
         "cached": values.get("CachedCompile", 0.0),
         "host_operations": sum(v for name, v in values.items() if name.startswith("aten::")),
-        "largest": largest_graph(),
     }

@@ -37,14 +37,12 @@ class LazyGraph(Graph):
 
     def mark_step(self, phase: Phase) -> None:
         """End the graph: compile it, unless one like it was compiled before, and run it."""
-        from anygauge_lazy.cuts import end_graph
-
-        end_graph()
         if self._mode is not None:
-            self._mode.operations = 0
+            self._mode.end_graph()
 
     def counters(self) -> Mapping[str, float]:
-        """See `anygauge_lazy.cuts.counters`."""
+        """See `anygauge_lazy.cuts.counters`; ``largest`` is the operations of the largest graph."""
         from anygauge_lazy.cuts import counters
 
-        return counters()
+        largest = 0 if self._mode is None else self._mode.largest
+        return {**counters(), "largest": float(largest)}

@@ -48,8 +48,8 @@ def test_a_lower_limit_makes_more_and_smaller_graphs(runs: dict[int, Trained]) -
     assert graphs == sorted(graphs, reverse=True)
     assert graphs[0] > 3 * graphs[-1]
     largest = [steps(run, "graph_largest")[-1] for run in runs.values()]
-    assert largest == sorted(largest)
-    assert largest[-1] > 2 * largest[0]
+    assert largest[:2] == [40, 150], "graphs are as large as they may be, and no larger"
+    assert largest[2] > 150
 
 
 def test_nothing_is_compiled_after_warm_up(runs: dict[int, Trained]) -> None:
@@ -60,7 +60,7 @@ def test_nothing_is_compiled_after_warm_up(runs: dict[int, Trained]) -> None:
         assert cached[-1] > cached[-3], "graphs were run, from the cache"
 
 
-def test_adamw_hands_no_operation_to_the_host_for_each_parameter(
+def test_no_operation_is_handed_to_the_host_for_each_parameter(
     runs: dict[int, Trained],
 ) -> None:
     handed = steps(runs[LIMITS[-1]], "graph_host_operations")

@@ -1,0 +1,107 @@
+"""docs/plugins.md, line by line: from an empty folder to a backend that conforms."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.pages import ROOT, Block, blocks, section
+from tests.docs.test_examples import ROWS, RUN_FILE
+from tests.helpers.tokenizer import make_tokenizer
+from tests.testing.test_mutations import CASES, CAUGHT_BY
+
+PAGE = ROOT / "docs/plugins.md"
+WITHOUT_THE_LOOP = "on_paper or on_device or on_ranks"
+TIMEOUT_S = 600
+
+
+class Desk:
+    """An empty folder, and an environment of its own in which anygauge is installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "anygauge-mine"
+        self.folder.mkdir()
+        home = folder / "venv"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+        self.python = home / "bin" / "python"
+        # What is installed here is installed there, too; what is installed there stays there.
+        site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+        here = sysconfig.get_path("purelib")
+        (site / "parent.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+
+    def follow(self, block: Block, *, kit: str) -> None:
+        """Do what a block says; `kit` selects tests of the conformance kit."""
+        name = block.option("file")
+        if name is not None:
+            path = self.folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block.text)
+        elif "shell" in block.words:
+            for command in block.commands():
+                self.run(*command, *(("-k", kit) if command[0] == "pytest" and kit else ()))
+
+    def run(self, program: str, *arguments: str) -> str:
+        """Run a command of the page; it must succeed."""
+        modules = {"pip": ("pip",), "anygauge": ("anygauge.cli",), "pytest": ("pytest",)}
+        done = subprocess.run(
+            [str(self.python), "-m", *modules[program], *arguments],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        )
+        assert done.returncode == 0, (
+            f"{program} {shlex.join(arguments)}\n{done.stdout}{done.stderr}"
+        )
+        return done.stdout
+
+
+def steps() -> list[Block]:
+    return [block for block in blocks() if block.page == PAGE]
+
+
+def test_the_page_is_true_but_for_the_loop(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    shutil.copy(ROWS, desk.folder / "rows.jsonl")
+    make_tokenizer(desk.folder / "tokenizer")
+    (desk.folder / "run.yaml").write_text(yaml.safe_dump(RUN_FILE))
+    for block in steps():
+        desk.follow(block, kit=WITHOUT_THE_LOOP)
+    report = json.loads(desk.run("anygauge", "backends", "--json"))
+    (mine,) = [b for b in report["backends"] if b["name"] == "mine"]
+    assert (mine["distribution"], mine["version"]) == ("anygauge-mine", "0.2.0")
+    page = (desk.folder / "report.md").read_text()
+    assert page.startswith("# `mine` conforms to anygauge's backend contract, version 0\n")
+    assert (desk.folder / "runs/tiny/adapter/adapter_model.safetensors").is_file()
+    asked = ("--backend", "mine", "--set", "kernels.softmax=mine", "--launcher", "polite")
+    told = desk.run("anygauge", "train", "run.yaml", "--dry-run", *asked)
+    assert "softmax: mine, asked for" in told
+    assert "nice -n 10" in told
+
+
+@pytest.mark.slow
+def test_the_loop_conforms_too(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    for block in steps():
+        if block.option("file") and "kernel" in (block.option("file") or ""):
+            break
+        desk.follow(block, kit="")
+    assert (desk.folder / "report.md").read_text().startswith("# `mine` conforms")
+
+
+def test_the_table_of_defects_is_that_of_the_tests() -> None:
+    text = section(PAGE, "### What the kit catches")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    told = {(part, defect): check.strip("`") for part, defect, check in rows[1:]}
+    assert told == {(part, name): CAUGHT_BY[part][name] for part, name in CASES}
