@@ -35,10 +35,7 @@ def accelerator_of(backend: Backend) -> Any:
             self._name = kind
             self._communication_backend_name = backend.collectives.backend_name(placement.device)
 
-        # -- order of work: nothing is taken for granted but what `synchronize` does ------------
-
-        def is_synchronized_device(self) -> bool:
-            return False
+        # -- order of work -------------------------------------------------------------------------
 
         def use_host_timers(self) -> bool:
             return True
@@ -97,9 +94,12 @@ def accelerator_of(backend: Backend) -> Any:
         def set_rng_state(self, new_state: torch.Tensor, device_index: Any = None) -> None:
             placement.set_rng_state({**placement.rng_state(), "device": new_state})
 
-        # -- streams: of the host there are none --------------------------------------------------
+        # -- streams: a device without them ends each operation in its call, as the host does ------
 
         if has_streams:
+
+            def is_synchronized_device(self) -> bool:
+                return False
 
             @property
             def Stream(self) -> Any:

@@ -86,7 +86,7 @@ def test_the_page_is_true_but_for_the_loop(tmp_path: Path) -> None:
     assert (desk.folder / "runs/tiny/adapter/adapter_model.safetensors").is_file()
     asked = ("--backend", "mine", "--set", "kernels.softmax=mine", "--launcher", "polite")
     told = desk.run("anygauge", "train", "run.yaml", "--dry-run", *asked)
-    assert "softmax: mine, asked for" in told
+    assert "softmax: mine, asked for by name" in told
     assert "nice -n 10" in told
 
 

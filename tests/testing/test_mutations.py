@@ -66,16 +66,20 @@ CAUGHT_BY = {
 CASES = [(part, name) for part, mutations in CAUGHT_BY.items() for name in mutations]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An installed distribution with the backend `mutant`."""
-    site = tmp_path_factory.mktemp("site")
+def mutant_site(folder: Path) -> Path:
+    """A folder with an installed distribution that has the backend `mutant`."""
+    site = folder / "site"
     info = site / "anygauge_mutant-1.0.dist-info"
-    info.mkdir()
+    info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anygauge-mutant\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[anygauge]\nmutant = anygauge_mutant\n")
     shutil.copy(Path(__file__).with_name("mutants.py"), site / "anygauge_mutant.py")
     return site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mutant_site(tmp_path_factory.mktemp("mutant"))
 
 
 @pytest.fixture(scope="module")

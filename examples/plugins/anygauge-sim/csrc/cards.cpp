@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +22,17 @@ namespace {
 std::string setting(const char* name, const char* otherwise) {
   const char* value = std::getenv(name);
   return value ? value : otherwise;
+}
+
+// Processes of one user must meet in it, so it has a name that all of them know.
+std::string lock_folder() {
+  if (const char* asked = std::getenv("ANYGAUGE_SIM_LOCKS")) return asked;
+  const std::string folder =
+      setting("TMPDIR", "/tmp") + "/anygauge-sim-" + std::to_string(::getuid());
+  TORCH_CHECK(
+      ::mkdir(folder.c_str(), 0700) == 0 || errno == EEXIST, "cannot make ", folder,
+      " for the cards' locks: ", std::strerror(errno), "; name another in ANYGAUGE_SIM_LOCKS");
+  return folder;
 }
 
 uint64_t number(const char* name, const char* otherwise) {
@@ -48,7 +60,7 @@ struct Block {
 struct Machine {
   std::mutex mutex;
   uint64_t capacity = number("ANYGAUGE_SIM_CAPACITY", "34359738368");
-  std::string locks = setting("ANYGAUGE_SIM_LOCKS", "");
+  std::string locks = lock_folder();
   std::vector<Card> cards;
   std::unordered_map<const void*, Block> blocks;
   std::map<uintptr_t, size_t> ranges;  // start -> bytes, to find who owns an address within

@@ -33,7 +33,8 @@ struct Memory {
 //   ANYGAUGE_SIM_CARDS          how many the machine has (8)
 //   ANYGAUGE_SIM_CAPACITY       bytes on each (34359738368)
 //   ANYGAUGE_SIM_VISIBLE_CARDS  which of them this process may see, as 0,2,3 (all)
-//   ANYGAUGE_SIM_LOCKS          folder of lock files: one process a card ("" for none)
+//   ANYGAUGE_SIM_LOCKS          folder of lock files: one process a card ("" for no locks; if not
+//                               set, one in the folder for temporary files, for each user)
 //   ANYGAUGE_SIM_TRACE          file that gets a line per operation ("" for none)
 //   ANYGAUGE_SIM_FAULTS         see faults.h
 int visible_cards() noexcept;

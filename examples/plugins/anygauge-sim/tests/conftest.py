@@ -9,6 +9,8 @@ import pytest
 
 os.environ.setdefault("ANYGAUGE_SIM_CARDS", "2")
 os.environ.setdefault("ANYGAUGE_SIM_CAPACITY", str(2**28))
+# This process holds cards for its whole life; those that tests start must not wait for it.
+os.environ["ANYGAUGE_SIM_LOCKS"] = ""
 
 
 @pytest.fixture(scope="session")

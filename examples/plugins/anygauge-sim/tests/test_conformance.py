@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ class TestSim(BackendContract):
 
     backend = "sim"
     environment: ClassVar[Mapping[str, str]] = {
+        "ANYGAUGE_SIM_LOCKS": tempfile.mkdtemp(),
         "ANYGAUGE_SIM_CARDS": "8",
         "ANYGAUGE_SIM_CAPACITY": str(2**33),
     }

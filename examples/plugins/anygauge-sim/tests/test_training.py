@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from anygauge.testing.process import Subject
 
 SIM = Subject(
     name="sim",
-    environment={"ANYGAUGE_SIM_CARDS": "8", "ANYGAUGE_SIM_CAPACITY": str(2**33)},
+    environment={
+        "ANYGAUGE_SIM_LOCKS": tempfile.mkdtemp(),
+        "ANYGAUGE_SIM_CARDS": "8",
+        "ANYGAUGE_SIM_CAPACITY": str(2**33),
+    },
 )
 PACKAGE = Path(inspect.getfile(anygauge)).parent
 
