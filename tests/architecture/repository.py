@@ -23,6 +23,11 @@ def packages() -> list[Path]:
     return [ROOT / path for path in listed]
 
 
+def example_plugins() -> list[Path]:
+    """Folders of the import packages of examples/plugins."""
+    return [path.parent for path in sorted(ROOT.glob("examples/plugins/*/anygauge_*/__init__.py"))]
+
+
 def rooms() -> set[str]:
     """Full names of the rooms of the core: its packages."""
     return {f"anygauge.{path.parent.name}" for path in CORE.glob("*/__init__.py")}

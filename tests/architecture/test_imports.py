@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
-from tests.architecture.repository import ROOT, packages, project, rooms
+from tests.architecture.repository import ROOT, example_plugins, packages, project, rooms
 
 LINT_IMPORTS = Path(sysconfig.get_path("scripts")) / "lint-imports"
 
@@ -22,6 +23,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(p.parent) for p in example_plugins())},
     )
 
 
@@ -42,7 +44,7 @@ def test_plugins_may_import_no_room_but_the_interface():
 
 
 def test_every_package_is_under_contract():
-    names = {path.name for path in packages()}
+    names = {path.name for path in (*packages(), *example_plugins())}
     assert set(project()["tool"]["importlinter"]["root_packages"]) == names
     plugins = names - {"anygauge"}
     assert set(contract("Plugins import the interface alone")["source_modules"]) == plugins
