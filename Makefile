@@ -47,12 +47,17 @@ test: lint $(BUILT)
 	@$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 	@for plugin in $(PLUGINS); do \
 	    echo "==> tests of $$plugin"; \
-	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m "not slow") || exit 1; \
+	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile) \
+	        || exit 1; \
 	done
 
 test-slow: $(STAMP) $(BUILT)
 	@echo "==> slow tests"
 	@$(BIN)/python -m pytest -m slow
+	@for plugin in $(PLUGINS); do \
+	    echo "==> slow tests of $$plugin"; \
+	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m slow) || exit 1; \
+	done
 
 lint: $(STAMP)
 	@echo "==> ruff"

@@ -88,11 +88,16 @@ def accelerator_of(backend: Backend) -> Any:
         def manual_seed_all(self, seed: int) -> None:
             placement.seed(seed)
 
+        # A device without numbers of its own has the host's alone.
+
         def get_rng_state(self, device_index: Any = None) -> torch.Tensor:
-            return placement.rng_state()["device"]
+            states = placement.rng_state()
+            return states.get("device", states["host"])
 
         def set_rng_state(self, new_state: torch.Tensor, device_index: Any = None) -> None:
-            placement.set_rng_state({**placement.rng_state(), "device": new_state})
+            states = dict(placement.rng_state())
+            states["device" if "device" in states else "host"] = new_state
+            placement.set_rng_state(states)
 
         # -- streams: a device without them ends each operation in its call, as the host does ------
 

@@ -298,10 +298,11 @@ def test_a_signal_ends_the_demo_in_order(signum: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_from_nothing_to_an_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", [(), ("--backend", "sim", "--devices", "4")], ids=["cpu", "sim"])
+def test_from_nothing_to_an_answer(device: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     done = subprocess.run(
-        [sys.executable, DEMO / "demo.py", "--quick", "--folder", folder],
+        [sys.executable, DEMO / "demo.py", "--quick", "--folder", folder, *device],
         capture_output=True,
         text=True,
         timeout=900,

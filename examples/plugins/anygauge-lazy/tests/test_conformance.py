@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import pytest
+
 from anygauge.testing import BackendContract
 
 
@@ -13,3 +15,8 @@ class TestLazy(BackendContract):
 
     backend = "lazy"
     loss_noise: ClassVar[Mapping[str, float]] = {"float32": 1e-5, "bfloat16": 5e-3}
+
+    # Graphs have runs of their own beside this; that both types train is asked every time.
+    test_a_resumed_run_goes_on_where_it_was = pytest.mark.slow(
+        BackendContract.test_a_resumed_run_goes_on_where_it_was
+    )
