@@ -34,6 +34,7 @@ from anygauge.strategies.zero_runtime import (
     gathered_by_peft,
     import_deepspeed,
     needs_reentrant_checkpointing,
+    refuse_unserved_type,
     synchronise_before_release,
 )
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
@@ -180,6 +181,7 @@ class Zero:
     def build(self, context: BuildContext) -> ZeroEngine:
         """See `Strategy.build`."""
         deepspeed = import_deepspeed(context.backend)
+        refuse_unserved_type(context.precision.compute)
         factory = context.factory
         config = as_config(
             self.settings(

@@ -57,6 +57,24 @@ def import_deepspeed(backend: Backend) -> ModuleType:
     return deepspeed
 
 
+def refuse_unserved_type(compute: str) -> None:
+    """Raises: UnsupportedError: DeepSpeed's accelerator does not train in this compute type."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    served = {
+        "float32": True,
+        "bfloat16": bool(accelerator.is_bf16_supported()),
+        "float16": bool(accelerator.is_fp16_supported()),
+    }
+    if not served[compute]:
+        others = ", ".join(name for name, answer in served.items() if answer)
+        raise UnsupportedError(
+            f"precision.compute: DeepSpeed does not train in {compute} on "
+            f"{accelerator.device_name()!r} devices. Use one of {others}, or strategy.name: single."
+        )
+
+
 def needs_reentrant_checkpointing() -> bool:
     """Whether the installed DeepSpeed loses frozen weights in non-reentrant recomputation."""
     return Version(metadata.version(ENGINE)) < NON_REENTRANT_SINCE

@@ -43,6 +43,12 @@ def test_another_accelerator_than_the_one_imported_is_refused(record: dict[str, 
     assert "DS_ACCELERATOR=xpu" in record["refusal"]
 
 
+def test_a_type_that_deepspeed_does_not_train_in_is_refused(record: dict[str, Any]) -> None:
+    said = record["float16"]
+    assert "does not train in float16" in said
+    assert "float32, bfloat16" in said, "and what it does train in"
+
+
 # -- settings ---------------------------------------------------------------------------------
 
 

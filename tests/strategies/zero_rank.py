@@ -22,7 +22,7 @@ from anygauge.models.loss import summed_cross_entropy
 from anygauge.registry import Registry
 from anygauge.strategies.base import BuildContext, DeviceBatch
 from anygauge.strategies.zero import Zero
-from anygauge.strategies.zero_runtime import import_deepspeed
+from anygauge.strategies.zero_runtime import import_deepspeed, refuse_unserved_type
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.runs import TINY
 
@@ -103,6 +103,10 @@ def main(output: Path) -> None:
     except UnsupportedError as error:
         result["refusal"] = str(error)
     backend.close()
+    try:
+        refuse_unserved_type("float16")
+    except UnsupportedError as error:
+        result["float16"] = str(error)
     output.write_text(json.dumps(result))
 
 
