@@ -112,7 +112,7 @@ def _collectives(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 def _let_threads_end() -> None:
     """Autograd's thread of this device drops its last graph a moment after backward returns; if the
-    interpreter has gone by then, the process aborts. Each sleep gives the thread the interpreter."""
+    interpreter has gone by then, the process aborts. Each sleep lets the thread have it."""
     threads = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
     if any(name.startswith("pt_autograd") for name in threads):
         for _ in range(5):
