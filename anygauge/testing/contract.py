@@ -37,8 +37,8 @@ class BackendContract:
         backend: as users write it after ``--backend``.
         options: the run file's ``backend_options``.
         environment: variables for every process.
-        rank_counts: numbers of ranks that collectives and ZeRO are tried on, at most the devices
-            of the machine.
+        rank_counts: numbers of ranks that collectives are tried on, and ZeRO if they are 2 or 4;
+            at most the devices of the machine.
         loss_noise: largest relative difference of a step's loss from the host's that the device's
             arithmetic explains, by compute type; it is printed in the report.
     """
@@ -143,8 +143,10 @@ class BackendContract:
         on_device: Answers,
     ) -> None:
         """One process: the losses of every step are the host's, within the stated noise."""
-        if dtype != "float32" and not _supports(on_device, dtype):
-            pytest.skip(f"{dtype} is not supported, as declared")
+        # As the opened device declares it: some know only then.
+        asked = on_device.of(CHECKS[f"{dtype}_arithmetic"])
+        if not asked.supported:
+            pytest.skip(f"declared: {asked.declared}")
         here = _run(runs, subject, folder, "single", 1, dtype, host=True)
         there = _run(runs, subject, folder, "single", 1, dtype)
         self._close(there, here, dtype)
@@ -157,10 +159,11 @@ class BackendContract:
         subject: Subject,
         folder: Path,
         runs: dict[str, Trained],
-        on_device: Answers,
         devices: int,
     ) -> None:
         """ZeRO-3 + LoRA on several ranks: the same losses as one process on the host."""
+        if ranks not in self.rank_counts:
+            pytest.skip(f"rank_counts asks for {', '.join(map(str, self.rank_counts))} alone")
         declared = _declared(subject, "zero")
         if not declared:
             with pytest.raises(RunFailed) as refused:
@@ -228,12 +231,6 @@ def _declared(subject: Subject, capability: str) -> Any:
     from anygauge.registry import Registry
 
     return Registry.load().create_backend(subject.name, subject.options).support(capability)
-
-
-def _supports(answers: Answers, dtype: str) -> bool:
-    """As the opened device declares it: some know only then."""
-    given = answers.answers.get(f"{dtype}_arithmetic")
-    return given is not None and given.supported
 
 
 def _run(
