@@ -85,8 +85,8 @@ def backend_environment(job: Job, node_rank: int) -> RankEnvironment:
 
     registry = Registry.load()
     backend = registry.create_backend(job.backend, job.backend_options)
-    node = inspect_node(rank=node_rank)
     inherited = scrub(os.environ)
+    node = inspect_node(rank=node_rank, backend=backend, environ=inherited)
     write_provenance(
         Path(job.run_directory) / f"environment-node{node_rank}.json",
         {

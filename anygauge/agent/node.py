@@ -7,26 +7,37 @@ Nothing is opened, changed or imported: this runs before torch is loaded.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from anygauge.interface import NetworkInterface, Node, RdmaDevice
+from anygauge.interface import Backend, NetworkInterface, Node, RdmaDevice
 
-LIBRARIES = ("torch",)
-"""Installed distributions whose version a setting may depend on."""
+LIBRARIES = ("torch", "deepspeed")
+"""Installed distributions whose version any backend's setting may depend on."""
 
 _ETHERNET = 1  # ARPHRD_ETHER, <linux/if_arp.h>
 _LOOPBACK = 772  # ARPHRD_LOOPBACK
 _UP = 0x1  # IFF_UP, <linux/if.h>
 
 
-def inspect_node(rank: int = 0, root: Path = Path("/")) -> Node:
+def inspect_node(
+    rank: int = 0,
+    root: Path = Path("/"),
+    *,
+    backend: Backend | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Node:
     """Look at this machine; whatever it does not show keeps `Node`'s modest default.
 
     Args:
         rank: which machine of the job this is, from 0.
         root: where /proc and /sys are found.
+        backend: whose libraries and variables are looked at, too.
+        environ: the user's variables; None: this process's.
     """
+    environ = os.environ if environ is None else environ
     order = _ordered_cores(root)
     return Node(
         rank=rank,
@@ -36,7 +47,13 @@ def inspect_node(rank: int = 0, root: Path = Path("/")) -> Node:
         memory_bytes=_memory_bytes(root),
         interfaces=_interfaces(root),
         rdma_devices=_rdma_devices(root),
-        libraries=_libraries(),
+        libraries=_libraries((*LIBRARIES, *(backend.libraries if backend else ()))),
+        variables={
+            name: environ[name]
+            for name in (backend.variables if backend else ())
+            if name in environ
+        },
+        files=_files(root, backend.files if backend else ()),
     )
 
 
@@ -102,14 +119,33 @@ def _rdma_devices(root: Path) -> tuple[RdmaDevice, ...]:
     return tuple(found)
 
 
-def _libraries() -> dict[str, str]:
+def _libraries(names: Iterable[str]) -> dict[str, str]:
     versions = {}
-    for name in LIBRARIES:
+    for name in names:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def _files(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """Those that exist; a bare name is a shared library, looked for where the linker would."""
+    linked = [
+        Path(sys.prefix) / "lib",
+        *sorted((root / "usr/lib").glob("*-linux-gnu*")),
+        *(root / name for name in ("usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib")),
+    ]
+    found = {}
+    for name in names:
+        absolute = name.startswith("/")
+        folders = [root] if absolute else linked
+        path = next(
+            (f / name.lstrip("/") for f in folders if (f / name.lstrip("/")).is_file()), None
+        )
+        if path is not None:
+            found[name] = name if absolute else str(path)
+    return found
 
 
 def _folders(parent: Path) -> Iterable[Path]:

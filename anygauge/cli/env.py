@@ -137,9 +137,9 @@ def _resolve(registry: Registry, job: Job, local_rank: int) -> list[ResolvedSett
     from anygauge.registry import resolve_environment
 
     backend = registry.create_backend(job.backend, job.backend_options)
-    return resolve_environment(
-        registry, backend, job, inspect_node(), local_rank, scrub(os.environ)
-    )
+    inherited = scrub(os.environ)
+    node = inspect_node(backend=backend, environ=inherited)
+    return resolve_environment(registry, backend, job, node, local_rank, inherited)
 
 
 def environment_table(by_rank: dict[int, list[ResolvedSetting]]) -> Table:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from anygauge.interface.graph import Compiler, Graph, Phase, ShapeKind, ShapePolicy
     from anygauge.interface.hooks import hookimpl
     from anygauge.interface.job import Job, NetworkInterface, Node, RdmaDevice
+    from anygauge.interface.kernels import AttentionKernel
     from anygauge.interface.placement import HOST_DEVICE, MemoryStats, PeakFlops, Placement
     from anygauge.interface.plugins import (
         KernelSpec,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         TrackerSpec,
     )
     from anygauge.interface.probe import Finding, Presence, Probe
+    from anygauge.interface.rules import Decision, EnvironmentRule, Situation, leave, use
     from anygauge.interface.settings import Scope, Setting
     from anygauge.interface.support import FULL, Level, Support
 
@@ -60,12 +62,15 @@ __all__ = [
     "HOST_DEVICE",
     "STOPPED",
     "AnygaugeError",
+    "AttentionKernel",
     "Backend",
     "BackendSpec",
     "Check",
     "Collectives",
     "Compiler",
     "DataError",
+    "Decision",
+    "EnvironmentRule",
     "Finding",
     "Graph",
     "Job",
@@ -99,6 +104,7 @@ __all__ = [
     "Setting",
     "ShapeKind",
     "ShapePolicy",
+    "Situation",
     "Support",
     "Tracker",
     "TrackerContext",
@@ -106,11 +112,14 @@ __all__ = [
     "TrackerSpec",
     "UnsupportedError",
     "hookimpl",
+    "leave",
+    "use",
 ]
 
 _HOMES = {
     "API_VERSION": "backend",
     "AnygaugeError": "errors",
+    "AttentionKernel": "kernels",
     "STOPPED": "errors",
     "Backend": "backend",
     "BackendSpec": "backend",
@@ -119,7 +128,9 @@ _HOMES = {
     "Collectives": "collectives",
     "Compiler": "graph",
     "DataError": "errors",
+    "Decision": "rules",
     "FULL": "support",
+    "EnvironmentRule": "rules",
     "Finding": "probe",
     "Graph": "graph",
     "HOST_DEVICE": "placement",
@@ -154,6 +165,7 @@ _HOMES = {
     "Setting": "settings",
     "ShapeKind": "graph",
     "ShapePolicy": "graph",
+    "Situation": "rules",
     "Support": "support",
     "Tracker": "plugins",
     "TrackerContext": "plugins",
@@ -161,6 +173,8 @@ _HOMES = {
     "TrackerSpec": "plugins",
     "UnsupportedError": "errors",
     "hookimpl": "hooks",
+    "leave": "rules",
+    "use": "rules",
 }
 
 

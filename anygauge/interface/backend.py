@@ -12,7 +12,8 @@ from anygauge.interface.graph import Graph
 from anygauge.interface.job import Job, Node
 from anygauge.interface.placement import Placement
 from anygauge.interface.probe import Probe
-from anygauge.interface.settings import Setting
+from anygauge.interface.rules import Decision, EnvironmentRule, Situation
+from anygauge.interface.settings import Scope, Setting
 from anygauge.interface.support import Level, Support
 
 if TYPE_CHECKING:
@@ -116,6 +117,19 @@ class Backend:
     launch: LaunchProfile = LaunchProfile()
     capabilities: Mapping[str, Support] = {}
 
+    environment_rules: Sequence[EnvironmentRule] = ()
+    """The variables that `environment` may set, as a table."""
+
+    libraries: tuple[str, ...] = ()
+    """Distributions, besides torch, whose installed versions the rules read (`Node.libraries`)."""
+
+    variables: tuple[str, ...] = ()
+    """The user's variables that the rules read (`Node.variables`)."""
+
+    files: tuple[str, ...] = ()
+    """Files whose presence the rules read (`Node.files`): absolute paths, or bare names of shared
+    libraries, which are looked for where the dynamic linker would find them."""
+
     known_options: tuple[str, ...] = ()
     """Names of the ``backend_options`` that this backend reads; any other is refused."""
 
@@ -165,7 +179,39 @@ class Backend:
         Args:
             local_rank: None asks for job and node scope only.
         """
-        return ()
+        return [
+            rule.setting(decision)
+            for rule, decision in self.explain_environment(job, node, local_rank)
+            if decision.applies
+        ]
+
+    def explain_environment(
+        self, job: Job, node: Node, local_rank: int | None = None
+    ) -> Sequence[tuple[EnvironmentRule, Decision]]:
+        """What each of `environment_rules` decides here, also those that leave their variable."""
+        situation = Situation(job=job, node=node, local_rank=local_rank)
+        return [
+            (rule, rule.decide(situation))
+            for rule in self.environment_rules
+            if local_rank is not None or rule.scope is not Scope.RANK
+        ]
+
+    def check_environment(self, environ: Mapping[str, str]) -> None:
+        """Look at what a rank would start with, whoever set it.
+
+        Raises:
+            RunFileError: variables contradict the run or each other. Say which, and the way out.
+        """
+
+    def adapt_models(self, *, packing: bool) -> None:
+        """Change the model library for this device, before a model is built. Called once.
+
+        Args:
+            packing: whether several documents share a row, which must not see each other.
+
+        Raises:
+            UnsupportedError: the change does not go with the run.
+        """
 
     def engine_settings(self, engine: str) -> Sequence[Setting]:
         """Fields of an engine's own configuration that this device needs.

@@ -49,13 +49,16 @@ class Collectives:
 
         name = self.backend_name(device)
         timeout = datetime.timedelta(seconds=timeout_s)
+        # Not even as None where it is not wanted: a vendor may have replaced the function by one
+        # that has no such argument.
+        bound: dict[str, Any] = {"device_id": device} if self.binds_device else {}
         dist.init_process_group(
             name,
             init_method=rendezvous,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=device if self.binds_device else None,
+            **bound,
         )
         host_backend = dist.get_default_backend_for_device(HOST_DEVICE)
         self._control_group = (

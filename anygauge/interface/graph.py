@@ -74,5 +74,8 @@ class Graph:
 
     def counters(self) -> Mapping[str, float]:
         """Of this process since it began, such as graphs ``compiled``; every step's metrics have
-        them, as ``graph_compiled``."""
+        them, as ``graph_compiled``.
+
+        A device with graphs counts them here: that is how the conformance kit sees one end.
+        """
         return {}

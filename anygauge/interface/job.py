@@ -98,7 +98,10 @@ class Node:
         interfaces: network interfaces; Ethernet first, then in the order the kernel made them.
         rdma_devices: names under ``/sys/class/infiniband`` with their link layer
             (``InfiniBand`` or ``Ethernet``) and driver (``mlx5_core``, ``efa``, ...).
-        libraries: versions of installed packages that settings depend on, such as ``torch``.
+        libraries: versions of the installed packages that settings depend on: ``torch`` and those
+            of `Backend.libraries`.
+        variables: what the user has set of `Backend.variables`.
+        files: as asked for -> path, of those of `Backend.files` that are here.
     """
 
     rank: int = 0
@@ -109,6 +112,8 @@ class Node:
     interfaces: tuple[NetworkInterface, ...] = ()
     rdma_devices: tuple[RdmaDevice, ...] = ()
     libraries: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def loopback(self) -> NetworkInterface | None:

@@ -110,6 +110,7 @@ def resolve_environment(
     Raises:
         PluginError: a backend or hook raises or proposes what is no setting, or two hooks
             disagree.
+        RunFileError: the backend cannot work with the outcome.
     """
     proposals: dict[str, list[tuple[str, Setting]]] = {}
 
@@ -142,7 +143,9 @@ def resolve_environment(
             if name in user_environ
         ),
     )
-    return [_decide(offers) for offers in proposals.values()]
+    resolved = [_decide(offers) for offers in proposals.values()]
+    backend.check_environment(applied(resolved, user_environ))
+    return resolved
 
 
 def _decide(offers: Sequence[tuple[str, Setting]]) -> ResolvedSetting:

@@ -11,16 +11,14 @@ from anygauge.interface import (
     Backend,
     Check,
     Collectives,
-    Job,
     LaunchProfile,
     Level,
-    Node,
     RunFileError,
     Setting,
     Support,
 )
 from anygauge_cpu.diagnostics import checks
-from anygauge_cpu.environment import environment
+from anygauge_cpu.environment import ALLOCATORS, RULES
 from anygauge_cpu.placement import CpuPlacement, hardware_dtypes
 
 
@@ -31,14 +29,20 @@ class CpuCollectives(Collectives):
 
 
 class CpuBackend(Backend):
-    """The host's processors. Options: ``bind_cores`` (true or false; default true)."""
+    """The host's processors.
+
+    Options, both true or false and true by default: ``bind_cores`` gives each rank cores of its
+    own; ``preload_allocator`` uses a faster memory allocator where one is installed.
+    """
 
     name = "cpu"
     device_type = "cpu"
     placement_class = CpuPlacement
     collectives_class = CpuCollectives
     attention = "sdpa"
-    known_options = ("bind_cores",)
+    known_options = ("bind_cores", "preload_allocator")
+    environment_rules = RULES
+    files = ALLOCATORS
     launch = LaunchProfile(binding="cores")
     capabilities: Mapping[str, Support] = {
         "bfloat16": Support(
@@ -82,19 +86,16 @@ class CpuBackend(Backend):
         """
         super().__init__(options)
         self._root = Path("/")
-        bind = self.options.get("bind_cores", True)
-        if not isinstance(bind, bool):
-            raise RunFileError(f"backend_options.bind_cores: {bind!r} is neither true nor false")
+        for name in self.known_options:
+            value = self.options.get(name, True)
+            if not isinstance(value, bool):
+                raise RunFileError(f"backend_options.{name}: {value!r} is neither true nor false")
 
     def support(self, capability: str) -> Support:
         """As declared, but for bfloat16, which depends on the processor."""
         if capability == "bfloat16" and "bfloat16" in hardware_dtypes(self._root):
             return FULL
         return super().support(capability)
-
-    def environment(self, job: Job, node: Node, local_rank: int | None = None) -> Sequence[Setting]:
-        """Threads, cores and gloo's network interface."""
-        return environment(job, node, local_rank)
 
     def engine_settings(self, engine: str) -> Sequence[Setting]:
         """DeepSpeed would take a GPU of this machine if it were left to choose."""

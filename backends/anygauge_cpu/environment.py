@@ -1,81 +1,110 @@
-"""Variables for ranks on the host: threads, cores and the network interface of gloo."""
+"""Variables for ranks on the host: threads, cores, memory allocator, gloo's network interface."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from anygauge.interface import Job, Node, Scope, Setting
+from anygauge.interface import Decision, EnvironmentRule, Scope, Situation, leave, use
 
 CORES_VARIABLE = "ANYGAUGE_CPU_CORES"
 """Logical processors of one rank, as in ``0,1``; `CpuPlacement.open` binds the process to them."""
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
+ALLOCATORS = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
+"""Replacements of the C library's allocator, the preferred one first."""
+
 _THREADS_SOURCE = "pytorch.org/docs: notes/multiprocessing, avoiding CPU oversubscription"
 _GLOO_SOURCE = "pytorch.org/docs: distributed, choosing the network interface to use"
+_ALLOCATOR_SOURCE = "pytorch.org/tutorials: performance tuning guide, memory allocator"
 
 
-def environment(job: Job, node: Node, local_rank: int | None) -> Sequence[Setting]:
-    """All variables for one rank; those of the node alone if `local_rank` is None. Pure."""
-    settings = _network(job, node)
-    if local_rank is not None:
-        settings += _cores(job, node, local_rank)
-    return settings
+def _interface(situation: Situation) -> Decision:
+    node = situation.node
+    if situation.job.nodes == 1:
+        if node.loopback is None:
+            return leave("the loopback interface is not up")
+        why = "all ranks are on this machine: works without a host name that resolves"
+        return use(node.loopback.name, why)
+    if node.main_interface is None:
+        return leave("no interface is the obvious one: gloo resolves the host name")
+    others = [i.name for i in node.outward if i != node.main_interface]
+    why = "the first interface that is up and physical"
+    return use(
+        node.main_interface.name, why + (f"; also up: {', '.join(others)}" if others else "")
+    )
 
 
-def _network(job: Job, node: Node) -> list[Setting]:
-    if job.nodes == 1:
-        interface = node.loopback
-        reason = "all ranks are on this machine: works without a host name that resolves"
-    else:
-        interface = node.main_interface
-        others = [i.name for i in node.outward if i != interface]
-        reason = "the first interface that is up and physical"
-        if others:
-            reason += f"; also up: {', '.join(others)}"
-    if interface is None:
-        return []
-    return [
-        Setting(
-            name="GLOO_SOCKET_IFNAME",
-            value=interface.name,
-            scope=Scope.NODE,
-            reason=reason,
-            source=_GLOO_SOURCE,
-        )
-    ]
+def _bound_cores(situation: Situation) -> tuple[int, ...]:
+    ranks, rank = situation.job.devices_per_node, situation.local_rank
+    if rank is None or ranks == 1 or not situation.options.get("bind_cores", True):
+        return ()
+    return situation.node.cores_of_rank(rank, ranks)
 
 
-def _cores(job: Job, node: Node, local_rank: int) -> list[Setting]:
-    ranks = job.devices_per_node
-    threads = node.threads_per_rank(ranks)
-    cores = node.cores_of_rank(local_rank, ranks)
-    bound = ranks > 1 and bool(cores) and job.backend_options.get("bind_cores", True)
+def _threads(situation: Situation) -> Decision:
+    node, ranks = situation.node, situation.job.devices_per_node
     if ranks == 1:
         why = "the rank has all physical cores of this machine"
-    elif bound:
+    elif _bound_cores(situation):
         why = f"physical cores of this rank ({node.physical_cores} for {ranks} ranks)"
-    elif not cores:
+    elif not node.cores_of_rank(0, ranks):
         why = f"{ranks} ranks share {node.physical_cores} physical cores, so none is bound"
     else:
         why = f"{node.physical_cores} physical cores for {ranks} ranks; binding is switched off"
-    settings = [
-        Setting(
-            name=THREADS_VARIABLE,
-            value=str(threads),
-            scope=Scope.RANK,
-            reason=why,
-            source=_THREADS_SOURCE,
-        )
-    ]
-    if bound:
-        settings.append(
-            Setting(
-                name=CORES_VARIABLE,
-                value=",".join(map(str, cores)),
-                scope=Scope.RANK,
-                reason="cores of its own keep a rank's data in their caches",
-                source="anygauge_cpu: equal shares of whole cores, by package",
-            )
-        )
-    return settings
+    return use(str(node.threads_per_rank(ranks)), why)
+
+
+def _cores(situation: Situation) -> Decision:
+    cores = _bound_cores(situation)
+    if cores:
+        return use(",".join(map(str, cores)), "cores of its own keep a rank's data in their caches")
+    if situation.job.devices_per_node == 1:
+        return leave("a single rank may use every core")
+    if not situation.options.get("bind_cores", True):
+        return leave("backend_options.bind_cores is false")
+    return leave("there are fewer physical cores than ranks, or cores of several kinds")
+
+
+def _allocator(situation: Situation) -> Decision:
+    if not situation.options.get("preload_allocator", True):
+        return leave("backend_options.preload_allocator is false")
+    found = situation.node.files
+    name = next((name for name in ALLOCATORS if name in found), None)
+    if name is None:
+        return leave(f"none is installed (looked for {', '.join(ALLOCATORS)})")
+    return use(found[name], "reuses memory between steps instead of giving it back to the kernel")
+
+
+RULES = (
+    EnvironmentRule(
+        name="GLOO_SOCKET_IFNAME",
+        value="the loopback on one machine; else the first physical interface that is up",
+        scope=Scope.NODE,
+        reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
+        source=_GLOO_SOURCE,
+        decide=_interface,
+    ),
+    EnvironmentRule(
+        name="LD_PRELOAD",
+        value="tcmalloc or jemalloc, where one is installed",
+        scope=Scope.NODE,
+        reason="the C library's allocator gives large blocks back to the kernel after each use",
+        source=_ALLOCATOR_SOURCE,
+        decide=_allocator,
+    ),
+    EnvironmentRule(
+        name=THREADS_VARIABLE,
+        value="physical cores / ranks of the machine, at least 1",
+        scope=Scope.RANK,
+        reason="more threads than cores make ranks wait for each other",
+        source=_THREADS_SOURCE,
+        decide=_threads,
+    ),
+    EnvironmentRule(
+        name=CORES_VARIABLE,
+        value="an equal share of whole cores, where there are enough for all ranks",
+        scope=Scope.RANK,
+        reason="ranks that move between cores lose their caches and their memory's node",
+        source="anygauge_cpu: equal shares of whole cores, by package",
+        decide=_cores,
+    ),
+)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from anygauge.interface import (
     FULL,
     Backend,
     Check,
     Collectives,
-    Job,
     LaunchProfile,
     Level,
-    Node,
+    RunFileError,
     Setting,
     Support,
 )
 from anygauge_cuda.diagnostics import checks
-from anygauge_cuda.environment import environment
+from anygauge_cuda.environment import (
+    ALLOCATOR_NEW,
+    ALLOCATOR_OLD,
+    NCCL_SETTINGS,
+    RULES,
+    TOPOLOGIES,
+)
 from anygauge_cuda.placement import CudaPlacement
 
 
@@ -29,13 +36,21 @@ class CudaCollectives(Collectives):
 
 
 class CudaBackend(Backend):
-    """NVIDIA GPUs. Knows no options."""
+    """NVIDIA GPUs.
+
+    Options: ``ofi_nccl_version`` (such as ``"1.6"``) states the version of the aws-ofi-nccl plugin
+    on EFA, where it is older than 1.7.
+    """
 
     name = "cuda"
     device_type = "cuda"
     placement_class = CudaPlacement
     collectives_class = CudaCollectives
     attention = "sdpa"
+    known_options = ("ofi_nccl_version",)
+    environment_rules = RULES
+    variables = (ALLOCATOR_OLD, ALLOCATOR_NEW)
+    files = (*TOPOLOGIES, NCCL_SETTINGS)
     launch = LaunchProfile(
         visibility_variable="CUDA_VISIBLE_DEVICES",
         # With compilers, since DeepSpeed builds its operations at first use.
@@ -70,6 +85,20 @@ class CudaBackend(Backend):
         ),
     }
 
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """Args: options: the run file's ``backend_options``.
+
+        Raises:
+            RunFileError: an option is unknown, or the version is no version.
+        """
+        super().__init__(options)
+        version = self.options.get("ofi_nccl_version")
+        if version is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)*", str(version)):
+            raise RunFileError(
+                f"backend_options.ofi_nccl_version: {version!r} is no version; write it in quotes, "
+                "such as '1.6'"
+            )
+
     def support(self, capability: str) -> Support:
         """As declared; what depends on the card is settled once one is opened."""
         if not self.placement.is_open:
@@ -89,10 +118,6 @@ class CudaBackend(Backend):
                 "the opened card is not in the table of anygauge_cuda.peaks",
             )
         return super().support(capability)
-
-    def environment(self, job: Job, node: Node, local_rank: int | None = None) -> Sequence[Setting]:
-        """Device order, allocator, threads and the network; see `anygauge_cuda.environment`."""
-        return environment(job, node, local_rank)
 
     def engine_settings(self, engine: str) -> Sequence[Setting]:
         """DeepSpeed is told, so that it does not look around by itself."""

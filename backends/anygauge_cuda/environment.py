@@ -1,127 +1,235 @@
 """Variables for ranks on NVIDIA GPUs: device order, allocator, threads and the network.
 
-Little is set on purpose: NCCL finds InfiniBand by itself, and current AWS EFA plugins (aws-ofi-nccl
+Little is set on purpose: NCCL finds InfiniBand by itself and uses relaxed ordering where it is
+available (NCCL_IB_PCI_RELAXED_ORDERING is 2 by default), and current AWS EFA plugins (aws-ofi-nccl
 1.7 and libfabric 1.18 or newer) want nothing either.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from anygauge.interface import Decision, EnvironmentRule, Node, Scope, Situation, leave, use
 
-from anygauge.interface import Job, Node, Scope, Setting
+ALLOCATOR_OLD, ALLOCATOR_NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+"""Torch reads both names; the second one since 2.9."""
 
-_ALLOCATOR_OLD, _ALLOCATOR_NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+TOPOLOGIES = ("/opt/microsoft/ndv4-topo.xml", "/opt/microsoft/ndv5-topo.xml")
+"""Where the images of Azure's ND virtual machines keep the machine's PCI topology for NCCL."""
+
+NCCL_SETTINGS = "/etc/nccl.conf"
+"""NCCL's own file of settings, which some images fill for the machine they run on."""
+
+_ALLOCATOR_SOURCE = "pytorch.org/docs: notes/cuda, optimizing memory usage"
+_NCCL_SOURCE = "NVIDIA NCCL user guide: environment variables"
 _EFA_SOURCE = "aws-ofi-nccl: doc/efa-env-var.md"
+_ONE_NODE = "all ranks are on one machine"
 
 
-def environment(job: Job, node: Node, local_rank: int | None) -> Sequence[Setting]:
-    """All variables for one rank; those of job and node alone if `local_rank` is None. Pure."""
-    settings = [*_device(), *_allocator(job, node), *_gloo(job, node)]
-    if job.nodes > 1:
-        settings += [*_nccl(node), *_efa(node)]
-    if local_rank is not None:
-        settings += _threads(job, node)
-    return settings
+def _allocator(*, since_2_9: bool) -> EnvironmentRule:
+    name = ALLOCATOR_NEW if since_2_9 else ALLOCATOR_OLD
+
+    def decide(situation: Situation) -> Decision:
+        if (situation.version("torch") >= (2, 9)) is not since_2_9:
+            torch = situation.node.libraries.get("torch", "of unknown version")
+            return leave(f"torch {torch} reads the other name")
+        other = next((n for n in (ALLOCATOR_OLD, ALLOCATOR_NEW) if situation.variable(n)), None)
+        if other is not None:
+            # Torch reads both names: ours must not compete with the user's.
+            return leave(f"{other} is set, and torch reads both names")
+        return use("expandable_segments:True", "batches of changing length do not fragment memory")
+
+    return EnvironmentRule(
+        name=name,
+        value="expandable_segments:True, with torch "
+        + ("2.9 or newer" if since_2_9 else "below 2.9"),
+        scope=Scope.NODE,
+        reason="blocks that can grow are reused for batches of another length",
+        source=_ALLOCATOR_SOURCE,
+        decide=decide,
+    )
 
 
-def _device() -> list[Setting]:
-    return [
-        Setting(
-            name="CUDA_DEVICE_ORDER",
-            value="PCI_BUS_ID",
-            reason="numbers GPUs as nvidia-smi does, and alike on all nodes, not by their speed",
-            source="CUDA C++ programming guide: CUDA environment variables",
-        )
-    ]
-
-
-def _allocator(job: Job, node: Node) -> list[Setting]:
-    # Torch reads both names: ours must not compete with the other one, set by the user.
-    if {_ALLOCATOR_OLD, _ALLOCATOR_NEW} & set(job.environment):
-        return []
-    version = _version(node.libraries.get("torch", ""))
-    return [
-        Setting(
-            name=_ALLOCATOR_NEW if version >= (2, 9) else _ALLOCATOR_OLD,
-            value="expandable_segments:True",
-            scope=Scope.NODE,
-            reason="batches of changing length do not fragment memory",
-            source="pytorch.org/docs: notes/cuda, optimizing memory usage (name: torch "
-            + (node.libraries.get("torch") or "of unknown version")
-            + ")",
-        )
-    ]
-
-
-def _gloo(job: Job, node: Node) -> list[Setting]:
+def _gloo(situation: Situation) -> Decision:
     """Host-side messages go through gloo, which otherwise resolves the host name."""
-    interface = node.loopback if job.nodes == 1 else node.main_interface
+    node = situation.node
+    if situation.job.nodes == 1:
+        if node.loopback is None:
+            return leave("the loopback interface is not up")
+        why = "all ranks are on this machine: works without a host name that resolves"
+        return use(node.loopback.name, why)
+    if node.main_interface is None:
+        return leave("no interface is the obvious one: gloo resolves the host name")
+    return use(
+        node.main_interface.name, "the first interface that is up and physical" + _others(node)
+    )
+
+
+def _nccl_interface(situation: Situation) -> Decision:
+    interface = situation.node.main_interface
+    if situation.job.nodes == 1:
+        return leave(_ONE_NODE)
     if interface is None:
-        return []
-    return [
-        Setting(
-            name="GLOO_SOCKET_IFNAME",
-            value=interface.name,
-            scope=Scope.NODE,
-            reason="all ranks are on this machine: works without a host name that resolves"
-            if job.nodes == 1
-            else "the first interface that is up and physical" + _others(node),
-            source="pytorch.org/docs: distributed, choosing the network interface to use",
-        )
-    ]
+        return leave("no interface is the obvious one: NCCL chooses")
+    if len(situation.node.outward) == 1:
+        return leave("there is a single one, and NCCL's own rules for InfiniBand do better")
+    return use(
+        f"={interface.name}",
+        "ranks must meet on interfaces that reach each other; '=' matches the whole name, not a "
+        "prefix" + _others(situation.node),
+    )
 
 
-def _nccl(node: Node) -> list[Setting]:
-    interface = node.main_interface
-    # With a single one there is nothing to choose, and NCCL's own rules for InfiniBand do better.
-    if interface is None or len(node.outward) == 1:
-        return []
-    return [
-        Setting(
-            name="NCCL_SOCKET_IFNAME",
-            value=f"={interface.name}",
-            scope=Scope.NODE,
-            reason="ranks must meet on interfaces that reach each other; '=' matches the whole "
-            "name, not a prefix" + _others(node),
-            source="NVIDIA NCCL user guide: environment variables, NCCL_SOCKET_IFNAME",
-        )
-    ]
+def _topology(situation: Situation) -> Decision:
+    files = situation.node.files
+    present = [path for path in TOPOLOGIES if path in files]
+    if not present:
+        return leave("not an image for Azure's ND machines")
+    if NCCL_SETTINGS in files:
+        return leave(f"{NCCL_SETTINGS} is there, where such images set it for their machine")
+    if len(present) > 1:
+        return leave(f"{' and '.join(present)} are both here: which machine this is, is unknown")
+    return use(present[0], "a virtual machine hides which GPU is near which network adapter")
 
 
-def _efa(node: Node) -> list[Setting]:
-    if not any(device.driver == "efa" for device in node.rdma_devices):
-        return []
-    return [
-        Setting(
-            name="FI_EFA_USE_HUGE_PAGE",
-            value="0",
-            scope=Scope.NODE,
-            reason="a process that holds huge pages may fail to start helpers ('Cannot allocate "
-            "memory'), at a minor cost in speed",
-            source=_EFA_SOURCE,
-        )
-    ]
+def _efa_version(situation: Situation) -> tuple[int, ...] | None:
+    stated = situation.options.get("ofi_nccl_version")
+    if stated is None:
+        return None
+    return tuple(int(part) for part in str(stated).split(".")[:2])
 
 
-def _threads(job: Job, node: Node) -> list[Setting]:
-    return [
-        Setting(
-            name="OMP_NUM_THREADS",
-            value=str(node.threads_per_rank(job.devices_per_node)),
-            scope=Scope.RANK,
-            reason=f"{node.physical_cores} physical cores for {job.devices_per_node} ranks",
-            source="pytorch.org/docs: notes/multiprocessing, avoiding CPU oversubscription",
-        )
-    ]
+def _has_efa(node: Node) -> bool:
+    return any(device.driver == "efa" for device in node.rdma_devices)
+
+
+def _efa_rule(
+    name: str, value: str, *, below: tuple[int, int], since: tuple[int, int], reason: str
+) -> EnvironmentRule:
+    """A variable that plugins of versions from `since` up to, and without, `below` need."""
+    span = f"aws-ofi-nccl below {below[0]}.{below[1]}" + (
+        f", from {since[0]}.{since[1]} on" if since > (0, 0) else ""
+    )
+
+    def decide(situation: Situation) -> Decision:
+        if situation.job.nodes == 1:
+            return leave(_ONE_NODE)
+        if not _has_efa(situation.node):
+            return leave("no EFA device")
+        version = _efa_version(situation)
+        if version is None:
+            return leave(
+                "backend_options.ofi_nccl_version is not set: 1.7 or newer is assumed, which "
+                "needs nothing"
+            )
+        if since <= version < below:
+            return use(value, f"{reason} (aws-ofi-nccl {'.'.join(map(str, version))})")
+        return leave(f"for {span} only")
+
+    return EnvironmentRule(
+        name=name,
+        value=f"{value} on EFA, with {span}",
+        scope=Scope.NODE,
+        reason=reason,
+        source=_EFA_SOURCE,
+        decide=decide,
+    )
+
+
+def _huge_pages(situation: Situation) -> Decision:
+    if situation.job.nodes == 1:
+        return leave(_ONE_NODE)
+    if not _has_efa(situation.node):
+        return leave("no EFA device")
+    return use(
+        "0",
+        "a process that holds huge pages may fail to start helpers ('Cannot allocate memory'), at "
+        "a minor cost in speed",
+    )
+
+
+def _threads(situation: Situation) -> Decision:
+    node, ranks = situation.node, situation.job.devices_per_node
+    return use(
+        str(node.threads_per_rank(ranks)), f"{node.physical_cores} physical cores for {ranks} ranks"
+    )
+
+
+RULES = (
+    EnvironmentRule(
+        name="CUDA_DEVICE_ORDER",
+        value="PCI_BUS_ID",
+        scope=Scope.JOB,
+        reason="CUDA otherwise numbers GPUs by their speed",
+        source="CUDA C++ programming guide: CUDA environment variables",
+        decide=lambda _: use(
+            "PCI_BUS_ID", "numbers GPUs as nvidia-smi does, and alike on all nodes"
+        ),
+    ),
+    _allocator(since_2_9=False),
+    _allocator(since_2_9=True),
+    EnvironmentRule(
+        name="GLOO_SOCKET_IFNAME",
+        value="the loopback on one machine; else the first physical interface that is up",
+        scope=Scope.NODE,
+        reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
+        source="pytorch.org/docs: distributed, choosing the network interface to use",
+        decide=_gloo,
+    ),
+    EnvironmentRule(
+        name="NCCL_SOCKET_IFNAME",
+        value="=NAME of the first physical interface, on several machines with several interfaces",
+        scope=Scope.NODE,
+        reason="NCCL may otherwise meet on a bridge or a network that other machines cannot reach",
+        source=_NCCL_SOURCE + ", NCCL_SOCKET_IFNAME",
+        decide=_nccl_interface,
+    ),
+    EnvironmentRule(
+        name="NCCL_TOPO_FILE",
+        value="the image's topology file on Azure ND, unless the image sets it itself",
+        scope=Scope.NODE,
+        reason="rings otherwise cross the machine's sockets",
+        source="scripts for Azure's ND machines (JonShelley/azure); " + _NCCL_SOURCE,
+        decide=_topology,
+    ),
+    _efa_rule(
+        "FI_PROVIDER",
+        "efa",
+        below=(1, 6),
+        since=(0, 0),
+        reason="such a plugin does not choose the EFA provider by itself",
+    ),
+    _efa_rule(
+        "NCCL_PROTO",
+        "simple",
+        below=(1, 6),
+        since=(0, 0),
+        reason="such a plugin was made for this one of NCCL's protocols",
+    ),
+    _efa_rule(
+        "FI_EFA_USE_DEVICE_RDMA",
+        "1",
+        below=(1, 7),
+        since=(0, 0),
+        reason="such a plugin does not ask for reads between GPUs by itself",
+    ),
+    EnvironmentRule(
+        name="FI_EFA_USE_HUGE_PAGE",
+        value="0 on EFA",
+        scope=Scope.NODE,
+        reason="a process that holds huge pages may fail to start helpers",
+        source=_EFA_SOURCE,
+        decide=_huge_pages,
+    ),
+    EnvironmentRule(
+        name="OMP_NUM_THREADS",
+        value="physical cores / ranks of the machine, at least 1",
+        scope=Scope.RANK,
+        reason="more threads than cores make ranks wait for each other",
+        source="pytorch.org/docs: notes/multiprocessing, avoiding CPU oversubscription",
+        decide=_threads,
+    ),
+)
 
 
 def _others(node: Node) -> str:
     names = [i.name for i in node.outward if i != node.main_interface]
     return f"; also up: {', '.join(names)}" if names else ""
-
-
-def _version(text: str) -> tuple[int, int]:
-    """``"2.9.0+cu128"`` is ``(2, 9)``; an unknown version is ``(0, 0)``."""
-    match = re.match(r"(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
