@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +32,12 @@ ALLOCATOR = "allocator"
 """`MemoryStats.kind` of a device with an allocator of its own."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest error of one operation relative to the largest value, by compute type."""
+LARGEST_LIMIT = 10_000
+"""Operations per graph up to which the limit is tried."""
+HELPER_S = 60.0
+"""Seconds that a helper process gets to start and end."""
+COUNTED_WITHIN_S = 2.0
+"""Seconds within which a graph that ended must have been counted."""
 UNITS = ("percent", "w", "c", "bytes", "mhz")
 """Ends of the names of `Placement.utilisation`."""
 
@@ -66,11 +75,11 @@ def opens(on: Opened) -> None:
 
 @check("a local rank without a device is refused in words", part="device")
 def too_large_rank(on: Opened) -> None:
-    if on.device.index is None:
-        raise NotAsked("its devices bear no numbers: any number of ranks share it")
     other = on.fresh()
     with _raises(NotAvailableError) as raised:
         other.placement.open(on.visible + 1000)
+        if on.device.index is None:
+            raise NotAsked("its device bears no number, and any number of ranks share it")
     text = str(raised[0])
     assert str(on.visible) in text or str(on.visible + 1000) in text, f"names no number: {text}"
 
@@ -97,13 +106,28 @@ def moves_data(on: Opened) -> None:
         assert torch.equal(there.to(HOST_DEVICE), host), f"{path} has other values"
 
 
-@check("work that was queued has ended when synchronize returns", part="device")
+@check(
+    "a copy to the host that was only queued has arrived when synchronize returns", part="device"
+)
 def synchronizes(on: Opened) -> None:
-    value = torch.ones(64, 64, device=on.device)
+    # Only memory that the device can reach by itself is copied to without waiting.
+    landed = torch.zeros(512, 512, pin_memory=on.placement.pinned_memory)
+    value = torch.ones(512, 512, device=on.device)
     for _ in range(20):
-        value = value @ torch.eye(64, device=on.device)
+        value = value @ torch.eye(512, device=on.device)
+    landed.copy_(value, non_blocking=True)
     on.placement.synchronize()
-    assert float(value.sum().to(HOST_DEVICE)) == 64 * 64
+    assert float(landed.sum()) == 512 * 512
+
+
+@check("a helper process starts and ends beside the open device", part="device")
+def helpers_start(on: Opened) -> None:
+    method = on.placement.worker_start_method
+    context: Any = multiprocessing.get_context(method)
+    helper = context.Process(target=time.sleep, args=(0,))
+    helper.start()
+    helper.join(timeout=HELPER_S)
+    assert helper.exitcode == 0, f"a helper started by {method!r} ended with {helper.exitcode}"
 
 
 @check("only an exhausted memory counts as out of memory", part="device")
@@ -121,7 +145,8 @@ def out_of_memory_is_recognised(on: Opened) -> None:
     if on.placement.memory().kind != ALLOCATOR:
         raise NotAsked("it shares the host's memory, and exhausting that would harm others")
     limit = on.placement.memory().limit
-    assert limit, "memory().limit is unknown, so exhaustion cannot be tried"
+    if limit is None:
+        raise NotAsked("memory().limit is unknown, so exhaustion cannot be tried")
     try:
         torch.empty(limit * 2, dtype=torch.uint8, device=on.device)
     except Exception as error:
@@ -356,19 +381,49 @@ def mark_step_is_harmless(on: Opened) -> None:
     assert torch.equal(trained(False), trained(True)), "results differ with mark_step"
 
 
-@check("it has graphs to cut: mark_step does something", part="device", capability="mark_step")
+@check("mark_step ends a graph: its counters show it", part="device", capability="mark_step")
 def mark_step_is_real(on: Opened) -> None:
-    from anygauge.interface import Graph
+    for size in (3, 4, 5):  # a graph of shapes that came before may need no compilation
+        value = torch.ones(size, size, device=on.device) * 2 + 1
+        before = dict(on.backend.graph.counters())
+        on.backend.graph.mark_step(Phase.UPDATE)
+        assert _counted(on, before), (
+            "graph.mark_step changes none of graph.counters(): it ends no graph, or nothing counts "
+            f"them (counters: {before or 'none'})"
+        )
+        assert float(value.sum().to(HOST_DEVICE)) == 3 * size * size
 
-    assert type(on.backend.graph).mark_step is not Graph.mark_step, (
-        "graph.mark_step is the default, which does nothing"
-    )
 
-
-@check("it states a limit on operations per graph", part="device", capability="graph_limit")
-def graph_limit_is_stated(on: Opened) -> None:
+@check(
+    "a graph ends where it reaches its limit: its counters show it",
+    part="device",
+    capability="graph_limit",
+)
+def graph_limit_holds(on: Opened) -> None:
     limit = on.backend.graph.limit
     assert isinstance(limit, int) and limit > 0, f"graph.limit is {limit!r}"
+    if limit > LARGEST_LIMIT:
+        raise NotAsked(f"a limit of {limit:,} operations takes too long to reach")
+    on.placement.synchronize()
+    value = torch.ones(3, 7, device=on.device)
+    before = dict(on.backend.graph.counters())
+    for _ in range(3 * limit):
+        value = value + 1
+    assert _counted(on, before), (
+        f"{3 * limit} operations changed none of graph.counters(), though a graph holds {limit}"
+    )
+    assert float(value[0, 0].to(HOST_DEVICE)) == 3 * limit + 1
+
+
+def _counted(on: Opened, before: Mapping[str, float]) -> bool:
+    """Whether a counter has grown, or grows soon: graphs may be compiled in the background."""
+    until = time.monotonic() + COUNTED_WITHIN_S
+    while True:
+        if any(value > before.get(name, 0) for name, value in on.backend.graph.counters().items()):
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
 
 
 @check(
@@ -376,6 +431,8 @@ def graph_limit_is_stated(on: Opened) -> None:
 )
 def compiles(on: Opened) -> None:
     compiler = on.backend.graph.compiler
+    if compiler is None and not on.backend.support("compile"):
+        raise NotAsked("graph.compiler names none, so there is nothing to try")
     assert compiler is not None, "graph.compiler is None"
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -384,6 +441,94 @@ def compiles(on: Opened) -> None:
     x = torch.linspace(-1, 1, 64, device=on.device).reshape(8, 8)
     compiled = torch.compile(block, backend=compiler.backend)(x)
     assert torch.allclose(compiled.to(HOST_DEVICE), block(x).to(HOST_DEVICE), atol=1e-5)
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+@check("every installed kernel for it agrees with float64 on the host", part="device")
+def kernels_agree(on: Opened) -> None:
+    from anygauge.registry import KernelChoice, Registry
+
+    registry = Registry.load(os.environ)
+    tried = []
+    for provided in registry.kernels:
+        spec = provided.spec
+        serves = not spec.device_types or on.device.type in spec.device_types
+        if not serves or spec.operation not in KERNEL_TRIALS or spec.missing():
+            continue
+        choice = KernelChoice(
+            operation=spec.operation, name=spec.name, reason="tried", provided=provided
+        )
+        KERNEL_TRIALS[spec.operation](on, registry.load_kernel(choice), spec.name)
+        tried.append(spec.name)
+    if not tried:
+        raise NotAsked(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")
+
+
+def _kernel_type(on: Opened) -> str:
+    return "bfloat16" if on.backend.support("bfloat16") else "float32"
+
+
+def _agrees(on: Opened, found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    assert found.device.type == on.device.type, f"{what}: the result is on {found.device}"
+    assert found.shape == wanted.shape, f"{what}: shape {tuple(found.shape)}"
+    got = found.detach().to(HOST_DEVICE, torch.float64)
+    error = float((got - wanted).abs().max() / wanted.abs().max())
+    allowed = 4 * TOLERANCE[_kernel_type(on)]
+    assert error <= allowed, f"{what} differs by {error:.1e} of its largest value; {allowed:.0e}"
+
+
+def _softmax_trial(on: Opened, kernel: Any, name: str) -> None:
+    x = torch.linspace(-8, 8, 6 * 33).reshape(6, 33).to(getattr(torch, _kernel_type(on)))
+    _agrees(on, kernel(x.to(on.device), -1), torch.softmax(x.double(), -1), f"softmax {name}")
+
+
+def _rms_norm_trial(on: Opened, kernel: Any, name: str) -> None:
+    dtype = getattr(torch, _kernel_type(on))
+    x, weight = torch.linspace(-2, 3, 5 * 32).reshape(5, 32).to(dtype), torch.linspace(0.5, 2, 32)
+    weight = weight.to(dtype)
+    there = x.to(on.device, copy=True).requires_grad_()
+    out = kernel(there, weight.to(on.device), 1e-5)
+    out.float().sum().backward()
+    here = x.double().requires_grad_()
+    wanted = weight.double() * here * torch.rsqrt(here.pow(2).mean(-1, keepdim=True) + 1e-5)
+    wanted.sum().backward()
+    assert there.grad is not None and here.grad is not None, f"rms_norm {name} has no gradient"
+    _agrees(on, out, wanted.detach(), f"rms_norm {name}")
+    _agrees(on, there.grad, here.grad, f"gradient of rms_norm {name}")
+
+
+def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
+    """Grouped heads, a padded row, causal: forward and gradient of the query."""
+    dtype = getattr(torch, _kernel_type(on))
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, heads, 9, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    allowed = torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9).clone()
+    allowed[1, :, 3:, 0] = False
+    mask = torch.zeros(2, 1, 9, 9).masked_fill(~allowed, torch.finfo(dtype).min).to(dtype)
+    module = torch.nn.Module()
+    module.train()
+    there = q.to(on.device, copy=True).requires_grad_()
+    moved = (there, k.to(on.device), v.to(on.device), mask.to(on.device))
+    out, _ = kernel.forward(module, *moved, scaling=0.25, dropout=0.0)
+    out.float().pow(2).sum().backward()
+    here = q.double().requires_grad_()
+    keys, values = (each.double().repeat_interleave(2, dim=1) for each in (k, v))
+    scores = (here @ keys.transpose(2, 3) * 0.25).masked_fill(~allowed, -torch.inf)
+    wanted = (torch.softmax(scores, -1) @ values).transpose(1, 2)
+    wanted.pow(2).sum().backward()
+    assert there.grad is not None and here.grad is not None, f"attention {name} has no gradient"
+    _agrees(on, out, wanted.detach(), f"attention {name}")
+    _agrees(on, there.grad, here.grad, f"gradient of attention {name}")
+
+
+KERNEL_TRIALS: Mapping[str, Callable[[Opened, Any, str], None]] = {
+    "attention": _attention_trial,
+    "rms_norm": _rms_norm_trial,
+    "softmax": _softmax_trial,
+}
+"""How a kernel of each operation is tried; the operations of `anygauge.interface.kernels`."""
 
 
 # -- the end --------------------------------------------------------------------------------------
@@ -396,7 +541,7 @@ def utilisation_is_sound(on: Opened) -> None:
         assert isinstance(value, float) and value == value, f"{name}: {value!r}"
 
 
-@check("closing gives the device back, and closing twice is no error", part="device")
+@check("nothing is open after closing, and closing twice is no error", part="device")
 def closes(on: Opened) -> None:
     other = on.fresh()
     other.open(0)

@@ -20,6 +20,7 @@ from anygauge.interface import (
     Finding,
     Graph,
     Job,
+    KernelSpec,
     Level,
     Node,
     Phase,
@@ -70,6 +71,20 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
     ]
 
 
+if MUTATION == "a kernel is wrong":
+
+    @hookimpl
+    def anygauge_provide_kernels() -> Iterable[KernelSpec]:
+        return [
+            KernelSpec(
+                operation="softmax",
+                name="mutant",
+                factory="anygauge_mutant:unnormalised",
+                api_version=API_VERSION,
+            )
+        ]
+
+
 def make(options: Mapping[str, Any] | None = None) -> Backend:
     from anygauge_cpu.backend import CpuBackend, CpuCollectives
     from anygauge_cpu.placement import CpuPlacement
@@ -77,13 +92,28 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
     class MutantGraph(Graph):
         if MUTATION == "padded beyond the maximum":
             shapes = type("Longer", (ShapePolicy,), {"padded_length": lambda s, a, m: m + 1})()
-        if MUTATION == "mark_step changes nothing but is declared":
-            pass
-        if MUTATION == "mark_step works but is declared missing":
+        if MUTATION == "mark_step does nothing but is declared":
 
             def mark_step(self, phase: Phase) -> None:
                 pass
 
+        if MUTATION == "mark_step works but is declared missing":
+            marks = 0
+
+            def mark_step(self, phase: Phase) -> None:
+                self.marks += 1
+
+            def counters(self) -> Mapping[str, float]:
+                return {"graphs": float(self.marks)}
+
+        if MUTATION == "the graph limit is ignored":
+            limit = 20
+
+            def counters(self) -> Mapping[str, float]:
+                return {"graphs": 0.0}
+
+        if MUTATION == "mark_step changes nothing but is declared":
+            pass
         if MUTATION == "mark_step fails after backward":
 
             def mark_step(self, phase: Phase) -> None:
@@ -91,6 +121,9 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
                     raise RuntimeError("no graph")
 
     class MutantPlacement(CpuPlacement):
+        if MUTATION == "helpers cannot be started that way":
+            worker_start_method = "thread"
+
         def memory(self) -> Any:
             stats = super().memory()
             if MUTATION == "memory never moves":
@@ -193,9 +226,20 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
     return Mutant(options)
 
 
+def unnormalised() -> Callable[..., Any]:
+    """The factory of a softmax that forgets to divide."""
+
+    def softmax(x: Any, dim: int) -> Any:
+        return (x - x.amax(dim, keepdim=True)).exp()
+
+    return softmax
+
+
 def _capabilities(found: Mapping[str, Support]) -> Mapping[str, Support]:
-    if MUTATION == "mark_step changes nothing but is declared":
+    if MUTATION.startswith("mark_step") and MUTATION.endswith("but is declared"):
         return {**found, "mark_step": Support(Level.FULL)}
+    if MUTATION == "the graph limit is ignored":
+        return {**found, "graph_limit": Support(Level.FULL)}
     if MUTATION == "float16 works but is declared missing":
         return {**found, "float16": Support(Level.UNSUPPORTED_BY_HARDWARE, "so it says")}
     if MUTATION == "says nothing about zero":
