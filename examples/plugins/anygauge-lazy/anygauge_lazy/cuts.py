@@ -15,7 +15,7 @@ DEVICE = "lazy"
 
 
 class CutWhenFull(TorchDispatchMode):
-    """Counts operations, and ends the graph at the limit.
+    """Counts the device's operations, and ends the graph at the limit.
 
     Args:
         limit: operations of a graph at most.
@@ -28,6 +28,7 @@ class CutWhenFull(TorchDispatchMode):
         super().__init__()
         self._limit = limit
         self._operations = 0
+        self._ends = 0
         self.largest = 0
 
     def __torch_dispatch__(
@@ -38,17 +39,14 @@ class CutWhenFull(TorchDispatchMode):
             # A mode stands below the layer that gives the device's tensors views that can be
             # written through. What comes onto the device here has missed it.
             result = torch._to_functional_tensor(result)
-        if not _ending:
+        if self._ends != _ends:  # somebody else has ended the graph
+            self._operations, self._ends = 0, _ends
+        if not _ending and (_on_device(result) or _on_device(args)):
             self._operations += 1
             self.largest = max(self.largest, self._operations)
             if self._operations >= self._limit:
-                self.end_graph()
+                end_graph()
         return result
-
-    def end_graph(self) -> None:
-        """End the graph, and count anew."""
-        self._operations = 0
-        end_graph()
 
 
 def _is_new(result: Any, args: tuple[Any, ...]) -> bool:
@@ -57,19 +55,26 @@ def _is_new(result: Any, args: tuple[Any, ...]) -> bool:
         isinstance(result, torch.Tensor)
         and result.device.type == DEVICE
         and not torch._is_functional_tensor(result)
-        and not any(
-            isinstance(each, torch.Tensor) and each.device.type == DEVICE
-            for each in tree_leaves(args)
-        )
+        and not _on_device(args)
+    )
+
+
+def _on_device(values: Any) -> bool:
+    """Whether any tensor among them is on the device: others are no part of a graph."""
+    return any(
+        isinstance(each, torch.Tensor) and each.device.type == DEVICE
+        for each in tree_leaves(values)
     )
 
 
 _ending = False
+_ends = 0
 
 
 def end_graph() -> None:
     """End the graph accumulated so far, and wait for it."""
-    global _ending
+    global _ending, _ends
+    _ends += 1
     _ending = True  # torch runs operations of its own meanwhile, which must not end it once more
     try:
         torch._lazy.mark_step()

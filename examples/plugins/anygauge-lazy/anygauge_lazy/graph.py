@@ -38,7 +38,9 @@ class LazyGraph(Graph):
     def mark_step(self, phase: Phase) -> None:
         """End the graph: compile it, unless one like it was compiled before, and run it."""
         if self._mode is not None:
-            self._mode.end_graph()
+            from anygauge_lazy.cuts import end_graph
+
+            end_graph()
 
     def counters(self) -> Mapping[str, float]:
         """See `anygauge_lazy.cuts.counters`; ``largest`` is the operations of the largest graph."""
