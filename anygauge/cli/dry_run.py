@@ -10,7 +10,7 @@ from rich.console import Console
 
 from anygauge.cli.env import environment_table, rank_environments
 from anygauge.cli.plan import Intent
-from anygauge.interface import AnygaugeError
+from anygauge.interface import AnygaugeError, Backend, NotAvailableError
 
 
 def show(intent: Intent) -> None:
@@ -30,11 +30,7 @@ def show(intent: Intent) -> None:
     console.print("\n[bold]Engine configuration[/bold]")
     _show_engine(console, intent)
     backend = intent.registry.create_backend(intent.selection, run.backend_options)
-    kernels = intent.registry.resolve_kernels(backend, run.kernels)
-    if kernels:
-        console.print("\n[bold]Kernels[/bold]")
-    for operation, choice in kernels.items():
-        console.print(f"  {operation}: {choice.name}, {choice.reason}", markup=False)
+    _show_kernels(console, intent, backend)
     console.print("\n[bold]Processes[/bold]")
     launcher = intent.registry.launcher(run.launch.launcher)()
     plan = launcher.render(job, run.launch.options)
@@ -49,6 +45,22 @@ def show(intent: Intent) -> None:
         f"python -m anygauge.training.worker --job {job.run_directory}/job.json",
         markup=False,
     )
+
+
+def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
+    """Each operation's kernel; one that lacks something here may yet run where the ranks do."""
+    try:
+        kernels = intent.registry.resolve_kernels(backend, intent.run.kernels)
+    except NotAvailableError as error:
+        console.print("\n[bold]Kernels[/bold]")
+        console.print(f"  refused if the ranks ran here: {error}", markup=False)
+        return
+    if kernels:
+        console.print("\n[bold]Kernels[/bold]")
+    for operation, choice in kernels.items():
+        console.print(f"  {operation}: {choice.name}, {choice.reason}", markup=False)
+        for name, reason in choice.rejected:
+            console.print(f"    not {name}: {reason}", markup=False)
 
 
 def _show_engine(console: Console, intent: Intent) -> None:

@@ -50,7 +50,7 @@ def import_deepspeed(backend: Backend) -> ModuleType:
         raise UnsupportedError(
             f"DeepSpeed was imported before anygauge and chose the accelerator {actual!r}, but "
             f"backend {backend.name!r} needs {wanted!r}; import deepspeed after anygauge, or set "
-            f"DS_ACCELERATOR={wanted}"
+            f"DS_ACCELERATOR={HOST_DEVICE if named is None else wanted}"
         )
     # Only inference uses this operator; building it would need a C++ compiler on every machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -66,7 +66,7 @@ def test_entry_points_are_those_of_the_project(unpacked):
     for point in distribution.entry_points:
         found.setdefault(point.group, {})[point.name] = point.value
     assert found == {
-        "anygauge": project()["project"]["entry-points"]["anygauge"],
+        **project()["project"]["entry-points"],
         "console_scripts": project()["project"]["scripts"],
     }
 

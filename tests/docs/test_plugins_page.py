@@ -53,7 +53,8 @@ class Desk:
         """Run a command of the page; it must succeed."""
         modules = {"pip": ("pip",), "anygauge": ("anygauge.cli",), "pytest": ("pytest",)}
         done = subprocess.run(
-            [str(self.python), "-m", *modules[program], *arguments],
+            # Without the folder it stands in: what is imported must have been installed.
+            [str(self.python), "-P", "-m", *modules[program], *arguments],
             cwd=self.folder,
             capture_output=True,
             text=True,
