@@ -22,6 +22,11 @@ MIXED: dict[str, Callable[[Any], Any]] = {
     "cross entropy": lambda t: torch.nn.functional.cross_entropy(
         t.reshape(2, 2), torch.tensor([0, 1])
     ),
+    "a host's number in place": lambda t: torch.zeros(()).add_(t.sum()),
+    "a host's number as out": lambda t: torch.sum(t, (0,), out=torch.empty(())),
+    "a host's number in a written list": lambda t: torch._amp_foreach_non_finite_check_and_unscale_(
+        [torch.zeros(())], t[0], t[1]
+    ),
     "another card": lambda t: t + torch.ones(4, device="sim:1"),
     "index of another card": lambda t: t[torch.tensor([0], device="sim:1")],
 }
@@ -41,7 +46,14 @@ def test_what_needs_another_device_raises(way: str) -> None:
 
 def test_numbers_and_host_indices_are_allowed() -> None:
     t = torch.arange(4.0, device="sim")
-    assert (t + torch.tensor(1.0)).tolist() == [1, 2, 3, 4]
+    one = torch.tensor(1.0)
+    assert (t + one).tolist() == [1, 2, 3, 4]
+    assert t.clone().mul_(one).tolist() == t.tolist()
+    assert torch.add(t, one, out=torch.empty(4, device="sim")).tolist() == [1, 2, 3, 4]
+    assert torch.where(t > 2, t, one).tolist() == [1, 1, 1, 3]
+    assert torch.zeros(3).fill_(t[1]).tolist() == [1, 1, 1], "a copy, to wherever it is filled"
+    assert t.clone().fill_(t[2]).tolist() == t.clone().fill_(2 * one).tolist() == [2, 2, 2, 2]
+    assert (t.sum() / torch.tensor(2.0)).item() == 3, "both without dimensions"
     assert t[torch.tensor([2, 0])].tolist() == [2, 0]
     t[torch.tensor([1])] = 9.0
     assert t.tolist() == [0, 9, 2, 3]

@@ -61,3 +61,75 @@ def test_pinned_memory_belongs_to_the_host() -> None:
     assert pinned.is_pinned() and pinned[1:].is_pinned() and pinned.device.type == "cpu"
     assert not torch.arange(3.0).is_pinned()
     assert pinned.to("sim", non_blocking=True).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("room", [0, 5, 10, 3], ids=["empty", "fits", "larger", "too small"])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_an_out_tensor_gets_the_shape_of_the_result(room: int, sim: Any) -> None:
+    def added(device: str) -> torch.Tensor:
+        a, b = torch.arange(5.0, device=device), torch.ones(5, device=device)
+        out = torch.empty(room, device=device)
+        assert torch.add(a, b, out=out) is out
+        return out
+
+    here, there = added("cpu"), added("sim")
+    assert torch.equal(there.cpu(), here) and there.stride() == here.stride()
+    assert there.untyped_storage().nbytes() == here.untyped_storage().nbytes()
+    assert there.untyped_storage().device.type == "sim"
+    before = sim.memory_allocated()
+    del there
+    assert before - sim.memory_allocated() == here.untyped_storage().nbytes()
+
+
+def test_an_out_tensor_of_another_shape_warns_as_on_the_host() -> None:
+    a = torch.ones(5, device="sim")
+    with pytest.warns(UserWarning, match="An output with one or more elements was resized"):
+        torch.add(a, a, out=torch.empty(10, device="sim"))
+
+
+def test_an_out_tensor_that_grows_stays_within_the_capacity(sim: Any) -> None:
+    free, _ = sim.mem_get_info()
+    held = torch.empty(free - 4096, dtype=torch.uint8, device="sim")
+    a, out = torch.ones(8, 1, device="sim"), torch.empty(0, device="sim")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.add(a, torch.ones(1, 500, device="sim"), out=out)
+    del held
+
+
+def test_an_out_tensor_that_is_a_view_leaves_what_lies_before_it() -> None:
+    base = torch.zeros(4, device="sim")
+    torch.add(torch.ones(6, device="sim"), 1, out=base[2:2])
+    assert base.tolist() == [0, 0, 2, 2]
+
+
+def test_a_tensor_that_is_set_shares_the_memory_of_the_other(sim: Any) -> None:
+    a, b = torch.zeros(2, device="sim"), torch.arange(6.0, device="sim").view(2, 3)
+    before = sim.memory_allocated()
+    a.set_(b.t()[1:])
+    assert sim.memory_allocated() == before - 8, "its own memory is free"
+    assert a.tolist() == [[1, 4], [2, 5]] and a.is_set_to(b.t()[1:])
+    a.fill_(9)
+    assert b.tolist() == [[0, 9, 9], [3, 9, 9]]
+    a.set_()
+    assert a.tolist() == [] and a.untyped_storage().nbytes() == 0 and a.device.index == 0
+    a.set_(b.untyped_storage())
+    assert a.tolist() == [0, 9, 9, 3, 9, 9]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: torch.ones(2, dtype=torch.int64, device="sim"),
+        lambda: torch.ones(2),
+        lambda: torch.ones(2, device="sim:1"),
+    ],
+    ids=["type", "host", "card"],
+)
+def test_a_tensor_cannot_be_set_to_another_kind(other: Any) -> None:
+    with pytest.raises(RuntimeError):
+        torch.zeros(2, device="sim").set_(other())
+
+
+def test_resizing_to_the_same_shape_keeps_the_strides() -> None:
+    tensor = torch.arange(6.0, device="sim").view(2, 3).t()
+    assert tensor.resize_(3, 2).tolist() == [[0, 3], [1, 4], [2, 5]]
