@@ -29,21 +29,22 @@ class CardWork final : public Work {
       : parts_(std::move(parts)), finish_(std::move(finish)), results_(std::move(results)) {}
 
   bool isCompleted() override {
-    const std::lock_guard<std::mutex> guard(mutex_);
+    const std::unique_lock<std::mutex> guard(mutex_, std::try_to_lock);
+    if (!guard) return false;  // another thread waits for it
+    if (ended_) return true;
+    bool sound = true;
     for (const WorkPtr& part : parts_) {
       if (!part->isCompleted()) return false;
+      sound = sound && part->isSuccess();
     }
+    if (sound) end(kNoTimeout);  // who polls may read the results without a wait
     return true;
   }
   bool isSuccess() const override { return ended_; }
   std::vector<at::Tensor> result() override { return results_; }
   bool wait(std::chrono::milliseconds timeout) override {
     const std::lock_guard<std::mutex> guard(mutex_);
-    if (ended_) return true;
-    // Once: waiting for a part again may run the host backend's own last step again.
-    for (const WorkPtr& part : parts_) part->wait(timeout);
-    if (finish_) finish_();
-    ended_ = true;
+    if (!ended_) end(timeout);
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
@@ -57,6 +58,13 @@ class CardWork final : public Work {
   }
 
  private:
+  // Once: waiting for a part again may run the host backend's own last step again.
+  void end(std::chrono::milliseconds timeout) {
+    for (const WorkPtr& part : parts_) part->wait(timeout);
+    if (finish_) finish_();
+    ended_ = true;
+  }
+
   std::mutex mutex_;
   std::vector<WorkPtr> parts_;
   std::function<void()> finish_;
@@ -64,7 +72,7 @@ class CardWork final : public Work {
   std::atomic<bool> ended_{false};
 };
 
-// Work that never ends, as with a peer that has died: it raises when its time is over.
+// A part that never ends, as with a peer that has died: waiting raises when its time is over.
 class HungWork final : public Work {
  public:
   HungWork(std::string name, std::chrono::milliseconds limit)
@@ -93,7 +101,10 @@ class SimCCL final : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return c10::make_intrusive<Options>("simccl", timeout_);
   }
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    timeout_ = timeout;
+    host_->setTimeout(timeout);
+  }
   bool supportsCoalescing() const override { return true; }
   void setSequenceNumberForGroup() override { host_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return host_->getSequenceNumberForGroup(); }
@@ -339,23 +350,20 @@ class SimCCL final : public c10d::Backend {
     if (card >= 0 && (given.empty() || given.front().device().type() != c10::DeviceType::CPU)) {
       count_collective(card, name, bytes);
     }
-    switch (collective_fault(name)) {
-      case CollectiveFault::fail:
-        TORCH_CHECK_WITH(
-            DistBackendError, false, "simccl ", name,
-            ": the link failed; on purpose (ANYGAUGE_SIM_FAULTS)");
-      case CollectiveFault::hang:
-        return c10::make_intrusive<HungWork>(name, timeout_);
-      case CollectiveFault::none:
-        break;
-    }
+    const CollectiveFault fault = collective_fault(name);
+    TORCH_CHECK_WITH(
+        DistBackendError, fault != CollectiveFault::fail, "simccl ", name,
+        ": the link failed; on purpose (ANYGAUGE_SIM_FAULTS)");
     if (mean) {
       finish = [results, size = static_cast<double>(size_)] {
         for (const at::Tensor& each : results) host_view(each).div_(size);
       };
     }
+    WorkPtr part = fault == CollectiveFault::hang
+        ? WorkPtr(c10::make_intrusive<HungWork>(name, timeout_))
+        : start();
     WorkPtr work = c10::make_intrusive<CardWork>(
-        std::vector<WorkPtr>{start()}, std::move(finish), results);
+        std::vector<WorkPtr>{std::move(part)}, std::move(finish), results);
     if (coalescing_) waiting_.push_back(work);
     return work;
   }
