@@ -1,13 +1,27 @@
 """The compiled part; sources are in ``csrc``. Cards are named by their index in this process."""
 
 import datetime
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 def register_hooks() -> None: ...
-def device_count() -> int: ...
+def configure(cards: Sequence[int], capacity: int, locks: str, trace: str) -> None:
+    """Once per process, before all else; a RuntimeError says that the trace cannot be written."""
+
+def inject(
+    allocations: Set[int],
+    failing: Mapping[str, Set[int]],
+    hanging: Mapping[str, Set[int]],
+    slow: Mapping[int, float],
+) -> None:
+    """Faults on purpose, as `anygauge_sim.settings.Faults` describes them."""
+
+def device_count() -> int:
+    """Cards that this process sees; 0 until they are configured."""
+
 def capacity() -> int:
     """Bytes of each card."""
 
@@ -16,6 +30,9 @@ def card_number(index: int) -> int:
 
 def claim(index: int) -> None:
     """Take the card; a RuntimeError says that another process holds it."""
+
+def give_back(index: int) -> None:
+    """Undo one `claim`. After the last, others may have the card once its memory is free."""
 
 def current_device() -> int: ...
 def set_device(index: int) -> None: ...

@@ -36,17 +36,25 @@ class SimPlacement(Placement):
             from anygauge_sim.device import load
 
             load(self.device_type)
-            _C.capacity()  # counting cards never raises; this says what is wrong with the settings
             device = super().open(local_rank)
             _C.claim(local_rank)
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, ValueError) as error:
+            super().close()
             text = str(error).splitlines()[0]
             raise NotAvailableError(f"simulated cards: {text}") from error
         return device
 
+    def close(self) -> None:
+        """Give the card back: other processes may have it once its last tensor here is gone."""
+        if self.is_open:
+            from anygauge_sim import _C
+
+            _C.give_back(self.device.index)
+        super().close()
+
 
 class SimBackend(Backend):
-    """Simulated cards. Settings are variables: see the distribution's README."""
+    """Simulated cards. Settings are variables: see `anygauge_sim.settings`."""
 
     name = "sim"
     device_type = "sim"

@@ -7,6 +7,7 @@ the device.
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anygauge_sim import _C, streams
+from anygauge_sim import _C, settings, streams
 
 DEFAULT_NAME = "sim"
 COLLECTIVES = "simccl"
@@ -26,15 +27,30 @@ _loaded: str | None = None
 def load(name: str = DEFAULT_NAME) -> ModuleType:
     """Make the device known to torch as ``name`` (once per process); returns its module.
 
+    Reads the settings from the environment; later changes of it have no effect.
+
     Raises:
-        RuntimeError: it is known by another name already.
+        ValueError: a setting is wrong.
+        RuntimeError: the device is known by another name already, or the trace cannot be written.
     """
     global _loaded
     if _loaded is not None:
         if _loaded != name:
             raise RuntimeError(f"the simulated device is {_loaded!r} already, not {name!r}")
         return torch.get_device_module(name)
+    wanted = settings.read(os.environ)
+    wanted.make_lock_folder()
     torch.utils.rename_privateuse1_backend(name)
+    _C.configure(
+        cards=wanted.cards, capacity=wanted.capacity, locks=wanted.locks, trace=wanted.trace
+    )
+    faults = wanted.faults
+    _C.inject(
+        allocations=faults.allocations,
+        failing=faults.failing,
+        hanging=faults.hanging,
+        slow=faults.slow,
+    )
     _C.register_hooks()
     module = device_module(name)
     torch._register_device_module(name, module)

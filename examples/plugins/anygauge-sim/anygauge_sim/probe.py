@@ -1,4 +1,4 @@
-"""What there is of the simulated cards: the compiled part, and how many cards are asked for."""
+"""What there is of the simulated cards: the compiled part, and those that are asked for."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from anygauge.interface import Finding, Probe
-
-CARDS = "ANYGAUGE_SIM_CARDS"
-DEFAULT_CARDS = 8
+from anygauge_sim import settings
 
 
 def probe() -> Probe:
-    """Look for the compiled part beside this file; imports no torch."""
+    """Look for the compiled part beside this file, and at the settings; imports no torch."""
     folder = Path(__file__).parent
     built = [folder / f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
     found = next((path for path in built if path.is_file()), None)
-    text = os.environ.get(CARDS, str(DEFAULT_CARDS))
-    count = int(text) if text.isdecimal() else None
+    devices, count = _cards()
     return Probe(
-        devices=Finding.not_needed("cards are simulated on the host"),
+        devices=devices,
         driver=Finding.not_needed("cards are simulated on the host"),
-        software=Finding.yes(f"{text} simulated cards", str(found))
+        software=Finding.yes(
+            "the C++ part is built" if count is None else f"{count} simulated cards", str(found)
+        )
         if found
         else Finding.no(
             "the C++ part is not built: pip install --no-build-isolation anygauge-sim",
@@ -30,3 +29,13 @@ def probe() -> Probe:
         ),
         device_count=count if found else None,
     )
+
+
+def _cards() -> tuple[Finding, int | None]:
+    try:
+        count = len(settings.read(os.environ).cards)
+    except ValueError as error:
+        return Finding.no(str(error)), None
+    if not count:
+        return Finding.no(f"{settings.VISIBLE} is empty: this process may see no card"), 0
+    return Finding.not_needed("cards are simulated on the host"), count

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,40 +12,16 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <sstream>
 #include <unordered_map>
 
 namespace sim {
 namespace {
 
-std::string setting(const char* name, const char* otherwise) {
-  const char* value = std::getenv(name);
-  return value ? value : otherwise;
-}
-
-// Processes of one user must meet in it, so it has a name that all of them know.
-std::string lock_folder() {
-  if (const char* asked = std::getenv("ANYGAUGE_SIM_LOCKS")) return asked;
-  const std::string folder =
-      setting("TMPDIR", "/tmp") + "/anygauge-sim-" + std::to_string(::getuid());
-  TORCH_CHECK(
-      ::mkdir(folder.c_str(), 0700) == 0 || errno == EEXIST, "cannot make ", folder,
-      " for the cards' locks: ", std::strerror(errno), "; name another in ANYGAUGE_SIM_LOCKS");
-  return folder;
-}
-
-uint64_t number(const char* name, const char* otherwise) {
-  const std::string text = setting(name, otherwise);
-  char* end = nullptr;
-  const uint64_t value = std::strtoull(text.c_str(), &end, 10);
-  TORCH_CHECK(
-      !text.empty() && !*end && value, name, ": '", text, "' is no positive whole number");
-  return value;
-}
-
 struct Card {
   int number;
-  int lock = -1;  // file descriptor
+  int lock = -1;            // file descriptor
+  int openings = 0;         // claims that were not given back
+  bool given_back = false;  // by the last of them
   Memory memory;
   Counters counters;
 };
@@ -59,37 +34,12 @@ struct Block {
 // Never destroyed: tensors may be freed after static objects are.
 struct Machine {
   std::mutex mutex;
-  uint64_t capacity = number("ANYGAUGE_SIM_CAPACITY", "34359738368");
-  std::string locks = lock_folder();
+  uint64_t capacity = 0;
+  std::string locks;
   std::vector<Card> cards;
   std::unordered_map<const void*, Block> blocks;
   std::map<uintptr_t, size_t> ranges;  // start -> bytes, to find who owns an address within
   std::FILE* trace = nullptr;
-
-  Machine() {
-    const uint64_t count = number("ANYGAUGE_SIM_CARDS", "8");
-    TORCH_CHECK(count <= 64, "ANYGAUGE_SIM_CARDS: a machine has 64 at most, not ", count);
-    const char* visible = std::getenv("ANYGAUGE_SIM_VISIBLE_CARDS");
-    if (!visible) {
-      for (uint64_t each = 0; each < count; ++each) cards.push_back({static_cast<int>(each)});
-    } else {
-      std::stringstream list(visible);
-      std::string item;
-      while (std::getline(list, item, ',')) {
-        char* end = nullptr;
-        const uint64_t each = std::strtoull(item.c_str(), &end, 10);
-        TORCH_CHECK(
-            !item.empty() && !*end && each < count, "ANYGAUGE_SIM_VISIBLE_CARDS: '", item,
-            "' is no card of 0 to ", count - 1);
-        cards.push_back({static_cast<int>(each)});
-      }
-    }
-    const std::string path = setting("ANYGAUGE_SIM_TRACE", "");
-    if (!path.empty()) {
-      trace = std::fopen(path.c_str(), "a");
-      TORCH_CHECK(trace, "ANYGAUGE_SIM_TRACE: cannot write ", path, ": ", std::strerror(errno));
-    }
-  }
 
   Card& card(int index) {
     TORCH_CHECK(
@@ -106,26 +56,11 @@ Machine& machine() {
 
 thread_local int current = 0;
 
-}  // namespace
+// The next two expect that the machine's mutex is held.
 
-int visible_cards() noexcept {
-  try {
-    return static_cast<int>(machine().cards.size());
-  } catch (...) {
-    return 0;  // torch asks that counting devices never raises; opening one says why
-  }
-}
-
-uint64_t capacity() { return machine().capacity; }
-
-int card_number(int index) { return machine().card(index).number; }
-
-void claim(int index) {
-  Machine& all = machine();
-  const std::lock_guard<std::mutex> guard(all.mutex);
-  Card& card = all.card(index);
-  if (card.lock >= 0 || all.locks.empty()) return;
-  const std::string path = all.locks + "/card" + std::to_string(card.number);
+void take(const std::string& folder, Card& card) {
+  if (card.lock >= 0 || folder.empty()) return;
+  const std::string path = folder + "/card" + std::to_string(card.number);
   const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   TORCH_CHECK(
       descriptor >= 0, "ANYGAUGE_SIM_LOCKS: cannot open ", path, ": ", std::strerror(errno));
@@ -135,7 +70,55 @@ void claim(int index) {
         false, "sim card ", card.number, " is busy: another process holds it, and a card serves ",
         "one process at a time");
   }
-  card.lock = descriptor;  // held until the process ends
+  card.lock = descriptor;
+}
+
+void unlock_if_unused(Card& card) {
+  if (card.lock < 0 || !card.given_back || card.memory.in_use) return;
+  ::flock(card.lock, LOCK_UN);  // closing it would not do while a forked process has it too
+  ::close(card.lock);
+  card.lock = -1;
+}
+
+}  // namespace
+
+void configure(
+    const std::vector<int>& numbers, uint64_t capacity, const std::string& locks,
+    const std::string& trace) {
+  Machine& all = machine();
+  const std::lock_guard<std::mutex> guard(all.mutex);
+  TORCH_CHECK(all.cards.empty(), "the simulated cards of this process are configured already");
+  if (!trace.empty()) {
+    all.trace = std::fopen(trace.c_str(), "a");
+    TORCH_CHECK(all.trace, "ANYGAUGE_SIM_TRACE: cannot write ", trace, ": ", std::strerror(errno));
+  }
+  all.capacity = capacity;
+  all.locks = locks;
+  for (const int each : numbers) all.cards.push_back({each});
+}
+
+int visible_cards() noexcept { return static_cast<int>(machine().cards.size()); }
+
+uint64_t capacity() { return machine().capacity; }
+
+int card_number(int index) { return machine().card(index).number; }
+
+void claim(int index) {
+  Machine& all = machine();
+  const std::lock_guard<std::mutex> guard(all.mutex);
+  Card& card = all.card(index);
+  take(all.locks, card);
+  ++card.openings;
+  card.given_back = false;
+}
+
+void give_back(int index) {
+  Machine& all = machine();
+  const std::lock_guard<std::mutex> guard(all.mutex);
+  Card& card = all.card(index);
+  if (card.openings && --card.openings) return;
+  card.given_back = true;
+  unlock_if_unused(card);
 }
 
 void* allocate(int index, size_t bytes) {
@@ -143,14 +126,15 @@ void* allocate(int index, size_t bytes) {
     machine().card(index);
     return nullptr;
   }
-  claim(index);
-  const bool refused = allocation_fails();
   Machine& all = machine();
   const std::lock_guard<std::mutex> guard(all.mutex);
   Card& card = all.card(index);
+  take(all.locks, card);
+  const bool refused = allocation_fails();
   const uint64_t free = all.capacity - card.memory.in_use;
   if (refused || bytes > free) {
     ++card.memory.out_of_memory;
+    unlock_if_unused(card);
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "sim card ", card.number, " is out of memory: ", bytes,
         " bytes were asked for, ", refused ? "and refused on purpose (ANYGAUGE_SIM_FAULTS); " : "",
@@ -183,6 +167,7 @@ void release(void* pointer) {
   all.ranges.erase(reinterpret_cast<uintptr_t>(pointer));
   all.blocks.erase(found);
   std::free(pointer);
+  unlock_if_unused(card);
 }
 
 int card_of(const void* pointer) {
@@ -195,8 +180,6 @@ int card_of(const void* pointer) {
   if (address >= after->first + after->second) return -1;
   return all.blocks[reinterpret_cast<const void*>(after->first)].index;
 }
-
-bool is_card_memory(const void* pointer) { return card_of(pointer) >= 0; }
 
 Memory memory(int index) {
   const std::lock_guard<std::mutex> guard(machine().mutex);

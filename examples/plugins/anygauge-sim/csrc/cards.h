@@ -29,26 +29,26 @@ struct Memory {
   uint64_t out_of_memory = 0;  // times that a request was refused
 };
 
-// Cards that this process may see. Reads its settings from the environment once, at load:
-//   ANYGAUGE_SIM_CARDS          how many the machine has (8)
-//   ANYGAUGE_SIM_CAPACITY       bytes on each (34359738368)
-//   ANYGAUGE_SIM_VISIBLE_CARDS  which of them this process may see, as 0,2,3 (all)
-//   ANYGAUGE_SIM_LOCKS          folder of lock files: one process a card ("" for no locks; if not
-//                               set, one in the folder for temporary files, for each user)
-//   ANYGAUGE_SIM_TRACE          file that gets a line per operation ("" for none)
-//   ANYGAUGE_SIM_FAULTS         see faults.h
-int visible_cards() noexcept;
+// Once per process, before any card is used; anygauge_sim/settings.py says what the values mean.
+// Throws if the trace cannot be written.
+void configure(
+    const std::vector<int>& numbers, uint64_t capacity, const std::string& locks,
+    const std::string& trace);
+
+int visible_cards() noexcept;  // 0 until configured: torch counts devices before they are loaded
 uint64_t capacity();
 
 // The number on the machine of a card that this process sees as `index`.
 int card_number(int index);
 
-// Takes the card for this process. Throws if another process holds it.
-void claim(int index);
+// A card belongs to one process: from `claim`, or else its first allocation, until every claim was
+// given back and nothing is allocated on it any more; at the latest until the process ends.
+// An allocation after that takes it again, for as long as it lives.
+void claim(int index);  // throws if another process holds the card
+void give_back(int index);
 
 void* allocate(int index, size_t bytes);
 void release(void* pointer);
-bool is_card_memory(const void* pointer);
 int card_of(const void* pointer);  // -1 if on none
 
 Memory memory(int index);

@@ -1,16 +1,25 @@
 // Faults on purpose, for tests of what a program does when a card fails.
-//
-// ANYGAUGE_SIM_FAULTS holds them, separated by commas:
-//   oom@N            the Nth allocation of this process is refused
-//   fail:NAME@N      the Nth collective of that name (or "any") raises
-//   hang:NAME@N      the Nth collective of that name never ends
-//   slow:CARD@F      the card takes F times as long for every operation
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <set>
 #include <string>
 
 namespace sim {
+
+// Name of a collective, or "any" -> which of its calls, from 1.
+using CollectiveCalls = std::map<std::string, std::set<uint64_t>>;
+
+// As anygauge_sim/settings.py has read and checked them.
+struct Faults {
+  std::set<uint64_t> allocations;  // those that are refused, from 1
+  CollectiveCalls failing;
+  CollectiveCalls hanging;
+  std::map<int, double> slow;  // card's number -> times as long for every operation
+};
+
+void inject(Faults faults);  // once per process, before any card is used
 
 bool allocation_fails();  // counts an allocation
 enum class CollectiveFault { none, fail, hang };

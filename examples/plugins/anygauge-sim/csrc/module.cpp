@@ -1,6 +1,7 @@
 // The Python module anygauge_sim._C.
 #include "cards.h"
 #include "device.h"
+#include "faults.h"
 #include "simccl.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -14,10 +15,22 @@ namespace py = pybind11;
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Simulated accelerator cards for torch.";
   module.def("register_hooks", &sim::register_hooks);
+  module.def(
+      "configure", &sim::configure, py::arg("cards"), py::arg("capacity"), py::arg("locks"),
+      py::arg("trace"));
+  module.def(
+      "inject",
+      [](std::set<uint64_t> allocations, sim::CollectiveCalls failing,
+         sim::CollectiveCalls hanging, std::map<int, double> slow) {
+        sim::inject({std::move(allocations), std::move(failing), std::move(hanging),
+                     std::move(slow)});
+      },
+      py::arg("allocations"), py::arg("failing"), py::arg("hanging"), py::arg("slow"));
   module.def("device_count", &sim::visible_cards);
   module.def("capacity", &sim::capacity);
   module.def("card_number", &sim::card_number);
   module.def("claim", &sim::claim);
+  module.def("give_back", &sim::give_back);
   module.def("current_device", &sim::current_card);
   module.def("set_device", &sim::set_current_card);
   module.def("memory", [](int index) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 def main(rendezvous: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     from anygauge_sim.device import load
+    from anygauge_sim.settings import COLLECTIVES
 
     sim = load()
     sim.set_device(rank)
@@ -56,6 +58,8 @@ def main(rendezvous: str) -> None:
     assert [each.tolist() for each in lists] == [[10 * each + rank] * 2 for each in range(size)]
     gathered = [torch.empty(3, device=device) for _ in range(size)] if rank == 0 else None
     dist.gather(mine(), gathered)
+    if gathered is not None:
+        assert [each.tolist() for each in gathered] == [[each] * 3 for each in range(size)]
     scattered = torch.empty(1, device=device)
     chunks = [torch.full((1,), 7.0 + each, device=device) for each in range(size)]
     dist.scatter(scattered, chunks if rank == 0 else None)
@@ -70,6 +74,13 @@ def main(rendezvous: str) -> None:
         work.wait()
     assert all(t.tolist() == [total] * len(t) for t in first)
     assert works[0].get_future().wait()[0].tolist() == [total] * 3
+    mean = mine()
+    work = dist.all_reduce(mean, op=dist.ReduceOp.AVG, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.01)
+    assert mean.tolist() == [total / size] * 3, "completed, but not divided"
+    work.wait()
+    assert mean.tolist() == [total / size] * 3, "divided once"
     if rank < 2:
         other = 1 - rank
         got = torch.empty(3, device=device)
@@ -94,6 +105,8 @@ def main(rendezvous: str) -> None:
         raise AssertionError("a tensor of the host was taken")
     counted = sim.counters()
     assert counted["collective_bytes"]["all_gather_into_tensor"] == 12
+    if rank < 2:
+        assert set(counted["collective_calls"]) == set(COLLECTIVES), "the names that faults take"
     group = dist.new_group(list(range(size)))
     tensor = mine()
     dist.all_reduce(tensor, group=group)

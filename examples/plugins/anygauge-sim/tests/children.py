@@ -1,0 +1,51 @@
+"""Processes of their own: settings are read once per process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LOAD = "import torch; from anygauge_sim.device import load; sim = load(); "
+
+
+def start(code: str, **environment: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+    )
+
+
+def run(code: str, **environment: object) -> tuple[int, str]:
+    process = start(code, **environment)
+    out, _ = process.communicate(timeout=300)
+    return process.returncode, out
+
+
+def ranks(size: int, folder: Path, **environment: object) -> list[tuple[int, str]]:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "collective_rank.py"), f"file://{folder}/meet"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "ANYGAUGE_SIM_CARDS": str(size),
+                "OMP_NUM_THREADS": "1",
+                **{name: str(value) for name, value in environment.items()},
+            },
+        )
+        for rank in range(size)
+    ]
+    return [
+        (p.returncode, out) for p, (out, _) in ((p, p.communicate(timeout=300)) for p in processes)
+    ]
