@@ -18,6 +18,9 @@ CHOSEN = "ANYGAUGE_CONFORMANCE_BACKEND"
 """How the collected file learns of the name."""
 CONFORMANCE = Path(__file__).with_name("conformance.py")
 DECLARED = "declared: "
+"""How the reason of a skip begins where the backend declares the capability missing."""
+NOT_ASKED = "not asked: "
+"""And where the check has no meaning for it. Any other skip is a check that was not tried."""
 PROPERTY = "anygauge_conformance"
 
 
@@ -39,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect the kit where a backend is named and no files are."""
+    """Collect the kit where a backend is named."""
     for name in config.getoption("--anygauge-report"):
         if Path(name).suffix not in (".md", ".json"):
             raise pytest.UsageError(f"--anygauge-report {name}: the name must end in .md or .json")
@@ -58,6 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[CHOSEN] = backend
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(CONFORMANCE)]
+    for given in config.args:
+        path = config.invocation_params.dir / given.split("::")[0]
+        if path.resolve() != CONFORMANCE.resolve():
+            raise pytest.UsageError(
+                f"--anygauge-backend {backend} runs the kit and takes no other tests: leave out "
+                f"{given}, or --anygauge-backend if a class there derives from BackendContract"
+            )
 
 
 class _Reporter:
@@ -87,49 +97,56 @@ class _Reporter:
 
     def _report(self, backend: str, figures: dict[str, str]) -> Report:
         from anygauge.registry import Registry
+        from anygauge.testing.catalogue import contents
         from anygauge.testing.report import Report
 
         if backend not in self._reports:
             self._reports[backend] = Report(
                 backend=backend,
                 distribution=Registry.load().find_backend(backend).origin,
+                contents=contents(),
                 figures=figures,
             )
         return self._reports[backend]
 
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A report that was asked for and cannot be written is a failure."""
+        # A process of xdist may well have got none of the tests; the one that asked has them all.
+        asking = not hasattr(session.config, "workerinput")
+        if asking and session.config.getoption("--anygauge-report") and not self._reports:
+            session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
+
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         """The page, and the files that were asked for."""
+        files = config.getoption("--anygauge-report")
         for report in self._reports.values():
             terminalreporter.section(f"anygauge conformance: {report.backend}")
             for line in report.terminal():
                 terminalreporter.write_line(line)
         if not self._reports:
+            for name in files:
+                terminalreporter.write_line(
+                    f"ERROR: --anygauge-report {name} was not written: no test of a "
+                    "BackendContract was run",
+                    red=True,
+                )
             return
         from anygauge.interface.files import write_text
+        from anygauge.testing.report import written
 
-        for name in config.getoption("--anygauge-report"):
-            pages = [
-                report.as_json() if name.endswith(".json") else report.markdown()
-                for report in self._reports.values()
-            ]
-            write_text(Path(name), "\n".join(pages))
+        for name in files:
+            write_text(Path(name), written(list(self._reports.values()), Path(name).suffix))
             terminalreporter.write_line(f"written: {name}")
 
 
 def _result(item: Any, contract: Any, outcome: pytest.TestReport, call: Any) -> dict[str, Any]:
     """What became of one test, in plain types."""
+    from anygauge.testing.report import heading
+
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     check = parameters.get("check")
-    given = [value for name, value in parameters.items() if name != "check"]
-    why = ""
-    result: str = outcome.outcome
-    if outcome.skipped:
-        why = outcome.longrepr[2].removeprefix("Skipped: ")  # type: ignore[index]
-        if why.startswith(DECLARED):
-            result, why = "declared", why.removeprefix(DECLARED)
-    elif outcome.failed:
-        why = " ".join(str(call.excinfo.value).split())
-    words = (item.function.__doc__ or item.name).strip().splitlines()[0].rstrip(".")
+    part, title = heading(item.function, parameters)
+    result, why = _judged(outcome, call)
     return {
         "backend": contract.backend,
         "figures": {
@@ -137,9 +154,9 @@ def _result(item: Any, contract: Any, outcome: pytest.TestReport, call: Any) -> 
             for dtype, noise in contract.loss_noise.items()
         },
         "line": {
-            "part": _PARTS.get(item.originalname, "the loop"),
+            "part": part,
             "name": item.name,
-            "title": check.title if check else " ".join([words, *(f"({v})" for v in given)]),
+            "title": title,
             "result": result,
             "why": why,
             "capability": check.capability if check else None,
@@ -147,8 +164,20 @@ def _result(item: Any, contract: Any, outcome: pytest.TestReport, call: Any) -> 
     }
 
 
-_PARTS = {
-    "test_on_paper": "on paper",
-    "test_on_device": "on a device",
-    "test_on_ranks": "on several ranks",
-}
+def _judged(outcome: pytest.TestReport, call: Any) -> tuple[str, str]:
+    """(Result of the line, why) of a test that is over."""
+    raised = call.excinfo.value if call.excinfo else None
+    said = " ".join(str(raised).split()) if raised else str(outcome.longrepr)
+    if outcome.passed:
+        return "passed", ""
+    if hasattr(outcome, "wasxfail"):
+        if isinstance(raised, pytest.xfail.Exception):
+            return "untried", f"marked as an expected failure: {outcome.wasxfail}"
+        # Who expects a failure has one all the same.
+        return "failed", f"{said} (marked as an expected failure: {outcome.wasxfail})"
+    if outcome.failed:
+        return "failed", said
+    for start, result in ((DECLARED, "declared"), (NOT_ASKED, "skipped")):
+        if said.startswith(start):
+            return result, said.removeprefix(start)
+    return "untried", said

@@ -13,29 +13,17 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from anygauge.testing.check import CHECKS, Answer, Check, NotAsked
+from anygauge.testing.ending import AFTERWARDS
+from anygauge.testing.surroundings import Subject, environments, last_lines
 
 TIMEOUTS_S = {"basic": 60.0, "device": 600.0, "ranks": 600.0}
 COLLECTIVE_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """The backend under test.
-
-    Attributes:
-        name: as users write it after ``--backend``.
-        options: the run file's ``backend_options``.
-        environment: variables for every process.
-    """
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
+NO_ANSWER = Answer(holds=False, detail="gave no answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +32,8 @@ class Answers:
 
     Attributes:
         answers: by the check's name; of several ranks the first that does not hold.
-        trouble: why there are none, or fewer: a process ended before its time; empty if not.
+        trouble: how a process ended if not in order, or why it lacked its environment: why there
+            are no answers, or fewer; empty if there was none.
     """
 
     answers: Mapping[str, Answer]
@@ -52,6 +41,12 @@ class Answers:
 
     def of(self, check: Check) -> Answer:
         """The answer of a check; one that says what happened where there is none."""
+        if check.name in AFTERWARDS:
+            try:
+                check.function(self.trouble)
+            except AssertionError as error:
+                return Answer(holds=False, detail=str(error))
+            return Answer(holds=True)
         if check.name in self.answers:
             return self.answers[check.name]
         return Answer(holds=False, detail=self.trouble or "the check was not reached")
@@ -65,8 +60,10 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> Answers
         folder: for answers, logs and the meeting point.
     """
     rendezvous = folder / f"{part}{ranks}.rendezvous"
+    found, trouble = environments(part, subject, ranks, folder)
+    troubles = [trouble] if trouble else []
     processes = []
-    for rank in range(ranks):
+    for rank, environment in enumerate(found):
         log = (folder / f"{part}{ranks}.rank{rank}.log").open("wb")
         processes.append(
             subprocess.Popen(
@@ -74,7 +71,7 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> Answers
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(subject, rank, ranks),
+                env=environment,
             )
         )
         log.close()
@@ -90,7 +87,6 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> Answers
         pipe.close()
     limit = TIMEOUTS_S[part]
     deadline = time.monotonic() + limit
-    troubles = []
     for rank, process in enumerate(processes):
         try:
             status = process.wait(timeout=max(0.1, deadline - time.monotonic()))
@@ -100,31 +96,10 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> Answers
             troubles.append(f"rank {rank} had not ended after {limit:.0f} s")
             continue
         if status:
-            text = (folder / f"{part}{ranks}.rank{rank}.log").read_text(errors="replace")
-            lines = [line for line in text.splitlines() if line.strip()]
-            troubles.append(f"rank {rank} ended with status {status}: " + " | ".join(lines[-3:]))
+            said = last_lines(folder / f"{part}{ranks}.rank{rank}.log")
+            troubles.append(f"rank {rank} ended with status {status}: {said}")
     files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
     return Answers(answers=merged_answers(files), trouble="; ".join(troubles))
-
-
-def _environment(subject: Subject, rank: int, ranks: int) -> dict[str, str]:
-    """What an agent would give a rank: the backend's own settings, and who it is."""
-    from anygauge.agent.node import inspect_node
-    from anygauge.interface import AnygaugeError
-    from anygauge.registry import Registry
-    from anygauge.registry.environment import applied, resolve_environment
-    from anygauge.testing.basic import JOB
-
-    base = {**os.environ, "OMP_NUM_THREADS": "1", **subject.environment}
-    try:
-        registry = Registry.load(base)
-        backend = registry.create_backend(subject.name, subject.options)
-        resolved = resolve_environment(registry, backend, JOB, inspect_node(), rank, base)
-        base = applied(resolved, base)
-    except AnygaugeError:
-        pass  # a check reports it
-    identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {**base, **{name: str(value) for name, value in identity.items()}}
 
 
 def _read(path: Path) -> dict[str, Answer]:
@@ -135,16 +110,21 @@ def _read(path: Path) -> dict[str, Answer]:
 
 
 def merged_answers(files: Sequence[Path]) -> dict[str, Answer]:
-    """Answers by the check's name, from a file of each rank: the first that does not hold."""
+    """Answers by the check's name, from a file of each rank: the first that does not hold.
+
+    A rank without an answer that others gave counts as one that does not hold.
+    """
     found = [_read(file) for file in files]
     names = dict.fromkeys(name for answers in found for name in answers)
     merged = {}
     for name in names:
-        answers = [(rank, each[name]) for rank, each in enumerate(found) if name in each]
+        answers = [(rank, each.get(name, NO_ANSWER)) for rank, each in enumerate(found)]
         failed = [(rank, answer) for rank, answer in answers if not answer.holds]
+        # What is declared missing explains its own failure alone, not that of another rank.
+        failed.sort(key=lambda each: not each[1].supported)
         rank, answer = (failed or answers)[0]
         if failed and len(found) > 1:
-            answer = Answer.load({**answer.record(), "detail": f"rank {rank}: {answer.detail}"})
+            answer = replace(answer, detail=f"rank {rank}: {answer.detail}")
         merged[name] = answer
     return merged
 
@@ -165,7 +145,8 @@ def main(part: str) -> None:
 
 
 def _checks(part: str) -> list[Check]:
-    return [check for check in CHECKS.values() if check.part == part]
+    found = [check for check in CHECKS.values() if check.part == part]
+    return [check for check in found if check.name not in AFTERWARDS]
 
 
 def _asked(check: Check, subject: Any, backend: Any) -> Answer:
@@ -224,18 +205,38 @@ def _ranks(request: Any, answer: Any) -> None:
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load(os.environ).create_backend(request["backend"], request["options"])
-    device = backend.open(rank)
-    backend.collectives.open(
-        rendezvous=request["rendezvous"],
-        rank=rank,
-        world_size=world_size,
-        timeout_s=COLLECTIVE_TIMEOUT_S,
-        device=device,
-    )
-    subject = Together(backend=backend, device=device, rank=rank, world_size=world_size)
+    declared = backend.support("collectives")
+    refused: Exception | None = None
+    try:
+        device = backend.open(rank)
+        backend.collectives.open(
+            rendezvous=request["rendezvous"],
+            rank=rank,
+            world_size=world_size,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+            device=device,
+        )
+    except Exception as error:
+        if declared:
+            raise
+        traceback.print_exc()
+        refused = error
+    if declared:
+        subject = Together(backend=backend, device=device, rank=rank, world_size=world_size)
     for check in _checks("ranks"):
-        answer(check, _asked(check, subject, backend))
+        given = _asked(check, subject, backend) if declared else _missing(check, backend, refused)
+        answer(check, given)
     backend.close()
+
+
+def _missing(check: Check, backend: Any, refused: Exception | None) -> Answer:
+    """The answer where collectives are declared missing: they must not even open."""
+    if refused is None:
+        declared = backend.support("collectives")
+        return Answer(holds=False, detail=f"declared as {declared}, but it works: they open")
+    support = backend.support(check.capability or "collectives")
+    detail = f"collectives do not open: {type(refused).__name__}: {refused}"
+    return Answer(holds=False, detail=detail, declared=str(support), supported=bool(support))
 
 
 if __name__ == "__main__":

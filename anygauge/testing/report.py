@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from typing import Any
 
 from anygauge.interface import API_VERSION
 
-MARKS = {"passed": "pass", "declared": "not supported", "failed": "FAIL", "skipped": "skipped"}
+MARKS = {
+    "passed": "pass",
+    "declared": "not supported",
+    "failed": "FAIL",
+    "skipped": "skipped",
+    "untried": "not tried",
+}
+PARTS = {
+    "test_on_paper": "on paper",
+    "test_on_device": "on a device",
+    "test_on_ranks": "on several ranks",
+}
+"""Part of the report by the contract's test; all others are of the loop."""
 PACKAGES = ("anygauge", "torch", "transformers", "peft", "deepspeed")
 
 
@@ -19,7 +32,9 @@ class Line:
     """One check of the report.
 
     Attributes:
-        result: ``passed``, ``declared`` (not supported, as declared), ``skipped`` or ``failed``.
+        name: the test's, as pytest has it.
+        result: ``passed``, ``declared`` (not supported, as declared), ``skipped`` (it has no
+            meaning for this backend), ``untried`` (it could not be asked here) or ``failed``.
         why: empty for what passed.
     """
 
@@ -33,18 +48,53 @@ class Line:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What the kit found out about one backend."""
+    """What the kit found out about one backend.
+
+    Attributes:
+        contents: every test of the contract, by name: (part, title).
+    """
 
     backend: str
     distribution: str
+    contents: Mapping[str, tuple[str, str]]
     lines: list[Line] = field(default_factory=list)
     figures: dict[str, str] = field(default_factory=dict)
 
     @property
+    def not_tried(self) -> Sequence[str]:
+        """Tests of the contract that were left out, or could not be asked here."""
+        tried = {line.name for line in self.lines if line.result != "untried"}
+        return [name for name in self.contents if name not in tried]
+
+    @property
     def conforms(self) -> bool:
-        """Whether nothing failed, and something passed."""
-        results = [line.result for line in self.lines]
-        return "failed" not in results and "passed" in results
+        """Whether nothing failed, and everything was tried."""
+        return not self._failed and not self.not_tried
+
+    @property
+    def _failed(self) -> bool:
+        return any(line.result == "failed" for line in self.lines)
+
+    @property
+    def verdict(self) -> str:
+        """``conforms``, ``does NOT conform`` or ``is not fully tried``."""
+        if self._failed:
+            return "does NOT conform"
+        return "is not fully tried" if self.not_tried else "conforms"
+
+    def gaps(self) -> str:
+        """``14 of 60 checks were not tried: on several ranks (all 14)``; empty if none."""
+        missing = self.not_tried
+        if not missing:
+            return ""
+        found = []
+        for part in dict.fromkeys(part for part, _ in self.contents.values()):
+            whole = [name for name, (where, _) in self.contents.items() if where == part]
+            count = len([name for name in whole if name in missing])
+            if count:
+                how_many = f"all {count}" if count == len(whole) else f"{count} of {len(whole)}"
+                found.append(f"{part} ({how_many})")
+        return f"{len(missing)} of {len(self.contents)} checks were not tried: {', '.join(found)}"
 
     def counts(self) -> str:
         """``31 passed, 2 not supported as declared, 1 FAILED``."""
@@ -52,6 +102,7 @@ class Report:
             "passed": "passed",
             "declared": "not supported as declared",
             "skipped": "skipped",
+            "untried": "not tried",
             "failed": "FAILED",
         }
         found = [line.result for line in self.lines]
@@ -72,12 +123,14 @@ class Report:
 
     def markdown(self) -> str:
         """The page."""
-        verdict = "conforms" if self.conforms else "does NOT conform"
+        preposition = "against" if self.verdict == "is not fully tried" else "to"
         lines = [
-            f"# `{self.backend}` {verdict} to anygauge's backend contract, version {API_VERSION}",
+            f"# `{self.backend}` {self.verdict} {preposition} anygauge's backend contract, "
+            f"version {API_VERSION}",
             "",
             f"{self.distribution}. {self.counts()}.",
             "",
+            *([f"{self.gaps()}.", ""] if self.not_tried else []),
             "| what | version or value |",
             "|---|---|",
             *(f"| {name} | {value} |" for name, value in self.conditions().items()),
@@ -93,27 +146,45 @@ class Report:
             lines.append("")
         return "\n".join(lines)
 
-    def as_json(self) -> str:
+    def record(self) -> dict[str, Any]:
         """The same, for machines."""
-        record = {
+        return {
             "backend": self.backend,
             "distribution": self.distribution,
             "conforms": self.conforms,
+            "not_tried": list(self.not_tried),
             "conditions": self.conditions(),
             "figures": self.figures,
             "checks": [asdict(line) for line in self.lines],
         }
-        return json.dumps(record, indent=2) + "\n"
 
     def terminal(self) -> Sequence[str]:
         """The end of a pytest run."""
-        lines = [f"{self.backend} ({self.distribution}): {self.counts()}"]
+        lines = [f"{self.backend} ({self.distribution}) {self.verdict}: {self.counts()}"]
+        lines += [self.gaps()] if self.not_tried else []
         lines += [
             f"  {MARKS[line.result]:>13}  {line.title}: {line.why}"
             for line in self.lines
             if line.result != "passed"
         ]
         return lines
+
+
+def heading(function: Any, parameters: Mapping[str, Any]) -> tuple[str, str]:
+    """(Part of the report, title) of a test of the contract with these parameters."""
+    part = PARTS.get(function.__name__, "the loop")
+    if "check" in parameters:
+        return part, parameters["check"].title
+    words = (function.__doc__ or function.__name__).strip().splitlines()[0].rstrip(".")
+    return part, " ".join([words, *(f"({value})" for value in parameters.values())])
+
+
+def written(reports: Sequence[Report], suffix: str) -> str:
+    """The text of a file: Markdown, or JSON (an object, or a list of them if there are several)."""
+    if suffix == ".md":
+        return "\n".join(report.markdown() for report in reports)
+    records = [report.record() for report in reports]
+    return json.dumps(records if len(records) > 1 else records[0], indent=2) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The kit itself: verdicts, the pytest plugin, the report."""
+"""The kit itself: verdicts, the class, the pytest plugin."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from anygauge.testing.check import CHECKS, Answer, verdict
-from anygauge.testing.report import Line, Report
-from tests.docs.pages import ROOT
+from anygauge.testing import BackendContract
+from anygauge.testing.catalogue import contents
+from anygauge.testing.check import Answer, verdict
+from anygauge.testing.plugin import CONFORMANCE
+from tests.testing.odd import odd_site
 from tests.testing.test_mutations import mutant_site
-
-REPORTS = sorted((ROOT / "docs/conformance").glob("*.md"))
 
 
 @pytest.mark.parametrize(
@@ -36,32 +37,13 @@ def test_what_is_declared_is_held_against_what_happens(answer: Answer, result: s
     assert why or found == "passed", "everything but a pass has a reason"
 
 
-def line(result: str, **changes: str) -> Line:
-    return Line(**{"part": "p", "name": "n", "title": "t", "result": result, **changes})
-
-
-def test_a_report_that_has_nothing_passed_does_not_conform() -> None:
-    report = Report(backend="mine", distribution="mine 1.0")
-    assert not report.conforms
-    report.lines.append(line("skipped", why="no device"))
-    assert not report.conforms
-    report.lines.append(line("passed"))
-    assert report.conforms
-    report.lines.append(line("failed", why="a | b"))
-    assert not report.conforms
-    assert "does NOT conform" in report.markdown()
-    assert "FAIL: a \\| b" in report.markdown(), "a bar in a table's cell"
-    assert json.loads(report.as_json())["conforms"] is False
-    assert report.counts() == "1 passed, 1 skipped, 1 FAILED"
-
-
 def kit(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, **environment},
     )
@@ -88,6 +70,20 @@ def test_a_failure_is_reported_in_both_forms_and_ends_in_status_1(tmp_path: Path
     assert "FAIL: MUTANT_LEVEL: no reason" in page
 
 
+def mine(folder: Path, *classes: str) -> str:
+    """Write a file of tests; returns its name."""
+    text = "import pytest\nfrom anygauge.testing import BackendContract\n"
+    (folder / "test_mine.py").write_text(text + "".join(classes))
+    return "test_mine.py"
+
+
+def asked_for(folder: Path, name: str = "page.json") -> Any:
+    return json.loads((folder / name).read_text())
+
+
+# -- what is run ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -96,26 +92,153 @@ def test_a_failure_is_reported_in_both_forms_and_ends_in_status_1(tmp_path: Path
             ("--anygauge-backend", "cpu", "--anygauge-report", "page.txt"),
             "must end in .md or .json",
         ),
+        (
+            ("--anygauge-backend", "cpu", "test_mine.py"),
+            "--anygauge-backend cpu runs the kit and takes no other tests: leave out test_mine.py",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_in_words(
     arguments: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
+    mine(tmp_path, "def test_it(): pass\n")
     done = kit(tmp_path, *arguments)
-    assert done.returncode == 4
+    assert done.returncode == 4, done.stdout
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
+def test_the_contents_are_what_pytest_collects(tmp_path: Path) -> None:
+    done = kit(tmp_path, "--anygauge-backend", "cpu", "--collect-only", "-q")
+    collected = [line.split("::")[-1] for line in done.stdout.splitlines() if "::" in line]
+    assert sorted(collected) == sorted(contents())
+
+
+def test_one_test_of_the_kit_can_be_named(tmp_path: Path) -> None:
+    name = f"{CONFORMANCE}::TestBackend::test_on_paper[announced]"
+    done = kit(tmp_path, "--anygauge-backend", "odd", name, PYTHONPATH=str(odd_site(tmp_path)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
 def test_a_class_of_the_author_is_enough(tmp_path: Path) -> None:
-    (tmp_path / "test_mine.py").write_text(
-        "from anygauge.testing import BackendContract\n"
-        "class TestMine(BackendContract):\n"
-        "    backend = 'cpu'\n"
-    )
+    mine(tmp_path, "class TestMine(BackendContract):\n    backend = 'cpu'\n")
     done = kit(tmp_path, "-k", "on_paper", "--anygauge-report", "page.md")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "page.md").read_text().startswith("# `cpu` conforms")
+    page = (tmp_path / "page.md").read_text()
+    assert page.startswith("# `cpu` is not fully tried"), "a part of the kit is not the contract"
+    assert "on a device (all " in page
+
+
+@pytest.mark.parametrize("counts", [(), (0,), (2, -4), (True,), ("2",), "24", 2])
+def test_rank_counts_are_numbers_of_ranks(counts: Any) -> None:
+    with pytest.raises(ValueError, match=r"Mine\.rank_counts = .*: give one or more numbers"):
+        type("Mine", (BackendContract,), {"backend": "mine", "rank_counts": counts})
+
+
+def test_what_was_left_out_by_choice_was_not_tried(tmp_path: Path) -> None:
+    mine(
+        tmp_path,
+        "class TestMine(BackendContract):\n    backend = 'cpu'\n    rank_counts = (2,)\n",
+    )
+    done = kit(tmp_path, "-k", "zero and 4", "--anygauge-report", "page.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = asked_for(tmp_path)["checks"]
+    assert (line["result"], line["why"]) == ("untried", "rank_counts asks for 2 alone")
+
+
+def test_without_a_device_the_contract_is_not_fully_tried(tmp_path: Path) -> None:
+    done = kit(
+        tmp_path,
+        *("--anygauge-backend", "odd", "--anygauge-report", "page.json"),
+        PYTHONPATH=str(odd_site(tmp_path)),
+        ANYGAUGE_ODD="no device",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = asked_for(tmp_path)
+    assert record["conforms"] is False
+    assert {part for part, _ in map(contents().get, record["not_tried"])} == {
+        *("on a device", "on several ranks", "the loop")
+    }
+    assert "is not fully tried" in done.stdout
+    assert "on a device (all " in done.stdout
+
+
+@pytest.mark.slow
+def test_zero_that_works_though_declared_missing_fails(tmp_path: Path) -> None:
+    done = kit(
+        tmp_path,
+        *("--anygauge-backend", "odd", "--anygauge-report", "page.json", "-k", "zero_trains"),
+        PYTHONPATH=str(odd_site(tmp_path)),
+        ANYGAUGE_ODD="zero declared missing",
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    for line in asked_for(tmp_path)["checks"]:
+        assert line["result"] == "failed"
+        assert line["why"].startswith("declared as not written yet (so it says), but it works")
+
+
+# -- what is reported -----------------------------------------------------------------------------
+
+MARKED = """
+class TestMine(BackendContract):
+    backend = "cpu"
+
+    @pytest.mark.xfail(reason="known")
+    def test_mine_fails(self):
+        raise AssertionError("so it is")
+
+    @pytest.mark.xfail(reason="known", strict=True)
+    def test_mine_holds(self):
+        pass
+
+    @pytest.mark.xfail(reason="known")
+    def test_mine_holds_at_times(self):
+        pass
+
+    @pytest.mark.xfail(reason="known", run=False)
+    def test_mine_is_not_run(self):
+        pass
+
+    @pytest.mark.skip(reason="later")
+    def test_mine_is_skipped(self):
+        pass
+"""
+
+
+def test_an_expected_failure_is_one_all_the_same(tmp_path: Path) -> None:
+    done = kit(tmp_path, mine(tmp_path, MARKED), "-k", "mine_", "--anygauge-report", "page.json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {line["name"]: (line["result"], line["why"]) for line in asked_for(tmp_path)["checks"]}
+    assert found == {
+        "test_mine_fails": ("failed", "so it is (marked as an expected failure: known)"),
+        "test_mine_holds": ("failed", "[XPASS(strict)] known"),
+        "test_mine_holds_at_times": ("passed", ""),
+        "test_mine_is_not_run": ("untried", "marked as an expected failure: [NOTRUN] known"),
+        "test_mine_is_skipped": ("untried", "later"),
+    }
+
+
+def test_reports_of_several_backends_are_one_document(tmp_path: Path) -> None:
+    one = "class Test{0}(BackendContract):\n    backend = '{0}'\n    def test_mine_(self): pass\n"
+    done = kit(
+        tmp_path,
+        *(mine(tmp_path, one.format("cpu"), one.format("odd")), "-k", "mine_"),
+        *("--anygauge-report", "page.md", "--anygauge-report", "page.json"),
+        PYTHONPATH=str(odd_site(tmp_path)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [record["backend"] for record in asked_for(tmp_path)] == ["cpu", "odd"]
+    assert (tmp_path / "page.md").read_text().count("\n# `") == 1
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2")])
+def test_a_report_of_nothing_is_a_failure(processes: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
+    done = kit(tmp_path, "--anygauge-report", "page.md", *processes)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "--anygauge-report page.md was not written" in done.stdout
+    assert not (tmp_path / "page.md").exists()
 
 
 def test_pytest_without_the_kits_options_imports_nothing_of_it(tmp_path: Path) -> None:
@@ -126,17 +249,3 @@ def test_pytest_without_the_kits_options_imports_nothing_of_it(tmp_path: Path) -
         "    assert 'torch' not in sys.modules\n"
     )
     assert kit(tmp_path).returncode == 0
-
-
-@pytest.mark.parametrize("page", REPORTS, ids=lambda page: page.stem)
-def test_published_reports_are_of_todays_checks(page: Path) -> None:
-    from anygauge.testing import catalogue  # noqa: F401  (fills the table)
-
-    text = page.read_text()
-    assert text.startswith(f"# `{page.stem}` conforms")
-    told = {row.split(" | ")[0].removeprefix("| ") for row in text.splitlines()}
-    assert {check.title for check in CHECKS.values()} <= told
-
-
-def test_reports_are_published() -> None:
-    assert {page.stem for page in REPORTS} == {"cpu", "lazy", "sim"}

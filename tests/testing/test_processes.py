@@ -1,0 +1,165 @@
+"""The kit's processes: how they begin, how they end, and what of it is held against the backend."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from anygauge.interface import FULL, Job
+from anygauge.registry import BLOCK_VARIABLE, Registry
+from anygauge.testing import overruled
+from anygauge.testing.catalogue import CHECKS
+from anygauge.testing.check import Answer, verdict
+from anygauge.testing.process import Answers, Subject, ask, merged_answers
+from anygauge.testing.surroundings import environments
+from tests.testing.odd import odd_site
+
+Odd = Callable[[str], Subject]
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Odd:
+    """The odd backend, by its oddity."""
+    site = odd_site(tmp_path_factory.mktemp("odd"))
+    return lambda oddity: Subject(
+        name="odd", environment={"PYTHONPATH": str(site), "ANYGAUGE_ODD": oddity}
+    )
+
+
+def results(part: str, answers: Answers) -> dict[str, tuple[str, str]]:
+    """Verdicts of a part's checks by name."""
+    return {
+        name: verdict(answers.of(check)) for name, check in CHECKS.items() if check.part == part
+    }
+
+
+def answered(path: Path, **answers: Answer) -> Path:
+    lines = [json.dumps({"name": name, **each.record()}) for name, each in answers.items()]
+    path.write_text("\n".join(lines))
+    return path
+
+
+# -- how they begin -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_environment_is_that_of_as_many_ranks_as_there_are(
+    ranks: int, odd: Odd, tmp_path: Path
+) -> None:
+    found, trouble = environments("device", odd("sets a variable"), ranks, tmp_path)
+    assert trouble == ""
+    assert [each["ODD_RANKS"] for each in found] == [str(ranks)] * ranks
+    assert [each["RANK"] for each in found] == [str(rank) for rank in range(ranks)]
+    assert "ODD_WAS_HERE" not in os.environ, "the backend's code ran in this process"
+
+
+@pytest.mark.parametrize(
+    ("oddity", "said"),
+    [
+        ("refuses the environment", "two variables contradict each other"),
+        ("ends while it is asked", "with status 9"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_held_against_the_backend(
+    oddity: str, said: str, odd: Odd, tmp_path: Path
+) -> None:
+    found = results("basic", ask("basic", odd(oddity), tmp_path))
+    result, why = found.pop("ends_on_paper")
+    assert result == "failed"
+    assert said in why
+    assert found["settings_explain_themselves"] == ("passed", ""), "the others are asked, too"
+
+
+def test_what_another_plugin_imports_is_not_held_against_the_backend(
+    odd: Odd, tmp_path: Path
+) -> None:
+    (found,), _ = environments("basic", odd("none"), 1, tmp_path)
+    assert "heavy" in found[BLOCK_VARIABLE].split(",")
+    assert "odd" not in found[BLOCK_VARIABLE].split(","), "the other's name, but this one's, too"
+    assert results("basic", ask("basic", odd("none"), tmp_path))["light_import"] == ("passed", "")
+    (found,), _ = environments("device", odd("none"), 1, tmp_path)
+    assert BLOCK_VARIABLE not in found, "runs have all plugins"
+
+
+# -- how they end ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "oddity", "check", "said"),
+    [
+        ("basic", "aborts at exit", "ends_on_paper", "ended with status -6"),
+        ("device", "close raises", "ends_on_device", "the driver is gone"),
+    ],
+)
+def test_a_process_that_ends_badly_after_all_answers_fails(
+    part: str, oddity: str, check: str, said: str, odd: Odd, tmp_path: Path
+) -> None:
+    found = results(part, ask(part, odd(oddity), tmp_path))
+    result, why = found[check]
+    assert result == "failed"
+    assert said in why
+
+
+def test_a_rank_that_gave_no_answer_does_not_hide_behind_the_others(tmp_path: Path) -> None:
+    files = [
+        answered(tmp_path / "0", sums=Answer(holds=True), means=Answer(holds=True)),
+        answered(tmp_path / "1", sums=Answer(holds=True)),
+        tmp_path / "2",
+    ]
+    merged = merged_answers(files)
+    assert verdict(merged["means"]) == ("failed", "rank 1: gave no answer")
+    assert verdict(merged["sums"]) == ("failed", "rank 2: gave no answer")
+
+
+def test_what_is_declared_missing_explains_no_other_rank_s_end(tmp_path: Path) -> None:
+    missing = Answer(holds=False, declared="unsupported", supported=False)
+    files = [answered(tmp_path / "0", sums=missing), tmp_path / "1"]
+    assert verdict(merged_answers(files)["sums"]) == ("failed", "rank 1: gave no answer")
+    files = [answered(tmp_path / "0", sums=missing), answered(tmp_path / "1", sums=missing)]
+    assert verdict(merged_answers(files)["sums"]) == ("declared", "unsupported")
+
+
+# -- what is declared missing ---------------------------------------------------------------------
+
+
+def test_collectives_that_do_not_open_are_missing_as_declared(odd: Odd, tmp_path: Path) -> None:
+    found = results("ranks", ask("ranks", odd("no collectives"), tmp_path, ranks=2))
+    assert found.pop("ends_on_ranks") == ("passed", "")
+    assert set(found.values()) == {("declared", "not written yet (so it says)")}
+
+
+def test_collectives_that_open_though_declared_missing_fail(odd: Odd, tmp_path: Path) -> None:
+    found = results("ranks", ask("ranks", odd("collectives declared missing"), tmp_path, ranks=2))
+    assert found.pop("ends_on_ranks") == ("passed", "")
+    assert {result for result, _ in found.values()} == {"failed"}
+    assert "declared as not written yet (so it says), but it works" in found["all_gathers"][1]
+
+
+def test_a_run_that_fails_without_the_refusal_has_no_losses(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    job = Job(
+        name="none",
+        run_directory=str(tmp_path),
+        run_file=str(tmp_path / "there-is-none.yaml"),
+        backend="cpu",
+        strategy="zero",
+        rendezvous=f"file://{tmp_path / 'rendezvous'}",
+    )
+    (tmp_path / "job.json").write_text(job.dump())
+    cpu = Subject(name="cpu")
+    assert overruled.losses_all_the_same(tmp_path / "job.json", "zero", cpu) is None
+    assert "there-is-none.yaml" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+def test_a_declaration_is_overruled_for_one_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Registry, "create_backend", Registry.create_backend)
+    declared = Registry.load().create_backend("cpu", {})
+    assert not declared.support("mark_step")
+    overruled._overrule("mark_step")
+    backend = Registry.load().create_backend("cpu", {})
+    assert backend.support("mark_step") == FULL
+    assert backend.support("compile") == declared.support("compile")

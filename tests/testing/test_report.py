@@ -1,0 +1,115 @@
+"""The report: its verdict, against the whole contract, and its two forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anygauge.testing.catalogue import contents
+from anygauge.testing.report import MARKS, Line, Report, written
+from tests.docs.pages import ROOT
+
+PAGES = sorted((ROOT / "docs/conformance").glob("*.md"))
+CONTENTS = {
+    "test_on_paper[a]": ("on paper", "it is told"),
+    "test_on_ranks[b]": ("on several ranks", "they meet"),
+    "test_on_ranks[c]": ("on several ranks", "they part"),
+}
+
+
+def report(**results: str) -> Report:
+    """Of the contents above, by letter; those left out were not run."""
+    found = Report(backend="mine", distribution="mine 1.0", contents=CONTENTS)
+    for name, (part, title) in CONTENTS.items():
+        letter = name[-2]
+        if letter in results:
+            found.lines.append(
+                Line(part=part, name=name, title=title, result=results[letter], why="so | so")
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("results", "verdict"),
+    [
+        ({"a": "passed", "b": "passed", "c": "passed"}, "conforms"),
+        ({"a": "passed", "b": "declared", "c": "skipped"}, "conforms"),
+        ({}, "is not fully tried"),
+        ({"a": "passed"}, "is not fully tried"),
+        ({"a": "passed", "b": "passed", "c": "untried"}, "is not fully tried"),
+        ({"a": "failed"}, "does NOT conform"),
+        ({"a": "failed", "b": "passed", "c": "untried"}, "does NOT conform"),
+    ],
+)
+def test_the_verdict_is_on_the_whole_contract(results: dict[str, str], verdict: str) -> None:
+    found = report(**results)
+    assert found.verdict == verdict
+    assert found.conforms is (verdict == "conforms")
+    assert found.markdown().startswith(f"# `mine` {verdict} ")
+    assert verdict in found.terminal()[0]
+    assert found.record()["conforms"] is found.conforms
+
+
+def test_what_was_not_tried_is_named() -> None:
+    found = report(a="passed", b="untried")
+    gaps = "2 of 3 checks were not tried: on several ranks (all 2)"
+    assert found.gaps() == gaps
+    assert f"\n{gaps}.\n" in found.markdown()
+    assert gaps in found.terminal()
+    assert found.record()["not_tried"] == ["test_on_ranks[b]", "test_on_ranks[c]"]
+    assert report(b="passed").gaps().endswith("on paper (all 1), on several ranks (1 of 2)")
+    assert report(a="passed", b="skipped", c="passed").gaps() == ""
+
+
+def test_a_page_counts_and_shows_every_line() -> None:
+    found = report(a="passed", b="failed", c="untried")
+    assert found.counts() == "1 passed, 1 not tried, 1 FAILED"
+    page = found.markdown()
+    assert "| they meet | FAIL: so \\| so |" in page, "a bar in a table's cell"
+    assert "| they part | not tried: so \\| so |" in page
+
+
+def test_several_reports_are_one_json_document() -> None:
+    assert json.loads(written([report()], ".json"))["backend"] == "mine"
+    assert [each["backend"] for each in json.loads(written([report(), report()], ".json"))] == [
+        "mine",
+        "mine",
+    ]
+    assert written([report(), report()], ".md").count("# `mine` is not fully tried") == 2
+
+
+# -- those that are published ---------------------------------------------------------------------
+
+
+def read(page: Path) -> Report:
+    """The report that a page shows."""
+    names = {place: name for name, place in contents().items()}
+    results = {mark: result for result, mark in MARKS.items()}
+    found = Report(backend=page.stem, distribution="", contents=contents())
+    part = ""
+    for row in page.read_text().splitlines():
+        if row.startswith("## "):
+            part = row.removeprefix("## ")
+        if part and row.startswith("| ") and row != "| check | result |":
+            title, _, told = row.removeprefix("| ").removesuffix(" |").rpartition(" | ")
+            mark, _, why = told.partition(": ")
+            name = names.get((part, title), title)
+            found.lines.append(
+                Line(part=part, name=name, title=title, result=results[mark], why=why)
+            )
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_published_reports_are_of_todays_checks(page: Path) -> None:
+    found = read(page)
+    assert found.not_tried == []
+    assert {line.name for line in found.lines} == set(contents()), "a check that is no more"
+    assert found.conforms
+    assert page.read_text().startswith(f"# `{page.stem}` conforms to anygauge's backend contract")
+
+
+def test_reports_are_published() -> None:
+    assert {page.stem for page in PAGES} == {"cpu", "lazy", "sim"}
