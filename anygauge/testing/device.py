@@ -110,12 +110,10 @@ def moves_data(on: Opened) -> None:
     "a copy to the host that was only queued has arrived when synchronize returns", part="device"
 )
 def synchronizes(on: Opened) -> None:
-    # Only memory that the device can reach by itself is copied to without waiting.
-    landed = torch.zeros(512, 512, pin_memory=on.placement.pinned_memory)
     value = torch.ones(512, 512, device=on.device)
     for _ in range(20):
         value = value @ torch.eye(512, device=on.device)
-    landed.copy_(value, non_blocking=True)
+    landed = value.to(HOST_DEVICE, non_blocking=True)
     on.placement.synchronize()
     assert float(landed.sum()) == 512 * 512
 

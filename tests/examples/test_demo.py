@@ -291,7 +291,7 @@ def test_a_signal_ends_the_demo_in_order(signum: int, tmp_path: Path) -> None:
             if line.startswith("$ "):
                 break
         process.send_signal(signum)
-        _, errors = process.communicate(timeout=180)
+        _, errors = process.communicate(timeout=400)
     assert process.returncode == 130
     assert "ended by request" in errors
     assert "Traceback" not in errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,10 @@ def test_wandb_offline_holds_everything(tmp_path: Path) -> None:
     second = WeightsAndBiases(context(tmp_path, resumed=1, **options))
     second.log(2, {"train/loss": 1.5})
     second.close("failed", {"final_loss": 1.5})
+    # What finish() leaves to wandb's own process is on the disk a moment later.
+    until = time.monotonic() + 30
+    while len(history(tmp_path)) < 3 and time.monotonic() < until:
+        time.sleep(0.2)
     assert history(tmp_path) == [
         {"step": 1, "train/loss": 3.0},
         {"step": 2, "train/loss": 2.0, "system/host_busy_percent": 5.0},
