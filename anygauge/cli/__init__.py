@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "Let a model answer, with or without an adapter.",
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",
+    "doctor": "Check this machine for a backend, and say what to do.",
     "backends": "List backends, what each found here, and what auto would choose.",
 }
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,7 @@ from anygauge.cli.plan import BackendOption, DevicesOption, Intent, NodesOption,
 from anygauge.interface import Job, RunFileError
 
 if TYPE_CHECKING:
+    from anygauge.interface import Backend, Node
     from anygauge.registry import Registry, ResolvedSetting
 
 
@@ -42,6 +44,10 @@ def env(
         int | None, typer.Option("--local-rank", help="Only this rank of the machine.")
     ] = None,
     format_: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.table,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Also the rules behind it, and those that do not apply."),
+    ] = False,
 ) -> None:
     """Show the environment that a run would get, and why. Needs no device, imports no torch."""
     registry, job = _job(run_file, backend, devices, nodes, set_)
@@ -52,24 +58,61 @@ def env(
             param_hint="--local-rank",
         )
     by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
+    rules = _explained(registry, job, ranks[0]) if explain else []
     console = Console(highlight=False, soft_wrap=format_ is not Format.table)
     if format_ is Format.json:
-        typer.echo(
-            json.dumps(
-                {str(r): [s.record() for s in found] for r, found in by_rank.items()}, indent=2
-            )
-        )
+        record: dict[str, Any] = {
+            str(r): [s.record() for s in found] for r, found in by_rank.items()
+        }
+        typer.echo(json.dumps(record | ({"rules": rules} if explain else {}), indent=2))
     elif format_ is Format.shell:
         for rank, found in by_rank.items():
             typer.echo(f"# local rank {rank}")
             for one in found:
                 typer.echo(_shell(one))
+        for rule in rules:
+            typer.echo(f"# {rule['name']}: {rule['here']}: {rule['why']} [{rule['source']}]")
     else:
         console.print(
             f"Backend {job.backend}, {job.nodes} x {job.devices_per_node} ranks. "
             "Precedence: your own variable, run file, site hook, backend."
         )
         console.print(environment_table(by_rank))
+        if explain:
+            _print_rules(console, job.backend, rules)
+
+
+def _explained(registry: Registry, job: Job, local_rank: int) -> list[dict[str, str]]:
+    """Each rule of the backend, as plain text: what it says, and what it decides here."""
+    backend = registry.create_backend(job.backend, job.backend_options)
+    node = _node(backend)
+    return [
+        {
+            "name": rule.name,
+            "rule": rule.value,
+            "scope": rule.scope.value,
+            "reason": rule.reason,
+            "source": rule.source,
+            "here": str(decision.value) if decision.applies else "(left as it is)",
+            "why": decision.why,
+        }
+        for rule, decision in backend.explain_environment(job, node, local_rank)
+    ]
+
+
+def _print_rules(console: Console, backend: str, rules: list[dict[str, str]]) -> None:
+    console.print(Text(f"Rules of {backend}", style="bold"))
+    for rule in rules:
+        console.print(Text(f"{rule['name']}  {rule['here']}", style="bold"))
+        for title, text in (
+            ("here", rule["why"]),
+            ("rule", f"{rule['rule']} (the same in each {rule['scope']})"),
+            ("reason", rule["reason"]),
+            ("source", rule["source"]),
+        ):
+            console.print(Padding(Text(f"{title}: {text}"), (0, 0, 0, 4)))
+    if not rules:
+        console.print("  this backend has no table of rules")
 
 
 def _job(
@@ -133,13 +176,19 @@ def rank_environments(intent: Intent) -> dict[int, list[ResolvedSetting]]:
 
 def _resolve(registry: Registry, job: Job, local_rank: int) -> list[ResolvedSetting]:
     from anygauge.agent.inherited import scrub
-    from anygauge.agent.node import inspect_node
     from anygauge.registry import resolve_environment
 
     backend = registry.create_backend(job.backend, job.backend_options)
-    inherited = scrub(os.environ)
-    node = inspect_node(backend=backend, environ=inherited)
-    return resolve_environment(registry, backend, job, node, local_rank, inherited)
+    return resolve_environment(
+        registry, backend, job, _node(backend), local_rank, scrub(os.environ)
+    )
+
+
+def _node(backend: Backend) -> Node:
+    from anygauge.agent.inherited import scrub
+    from anygauge.agent.node import inspect_node
+
+    return inspect_node(backend=backend, environ=scrub(os.environ))
 
 
 def environment_table(by_rank: dict[int, list[ResolvedSetting]]) -> Table:

@@ -15,6 +15,7 @@ from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.adapter import add_adapter, borrowed_parameters
 from anygauge.models.files import WeightFiles, match_names
+from anygauge.models.kernels import NormKernel, replace_norms
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.py", "*.model"]
 
@@ -83,13 +84,19 @@ class CausalModelFactory:
         dtype: torch.dtype,
         seed: int,
         gradient_checkpointing: bool,
+        norm: NormKernel | None = None,
     ) -> None:
-        """Args: dtype: type of the adapter's factors; attention: a resolved implementation."""
+        """Args:
+        dtype: type of the adapter's factors.
+        attention: a resolved implementation.
+        norm: computes the RMS norms; None: as the model does.
+        """
         self.section = section
         self.adapter = adapter
         self.config = load_config(section)
         self._attention = attention
         self._dtype = dtype
+        self._norm = norm
         self._seed = seed
         self._recomputes = gradient_checkpointing
         self._files: WeightFiles | None = None
@@ -120,6 +127,8 @@ class CausalModelFactory:
             ) from error
         model.tie_weights()
         model.config.use_cache = False
+        if self._norm is not None:
+            replace_norms(model, self._norm)
         refuse_persistent_buffers(model)
         return model
 

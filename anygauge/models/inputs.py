@@ -61,8 +61,13 @@ def model_inputs(batch: MicroBatchLike, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def check_packing(config: Any, attention: str, max_length: int) -> None:
+def check_packing(
+    config: Any, attention: str, max_length: int, *, takes_masks: bool = False
+) -> None:
     """Refuse packing where the model's attention would not keep documents apart.
+
+    Args:
+        takes_masks: the attention is a kernel whose contract is to add the mask that it is given.
 
     Raises:
         UnsupportedError: with the reason and the way out.
@@ -82,7 +87,7 @@ def check_packing(config: Any, attention: str, max_length: int) -> None:
             f"data.max_length {max_length}, and packing replaces its mask; set data.max_length to "
             f"at most {window}, or data.packing: false"
         )
-    if attention not in ("eager", "sdpa"):
+    if not takes_masks and attention not in ("eager", "sdpa"):
         raise UnsupportedError(
             f"data.packing: attention {attention!r} does not take the mask that keeps packed rows "
             "apart; set model.attention to eager or sdpa, or data.packing: false"

@@ -25,6 +25,7 @@ from anygauge.strategies.base import (
     trained_parameters,
 )
 from anygauge.strategies.materialise import materialise
+from anygauge.strategies.regions import compile_regions
 from anygauge.strategies.state import (
     Counters,
     TrainedState,
@@ -184,4 +185,5 @@ class Single:
         )
         model = context.factory.adapt(model)
         context.factory.checkpoint_activations(model, reentrant=False)
+        compile_regions(model, context.backend)
         return SingleEngine(model, context)

@@ -28,6 +28,7 @@ from anygauge.strategies.base import (
     trained_parameters,
 )
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
+from anygauge.strategies.regions import compile_regions
 from anygauge.strategies.state import Counters, TrainedState
 from anygauge.strategies.zero_runtime import (
     gather_by_block,
@@ -216,6 +217,7 @@ class Zero:
         factory.checkpoint_activations(model, reentrant=needs_reentrant_checkpointing())
         if sharded and self.gather == "layer":
             gather_by_block(model)
+        compile_regions(model, context.backend)
         buffers = buffers_of(model)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=context.optimizer(trained_parameters(model)), config=config

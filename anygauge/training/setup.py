@@ -21,15 +21,23 @@ from anygauge.data import (
     prepare,
     training_batches,
 )
-from anygauge.interface import Backend, Job, ModelError, UnsupportedError
+from anygauge.interface import (
+    AttentionKernel,
+    Backend,
+    Job,
+    ModelError,
+    PluginError,
+    UnsupportedError,
+)
 from anygauge.interface.events import EventWriter
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import check_packing, model_inputs
+from anygauge.models.kernels import register_attention
 from anygauge.models.loss import summed_cross_entropy
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-from anygauge.registry import Registry
+from anygauge.registry import KernelChoice, Registry
 from anygauge.strategies.base import (
     BuildContext,
     DeviceBatch,
@@ -138,7 +146,8 @@ def prepare_run(
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
     kernels = registry.resolve_kernels(backend, run.kernels)
-    attention = backend.attention if run.model.attention == "auto" else run.model.attention
+    backend.adapt_models(packing=run.data.packing)
+    attention, attention_kernel = choose_attention(run, backend, registry, kernels)
     tokenizer = load_tokenizer(run.model)
     factory = CausalModelFactory(
         run.model,
@@ -147,6 +156,7 @@ def prepare_run(
         dtype=torch_dtype(precision.compute),
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
+        norm=registry.load_kernel(kernels["rms_norm"]) if "rms_norm" in kernels else None,
     )
     check_vocabulary(factory.config, tokenizer)
     positions = getattr(factory.config, "max_position_embeddings", None)
@@ -156,7 +166,12 @@ def prepare_run(
             f"positions; set it to at most {positions}"
         )
     if run.data.packing:
-        check_packing(factory.config, attention, run.data.max_length)
+        check_packing(
+            factory.config,
+            attention,
+            run.data.max_length,
+            takes_masks=attention_kernel is not None,
+        )
     # Any rank may be the one that tokenises, so each says for itself how far it has come.
     data = prepare(run.data, tokenizer, run.train.seed, say=rank.events.message)
     rank.say(f"data: {data.report}")
@@ -211,7 +226,7 @@ def prepare_run(
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
         f"{trained:,} trained ({trained / total:.2%}); {precision.compute} ({precision.why}); "
-        f"attention {attention}"
+        f"attention {attention}" + (f" ({attention_kernel.describe})" if attention_kernel else "")
     )
     peak = backend.placement.peak_flops(precision.compute)
     meter = RunMeter(
@@ -296,6 +311,33 @@ def prepare_run(
             "kernels": {name: choice.record() for name, choice in kernels.items()},
         },
     )
+
+
+def choose_attention(
+    run: RunFile, backend: Backend, registry: Registry, kernels: Mapping[str, KernelChoice]
+) -> tuple[str, AttentionKernel | None]:
+    """The attention that models are built with, and the kernel behind it, if it is one.
+
+    Raises:
+        UnsupportedError: the run file asks for an attention of the model library and a kernel.
+    """
+    asked = run.model.attention
+    if asked != "auto":
+        if "attention" in run.kernels:
+            raise UnsupportedError(
+                f"model.attention is {asked!r} and kernels.attention is "
+                f"{run.kernels['attention']!r}: one of them must be left out"
+            )
+        return asked, None
+    kernel = registry.load_kernel(kernels["attention"]) if "attention" in kernels else None
+    if kernel is None:
+        return backend.attention, None
+    if not isinstance(kernel, AttentionKernel):
+        raise PluginError(
+            f"kernel {kernels['attention'].name!r} for attention is a {type(kernel).__name__}; its "
+            "factory must return an AttentionKernel"
+        )
+    return register_attention(kernel), kernel
 
 
 def seed_dropout(backend: Backend, seed: int, rank: Rank, start: Checkpoint | None) -> None:

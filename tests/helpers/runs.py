@@ -129,9 +129,14 @@ def trained_here(path: Path) -> Run:
     return Run(folder=Path(intent.job.run_directory), status=0, out="", err="")
 
 
-def train(path: Path, *options: str | Path, timeout_s: float = 400) -> Run:
+def train(
+    path: Path,
+    *options: str | Path,
+    timeout_s: float = 400,
+    environment: Mapping[str, str] | None = None,
+) -> Run:
     """``anygauge train``; the run may have failed."""
-    done = anygauge(["train", path, *options], timeout_s=timeout_s)
+    done = anygauge(["train", path, *options], timeout_s=timeout_s, environment=environment)
     fields = yaml.safe_load(path.read_text())
     folder = Path(fields["output"]) / fields["name"]
     return Run(folder=folder, status=done.returncode, out=done.stdout, err=done.stderr)

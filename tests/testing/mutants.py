@@ -6,6 +6,7 @@ backend without a defect is the host's processors under another name.
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import time
@@ -88,6 +89,9 @@ if MUTATION == "a kernel is wrong":
 def make(options: Mapping[str, Any] | None = None) -> Backend:
     from anygauge_cpu.backend import CpuBackend, CpuCollectives
     from anygauge_cpu.placement import CpuPlacement
+
+    if MUTATION == "aborts at its end":
+        atexit.register(os.abort)
 
     class MutantGraph(Graph):
         if MUTATION == "padded beyond the maximum":
@@ -213,6 +217,11 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
             if MUTATION == "opens when it is made":
                 self.placement.open(0)
 
+        def close(self) -> None:
+            super().close()
+            if MUTATION == "close raises":
+                raise RuntimeError("the driver is gone")
+
         def diagnostics(self) -> Sequence[Any]:
             return ()  # the processors' own import torch, which takes seconds
 
@@ -240,6 +249,8 @@ def _capabilities(found: Mapping[str, Support]) -> Mapping[str, Support]:
         return {**found, "mark_step": Support(Level.FULL)}
     if MUTATION == "the graph limit is ignored":
         return {**found, "graph_limit": Support(Level.FULL)}
+    if MUTATION == "collectives work but are declared missing":
+        return {**found, "collectives": Support(Level.NOT_WRITTEN_YET, "so it says")}
     if MUTATION == "float16 works but is declared missing":
         return {**found, "float16": Support(Level.UNSUPPORTED_BY_HARDWARE, "so it says")}
     if MUTATION == "says nothing about zero":

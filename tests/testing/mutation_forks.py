@@ -34,7 +34,8 @@ def answers_of(part: str, mutations: Sequence[str], folder: Path) -> dict[str, A
     found = {}
     for number, mutation in enumerate(mutations):
         files = [folder / f"{part}{number}.{rank}.json" for rank in range(RANKS[part])]
-        found[mutation] = Answers(answers=merged_answers(files))
+        trouble = (folder / f"{part}{number}.trouble").read_text(encoding="utf-8")
+        found[mutation] = Answers(answers=merged_answers(files), trouble=trouble)
     return found
 
 
@@ -47,8 +48,12 @@ def main() -> None:
         world = RANKS[part]
         base = Path(asked["folder"]) / f"{part}{number}"
         children = [fork(part, mutation, base, rank, world) for rank in range(world)]
-        for child in children:
-            os.waitpid(child, 0)
+        troubles = []
+        for rank, child in enumerate(children):
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if status:
+                troubles.append(f"rank {rank} ended with status {status}")
+        Path(f"{base}.trouble").write_text("; ".join(troubles), encoding="utf-8")
 
 
 def fork(part: str, mutation: str, base: Path, rank: int, world: int) -> int:

@@ -36,6 +36,7 @@ CAUGHT_BY = {
         "a value that is no text": "settings_explain_themselves",
         "a setting without a reason": "settings_explain_themselves",
         "a rank's value without a rank": "scopes_hold",
+        "aborts at its end": "ends_on_paper",
     },
     "device": {
         "memory never moves": "memory_moves",
@@ -48,6 +49,7 @@ CAUGHT_BY = {
         "nested tensors stay behind": "moves_data",
         "every error is out of memory": "out_of_memory_is_told_apart",
         "close leaves it open": "closes",
+        "close raises": "ends_on_device",
         "mark_step changes nothing but is declared": "mark_step_is_real",
         "mark_step does nothing but is declared": "mark_step_is_real",
         "mark_step works but is declared missing": "mark_step_is_real",
@@ -65,6 +67,7 @@ CAUGHT_BY = {
         "gathers backwards": "all_gathers",
         "barrier does nothing": "barrier_waits",
         "host sums lose digits": "sums_on_host",
+        "collectives work but are declared missing": "all_gathers",
     },
 }
 CASES = [(part, name) for part, mutations in CAUGHT_BY.items() for name in mutations]

@@ -1,0 +1,241 @@
+"""What ``doctor`` looks at on any machine: packages, limits, memory between processes, networks.
+
+Files and limits are read; nothing is changed but for a file in the output folder, written to learn
+its speed and removed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from anygauge.interface import Check, LaunchProfile, Node, Outcome
+
+MIB = 2**20
+SHARED_MEMORY = 2**30
+"""Containers get 64 MiB unless told otherwise, too little for collectives and data workers."""
+OPEN_FILES = 4096
+WRITTEN = 128 * MIB
+SLOW_WRITES = 50 * MIB
+"""Bytes a second: a checkpoint of a gigabyte then takes over twenty seconds."""
+
+
+def host_checks(
+    node: Node, launch: LaunchProfile, environ: Mapping[str, str], root: Path = Path("/")
+) -> list[Check]:
+    """Everything that needs neither torch nor a device.
+
+    Args:
+        environ: the user's variables.
+        root: where /proc, /sys and /dev are found.
+    """
+    return [
+        *packages(),
+        visibility(launch, environ),
+        locked_memory(node),
+        open_files(),
+        shared_memory(root),
+        numa_balancing(root),
+        interfaces(node),
+        rdma_devices(node),
+    ]
+
+
+def packages(distribution: str = "anygauge") -> list[Check]:
+    """Each package that decides results, against the range that it was tested with."""
+    try:
+        required = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return [_warn("packages", f"{distribution} is not installed as a package", "pip install .")]
+    troubles, fine = [], []
+    for requirement in map(Requirement, required):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            troubles.append(f"{requirement.name} is missing ({requirement.specifier})")
+            continue
+        if requirement.specifier.contains(version, prereleases=True):
+            fine.append(f"{requirement.name} {version}")
+        else:
+            troubles.append(f"{requirement.name} {version}, tested with {requirement.specifier}")
+    if troubles:
+        remedy = f"pip install --upgrade {distribution}, or install versions within these ranges"
+        return [
+            Check(name="packages", outcome=Outcome.FAIL, seen="; ".join(troubles), remedy=remedy)
+        ]
+    shown = ", ".join(fine[:4]) + (f" and {len(fine) - 4} more" if len(fine) > 4 else "")
+    return [Check(name="packages", outcome=Outcome.PASS, seen=shown)]
+
+
+def visibility(launch: LaunchProfile, environ: Mapping[str, str]) -> Check:
+    """Whether the variable that hides devices from a process is set."""
+    name, variable = "visible devices", launch.visibility_variable
+    if variable is None:
+        return _pass(name, "this backend has no variable for it")
+    value = environ.get(variable)
+    if value is None:
+        return _pass(name, f"{variable} is unset: all")
+    if not value.strip():
+        return _fail(name, f"{variable} is set to nothing: no device is visible", "unset it")
+    return _pass(name, f"{variable}={value}")
+
+
+def locked_memory(node: Node) -> Check:
+    """Adapters that read memory by themselves need it locked."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    name, unlimited = "locked memory", soft == resource.RLIM_INFINITY
+    seen = "unlimited" if unlimited else f"{soft // 1024} KiB"
+    if unlimited:
+        return _pass(name, seen)
+    if not node.rdma_devices:
+        return _pass(name, f"{seen}; no RDMA device that would need more")
+    return _warn(
+        name,
+        seen,
+        "ulimit -l unlimited; in a container --ulimit memlock=-1; under Slurm "
+        "PropagateResourceLimitsExcept=MEMLOCK",
+    )
+
+
+def open_files() -> Check:
+    """Sockets, shards and data files count against one limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    name, seen = "open files", "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
+        return _pass(name, seen)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    return _warn(name, seen, f"ulimit -n {OPEN_FILES} (up to {most} is allowed here)")
+
+
+def shared_memory(root: Path = Path("/")) -> Check:
+    """Size of /dev/shm, through which the processes of a machine exchange data."""
+    path = root / "dev/shm"
+    try:
+        status = os.statvfs(path)
+    except OSError as error:
+        return _warn("shared memory", f"{path}: {error.strerror}", "mount a tmpfs at /dev/shm")
+    size = status.f_frsize * status.f_blocks
+    seen = f"/dev/shm has {size // MIB} MiB, {status.f_frsize * status.f_bavail // MIB} free"
+    if size >= SHARED_MEMORY:
+        return _pass("shared memory", seen)
+    return _warn(
+        "shared memory",
+        seen,
+        "give the container the host's (--ipc=host) or more (--shm-size=8g)",
+    )
+
+
+def numa_balancing(root: Path = Path("/")) -> Check:
+    """Whether the kernel moves pages between memory nodes while devices read them."""
+    name = "NUMA balancing"
+    nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
+    text = _text(root / "proc/sys/kernel/numa_balancing")
+    if len(nodes) < 2:
+        return _pass(name, "one memory node")
+    if text in ("", "0"):
+        return _pass(
+            name, f"{len(nodes)} memory nodes; " + ("off" if text else "not in this kernel")
+        )
+    return _warn(
+        name,
+        f"{len(nodes)} memory nodes; on",
+        "sysctl kernel.numa_balancing=0 (as root): pages that move stall transfers",
+    )
+
+
+def interfaces(node: Node) -> Check:
+    """Networks that ranks on other machines could be reached by."""
+    name, up = "network interfaces", [i.name for i in node.outward]
+    if not up:
+        return _pass(name, "none but the loopback: runs on this machine only")
+    if node.main_interface is None:
+        return _warn(
+            name,
+            f"{', '.join(up)} are up, none of them physical",
+            "for several machines, name one in the run file's environment (see anygauge env)",
+        )
+    return _pass(
+        name, f"{', '.join(up)} up; {node.main_interface.name} is taken for several machines"
+    )
+
+
+def rdma_devices(node: Node) -> Check:
+    """Adapters that write into remote memory."""
+    if not node.rdma_devices:
+        return _pass("RDMA devices", "none: several machines would talk through sockets")
+    seen = ", ".join(f"{d.name} ({d.driver}, {d.link_layer})" for d in node.rdma_devices)
+    return _pass("RDMA devices", seen)
+
+
+def write_speed(folder: Path, size: int = WRITTEN) -> Check:
+    """Write a file of `size` bytes, wait until it is on the disk, and remove it."""
+    name, path = "output folder", folder / f".anygauge-doctor-{os.getpid()}"
+    block = os.urandom(MIB)
+    try:
+        began = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(size // MIB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        rate = size / (time.perf_counter() - began)
+    except OSError as error:
+        return _fail(
+            name, f"{folder}: {error.strerror}", "choose a folder that can be written (--output)"
+        )
+    finally:
+        path.unlink(missing_ok=True)
+    seen = f"{folder}: {rate / MIB:.0f} MiB/s, synchronised"
+    if rate >= SLOW_WRITES:
+        return _pass(name, seen)
+    return _warn(name, seen, "checkpoints will hold the run up: choose a faster disk")
+
+
+def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0) -> Check:
+    """Whether the model hub answers, and whether a login is stored."""
+    import huggingface_hub
+
+    name = "model hub"
+    try:
+        user = huggingface_hub.get_token()
+        huggingface_hub.HfApi(endpoint=endpoint).model_info("gpt2", timeout=timeout_s, token=False)
+    except Exception as error:
+        return _fail(
+            name,
+            f"{endpoint} gave {type(error).__name__}: {str(error).splitlines()[0]}",
+            "check the network and proxies; models in folders need no hub (HF_HUB_OFFLINE=1)",
+        )
+    return _pass(name, f"{endpoint} answers; " + ("logged in" if user else "not logged in"))
+
+
+def worst(checks: Sequence[Check]) -> str:
+    """The gravest outcome."""
+    order = (Outcome.PASS, Outcome.WARN, Outcome.FAIL)
+    return max((check.outcome for check in checks), key=order.index, default=Outcome.PASS)
+
+
+def _pass(name: str, seen: str) -> Check:
+    return Check(name=name, outcome=Outcome.PASS, seen=seen)
+
+
+def _warn(name: str, seen: str, remedy: str) -> Check:
+    return Check(name=name, outcome=Outcome.WARN, seen=seen, remedy=remedy)
+
+
+def _fail(name: str, seen: str, remedy: str) -> Check:
+    return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

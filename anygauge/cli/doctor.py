@@ -1,0 +1,122 @@
+"""``anygauge doctor``: is this machine ready, and what to do where it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from anygauge.cli.plan import BackendOption
+from anygauge.interface import AnygaugeError, Check, Outcome
+
+if TYPE_CHECKING:
+    from anygauge.interface import Backend
+
+_STYLES = {Outcome.PASS: "green", Outcome.WARN: "yellow", Outcome.FAIL: "bold red"}
+
+
+def doctor(
+    backend: BackendOption = None,
+    collectives: Annotated[
+        int | None,
+        typer.Option(
+            "--collectives",
+            min=2,
+            help="Start so many ranks here and let them sum tensors; shows size and bandwidth.",
+            metavar="RANKS",
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", help="Folder whose write speed is measured.")
+    ] = Path(),
+    hub: Annotated[
+        bool, typer.Option("--hub", help="Ask the model hub, too (uses the network).")
+    ] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check this machine for a backend. Exit status 1 if a check failed."""
+    from anygauge.agent.host_checks import worst
+    from anygauge.registry import AUTO, Registry
+
+    registry = Registry.load()
+    selection = registry.select_backend(backend or AUTO, need_device=False)
+    chosen = registry.create_backend(selection)
+    found = _host(chosen, output, hub)
+    own = _own(chosen)
+    trip = []
+    if collectives is not None:
+        from anygauge.agent.round_trip import measure
+
+        trip.append(measure(chosen.name, {}, collectives))
+    everything = [*own, *found, *trip]
+    result = worst(everything)
+    if json_:
+        record = {
+            "backend": chosen.name,
+            "outcome": result,
+            "checks": [asdict(check) for check in everything],
+        }
+        typer.echo(json.dumps(record, indent=2))
+    else:
+        console = Console(highlight=False)
+        console.print(Text(f"Backend {chosen.name}: {selection.reason}", style="bold"))
+        console.print(_table(everything))
+        counts = ", ".join(
+            f"{sum(check.outcome == outcome for check in everything)} {outcome}"
+            for outcome in (Outcome.PASS, Outcome.WARN, Outcome.FAIL)
+        )
+        console.print(Text(counts, style=_STYLES[result]))
+    if result == Outcome.FAIL:
+        raise typer.Exit(1)
+
+
+def _host(backend: Backend, output: Path, hub: bool) -> list[Check]:
+    from anygauge.agent.host_checks import host_checks, hub_access, write_speed
+    from anygauge.agent.inherited import scrub
+    from anygauge.agent.node import inspect_node
+
+    environ = scrub(os.environ)
+    node = inspect_node(backend=backend, environ=environ)
+    found = [*host_checks(node, backend.launch, environ), write_speed(output.absolute())]
+    return [*found, hub_access()] if hub else found
+
+
+def _own(backend: Backend) -> list[Check]:
+    """The backend's checks; one that raises is a failed line, not the end of the others."""
+    try:
+        return list(backend.diagnostics())
+    except AnygaugeError as error:
+        seen = str(error)
+    except Exception as error:
+        seen = f"diagnostics() raised {type(error).__name__}: {error}"
+    return [
+        Check(
+            name=f"checks of {backend.name}",
+            outcome=Outcome.FAIL,
+            seen=seen,
+            remedy="report it to whoever made this backend (anygauge backends names the package)",
+        )
+    ]
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("", "check", "seen", "what to do"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        table.add_row(
+            Text(check.outcome, style=_STYLES[check.outcome]),
+            Text(check.name),
+            Text(check.seen),
+            Text(check.remedy),
+        )
+    return table

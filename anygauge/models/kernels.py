@@ -1,0 +1,92 @@
+"""Putting a run's kernels into a model: attention by the library's registry, norms by module."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import AttentionKernel, PluginError
+
+NormKernel = Callable[[Tensor, Tensor, float], Tensor]
+"""(x (..., D), weight (D,), epsilon) -> (..., D), in x's type."""
+
+
+def register_attention(kernel: AttentionKernel) -> str:
+    """Make the model library know an attention kernel; returns the name to build models with.
+
+    Raises:
+        PluginError: the library has no masks of the kind that the kernel takes.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    if kernel.mask not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise PluginError(
+            f"attention kernel {kernel.name!r} takes masks as for {kernel.mask!r}, which the "
+            "installed transformers does not make"
+        )
+    AttentionInterface.register(kernel.name, kernel.forward)
+    # With a name in the first registry alone, models would get no mask: padding would be seen.
+    AttentionMaskInterface.register(kernel.name, ALL_MASK_ATTENTION_FUNCTIONS[kernel.mask])
+    return kernel.name
+
+
+def replace_norms(model: nn.Module, kernel: NormKernel) -> int:
+    """Let a kernel compute each RMS norm of a model; returns how many it replaced.
+
+    A norm counts only if what its class computes is the plain formula: some architectures add one
+    to the weight, or normalise in another way under the same name.
+    """
+    plain: dict[type[nn.Module], bool] = {}
+    replaced = 0
+    for module in model.modules():
+        if not type(module).__name__.endswith("RMSNorm") or _epsilon(module) is None:
+            continue
+        kind = type(module)
+        if kind not in plain:
+            plain[kind] = _is_plain(module)
+        if plain[kind]:
+            # Bound, so that a copy of the module computes with the copy's weight.
+            bound = types.MethodType(_forward(kernel), module)
+            module.forward = bound
+            replaced += 1
+    return replaced
+
+
+def _epsilon(module: Any) -> float | None:
+    return next(
+        (float(getattr(module, n)) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None
+    )
+
+
+def _forward(kernel: NormKernel) -> Callable[[Any, Tensor], Tensor]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        epsilon = _epsilon(self)
+        assert epsilon is not None
+        return kernel(hidden_states, self.weight, epsilon)
+
+    return forward
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a norm computes weight * x / rms(x), tried on the host."""
+    weight = getattr(module, "weight", None)
+    epsilon = _epsilon(module)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or epsilon is None:
+        return False
+    twin = copy.copy(module)
+    values = torch.linspace(0.5, 1.5, weight.numel())
+    twin._parameters = {"weight": nn.Parameter(values)}
+    x = torch.linspace(-2, 3, 3 * weight.numel()).reshape(3, -1)
+    try:
+        with torch.no_grad():
+            found = twin(x)
+    except Exception:
+        return False
+    wanted = values * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    return bool(torch.allclose(found, wanted, rtol=1e-5, atol=1e-6))

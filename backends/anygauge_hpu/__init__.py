@@ -1,0 +1,47 @@
+"""The backend of Intel Gaudi cards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from anygauge.interface import BackendSpec, KernelSpec, hookimpl
+from anygauge_hpu.probe import probe
+from anygauge_hpu.software import why_missing
+
+# Written out, not taken from the interface: it must not move along when the contract does.
+WRITTEN_FOR = 0
+
+
+@hookimpl
+def anygauge_provide_backends() -> Iterable[BackendSpec]:
+    """Announce the backend."""
+    return [
+        BackendSpec(
+            name="hpu",
+            factory="anygauge_hpu.backend:HpuBackend",
+            probe=probe,
+            api_version=WRITTEN_FOR,
+            priority=100,
+        )
+    ]
+
+
+@hookimpl
+def anygauge_provide_kernels() -> Iterable[KernelSpec]:
+    """Announce the kernels; the backend prefers among them by its options."""
+    return [
+        KernelSpec(
+            operation=operation,
+            name=name,
+            factory=f"anygauge_hpu.kernels:{function}",
+            api_version=WRITTEN_FOR,
+            device_types=frozenset({"hpu"}),
+            missing=why_missing,
+        )
+        for operation, name, function in (
+            ("attention", "gaudi_fused", "fused_attention"),
+            ("attention", "gaudi_softmax_bf16", "attention_with_softmax_in_bfloat16"),
+            ("attention", "gaudi_softmax_fp32", "attention_with_softmax_in_float32"),
+            ("rms_norm", "gaudi_fused", "fused_rms_norm"),
+        )
+    ]

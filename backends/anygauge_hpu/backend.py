@@ -1,0 +1,192 @@
+"""The backend object: what the core may ask about Gaudi cards."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anygauge.interface import (
+    FULL,
+    Backend,
+    Check,
+    Collectives,
+    LaunchProfile,
+    Level,
+    RunFileError,
+    Setting,
+    Support,
+    UnsupportedError,
+)
+from anygauge_hpu.diagnostics import checks
+from anygauge_hpu.environment import MODULES_VARIABLE, RULES, refuse_contradictions
+from anygauge_hpu.graph import HpuGraph
+from anygauge_hpu.mode import Mode, choose_mode
+from anygauge_hpu.options import OPTIONS, check_options
+from anygauge_hpu.placement import HpuPlacement
+from anygauge_hpu.software import PLUGIN, RELEASES, installed_version
+
+_NO_GRAPH = Support(
+    Level.UNSUPPORTED_BY_VERSION,
+    "only lazy mode accumulates a graph (backend_options.mode: lazy)",
+)
+
+
+class HpuCollectives(Collectives):
+    """HCCL. It has no mean: the sum is divided, as everywhere. Gaudi's software replaces torch's
+    calls that make groups by ones without ``device_id``, so that it must not be passed."""
+
+    process_group_backend = "hccl"
+
+
+class HpuBackend(Backend):
+    """Gaudi cards. Options: see `anygauge_hpu.options`."""
+
+    name = "hpu"
+    device_type = "hpu"
+    placement_class = HpuPlacement
+    placement: HpuPlacement
+    collectives_class = HpuCollectives
+    attention = "eager"
+    known_options = tuple(OPTIONS)
+    environment_rules = RULES
+    libraries = (PLUGIN,)
+    variables = (MODULES_VARIABLE,)
+    launch = LaunchProfile(
+        visibility_variable=MODULES_VARIABLE,
+        image=next(r.image for r in reversed(RELEASES) if r.image),
+        # Source: Intel's instructions for several nodes, as optimum-habana's README has them.
+        container_flags=(
+            "--runtime=habana",
+            "-e=HABANA_VISIBLE_DEVICES=all",
+            "-e=OMPI_MCA_btl_vader_single_copy_mechanism=none",
+            "--cap-add=sys_nice",
+            "--net=host",
+            "--ipc=host",
+        ),
+        cluster_resource="habana.ai/gaudi",
+        binding="cores",
+    )
+    capabilities: Mapping[str, Support] = {
+        "bfloat16": FULL,
+        "float16": Support(
+            Level.NOT_WRITTEN_YET,
+            "first-generation cards have none, and Gaudi's trainers refuse it; use bfloat16",
+        ),
+        "autocast": FULL,
+        "collectives": FULL,
+        "zero": FULL,
+        "memory_statistics": FULL,
+        "peak_flops": Support(
+            Level.NOT_WRITTEN_YET, "no rate was found in a datasheet of the maker's own"
+        ),
+    }
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """Args: options: the run file's ``backend_options``; see `anygauge_hpu.options`.
+
+        Raises:
+            RunFileError: an option is unknown, not valid, or means nothing with another one.
+        """
+        super().__init__(options)
+        valid_mode = OPTIONS["mode"]
+        if "mode" in self.options and not valid_mode.accepts(self.options["mode"]):
+            raise RunFileError(
+                f"backend_options.mode: {self.options['mode']!r} is not valid; valid: "
+                f"{valid_mode.valid}"
+            )
+        version = installed_version(PLUGIN)
+        self.mode, self.mode_reason = choose_mode(
+            self.options, {PLUGIN: version} if version else {}
+        )
+        check_options(self.options, self.mode)
+        self.placement.mode = self.mode
+        self.graph = HpuGraph(self.mode, self.options)
+        self.kernels = _preferred_kernels(self.options)
+
+    def support(self, capability: str) -> Support:
+        """As declared; what has to do with graphs depends on the mode."""
+        lazy = self.mode is Mode.LAZY
+        if capability in ("mark_step", "graph_limit"):
+            if not lazy:
+                return _NO_GRAPH
+            if capability == "graph_limit" and self.graph.limit is None:
+                return Support(Level.PARTIAL, "none is set: backend_options.graph_limit")
+            return FULL
+        if capability == "compile":
+            if self.mode is Mode.COMPILE:
+                return FULL
+            return Support(
+                Level.UNSUPPORTED_BY_VERSION,
+                f"not in {self.mode} mode (backend_options.mode: compile)",
+            )
+        return super().support(capability)
+
+    def check_environment(self, environ: Mapping[str, str]) -> None:
+        """Refuse what contradicts the mode, and what would end the process."""
+        refuse_contradictions(environ, self.mode)
+
+    def engine_settings(self, engine: str) -> Sequence[Setting]:
+        """DeepSpeed on Gaudi: its own accelerator for the device, and no overlap."""
+        if engine != "deepspeed":
+            return ()
+        source = "Intel's article on Llama 2 70B; optimum-habana's ZeRO-3 configuration"
+        return (
+            Setting(
+                name="accelerator",
+                value="hpu",
+                reason="the run asked for Gaudi cards, whatever else is installed",
+                source="deepspeed/accelerator/real_accelerator.py",
+            ),
+            Setting(
+                name="zero_optimization.overlap_comm",
+                value=False,
+                reason="the device resolves what depends on what by itself; a second stream costs "
+                "memory",
+                source=source,
+            ),
+            Setting(
+                name="zero_optimization.contiguous_gradients",
+                value=False,
+                reason="no copy of the gradients into a buffer of their own",
+                source=source,
+            ),
+        )
+
+    def adapt_models(self, *, packing: bool) -> None:
+        """Let optimum-habana replace transformers' models, where the run file asks for it.
+
+        Raises:
+            UnsupportedError: it is not installed, or rows are packed.
+        """
+        if not self.options.get("optimum_habana"):
+            return
+        if packing:
+            raise UnsupportedError(
+                "backend_options.optimum_habana: its models bring their own attention, which was "
+                "not tested to keep packed rows apart. Set data.packing: false, or remove it"
+            )
+        if importlib.util.find_spec("optimum") is None or not installed_version("optimum-habana"):
+            raise UnsupportedError(
+                "backend_options.optimum_habana: it is not installed (pip install optimum-habana)"
+            )
+        from optimum.habana.transformers.modeling_utils import adapt_transformers_to_gaudi
+
+        adapt_transformers_to_gaudi()
+
+    def diagnostics(self) -> Sequence[Check]:
+        """See `anygauge_hpu.diagnostics`."""
+        return checks()
+
+
+def _preferred_kernels(options: Mapping[str, Any]) -> dict[str, str]:
+    if options.get("optimum_habana"):
+        return {}
+    attention = options.get("attention", "fused")
+    in_float32 = options.get("softmax") == "float32"
+    softmax = "gaudi_softmax_fp32" if in_float32 else "gaudi_softmax_bf16"
+    norm = options.get("rms_norm", "fused")
+    return {
+        "attention": "gaudi_fused" if attention == "fused" else softmax,
+        "rms_norm": "gaudi_fused" if norm == "fused" else "reference",
+    }

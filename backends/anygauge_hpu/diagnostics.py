@@ -1,0 +1,155 @@
+"""The checks that `doctor` runs for Gaudi: cards, driver, versions, mode, visible modules."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from anygauge.interface import Check, Outcome
+from anygauge_hpu.environment import MODULES_VARIABLE
+from anygauge_hpu.mode import LAZY_VARIABLE
+from anygauge_hpu.probe import driver_version, probe
+from anygauge_hpu.software import (
+    PLUGIN,
+    RELEASES,
+    installed_version,
+    is_fork,
+    major_minor,
+    release_of,
+)
+
+_NO_CARD = (
+    "in a container, hand the cards in (--runtime=habana -e HABANA_VISIBLE_DEVICES=all); in a "
+    "cluster, ask for habana.ai/gaudi"
+)
+_NO_DRIVER = "install and load Intel's driver on the host (not in the container)"
+_NO_SOFTWARE = "use one of Intel's images: see the table of releases in docs/gaudi.md"
+
+
+def checks(
+    root: Path = Path("/"),
+    *,
+    environ: Mapping[str, str] | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> Sequence[Check]:
+    """Look at files, versions and variables; nothing of Gaudi's software is imported.
+
+    Args:
+        versions: installed distributions; None looks for them.
+    """
+    environ = os.environ if environ is None else environ
+    if versions is None:
+        names = (PLUGIN, "torch", "deepspeed", "transformers", "optimum-habana")
+        versions = {name: v for name in names if (v := installed_version(name))}
+    found = probe(root, versions.get(PLUGIN))
+    return [
+        _step("cards", found.devices.presence.value == "yes", found.devices.detail, _NO_CARD),
+        _step("driver", bool(found.driver.presence), found.driver.detail, _NO_DRIVER),
+        _step("software", PLUGIN in versions, _stated(PLUGIN, versions), _NO_SOFTWARE),
+        *(_versions(root, versions) if PLUGIN in versions else ()),
+        _mode(environ, versions),
+        _modules(environ, found.device_count),
+        _kernels_path(environ, installed=PLUGIN in versions),
+    ]
+
+
+def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
+    release, torch = release_of(versions[PLUGIN]), versions.get("torch", "")
+    seen = f"{PLUGIN} {versions[PLUGIN]}, torch {torch or 'not installed'}"
+    known = f"{RELEASES[0].version} to {RELEASES[-1].version}"
+    if release is None:
+        release_check = _warn("release", seen, f"releases known here: {known}; compare Intel's")
+    elif release.torch is None:
+        release_check = _warn(
+            "release", seen, f"which torch goes with {release.version} is not known here"
+        )
+    else:
+        release_check = _step(
+            "release",
+            major_minor(torch) == major_minor(release.torch),
+            f"{seen}; {release.version} goes with torch {release.torch} ({release.source})",
+            f"use {release.image}",
+        )
+    driver = driver_version(root)
+    same = driver is not None and major_minor(driver) == major_minor(versions[PLUGIN])
+    pair = f"driver {driver or 'not loaded'}, {PLUGIN} {versions[PLUGIN]}"
+    if driver is None:
+        return [release_check]
+    if same:
+        return [release_check, Check(name="driver release", outcome=Outcome.PASS, seen=pair)]
+    return [
+        release_check,
+        _warn("driver release", pair, "use driver and software of one release"),
+    ]
+
+
+def _mode(environ: Mapping[str, str], versions: Mapping[str, str]) -> Check:
+    value, torch = environ.get(LAZY_VARIABLE), versions.get("torch", "")
+    if value is None:
+        return Check(
+            name="mode", outcome=Outcome.PASS, seen=f"{LAZY_VARIABLE} is unset: anygauge sets it"
+        )
+    seen = f"{LAZY_VARIABLE}={value}, torch {torch or 'not installed'}"
+    if value != "0" and torch and not is_fork(torch):
+        return Check(
+            name="mode",
+            outcome=Outcome.FAIL,
+            seen=seen,
+            remedy="lazy mode needs Intel's build of torch (+git...): unset the variable, or use "
+            "Intel's image",
+        )
+    return _warn("mode", seen, "unset it: a run file chooses with backend_options.mode")
+
+
+def _modules(environ: Mapping[str, str], cards: int | None) -> Check:
+    text = environ.get(MODULES_VARIABLE)
+    name = "visible modules"
+    if text is None:
+        return Check(name=name, outcome=Outcome.PASS, seen=f"{MODULES_VARIABLE} is unset: all")
+    seen = f"{MODULES_VARIABLE}={text}"
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+        remedy = "write module numbers with commas between them, such as 0,1,2,3"
+        return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
+    numbers = [int(part) for part in text.split(",")]
+    if len(set(numbers)) < len(numbers):
+        return Check(
+            name=name, outcome=Outcome.FAIL, seen=seen, remedy="name each module only once"
+        )
+    if cards is not None and len(numbers) > cards:
+        return _warn(name, f"{seen}, but {cards} cards are here", "name as many as there are")
+    return Check(name=name, outcome=Outcome.PASS, seen=seen)
+
+
+def _kernels_path(environ: Mapping[str, str], *, installed: bool) -> Check:
+    """Multi-node runs that lose this variable end in "Graph compile failed synStatus 26"."""
+    path = environ.get("GC_KERNEL_PATH")
+    if path:
+        missing = [part for part in path.split(":") if part and not Path(part).exists()]
+        if missing:
+            remedy = "unset it, or use the image that it was set for"
+            seen = f"GC_KERNEL_PATH names {missing[0]}, which is not here"
+            return Check(name="kernel library", outcome=Outcome.FAIL, seen=seen, remedy=remedy)
+        return Check(name="kernel library", outcome=Outcome.PASS, seen=f"GC_KERNEL_PATH={path}")
+    if not installed:
+        return Check(name="kernel library", outcome=Outcome.PASS, seen="no Gaudi software here")
+    return _warn(
+        "kernel library",
+        "GC_KERNEL_PATH is unset, though Intel's images set it",
+        "start ranks through a shell or launcher that keeps the image's variables",
+    )
+
+
+def _stated(name: str, versions: Mapping[str, str]) -> str:
+    return f"{name} {versions[name]}" if name in versions else f"{name} is not installed"
+
+
+def _step(name: str, passed: bool, seen: str, remedy: str) -> Check:
+    if passed:
+        return Check(name=name, outcome=Outcome.PASS, seen=seen)
+    return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
+
+
+def _warn(name: str, seen: str, remedy: str) -> Check:
+    return Check(name=name, outcome=Outcome.WARN, seen=seen, remedy=remedy)

@@ -1,0 +1,309 @@
+"""Variables for ranks on Gaudi cards: mode, graphs, which card, and the network.
+
+What is named here stands in Gaudi's own sources; each rule cites the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anygauge.interface import (
+    Decision,
+    EnvironmentRule,
+    Node,
+    RunFileError,
+    Scope,
+    Situation,
+    leave,
+    use,
+)
+from anygauge_hpu.mode import LAZY_VARIABLE, Mode, choose_mode
+from anygauge_hpu.software import PLUGIN
+
+MODULES_VARIABLE = "HABANA_VISIBLE_MODULES"
+"""Module numbers that a process may take, as in ``0,1``; the position is the local rank."""
+
+MODULE_VARIABLE = "HLS_MODULE_ID"
+"""The one module that a process takes: a process drives one card."""
+
+_BRIDGE = "gaudi-pytorch-bridge 1.19.0"
+_FLAGS = f"{_BRIDGE}, scripts/env_flags.yaml"
+_HCL = "HCL 1.21.0, hcl_global_conf.cpp"
+_ONE_NODE = "all ranks are on one machine"
+
+
+def mode_of(situation: Situation) -> tuple[Mode, str]:
+    """The mode of a job on a node, and why."""
+    return choose_mode(situation.options, situation.node.libraries)
+
+
+def _lazy_mode(situation: Situation) -> Decision:
+    mode, why = mode_of(situation)
+    return use(mode.variable, f"{mode} mode: {why}")
+
+
+def _graph_limit(situation: Situation) -> Decision:
+    limit = situation.options.get("graph_limit")
+    if limit is None:
+        return leave("backend_options.graph_limit is not set: graphs end where a step is marked")
+    if mode_of(situation)[0] is not Mode.LAZY:
+        return leave("no graph is accumulated in this mode")
+    return use(str(limit), "backend_options.graph_limit: a graph is cut after so many operations")
+
+
+def _graph_limit_sync(situation: Situation) -> Decision:
+    if not situation.options.get("graph_limit_sync"):
+        return leave("backend_options.graph_limit_sync is not set: a cut graph runs on its own")
+    return use("true", "backend_options.graph_limit_sync: the host waits for a cut graph")
+
+
+def _sync_on_release(situation: Situation) -> Decision:
+    version = situation.version(PLUGIN)
+    if version == (0, 0) or version >= (1, 16):
+        return leave("nothing reads it from release 1.16 on: anygauge synchronises by itself")
+    if not situation.options.get("sync_on_release", True):
+        return leave("backend_options.sync_on_release is false")
+    return use("1", "DeepSpeed forks up to 1.15 synchronise before they free a weight")
+
+
+def _engine_default(name: str, what: str) -> EnvironmentRule:
+    def decide(situation: Situation) -> Decision:
+        if situation.job.strategy != "zero":
+            return leave("DeepSpeed is not used")
+        return use("0", "as DeepSpeed sets it, but before Gaudi's library reads it")
+
+    return EnvironmentRule(
+        name=name,
+        value="0 with strategy zero",
+        scope=Scope.JOB,
+        reason=f"DeepSpeed switches {what} off",
+        source="deepspeed/accelerator/hpu_accelerator.py, apply_hpu_workarounds",
+        decide=decide,
+    )
+
+
+def _recipe_cache(situation: Situation) -> Decision:
+    folder = situation.options.get("recipe_cache")
+    if folder is None:
+        return leave("backend_options.recipe_cache is not set: each process compiles for itself")
+    size = situation.options.get("recipe_cache_mb", 1024)
+    # Never emptied at start ("false"): ranks that begin later would delete what others wrote.
+    return use(f"{folder},false,{size}", "backend_options.recipe_cache")
+
+
+def modules(situation: Situation) -> tuple[str, ...] | None:
+    """The modules that the user allows, in rank order; None where all are."""
+    text = situation.variable(MODULES_VARIABLE)
+    return tuple(part.strip() for part in text.split(",")) if text else None
+
+
+def _module(situation: Situation) -> Decision:
+    rank, allowed = situation.local_rank, modules(situation)
+    assert rank is not None
+    if allowed is None:
+        if situation.job.devices_per_node == 1:
+            return leave("a single rank takes any card that is free")
+        return use(str(rank), f"no {MODULES_VARIABLE}: the module of the local rank")
+    if rank >= len(allowed):
+        raise RunFileError(
+            f"{MODULES_VARIABLE}={','.join(allowed)} allows {len(allowed)} cards, but local rank "
+            f"{rank} wants one more: ask for at most --devices {len(allowed)}, or allow more"
+        )
+    return use(allowed[rank], f"place {rank} of {MODULES_VARIABLE}={','.join(allowed)}")
+
+
+def _over_ofi(situation: Situation) -> Decision:
+    way = situation.options.get("scale_out", "auto")
+    if situation.job.nodes == 1:
+        return leave(_ONE_NODE)
+    if way == "auto":
+        return leave("the library looks for Gaudi's own NICs, then the host's, while it is unset")
+    return use("0" if way == "gaudi_nic" else "1", f"backend_options.scale_out: {way}")
+
+
+def _gaudi_direct(situation: Situation) -> Decision:
+    way = situation.options.get("scale_out", "auto")
+    if situation.job.nodes == 1:
+        return leave(_ONE_NODE)
+    if way != "host_nic_direct":
+        return leave("backend_options.scale_out is not host_nic_direct")
+    return use("1", "backend_options.scale_out: host_nic_direct")
+
+
+def _hccl_interface(situation: Situation) -> Decision:
+    node = situation.node
+    if situation.job.nodes == 1:
+        return leave(_ONE_NODE)
+    if node.main_interface is None:
+        return leave("no interface is the obvious one: the library chooses")
+    if len(node.outward) == 1:
+        return leave("there is a single one")
+    why = "ranks must meet on interfaces that reach each other"
+    return use(node.main_interface.name, why + _others(node))
+
+
+def _gloo(situation: Situation) -> Decision:
+    node = situation.node
+    if situation.job.nodes == 1:
+        if node.loopback is None:
+            return leave("the loopback interface is not up")
+        why = "all ranks are on this machine: works without a host name that resolves"
+        return use(node.loopback.name, why)
+    if node.main_interface is None:
+        return leave("no interface is the obvious one: gloo resolves the host name")
+    return use(
+        node.main_interface.name, "the first interface that is up and physical" + _others(node)
+    )
+
+
+def _efa(name: str) -> EnvironmentRule:
+    def decide(situation: Situation) -> Decision:
+        if situation.job.nodes == 1:
+            return leave(_ONE_NODE)
+        if not any(device.driver == "efa" for device in situation.node.rdma_devices):
+            return leave("no EFA device")
+        return use("1", "Intel asks for it on EFA; its images set it, too")
+
+    return EnvironmentRule(
+        name=name,
+        value="1 on EFA (AWS DL1)",
+        scope=Scope.NODE,
+        reason="the library sends through EFA",
+        source="Intel's container images (Dockerfile ENV)",
+        decide=decide,
+    )
+
+
+def _threads(situation: Situation) -> Decision:
+    node, ranks = situation.node, situation.job.devices_per_node
+    return use(
+        str(node.threads_per_rank(ranks)), f"{node.physical_cores} physical cores for {ranks} ranks"
+    )
+
+
+RULES = (
+    EnvironmentRule(
+        name=LAZY_VARIABLE,
+        value="1 in lazy mode, else 0",
+        scope=Scope.JOB,
+        reason="its default changed with release 1.21, and libraries disagree about it when unset",
+        source=f"{_BRIDGE}, utils/internal.py; Gaudi-tutorials, PR 154",
+        decide=_lazy_mode,
+    ),
+    EnvironmentRule(
+        name="PT_HPU_MAX_COMPOUND_OP_SIZE",
+        value="backend_options.graph_limit, in lazy mode",
+        scope=Scope.JOB,
+        reason="a smaller graph holds fewer intermediate tensors, at some cost in speed",
+        source=_FLAGS,
+        decide=_graph_limit,
+    ),
+    EnvironmentRule(
+        name="PT_HPU_MAX_COMPOUND_OP_SYNC",
+        value="true with backend_options.graph_limit_sync",
+        scope=Scope.JOB,
+        reason="what a cut graph held is free before the next one is traced",
+        source=f"{_BRIDGE}, habana_lazy/hpu_stage_submission.cpp",
+        decide=_graph_limit_sync,
+    ),
+    EnvironmentRule(
+        name="DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED",
+        value="1 with releases up to 1.15",
+        scope=Scope.JOB,
+        reason="a weight that ZeRO-3 frees may still be read by a graph that runs",
+        source="HabanaAI/DeepSpeed 1.13.0 to 1.15.1, accelerator/hpu_accelerator.py",
+        decide=_sync_on_release,
+    ),
+    _engine_default("PT_HPU_LAZY_ACC_PAR_MODE", "parallel accumulation of lazy graphs"),
+    _engine_default("PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES", "dynamic shapes"),
+    EnvironmentRule(
+        name="PT_HPU_RECIPE_CACHE_CONFIG",
+        value="FOLDER,false,MEGABYTES from backend_options.recipe_cache",
+        scope=Scope.JOB,
+        reason="compiled graphs are read from there instead of being compiled by every process",
+        source=f"{_BRIDGE}, habana_serialization/recipe_cache_config.cpp",
+        decide=_recipe_cache,
+    ),
+    EnvironmentRule(
+        name="HCCL_OVER_OFI",
+        value="0 or 1 by backend_options.scale_out, on several machines",
+        scope=Scope.JOB,
+        reason="chooses between Gaudi's own NICs and the host's",
+        source=_HCL,
+        decide=_over_ofi,
+    ),
+    EnvironmentRule(
+        name="HCCL_GAUDI_DIRECT",
+        value="1 with backend_options.scale_out: host_nic_direct",
+        scope=Scope.JOB,
+        reason="the host's NICs read card memory without a copy through the host's",
+        source=f"{_HCL}; kernel 5.12 and libfabric 1.20 (1.16.1 on EFA) or newer",
+        decide=_gaudi_direct,
+    ),
+    EnvironmentRule(
+        name="HCCL_SOCKET_IFNAME",
+        value="the first physical interface, on several machines with several interfaces",
+        scope=Scope.NODE,
+        reason="ranks otherwise may meet on a network that other machines cannot reach",
+        source=_HCL,
+        decide=_hccl_interface,
+    ),
+    EnvironmentRule(
+        name="GLOO_SOCKET_IFNAME",
+        value="the loopback on one machine; else the first physical interface that is up",
+        scope=Scope.NODE,
+        reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
+        source="pytorch.org/docs: distributed, choosing the network interface to use",
+        decide=_gloo,
+    ),
+    _efa("RDMAV_FORK_SAFE"),
+    _efa("FI_EFA_USE_DEVICE_RDMA"),
+    EnvironmentRule(
+        name=MODULE_VARIABLE,
+        value=f"place LOCAL_RANK of {MODULES_VARIABLE}; without it the local rank",
+        scope=Scope.RANK,
+        reason="a process drives one card; cards that ranks choose themselves may collide",
+        source=f"{_BRIDGE}, torch/distributed/hccl/__init__.py",
+        decide=_module,
+    ),
+    EnvironmentRule(
+        name="OMP_NUM_THREADS",
+        value="physical cores / ranks of the machine, at least 1",
+        scope=Scope.RANK,
+        reason="more threads than cores make ranks wait for each other",
+        source="pytorch.org/docs: notes/multiprocessing, avoiding CPU oversubscription",
+        decide=_threads,
+    ),
+)
+
+
+def refuse_contradictions(environ: Mapping[str, str], mode: Mode) -> None:
+    """Look at what a rank would start with.
+
+    Raises:
+        RunFileError: a variable contradicts the run's mode, or would end the process.
+    """
+    lazy = environ.get(LAZY_VARIABLE)
+    if lazy is not None and (lazy != "0") is not (mode is Mode.LAZY):
+        raise RunFileError(
+            f"{LAZY_VARIABLE}={lazy} is set, but this run is in {mode} mode: unset the variable, "
+            f"or set backend_options.mode: {'lazy' if lazy != '0' else 'compile'}"
+        )
+    direct = next(
+        (name for name in ("HCCL_GAUDI_DIRECT", "HCCL_PEER_DIRECT") if _on(environ.get(name))), None
+    )
+    if direct and not _on(environ.get("HCCL_OVER_OFI")):
+        raise RunFileError(
+            f"{direct} is on without HCCL_OVER_OFI, which makes Gaudi's library terminate the "
+            "process (hcl_idevice.cpp): set backend_options.scale_out: host_nic_direct, which "
+            f"sets both, or unset {direct}"
+        )
+
+
+def _on(value: str | None) -> bool:
+    return value is not None and value.strip().lower() in ("1", "true", "yes", "on")
+
+
+def _others(node: Node) -> str:
+    names = [i.name for i in node.outward if i != node.main_interface]
+    return f"; also up: {', '.join(names)}" if names else ""

@@ -1,0 +1,51 @@
+"""The graph facet: where lazy mode's graph is cut, what compile mode compiles, which shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anygauge.interface import Compiler, Graph, Phase, ShapeKind, ShapePolicy
+from anygauge_hpu.mode import Mode
+
+COMPILER = "hpu_backend"
+"""torch.compile's backend (gaudi-pytorch-bridge, dynamo/compile_backend/backends.py)."""
+
+
+class HpuGraph(Graph):
+    """Graphs of a mode. In lazy mode the limit itself is kept by Gaudi's library, which reads it
+    from the environment."""
+
+    def __init__(self, mode: Mode, options: Mapping[str, Any]) -> None:
+        self._mode = mode
+        self._between = bool(options.get("split_forward_backward", False))
+        self.limit = options.get("graph_limit") if mode is Mode.LAZY else None
+        self.sync_on_release = bool(options.get("sync_on_release", mode is Mode.LAZY))
+        # Every new shape is compiled anew, in each mode.
+        self.shapes = ShapePolicy(
+            kind=ShapeKind.BUCKETED, multiple=32, buckets=options.get("buckets", 8)
+        )
+        self.compiler = (
+            Compiler(backend=COMPILER, regions="layer") if mode is Mode.COMPILE else None
+        )
+
+    def mark_step(self, phase: Phase) -> None:
+        """Cut the graph after backward and update, and after forward if that was asked for.
+
+        Called in lazy mode alone: in the others it would do nothing but warn.
+        """
+        if self._mode is not Mode.LAZY or (phase is Phase.FORWARD and not self._between):
+            return
+        from habana_frameworks.torch.core import mark_step
+
+        mark_step()
+
+    def counters(self) -> Mapping[str, float]:
+        """Graphs compiled so far, by Gaudi's own metric."""
+        from habana_frameworks.torch.hpu.metrics import metric_global
+
+        metric = metric_global("graph_compilation")
+        if metric is None:
+            return {}
+        stats = dict(metric.stats())
+        return {"compiled": float(stats["TotalNumber"])}

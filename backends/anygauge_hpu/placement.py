@@ -1,0 +1,109 @@
+"""Taking one Gaudi card for this process, and what the card is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from anygauge.interface import MemoryStats, NotAvailableError, Placement
+from anygauge_hpu.environment import MODULE_VARIABLE, MODULES_VARIABLE
+from anygauge_hpu.mode import LAZY_VARIABLE, Mode
+from anygauge_hpu.software import PACKAGE, is_fork, why_missing
+
+if TYPE_CHECKING:
+    import torch
+
+_OUT_OF_MEMORY = ("MODULE:PT_DEVMEM Allocation failed",)
+"""What Gaudi's library writes when card memory is exhausted; accelerate looks for it, too."""
+
+
+class HpuPlacement(Placement):
+    """One card. A process drives one: its device is always the only one, of index 0."""
+
+    # Helpers that are forked inherit handles of the network library, which is not made for it.
+    worker_start_method = "spawn"
+
+    # Token ids are a few kilobytes: what pinning could gain is nothing to a step. Torch's call
+    # takes the device as an argument in some of the releases and refuses it in others.
+    pinned_memory = False
+
+    mode = Mode.COMPILE
+    """Set by the backend, which knows the options."""
+
+    # -- opening ---------------------------------------------------------------------------
+
+    def open(self, local_rank: int) -> torch.device:
+        """Load Gaudi's software in the run's mode, and take this rank's card.
+
+        Raises:
+            NotAvailableError: the software is missing or in another mode, there is no card, or it
+                is taken.
+        """
+        missing = why_missing()
+        if missing:
+            raise NotAvailableError(f"Gaudi's software cannot be loaded: {missing}")
+        self._settle(local_rank)
+        import torch
+
+        if self.mode is Mode.LAZY and not is_fork(torch.__version__):
+            raise NotAvailableError(
+                f"lazy mode needs Intel's build of torch (+git...), but torch {torch.__version__} "
+                "is installed: use Intel's container image, or backend_options.mode: compile"
+            )
+        try:
+            # Registers torch.hpu and the collectives.
+            importlib.import_module(f"{PACKAGE}.torch")
+            internal = importlib.import_module(f"{PACKAGE}.torch.utils.internal")
+        except (ImportError, AssertionError, OSError) as error:
+            raise NotAvailableError(
+                f"Gaudi's software cannot be loaded: {error}. Its releases go with one torch each: "
+                "see `anygauge doctor --backend hpu`"
+            ) from error
+        if bool(internal.is_lazy()) is not (self.mode is Mode.LAZY):
+            raise NotAvailableError(
+                f"Gaudi's software was loaded in {'lazy' if internal.is_lazy() else 'eager'} mode "
+                f"before anygauge, but this run is in {self.mode} mode: import it afterwards, or "
+                f"set {LAZY_VARIABLE}={self.mode.variable} before anything imports it"
+            )
+        module = self._module()
+        if not module.is_available() or module.device_count() < 1:
+            raise NotAvailableError(
+                "Gaudi's software is loaded, but sees no card: `anygauge doctor --backend hpu` "
+                "shows what was looked at"
+            )
+        try:
+            index = module.current_device()  # acquires the card
+        except RuntimeError as error:
+            raise NotAvailableError(
+                f"no Gaudi card could be taken: {str(error).splitlines()[0]}. Another process may "
+                f"hold it (hl-smi shows which), or {MODULE_VARIABLE} names a card that is not "
+                "visible here"
+            ) from error
+        self._device = torch.device(self.device_type, index)
+        return self._device
+
+    def _settle(self, local_rank: int) -> None:
+        """Variables that are read once, at import: an agent has set them; else it is done here."""
+        if PACKAGE not in sys.modules:
+            os.environ.setdefault(LAZY_VARIABLE, self.mode.variable)
+        if local_rank > 0 and MODULES_VARIABLE not in os.environ:
+            os.environ.setdefault(MODULE_VARIABLE, str(local_rank))
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def memory(self) -> MemoryStats:
+        """Bytes by the allocator's own names. It reserves the whole card at once, so that
+        "reserved" would always be the limit."""
+        stats: dict[str, Any] = self._module().memory_stats()
+        return MemoryStats(
+            in_use=int(stats["InUse"]), peak=int(stats["MaxInUse"]), limit=int(stats["Limit"])
+        )
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether card memory is exhausted, by the text of Gaudi's library."""
+        return super().is_out_of_memory(error) or (
+            isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        )

@@ -1,0 +1,119 @@
+"""Gaudi's software as its packages show it, and which versions are known to belong together.
+
+Everything here is read from installed metadata; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from dataclasses import dataclass
+
+PLUGIN = "habana-torch-plugin"
+"""The distribution that brings the device to torch. It comes with Intel's image or from Intel's
+own archive; it is on no public package index."""
+
+PACKAGE = "habana_frameworks"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """One release of Gaudi's software.
+
+    Attributes:
+        version: such as ``1.23``.
+        torch: major and minor version of the torch that it was made with; None where unverified.
+        image: Intel's container image with both; None where its tag is unverified.
+        source: where that is stated.
+    """
+
+    version: str
+    torch: str | None
+    image: str | None
+    source: str
+
+
+def _image(version: str, torch: str) -> str:
+    return (
+        f"vault.habana.ai/gaudi-docker/{version}/ubuntu22.04/habanalabs/"
+        f"pytorch-installer-{torch}:latest"
+    )
+
+
+RELEASES = (
+    Release(
+        version="1.19",
+        torch="2.5",
+        image=_image("1.19.0", "2.5.1"),
+        source="gaudi-pytorch-bridge 1.19.0, profiles.json",
+    ),
+    Release(
+        version="1.20",
+        torch="2.6",
+        image=_image("1.20.0", "2.6.0"),
+        source="optimum-habana, image tags of its tests",
+    ),
+    Release(
+        version="1.21",
+        torch="2.6",
+        image=_image("1.21.0", "2.6.0"),
+        source="Intel's support matrix; DeepSpeed's tests on Gaudi",
+    ),
+    Release(
+        version="1.22",
+        torch="2.7",
+        image=_image("1.22.0", "2.7.1"),
+        source="optimum-habana, image tags of its tests",
+    ),
+    Release(
+        version="1.23",
+        torch="2.9",
+        image=_image("1.23.0", "2.9.0"),
+        source="optimum-habana 1.20, README",
+    ),
+    Release(
+        version="1.24",
+        torch=None,
+        image=None,
+        source="optimum-habana 1.21.2 was validated with it; its torch is unverified here",
+    ),
+)
+
+LAZY_BY_DEFAULT_BEFORE = (1, 21)
+"""The release that made eager mode, with torch.compile, the default (Gaudi-tutorials, PR 154)."""
+
+
+def installed_version(distribution: str) -> str | None:
+    """A distribution's version, or None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def why_missing() -> str | None:
+    """Why Gaudi's software cannot be used here, or None; for kernels."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return f"{PACKAGE} is not installed: it comes with Intel's container image"
+    return None
+
+
+def release_of(version: str | None) -> Release | None:
+    """The known release that a plugin's version belongs to; None for an unknown one."""
+    pair = major_minor(version)
+    return next((r for r in RELEASES if pair and major_minor(r.version) == pair), None)
+
+
+def major_minor(version: str | None) -> tuple[int, int] | None:
+    """``1.23.0.695`` is (1, 23); None for what is no version."""
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def is_fork(torch_version: str) -> bool:
+    """Whether a torch is Intel's own build, which lazy mode needs: its local part starts so.
+
+    Source: gaudi-pytorch-bridge 1.19.0, habana_frameworks/torch/__init__.py.
+    """
+    return torch_version.partition("+")[2].startswith("git")

@@ -1,0 +1,382 @@
+"""Gaudi on paper: what the backend finds in fake trees, sets, refuses and names."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.interface import Outcome, Phase, RdmaDevice, RunFileError, Scope, UnsupportedError
+from anygauge_hpu.backend import HpuBackend
+from anygauge_hpu.diagnostics import checks
+from anygauge_hpu.environment import RULES
+from anygauge_hpu.mode import Mode, choose_mode
+from anygauge_hpu.options import OPTIONS
+from anygauge_hpu.probe import probe
+from anygauge_hpu.software import PLUGIN, RELEASES, is_fork, release_of
+from tests.helpers.machines import BRIDGE, ETH0, ETH1, LO, assert_pure, by_name, job, machine
+from tests.helpers.tree import write_tree
+
+LAZY = {"mode": "lazy"}
+GAUDI = {
+    "sys/bus/pci/devices/0000:33:00.0/vendor": "0x1da3\n",
+    "sys/class/accel/accel0/device/vendor": "0x1da3\n",
+    "dev/accel/accel0": "",
+}
+OTHER = {
+    "sys/bus/pci/devices/0000:34:00.0/vendor": "0x8086\n",
+    "sys/class/accel/accel1/device/vendor": "0x8086\n",
+    "dev/accel/accel1": "",
+}
+DRIVER = {"sys/module/habanalabs/version": "1.20.0-bd4de22\n"}
+SOURCES = Path(__file__).parents[2] / "backends/anygauge_hpu"
+
+
+# -- finding it ------------------------------------------------------------------------------
+
+
+def test_a_complete_machine_is_available(tmp_path: Path) -> None:
+    found = probe(write_tree(tmp_path, GAUDI | DRIVER), software="1.20.0.543")
+    assert found.available and found.device_count == 1
+    assert "1.20.0-bd4de22" in found.driver.detail
+    assert "1.20.0.543" in found.software.detail
+
+
+def test_another_vendors_accelerator_is_no_gaudi_card(tmp_path: Path) -> None:
+    found = probe(write_tree(tmp_path, OTHER | DRIVER), software="1.20.0")
+    assert not found.has_hardware and found.device_count is None
+    assert "0x1da3" in found.reason
+    both = probe(write_tree(tmp_path, GAUDI), software="1.20.0")
+    assert both.device_count == 1
+
+
+def test_without_anything_each_step_says_what_was_looked_for(tmp_path: Path) -> None:
+    found = probe(tmp_path)
+    assert not found.available
+    for finding, place in (
+        (found.devices, "0x1da3"),
+        (found.driver, "/sys/module/habanalabs/version"),
+        (found.software, PLUGIN),
+    ):
+        assert any(place in looked for looked in finding.looked_at)
+    assert "container image" in found.software.detail
+
+
+def test_cards_without_device_files_have_a_note(tmp_path: Path) -> None:
+    bus = {name: text for name, text in GAUDI.items() if name.startswith("sys/bus")}
+    found = probe(write_tree(tmp_path, bus))
+    assert found.has_hardware
+    assert "--runtime=habana" in found.notes[0]
+
+
+# -- modes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "mode"),
+    [
+        ("1.19.0.561", Mode.LAZY),
+        ("1.20.0", Mode.LAZY),
+        ("1.21.0.555", Mode.COMPILE),
+        ("1.24.1", Mode.COMPILE),
+        (None, Mode.COMPILE),
+    ],
+)
+def test_the_mode_follows_the_release(version: str | None, mode: Mode) -> None:
+    found, why = choose_mode({}, {PLUGIN: version} if version else {})
+    assert found is mode
+    assert (version or "not installed") in why
+
+
+def test_the_run_file_chooses_the_mode() -> None:
+    assert choose_mode({"mode": "eager"}, {PLUGIN: "1.19.0"})[0] is Mode.EAGER
+
+
+@pytest.mark.parametrize(("mode", "value"), [("lazy", "1"), ("compile", "0"), ("eager", "0")])
+def test_the_mode_is_always_set(mode: str, value: str) -> None:
+    the_job = job(backend_options={"mode": mode})
+    found = by_name(HpuBackend({"mode": mode}).environment(the_job, machine(), None))
+    assert found["PT_HPU_LAZY_MODE"].value == value
+
+
+@pytest.mark.parametrize("name", [n for n, option in OPTIONS.items() if option.lazy_only])
+@pytest.mark.parametrize("mode", ["compile", "eager"])
+def test_what_cuts_a_graph_is_refused_where_there_is_none(mode: str, name: str) -> None:
+    options = {"mode": mode, name: 10 if name == "graph_limit" else True}
+    with pytest.raises(RunFileError, match=rf"{name}: in {mode} mode no graph is accumulated"):
+        HpuBackend(options)
+
+
+def test_capabilities_follow_the_mode() -> None:
+    lazy, compiled = HpuBackend(LAZY | {"graph_limit": 10}), HpuBackend({"mode": "compile"})
+    assert lazy.support("mark_step") and lazy.support("graph_limit") and not lazy.support("compile")
+    assert compiled.support("compile") and not compiled.support("mark_step")
+    assert "mode: lazy" in str(compiled.support("graph_limit"))
+    assert compiled.graph.compiler is not None and lazy.graph.compiler is None
+    assert (compiled.graph.compiler.backend, compiled.graph.compiler.regions) == (
+        "hpu_backend",
+        "layer",
+    )
+    assert lazy.graph.sync_on_release and not compiled.graph.sync_on_release
+    assert HpuBackend({"mode": "compile", "sync_on_release": True}).graph.sync_on_release
+
+
+def test_mark_step_outside_lazy_mode_calls_nothing() -> None:
+    for phase in Phase:  # the software is not installed here: a call would raise
+        HpuBackend({"mode": "compile"}).graph.mark_step(phase)
+
+
+# -- options ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": "fast"}, r"mode: 'fast' is not valid; valid: lazy, compile, eager"),
+        ({"graph_limits": 3}, r"graph_limits: unknown to the hpu backend; it knows mode, "),
+        (LAZY | {"graph_limit": 0}, r"graph_limit: 0 is not valid"),
+        (LAZY | {"graph_limit": True}, r"graph_limit: True is not valid"),
+        (LAZY | {"graph_limit_sync": True}, r"there is no limit to act on"),
+        ({"recipe_cache": "cache"}, r"recipe_cache: 'cache' is not valid; valid: an absolute"),
+        ({"recipe_cache": "/a,b"}, r"without commas"),
+        ({"recipe_cache_mb": 5}, r"there is no cache"),
+        ({"softmax": "bfloat16"}, r"fused attention has a softmax of its own"),
+        ({"optimum_habana": True, "attention": "fused"}, r"bring their own attention"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RunFileError, match=said):
+        HpuBackend(options)
+
+
+def test_kernels_follow_the_options() -> None:
+    assert HpuBackend().kernels == {"attention": "gaudi_fused", "rms_norm": "gaudi_fused"}
+    softmax = HpuBackend({"attention": "softmax", "rms_norm": "reference"})
+    assert softmax.kernels == {"attention": "gaudi_softmax_bf16", "rms_norm": "reference"}
+    exact = HpuBackend({"attention": "softmax", "softmax": "float32"})
+    assert exact.kernels["attention"] == "gaudi_softmax_fp32"
+    assert HpuBackend({"optimum_habana": True}).kernels == {}
+
+
+def test_adapted_models_are_refused_with_packed_rows() -> None:
+    backend = HpuBackend({"optimum_habana": True})
+    with pytest.raises(UnsupportedError, match=r"data\.packing: false"):
+        backend.adapt_models(packing=True)
+    HpuBackend().adapt_models(packing=True)
+
+
+# -- environment -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("local_rank", [None, 0, 1])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_environment_is_pure(
+    nodes: int, local_rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, the_job = HpuBackend(LAZY), job(nodes=nodes, devices=2, backend_options=LAZY)
+    assert_pure(lambda: backend.environment(the_job, machine(), local_rank), monkeypatch)
+
+
+def test_graph_settings_in_lazy_mode() -> None:
+    options = LAZY | {
+        "graph_limit": 10,
+        "graph_limit_sync": True,
+        "recipe_cache": "/cache",
+        "recipe_cache_mb": 2048,
+    }
+    the_job = job(devices=8, backend_options=options)
+    found = by_name(HpuBackend(options).environment(the_job, machine(64), 3))
+    assert {name: s.value for name, s in found.items()} == {
+        "PT_HPU_LAZY_MODE": "1",
+        "PT_HPU_MAX_COMPOUND_OP_SIZE": "10",
+        "PT_HPU_MAX_COMPOUND_OP_SYNC": "true",
+        "PT_HPU_LAZY_ACC_PAR_MODE": "0",
+        "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "0",
+        "PT_HPU_RECIPE_CACHE_CONFIG": "/cache,false,2048",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HLS_MODULE_ID": "3",
+        "OMP_NUM_THREADS": "8",
+    }
+
+
+def test_the_module_is_the_place_among_the_visible_ones() -> None:
+    node = machine(variables={"HABANA_VISIBLE_MODULES": "4,5,6,7"})
+    found = by_name(HpuBackend().environment(job(devices=4), node, 2))
+    assert found["HLS_MODULE_ID"].value == "6"
+    with pytest.raises(RunFileError, match=r"allows 4 cards, but local rank 4"):
+        HpuBackend().environment(job(devices=8), node, 4)
+    in_run_file = job(devices=2, environment={"HABANA_VISIBLE_MODULES": "1,0"})
+    assert (
+        by_name(HpuBackend().environment(in_run_file, machine(), 0))["HLS_MODULE_ID"].value == "1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "is_set"), [("1.15.1", True), ("1.16.0", False), ("1.23.0", False), (None, False)]
+)
+def test_the_dead_variable_is_for_the_old_forks(version: str | None, is_set: bool) -> None:
+    node = machine(libraries={PLUGIN: version} if version else {})
+    found = by_name(HpuBackend(LAZY).environment(job(backend_options=LAZY), node, None))
+    assert ("DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED" in found) is is_set
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("auto", {}),
+        ("gaudi_nic", {"HCCL_OVER_OFI": "0"}),
+        ("host_nic", {"HCCL_OVER_OFI": "1"}),
+        ("host_nic_direct", {"HCCL_OVER_OFI": "1", "HCCL_GAUDI_DIRECT": "1"}),
+    ],
+)
+def test_the_network_between_machines(way: str, expected: dict[str, str]) -> None:
+    options = {"scale_out": way}
+    node = machine(interfaces=(LO, ETH0, ETH1, BRIDGE))
+    found = by_name(
+        HpuBackend(options).environment(job(nodes=2, backend_options=options), node, None)
+    )
+    hccl = {name: s.value for name, s in found.items() if name.startswith("HCCL_")}
+    assert hccl == expected | {"HCCL_SOCKET_IFNAME": "eth0"}
+    alone = by_name(HpuBackend(options).environment(job(backend_options=options), node, None))
+    assert not [name for name in alone if name.startswith("HCCL_")]
+
+
+def test_efa_gets_what_intel_asks_for() -> None:
+    efa = RdmaDevice(name="rdmap0", driver="efa", link_layer="Unspecified")
+    found = by_name(HpuBackend().environment(job(nodes=2), machine(rdma_devices=(efa,)), None))
+    assert found["RDMAV_FORK_SAFE"].value == found["FI_EFA_USE_DEVICE_RDMA"].value == "1"
+
+
+@pytest.mark.parametrize(
+    ("mode", "environ", "said"),
+    [
+        ("lazy", {"PT_HPU_LAZY_MODE": "0"}, r"this run is in lazy mode"),
+        ("compile", {"PT_HPU_LAZY_MODE": "1"}, r"set backend_options\.mode: lazy"),
+        ("lazy", {"HCCL_GAUDI_DIRECT": "1"}, r"makes Gaudi's library terminate the process"),
+        ("lazy", {"HCCL_PEER_DIRECT": "true", "HCCL_OVER_OFI": "0"}, r"unset HCCL_PEER_DIRECT"),
+    ],
+)
+def test_contradictions_are_refused_before_a_rank_starts(
+    mode: str, environ: dict[str, str], said: str
+) -> None:
+    with pytest.raises(RunFileError, match=said):
+        HpuBackend({"mode": mode}).check_environment(environ)
+
+
+def test_what_goes_together_is_not_refused() -> None:
+    HpuBackend(LAZY).check_environment({"PT_HPU_LAZY_MODE": "1"})
+    HpuBackend({"mode": "eager"}).check_environment(
+        {"PT_HPU_LAZY_MODE": "0", "HCCL_GAUDI_DIRECT": "1", "HCCL_OVER_OFI": "1"}
+    )
+
+
+def test_rules_have_scopes_and_sources() -> None:
+    assert {rule.scope for rule in RULES} == set(Scope)
+    for rule in RULES:
+        assert rule.reason and rule.source and rule.value
+
+
+# -- names that exist ------------------------------------------------------------------------
+
+REFERENCE = os.environ.get("ANYGAUGE_GAUDI_REFERENCE")
+"""Folder with the names of the published sources: gaudi_api.txt and gaudi_env.tsv."""
+OWN_OR_COMMON = {"GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "FI_EFA_USE_DEVICE_RDMA"}
+"""Variables that are not Gaudi's: each rule cites where they are documented."""
+
+
+@pytest.mark.skipif(not REFERENCE, reason="ANYGAUGE_GAUDI_REFERENCE names no folder")
+def test_every_variable_is_in_the_published_sources() -> None:
+    assert REFERENCE
+    lines = (Path(REFERENCE) / "gaudi_env.tsv").read_text(encoding="utf-8").splitlines()
+    known = {line.split("\t")[0] for line in lines} | OWN_OR_COMMON
+    assert {rule.name for rule in RULES} <= known
+
+
+@pytest.mark.skipif(not REFERENCE, reason="ANYGAUGE_GAUDI_REFERENCE names no folder")
+def test_every_name_of_the_library_is_in_the_published_sources() -> None:
+    assert REFERENCE
+    text = (Path(REFERENCE) / "gaudi_api.txt").read_text(encoding="utf-8")
+    for module, name in library_names():
+        assert re.search(rf"^{re.escape(module)}[\w.]*: .*\b{re.escape(name)}\b", text, re.M), (
+            module,
+            name,
+        )
+
+
+def library_names() -> list[tuple[str, str]]:
+    """(module, name) of everything that the backend imports from Gaudi's software, and of what it
+    calls on the device's module."""
+    found = []
+    for path in sorted(SOURCES.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("habana_"):
+                found += [(node.module or "", alias.name) for alias in node.names]
+    placement = (SOURCES / "placement.py").read_text(encoding="utf-8")
+    calls = re.findall(r"(?:module|_module\(\))\.(\w+)\(", placement)
+    return found + [("habana_frameworks.torch.hpu", name) for name in calls]
+
+
+def test_the_walk_finds_the_names() -> None:
+    names = {name for _, name in library_names()}
+    assert {"mark_step", "FusedSDPA", "FusedRMSNorm", "metric_global", "memory_stats"} <= names
+
+
+# -- diagnostics -----------------------------------------------------------------------------
+
+
+def outcomes(root: Path, environ: dict[str, str], **versions: str) -> dict[str, str]:
+    known = {name.replace("_", "-"): version for name, version in versions.items()}
+    return {c.name: c.outcome for c in checks(root, environ=environ, versions=known)}
+
+
+def test_a_sound_machine_passes(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, GAUDI | DRIVER)
+    found = outcomes(
+        root,
+        {"GC_KERNEL_PATH": str(tmp_path)},
+        habana_torch_plugin="1.20.0.543",
+        torch="2.6.0+git1a2b3c",
+    )
+    assert set(found.values()) == {Outcome.PASS}, found
+
+
+@pytest.mark.parametrize(
+    ("environ", "versions", "name", "outcome"),
+    [
+        ({}, {"torch": "2.7.1+git0"}, "release", Outcome.FAIL),
+        ({}, {"habana_torch_plugin": "9.9.0"}, "release", Outcome.WARN),
+        ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.9.0"}, "release", Outcome.WARN),
+        ({}, {"habana_torch_plugin": "1.21.0"}, "driver release", Outcome.WARN),
+        ({"PT_HPU_LAZY_MODE": "1"}, {"torch": "2.6.0"}, "mode", Outcome.FAIL),
+        ({"PT_HPU_LAZY_MODE": "0"}, {}, "mode", Outcome.WARN),
+        ({"HABANA_VISIBLE_MODULES": "0;1"}, {}, "visible modules", Outcome.FAIL),
+        ({"HABANA_VISIBLE_MODULES": "1,1"}, {}, "visible modules", Outcome.FAIL),
+        ({"HABANA_VISIBLE_MODULES": "0,1"}, {}, "visible modules", Outcome.WARN),
+        ({"GC_KERNEL_PATH": "/nowhere.so"}, {}, "kernel library", Outcome.FAIL),
+        ({}, {}, "kernel library", Outcome.WARN),
+    ],
+)
+def test_each_fault_has_its_line(
+    tmp_path: Path, environ: dict[str, str], versions: dict[str, str], name: str, outcome: str
+) -> None:
+    root = write_tree(tmp_path, GAUDI | DRIVER)
+    sound = {"habana_torch_plugin": "1.20.0.543", "torch": "2.6.0+git1a2b3c"}
+    assert outcomes(root, environ, **sound | versions)[name] == outcome
+
+
+def test_every_check_that_does_not_pass_says_what_to_do(tmp_path: Path) -> None:
+    for check in checks(tmp_path, environ={"PT_HPU_LAZY_MODE": "1"}, versions={}):
+        assert check.seen
+        assert check.remedy or check.outcome == Outcome.PASS
+
+
+def test_releases_are_found_by_version() -> None:
+    release = release_of("1.23.0.695")
+    assert release is not None and release.torch == "2.9"
+    assert release_of("2.0") is None and release_of(None) is None
+    assert all(release.source for release in RELEASES)
+    assert is_fork("2.6.0+git1a2b") and not is_fork("2.6.0") and not is_fork("2.6.0+cpu")

@@ -1,0 +1,1 @@
+"""Namespace of the stand-in; see `habana_standin`."""

@@ -1,0 +1,65 @@
+"""Registers torch.hpu, and replaces functions of torch as the original does."""
+
+import datetime
+from functools import wraps
+
+import habana_standin
+import torch
+
+from habana_frameworks.torch import hpu
+from habana_frameworks.torch.utils.internal import is_lazy
+
+from .step_closure import add_step_closure, iter_mark_step, mark_step
+
+__all__ = ["add_step_closure", "hpu", "is_lazy", "iter_mark_step", "mark_step"]
+
+habana_standin.cards()
+torch._register_device_module("hpu", hpu)
+
+
+def overwrite_torch_functions():
+    from torch.distributed.constants import default_pg_timeout
+
+    new_group, init_process_group = (
+        torch.distributed.new_group,
+        torch.distributed.init_process_group,
+    )
+    manual_seed = torch.manual_seed
+
+    @wraps(torch.manual_seed)
+    def wrap_manual_seed(seed):
+        hpu.random.manual_seed(seed)
+        return manual_seed(seed)
+
+    # Without device_id, group_desc and use_local_synchronization: they are gone, though the
+    # signature that `wraps` copies still shows them.
+    @wraps(torch.distributed.new_group)
+    def wrap_new_group(ranks=None, timeout=default_pg_timeout, backend=None, pg_options=None):
+        habana_standin.record("new_group", backend)
+        return new_group(ranks, timeout, backend, pg_options)
+
+    @wraps(torch.distributed.init_process_group)
+    def wrap_init_process_group(
+        backend,
+        init_method=None,
+        timeout=datetime.timedelta(seconds=1800),
+        world_size=-1,
+        rank=-1,
+        store=None,
+        group_name="",
+        pg_options=None,
+    ):
+        habana_standin.record("init_process_group", backend)
+        init_process_group(
+            backend, init_method, timeout, world_size, rank, store, group_name, pg_options
+        )
+
+    torch.manual_seed = wrap_manual_seed
+    torch.distributed.new_group = wrap_new_group
+    torch.distributed.init_process_group = wrap_init_process_group
+
+
+overwrite_torch_functions()
+
+if not is_lazy():
+    import habana_frameworks.torch.dynamo.compile_backend

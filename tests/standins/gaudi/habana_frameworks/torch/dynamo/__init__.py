@@ -1,0 +1,1 @@
+"""torch.compile on the device."""

@@ -1,0 +1,3 @@
+"""Registers the compiler when the device is loaded in eager mode."""
+
+from . import backends

@@ -1,0 +1,72 @@
+"""A stand-in for Gaudi's software, not that software: its names, signatures and rules, no card.
+
+Made from the published signatures of habana-torch-plugin 1.19.0 (gaudi-pytorch-bridge). What is
+absent there is absent here; wrong arguments raise; what a mode forbids is refused. Tensors live on
+the simulated cards of `anygauge_sim`, under the name "hpu", never on the host. Every call is
+written to the file that `HABANA_STANDIN_RECORD` names, one JSON list a line, in the order of calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+RECORD = "HABANA_STANDIN_RECORD"
+FORK = "git0standin"
+"""Local part of the version that torch gets: lazy mode needs Intel's build."""
+
+_file: Any = None
+_loaded = False
+
+
+def record(name: str, *values: Any) -> None:
+    """Write a call down."""
+    global _file
+    path = os.environ.get(RECORD)
+    if not path:
+        return
+    if _file is None:
+        _file = Path(f"{path}.{os.environ.get('RANK', '0')}").open("a", buffering=1)  # noqa: SIM115
+    _file.write(json.dumps([name, *values]) + "\n")
+
+
+def pretend_fork(torch: Any) -> None:
+    """Let torch bear the version of Intel's build, unless a test wants the stock one."""
+    if os.environ.get("HABANA_STANDIN_STOCK_TORCH") != "1":
+        torch.__version__ = type(torch.__version__)(
+            str(torch.__version__).partition("+")[0] + "+" + FORK
+        )
+
+
+def cards() -> Any:
+    """The simulated cards, known to torch as "hpu"; the module of `anygauge_sim`'s C++.
+
+    A process sees the card of its module number alone, as index 0.
+    """
+    global _loaded
+    if not _loaded:
+        os.environ["ANYGAUGE_SIM_VISIBLE_CARDS"] = os.environ.get("HLS_MODULE_ID") or "0"
+        import torch
+        from anygauge_sim import device
+
+        # Its own device module is registered under the name and then replaced by the stand-in's.
+        device.load("hpu")
+        del torch.hpu
+        _loaded = True
+    from anygauge_sim import _C
+
+    return _C
+
+
+def cards_of_the_machine() -> int:
+    """How many the machine has, whichever of them this process sees."""
+    return int(os.environ.get("ANYGAUGE_SIM_CARDS", "8"))
+
+
+def card_functions() -> dict[str, Any]:
+    """What `anygauge_sim` would put on torch.hpu: streams, events, card by card."""
+    from anygauge_sim import streams
+
+    return dict(streams.functions("hpu"))
