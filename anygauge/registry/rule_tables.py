@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from anygauge.interface import Backend
+from anygauge.interface import HOST_DEVICE, Backend
 from anygauge.interface.files import write_text
 from anygauge.registry.registry import Registry
 
-HEAD = """# Environment
+HEAD = f"""# Environment
 
 What each backend sets for its ranks before torch is imported, made from the code by
 `python -m anygauge.registry.rule_tables docs/environment.md`. A rule reads the job, the node and
@@ -22,7 +22,7 @@ it, and is shown as such ([who sets what](backends.md#environment-who-sets-what)
 get here, and why a rule does not apply:
 
 ```sh run
-anygauge env --backend cpu --devices 2 --explain
+anygauge env --backend {HOST_DEVICE} --devices 2 --explain
 ```
 """
 
