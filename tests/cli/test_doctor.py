@@ -1,0 +1,53 @@
+"""`anygauge doctor`: lines, exit status, and a collective round trip of real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.helpers.runs import anygauge
+
+
+def test_a_machine_that_can_train_on_its_processors(tmp_path: Path) -> None:
+    done = anygauge(["doctor", "--backend", "cpu", "--json", "--output", tmp_path])
+    report = json.loads(done.stdout)
+    assert report["backend"] == "cpu"
+    names = {check["name"] for check in report["checks"]}
+    assert {"torch", "packages", "shared memory", "output folder", "locked memory"} <= names
+    assert done.returncode == int(report["outcome"] == "fail")
+    for check in report["checks"]:
+        assert check["seen"]
+        assert check["remedy"] or check["outcome"] == "pass", check
+
+
+def test_a_missing_device_fails_and_says_what_to_do(tmp_path: Path) -> None:
+    done = anygauge(["doctor", "--backend", "hpu", "--output", tmp_path])
+    assert done.returncode == 1
+    assert "0x1da3" in done.stdout and "fail" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_unknown_backend_is_an_error(tmp_path: Path) -> None:
+    done = anygauge(["doctor", "--backend", "hpuu"])
+    assert done.returncode != 0 and "did you mean 'hpu'" in done.stderr
+
+
+def test_real_ranks_sum_tensors(tmp_path: Path) -> None:
+    done = anygauge(
+        ["doctor", "--backend", "cpu", "--json", "--collectives", "2", "--output", tmp_path]
+    )
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    trip = checks["collective round trip"]
+    assert trip["outcome"] == "pass", trip
+    assert trip["seen"].startswith("2 ranks, gloo: 1 KiB in ")
+    assert "64 MiB in " in trip["seen"]
+
+
+def test_ranks_that_cannot_meet_are_a_failed_line(tmp_path: Path) -> None:
+    done = anygauge(
+        ["doctor", "--backend", "hpu", "--json", "--collectives", "2", "--output", tmp_path]
+    )
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    trip = checks["collective round trip"]
+    assert trip["outcome"] == "fail" and "anygauge env --backend hpu" in trip["remedy"]
+    assert "habana_frameworks is not installed" in trip["seen"]

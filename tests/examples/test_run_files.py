@@ -1,0 +1,54 @@
+"""The run files of one recipe on several devices say the same but for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anygauge.config import load_run_file
+from tests.helpers.runs import anygauge
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ROWS = Path(__file__).parents[1] / "fixtures/alpaca.json"
+RECIPE = ("llama2-70b-lora-gaudi2.yaml", "llama2-70b-lora-h100.yaml")
+
+
+def test_they_differ_in_the_device_alone() -> None:
+    gaudi, h100 = (load_run_file(EXAMPLES / name).run.model_dump() for name in RECIPE)
+    assert {field for field in gaudi if gaudi[field] != h100[field]} == {
+        "backend",
+        "backend_options",
+    }
+
+
+def test_it_is_the_recipe_of_the_article() -> None:
+    run = load_run_file(EXAMPLES / RECIPE[0]).run
+    assert run.adapter is not None
+    assert (run.adapter.rank, run.adapter.alpha, run.adapter.dropout) == (4, 16, 0.05)
+    assert run.adapter.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert (run.train.epochs, run.train.micro_batch, run.data.max_length) == (2, 10, 2048)
+    assert run.train.global_batch == run.train.micro_batch * run.launch.devices
+    assert (run.train.optimizer.lr, run.train.schedule.warmup_ratio) == (0.0018, 0.03)
+    assert run.train.schedule.name == "cosine"
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_a_dry_run_needs_no_device(name: str) -> None:
+    """Nor the gated model: what depends on its sizes is left out, with the reason. The rows are of
+    the repository, because those of the hub cannot be reached by a test."""
+    done = anygauge(
+        ["train", EXAMPLES / name, "--dry-run", "--set", f"data.train.path={ROWS}"],
+        environment={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "zero_optimization.stage" in done.stdout
+    if "gaudi" in name:
+        for text in (
+            "PT_HPU_LAZY_MODE",
+            "PT_HPU_MAX_COMPOUND_OP_SIZE",
+            "HLS_MODULE_ID",
+            "zero_optimization.overlap_comm",
+            "zero_optimization.contiguous_gradients",
+        ):
+            assert text in done.stdout

@@ -1,0 +1,110 @@
+"""Kernels in models: attention through the library's registry, norms by module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from anygauge.interface import AttentionKernel
+from anygauge.models.kernels import register_attention, replace_norms
+from anygauge_hpu.kernels import (
+    attention_with_softmax_in_bfloat16,
+    attention_with_softmax_in_float32,
+)
+from tests.helpers.runs import TINY
+
+GEMMA = {**TINY, "model_type": "gemma2", "head_dim": 8, "sliding_window": 64}
+
+
+def model(attention: str = "eager", **config: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {**TINY, **config}
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return AutoModelForCausalLM.from_config(made, attn_implementation=attention).eval()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Two rows, one of them padded."""
+    ids = torch.arange(2, 26).reshape(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("config", [{}, GEMMA], ids=["llama", "gemma2 with soft caps"])
+def test_a_registered_attention_equals_the_librarys(config: dict[str, Any]) -> None:
+    name = register_attention(attention_with_softmax_in_float32())
+    inputs = batch()
+    with torch.no_grad():
+        wanted = model(**config)(**inputs).logits
+        found = model(name, **config)(**inputs).logits
+    real = inputs["attention_mask"].bool()
+    assert torch.allclose(found[real], wanted[real], atol=1e-5)
+
+
+def test_a_softmax_in_bfloat16_is_near_and_not_the_same() -> None:
+    name = register_attention(attention_with_softmax_in_bfloat16())
+    inputs = batch()
+    with torch.no_grad():
+        wanted = model().bfloat16()(**inputs).logits
+        found = model(name).bfloat16()(**inputs).logits
+    assert torch.allclose(found, wanted, atol=0.05)
+
+
+def test_a_name_that_the_library_takes_for_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match="sdpa"):
+        AttentionKernel(name="my_sdpa", forward=lambda: None, describe="")
+
+
+def test_plain_norms_are_replaced_and_others_left() -> None:
+    calls = []
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        calls.append(tuple(x.shape))
+        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+    llama = model()
+    wanted = llama(**batch()).logits
+    assert replace_norms(llama, kernel) == 2 * 2 + 1
+    assert torch.allclose(llama(**batch()).logits, wanted, atol=1e-5)
+    assert len(calls) == 5
+    # One is added to its weight.
+    assert replace_norms(model(**GEMMA), kernel) == 0
+
+
+def test_a_copied_norm_computes_with_its_own_weight() -> None:
+    llama = model()
+    replace_norms(llama, lambda x, weight, epsilon: x * weight)
+    norm = llama.model.norm
+    twin = copy.deepcopy(norm)
+    with torch.no_grad():
+        twin.weight.mul_(3)
+    x = torch.ones(1, 32)
+    assert torch.equal(twin(x), 3 * norm(x))
+
+
+def test_regions_are_what_the_device_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anygauge.interface import Backend, Compiler
+    from anygauge.strategies.regions import compile_regions
+
+    class Compiling(Backend):
+        name, device_type = "compiling", "cpu"
+
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, backend: asked.append((type(self).__name__, backend)),
+    )
+    backend = Compiling()
+    assert compile_regions(model(), backend) == 0
+    backend.graph.compiler = Compiler(backend="eager", regions="layer")
+    assert compile_regions(model(), backend) == 2
+    assert asked == [("LlamaDecoderLayer", "eager")] * 2
+    backend.graph.compiler = Compiler(backend="eager", regions="model")
+    assert compile_regions(model(), backend) == 1
