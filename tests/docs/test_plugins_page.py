@@ -22,7 +22,7 @@ from tests.testing.test_mutations import CASES, CAUGHT_BY
 
 PAGE = ROOT / "docs/plugins.md"
 WITHOUT_THE_LOOP = "on_paper or on_device or on_ranks"
-TIMEOUT_S = 600
+TIMEOUT_S = 1500
 
 
 class Desk:
