@@ -97,6 +97,8 @@ class CausalModelFactory:
         self._attention = attention
         self._dtype = dtype
         self._norm = norm
+        self.norms = (0, 0)
+        """RMS norms that the kernel computes, and all of them; known once a skeleton is made."""
         self._seed = seed
         self._recomputes = gradient_checkpointing
         self._files: WeightFiles | None = None
@@ -128,7 +130,7 @@ class CausalModelFactory:
         model.tie_weights()
         model.config.use_cache = False
         if self._norm is not None:
-            replace_norms(model, self._norm)
+            self.norms = replace_norms(model, self._norm)
         refuse_persistent_buffers(model)
         return model
 

@@ -226,7 +226,9 @@ def prepare_run(
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
         f"{trained:,} trained ({trained / total:.2%}); {precision.compute} ({precision.why}); "
-        f"attention {attention}" + (f" ({attention_kernel.describe})" if attention_kernel else "")
+        f"attention {attention}"
+        + (f" ({attention_kernel.describe})" if attention_kernel else "")
+        + (f"; {factory.norms[0]} of {factory.norms[1]} norms fused" if factory.norms[1] else "")
     )
     peak = backend.placement.peak_flops(precision.compute)
     meter = RunMeter(

@@ -54,7 +54,7 @@ def _graph_limit(situation: Situation) -> Decision:
 def _graph_limit_sync(situation: Situation) -> Decision:
     if not situation.options.get("graph_limit_sync"):
         return leave("backend_options.graph_limit_sync is not set: a cut graph runs on its own")
-    return use("true", "backend_options.graph_limit_sync: the host waits for a cut graph")
+    return use("1", "backend_options.graph_limit_sync: the host waits for a cut graph")
 
 
 def _sync_on_release(situation: Situation) -> Decision:
@@ -200,7 +200,7 @@ RULES = (
     ),
     EnvironmentRule(
         name="PT_HPU_MAX_COMPOUND_OP_SYNC",
-        value="true with backend_options.graph_limit_sync",
+        value="1 with backend_options.graph_limit_sync",
         scope=Scope.JOB,
         reason="what a cut graph held is free before the next one is traced",
         source=f"{_BRIDGE}, habana_lazy/hpu_stage_submission.cpp",

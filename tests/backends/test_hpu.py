@@ -193,7 +193,7 @@ def test_graph_settings_in_lazy_mode() -> None:
     assert {name: s.value for name, s in found.items()} == {
         "PT_HPU_LAZY_MODE": "1",
         "PT_HPU_MAX_COMPOUND_OP_SIZE": "10",
-        "PT_HPU_MAX_COMPOUND_OP_SYNC": "true",
+        "PT_HPU_MAX_COMPOUND_OP_SYNC": "1",
         "PT_HPU_LAZY_ACC_PAR_MODE": "0",
         "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "0",
         "PT_HPU_RECIPE_CACHE_CONFIG": "/cache,false,2048",

@@ -111,6 +111,7 @@ def test_norms_are_fused_and_attention_is_not(lazy: Trained) -> None:
     assert min(lazy.count("FusedRMSNorm")) > 0
     assert lazy.count("FusedSDPA") == [0] * RANKS
     assert "gaudi_softmax_bf16" in lazy.run.out
+    assert "; 5 of 5 norms fused" in lazy.run.out
     assert lazy.run.steps("graph_compiled")[-1] > 0
 
 
