@@ -20,6 +20,12 @@ if TYPE_CHECKING:
         Requirement,
     )
     from anygauge.interface.collectives import Collectives
+    from anygauge.interface.common_rules import (
+        ONE_NODE,
+        THREADS,
+        meeting_interface,
+        others_up,
+    )
     from anygauge.interface.errors import (
         STOPPED,
         AnygaugeError,
@@ -60,7 +66,9 @@ __all__ = [
     "CAPABILITIES",
     "FULL",
     "HOST_DEVICE",
+    "ONE_NODE",
     "STOPPED",
+    "THREADS",
     "AnygaugeError",
     "AttentionKernel",
     "Backend",
@@ -113,6 +121,8 @@ __all__ = [
     "UnsupportedError",
     "hookimpl",
     "leave",
+    "meeting_interface",
+    "others_up",
     "use",
 ]
 
@@ -130,6 +140,10 @@ _HOMES = {
     "DataError": "errors",
     "Decision": "rules",
     "FULL": "support",
+    "ONE_NODE": "common_rules",
+    "THREADS": "common_rules",
+    "meeting_interface": "common_rules",
+    "others_up": "common_rules",
     "EnvironmentRule": "rules",
     "Finding": "probe",
     "Graph": "graph",

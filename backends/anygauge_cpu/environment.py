@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from anygauge.interface import Decision, EnvironmentRule, Scope, Situation, leave, use
+import dataclasses
+
+from anygauge.interface import (
+    THREADS,
+    Decision,
+    EnvironmentRule,
+    Scope,
+    Situation,
+    leave,
+    meeting_interface,
+    use,
+)
 
 CORES_VARIABLE = "ANYGAUGE_CPU_CORES"
 """Logical processors of one rank, as in ``0,1``; `CpuPlacement.open` binds the process to them."""
 
-THREADS_VARIABLE = "OMP_NUM_THREADS"
+THREADS_VARIABLE = THREADS.name
 
 ALLOCATORS = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
 """Replacements of the C library's allocator, the preferred one first."""
 
-_THREADS_SOURCE = "pytorch.org/docs: notes/multiprocessing, avoiding CPU oversubscription"
-_GLOO_SOURCE = "pytorch.org/docs: distributed, choosing the network interface to use"
 _ALLOCATOR_SOURCE = "pytorch.org/tutorials: performance tuning guide, memory allocator"
-
-
-def _interface(situation: Situation) -> Decision:
-    node = situation.node
-    if situation.job.nodes == 1:
-        if node.loopback is None:
-            return leave("the loopback interface is not up")
-        why = "all ranks are on this machine: works without a host name that resolves"
-        return use(node.loopback.name, why)
-    if node.main_interface is None:
-        return leave("no interface is the obvious one: gloo resolves the host name")
-    others = [i.name for i in node.outward if i != node.main_interface]
-    why = "the first interface that is up and physical"
-    return use(
-        node.main_interface.name, why + (f"; also up: {', '.join(others)}" if others else "")
-    )
 
 
 def _bound_cores(situation: Situation) -> tuple[int, ...]:
@@ -80,8 +73,8 @@ RULES = (
         value="the loopback on one machine; else the first physical interface that is up",
         scope=Scope.NODE,
         reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
-        source=_GLOO_SOURCE,
-        decide=_interface,
+        source="pytorch.org/docs: distributed, choosing the network interface to use",
+        decide=meeting_interface,
     ),
     EnvironmentRule(
         name="LD_PRELOAD",
@@ -91,14 +84,7 @@ RULES = (
         source=_ALLOCATOR_SOURCE,
         decide=_allocator,
     ),
-    EnvironmentRule(
-        name=THREADS_VARIABLE,
-        value="physical cores / ranks of the machine, at least 1",
-        scope=Scope.RANK,
-        reason="more threads than cores make ranks wait for each other",
-        source=_THREADS_SOURCE,
-        decide=_threads,
-    ),
+    dataclasses.replace(THREADS, decide=_threads),
     EnvironmentRule(
         name=CORES_VARIABLE,
         value="an equal share of whole cores, where there are enough for all ranks",

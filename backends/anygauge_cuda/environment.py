@@ -7,7 +7,19 @@ available (NCCL_IB_PCI_RELAXED_ORDERING is 2 by default), and current AWS EFA pl
 
 from __future__ import annotations
 
-from anygauge.interface import Decision, EnvironmentRule, Node, Scope, Situation, leave, use
+from anygauge.interface import (
+    ONE_NODE,
+    THREADS,
+    Decision,
+    EnvironmentRule,
+    Node,
+    Scope,
+    Situation,
+    leave,
+    meeting_interface,
+    others_up,
+    use,
+)
 
 ALLOCATOR_OLD, ALLOCATOR_NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 """Torch reads both names; the second one since 2.9."""
@@ -21,7 +33,6 @@ NCCL_SETTINGS = "/etc/nccl.conf"
 _ALLOCATOR_SOURCE = "pytorch.org/docs: notes/cuda, optimizing memory usage"
 _NCCL_SOURCE = "NVIDIA NCCL user guide: environment variables"
 _EFA_SOURCE = "aws-ofi-nccl: doc/efa-env-var.md"
-_ONE_NODE = "all ranks are on one machine"
 
 
 def _allocator(*, since_2_9: bool) -> EnvironmentRule:
@@ -48,25 +59,10 @@ def _allocator(*, since_2_9: bool) -> EnvironmentRule:
     )
 
 
-def _gloo(situation: Situation) -> Decision:
-    """Host-side messages go through gloo, which otherwise resolves the host name."""
-    node = situation.node
-    if situation.job.nodes == 1:
-        if node.loopback is None:
-            return leave("the loopback interface is not up")
-        why = "all ranks are on this machine: works without a host name that resolves"
-        return use(node.loopback.name, why)
-    if node.main_interface is None:
-        return leave("no interface is the obvious one: gloo resolves the host name")
-    return use(
-        node.main_interface.name, "the first interface that is up and physical" + _others(node)
-    )
-
-
 def _nccl_interface(situation: Situation) -> Decision:
     interface = situation.node.main_interface
     if situation.job.nodes == 1:
-        return leave(_ONE_NODE)
+        return leave(ONE_NODE)
     if interface is None:
         return leave("no interface is the obvious one: NCCL chooses")
     if len(situation.node.outward) == 1:
@@ -74,7 +70,7 @@ def _nccl_interface(situation: Situation) -> Decision:
     return use(
         f"={interface.name}",
         "ranks must meet on interfaces that reach each other; '=' matches the whole name, not a "
-        "prefix" + _others(situation.node),
+        "prefix" + others_up(situation.node),
     )
 
 
@@ -111,7 +107,7 @@ def _efa_rule(
 
     def decide(situation: Situation) -> Decision:
         if situation.job.nodes == 1:
-            return leave(_ONE_NODE)
+            return leave(ONE_NODE)
         if not _has_efa(situation.node):
             return leave("no EFA device")
         version = _efa_version(situation)
@@ -136,20 +132,13 @@ def _efa_rule(
 
 def _huge_pages(situation: Situation) -> Decision:
     if situation.job.nodes == 1:
-        return leave(_ONE_NODE)
+        return leave(ONE_NODE)
     if not _has_efa(situation.node):
         return leave("no EFA device")
     return use(
         "0",
         "a process that holds huge pages may fail to start helpers ('Cannot allocate memory'), at "
         "a minor cost in speed",
-    )
-
-
-def _threads(situation: Situation) -> Decision:
-    node, ranks = situation.node, situation.job.devices_per_node
-    return use(
-        str(node.threads_per_rank(ranks)), f"{node.physical_cores} physical cores for {ranks} ranks"
     )
 
 
@@ -172,7 +161,7 @@ RULES = (
         scope=Scope.NODE,
         reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
         source="pytorch.org/docs: distributed, choosing the network interface to use",
-        decide=_gloo,
+        decide=meeting_interface,
     ),
     EnvironmentRule(
         name="NCCL_SOCKET_IFNAME",
@@ -219,17 +208,5 @@ RULES = (
         source=_EFA_SOURCE,
         decide=_huge_pages,
     ),
-    EnvironmentRule(
-        name="OMP_NUM_THREADS",
-        value="physical cores / ranks of the machine, at least 1",
-        scope=Scope.RANK,
-        reason="more threads than cores make ranks wait for each other",
-        source="pytorch.org/docs: notes/multiprocessing, avoiding CPU oversubscription",
-        decide=_threads,
-    ),
+    THREADS,
 )
-
-
-def _others(node: Node) -> str:
-    names = [i.name for i in node.outward if i != node.main_interface]
-    return f"; also up: {', '.join(names)}" if names else ""

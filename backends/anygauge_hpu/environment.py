@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anygauge.interface import (
+    ONE_NODE,
+    THREADS,
     Decision,
     EnvironmentRule,
-    Node,
     RunFileError,
     Scope,
     Situation,
     leave,
+    meeting_interface,
+    others_up,
     use,
 )
 from anygauge_hpu.mode import LAZY_VARIABLE, Mode, choose_mode
@@ -29,7 +32,6 @@ MODULE_VARIABLE = "HLS_MODULE_ID"
 _BRIDGE = "gaudi-pytorch-bridge 1.19.0"
 _FLAGS = f"{_BRIDGE}, scripts/env_flags.yaml"
 _HCL = "HCL 1.21.0, hcl_global_conf.cpp"
-_ONE_NODE = "all ranks are on one machine"
 
 
 def mode_of(situation: Situation) -> tuple[Mode, str]:
@@ -115,7 +117,7 @@ def _module(situation: Situation) -> Decision:
 def _over_ofi(situation: Situation) -> Decision:
     way = situation.options.get("scale_out", "auto")
     if situation.job.nodes == 1:
-        return leave(_ONE_NODE)
+        return leave(ONE_NODE)
     if way == "auto":
         return leave("the library looks for Gaudi's own NICs, then the host's, while it is unset")
     return use("0" if way == "gaudi_nic" else "1", f"backend_options.scale_out: {way}")
@@ -124,7 +126,7 @@ def _over_ofi(situation: Situation) -> Decision:
 def _gaudi_direct(situation: Situation) -> Decision:
     way = situation.options.get("scale_out", "auto")
     if situation.job.nodes == 1:
-        return leave(_ONE_NODE)
+        return leave(ONE_NODE)
     if way != "host_nic_direct":
         return leave("backend_options.scale_out is not host_nic_direct")
     return use("1", "backend_options.scale_out: host_nic_direct")
@@ -133,33 +135,19 @@ def _gaudi_direct(situation: Situation) -> Decision:
 def _hccl_interface(situation: Situation) -> Decision:
     node = situation.node
     if situation.job.nodes == 1:
-        return leave(_ONE_NODE)
+        return leave(ONE_NODE)
     if node.main_interface is None:
         return leave("no interface is the obvious one: the library chooses")
     if len(node.outward) == 1:
         return leave("there is a single one")
     why = "ranks must meet on interfaces that reach each other"
-    return use(node.main_interface.name, why + _others(node))
-
-
-def _gloo(situation: Situation) -> Decision:
-    node = situation.node
-    if situation.job.nodes == 1:
-        if node.loopback is None:
-            return leave("the loopback interface is not up")
-        why = "all ranks are on this machine: works without a host name that resolves"
-        return use(node.loopback.name, why)
-    if node.main_interface is None:
-        return leave("no interface is the obvious one: gloo resolves the host name")
-    return use(
-        node.main_interface.name, "the first interface that is up and physical" + _others(node)
-    )
+    return use(node.main_interface.name, why + others_up(node))
 
 
 def _efa(name: str) -> EnvironmentRule:
     def decide(situation: Situation) -> Decision:
         if situation.job.nodes == 1:
-            return leave(_ONE_NODE)
+            return leave(ONE_NODE)
         if not any(device.driver == "efa" for device in situation.node.rdma_devices):
             return leave("no EFA device")
         return use("1", "Intel asks for it on EFA; its images set it, too")
@@ -171,13 +159,6 @@ def _efa(name: str) -> EnvironmentRule:
         reason="the library sends through EFA",
         source="Intel's container images (Dockerfile ENV)",
         decide=decide,
-    )
-
-
-def _threads(situation: Situation) -> Decision:
-    node, ranks = situation.node, situation.job.devices_per_node
-    return use(
-        str(node.threads_per_rank(ranks)), f"{node.physical_cores} physical cores for {ranks} ranks"
     )
 
 
@@ -254,7 +235,7 @@ RULES = (
         scope=Scope.NODE,
         reason="gloo otherwise resolves the host name, which fails or finds an unreachable address",
         source="pytorch.org/docs: distributed, choosing the network interface to use",
-        decide=_gloo,
+        decide=meeting_interface,
     ),
     _efa("RDMAV_FORK_SAFE"),
     _efa("FI_EFA_USE_DEVICE_RDMA"),
@@ -266,14 +247,7 @@ RULES = (
         source=f"{_BRIDGE}, torch/distributed/hccl/__init__.py",
         decide=_module,
     ),
-    EnvironmentRule(
-        name="OMP_NUM_THREADS",
-        value="physical cores / ranks of the machine, at least 1",
-        scope=Scope.RANK,
-        reason="more threads than cores make ranks wait for each other",
-        source="pytorch.org/docs: notes/multiprocessing, avoiding CPU oversubscription",
-        decide=_threads,
-    ),
+    THREADS,
 )
 
 
@@ -302,8 +276,3 @@ def refuse_contradictions(environ: Mapping[str, str], mode: Mode) -> None:
 
 def _on(value: str | None) -> bool:
     return value is not None and value.strip().lower() in ("1", "true", "yes", "on")
-
-
-def _others(node: Node) -> str:
-    names = [i.name for i in node.outward if i != node.main_interface]
-    return f"; also up: {', '.join(names)}" if names else ""
