@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.adapter import ADAPTER_NAME
+from anygauge.models.factory import dtype_name
 from anygauge.models.start import CONFIG_FILE, WEIGHTS_FILE
 from anygauge.models.verify import UNVERIFIED, VerificationError
 
@@ -161,7 +162,7 @@ def save_model(
         folder,
         metadata={"format": "pt"},
     )
-    config.dtype = dtype
+    setattr(config, dtype_name(), dtype)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if generation is not None:

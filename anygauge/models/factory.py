@@ -120,7 +120,7 @@ class CausalModelFactory:
                     copy.deepcopy(self.config),  # what is set on the model is not the user's
                     attn_implementation=self._attention,
                     trust_remote_code=self.section.trust_remote_code,
-                    **dtype_argument(torch.float32),
+                    **{dtype_name(): torch.float32},
                 )
         except Exception as error:
             raise ModelError(
@@ -231,14 +231,13 @@ def refuse_persistent_buffers(model: nn.Module) -> None:
         )
 
 
-def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The keyword that the installed transformers has for a model's type."""
+def dtype_name() -> str:
+    """What the installed transformers calls a model's type, as a keyword and in configurations."""
     import transformers
     from packaging.version import Version
 
     # 4.56 renamed it, and warns of the old name.
-    new = Version(transformers.__version__) >= Version("4.56")
-    return {"dtype" if new else "torch_dtype": dtype}
+    return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
 def _no_initialisation() -> Any:

@@ -11,7 +11,7 @@ import torch
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.adapter import load_adapter
-from anygauge.models.factory import dtype_argument, local_folder
+from anygauge.models.factory import dtype_name, local_folder
 
 
 def load_for_inference(
@@ -37,7 +37,7 @@ def load_for_inference(
     try:
         model = AutoModelForCausalLM.from_pretrained(
             local_folder(section),
-            **dtype_argument(dtype),
+            **{dtype_name(): dtype},
             attn_implementation=attention,
             trust_remote_code=section.trust_remote_code,
         )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from anygauge.cli import run as command
+from anygauge.models.factory import dtype_name
 from tests.helpers.runs import TINY, Run, run_file, trained_here
 from tests.training.test_results import plain_loss
 
@@ -124,7 +125,7 @@ def test_merged_it_gives_the_same_loss(
     assert command(["merge", str(run.folder), "--output", str(output)]) == 0
     said = capsys.readouterr().out
     assert ("one tensor in the base" in said) == (name in UNTIED)
-    merged = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()
+    merged = AutoModelForCausalLM.from_pretrained(output, **{dtype_name(): torch.float32}).eval()
     assert plain_loss(merged, run) == pytest.approx(run.evaluations()[-1], rel=1e-4)
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
 

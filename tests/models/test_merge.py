@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from anygauge.cli import run as command
 from anygauge.interface import ModelError
+from anygauge.models.factory import dtype_name
 from tests.helpers.runs import Run, run_file, trained_here
 
 
@@ -49,7 +50,7 @@ def test_the_merged_model_has_the_bases_type_and_a_card(adapter: Run, tmp_path: 
     from transformers import AutoModelForCausalLM
 
     output = merge(adapter, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(output)
+    model = AutoModelForCausalLM.from_pretrained(output, **{dtype_name(): "auto"})
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     card = (output / "README.md").read_text()
     assert "library_name: transformers" in card and "merged, in bfloat16, from the base" in card

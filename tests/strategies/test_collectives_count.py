@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from anygauge.strategies.zero_runtime import needs_reentrant_checkpointing
 from tests.helpers.ranks import run_ranks
 
 
@@ -45,9 +46,11 @@ def test_as_many_elements_as_a_hand_written_loop_in_fewer_calls(
     ours: dict[str, Any], tmp_path: Path
 ) -> None:
     by_hand = counted("by_hand", tmp_path)
-    # A decoder layer is gathered as one piece; by hand, a module at a time.
+    # A decoder layer is gathered as one piece; by hand, a module at a time. Where recomputation is
+    # reentrant, a layer's recomputation finds the layer gathered for its backward either way.
     gathers = "all_gather_into_tensor"
-    assert ours["calls"][gathers] < 0.8 * by_hand["calls"][gathers]
+    most = 1.0 if needs_reentrant_checkpointing() else 0.8
+    assert ours["calls"][gathers] <= most * by_hand["calls"][gathers]
     assert {**ours["calls"], gathers: 0} == {**by_hand["calls"], gathers: 0}
     assert gathered(ours) <= gathered(by_hand)
     assert {**ours["elements"], gathers: 0} == {**by_hand["elements"], gathers: 0}

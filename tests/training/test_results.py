@@ -13,6 +13,7 @@ import yaml
 from anygauge.cli import run as command
 from anygauge.config import load_run_file
 from anygauge.data import EvaluationBatches, Layout, prepare
+from anygauge.models.factory import dtype_name
 from anygauge.models.inputs import model_inputs
 from anygauge.models.loss import summed_cross_entropy
 from tests.helpers.runs import Run, anygauge, run_file, trained, trained_here
@@ -69,7 +70,7 @@ def load_base(run: Run) -> Any:
     from transformers import AutoModelForCausalLM
 
     name = yaml.safe_load((run.folder / "run.yaml").read_text())["model"]["name"]
-    return AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(name, **{dtype_name(): torch.float32}).eval()
 
 
 def test_the_whole_model_loads_with_plain_transformers(base: Run, adapted: Run) -> None:
