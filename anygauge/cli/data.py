@@ -45,7 +45,7 @@ def data(
     check_paths(loaded)
     peek(run.data)
     ranks = run.launch.nodes * run.launch.devices
-    accumulation(run.train.global_batch, run.train.micro_batch, ranks)
+    accumulation(run.train.global_batch, run.train.sequences_at_once(ranks), ranks)
     registry = Registry.load()
     selection = registry.select_backend(run.backend, need_device=False)
     shapes = registry.create_backend(selection, run.backend_options).graph.shapes
@@ -172,7 +172,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
     console.print()
     console.print(
         f"[bold]Batches[/bold] of {run.train.global_batch}, "
-        f"{run.train.micro_batch} sequences per forward"
+        f"{layout.micro_batch} sequences per forward"
     )
     console.print(table)
 
@@ -180,11 +180,12 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
 def _layout(run: RunFile, tokenizer: Any, shapes: Any) -> Layout:
     from anygauge.data import Layout
 
+    ranks = run.launch.nodes * run.launch.devices
     return Layout(
-        micro_batch=run.train.micro_batch,
+        micro_batch=run.train.sequences_at_once(ranks),
         max_length=run.data.max_length,
         pad_id=tokenizer.pad_token_id,
-        world_size=run.launch.nodes * run.launch.devices,
+        world_size=ranks,
         shapes=shapes,
     )
 

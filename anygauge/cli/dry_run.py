@@ -117,7 +117,7 @@ def engine_settings(intent: Intent) -> tuple[list[Any], str]:
         backend,
         precision,
         skeleton=skeleton,
-        micro_batch=run.train.micro_batch,
+        micro_batch=run.train.sequences_at_once(intent.job.world_size),
         max_norm=run.train.clip,
         recomputes=run.train.gradient_checkpointing,
     )

@@ -78,7 +78,7 @@ def read_intent(
     registry.find_launcher(run.launch.launcher)
     check_optimizer(run, need_software=need_device)
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
-    accumulation(run.train.global_batch, run.train.micro_batch, ranks)
+    accumulation(run.train.global_batch, run.train.sequences_at_once(ranks), ranks)
     selection = registry.select_backend(run.backend, need_device=need_device)
     folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")
     job = Job(

@@ -74,7 +74,8 @@ class TrainSection(Section):
         16, description="Sequences per optimizer step over all ranks: fixes the learning curve."
     )
     micro_batch: Positive = Field(
-        4, description="Sequences per forward on one rank: fixes memory; the rest accumulates."
+        4,
+        description="Most sequences per forward on one rank: fixes memory; the rest accumulates.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -93,6 +94,14 @@ class TrainSection(Section):
     system_every_s: NonNegativeNumber = Field(
         10.0, description="Seconds between samples of host, process and device; 0: none."
     )
+
+    def sequences_at_once(self, ranks: int) -> int:
+        """Sequences per forward on one rank: `micro_batch`, or a rank's share if that is less.
+
+        So a recipe stays one recipe on more devices, until they are more than its sequences.
+        """
+        share, rest = divmod(self.global_batch, ranks)
+        return share if not rest and 0 < share < self.micro_batch else self.micro_batch
 
 
 class CheckpointSection(Section):

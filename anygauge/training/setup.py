@@ -176,7 +176,7 @@ def prepare_run(
     data = prepare(run.data, tokenizer, run.train.seed, say=rank.events.message)
     rank.say(f"data: {data.report}")
     layout = Layout(
-        micro_batch=run.train.micro_batch,
+        micro_batch=run.train.sequences_at_once(rank.world_size),
         max_length=run.data.max_length,
         pad_id=tokenizer.pad_token_id,
         world_size=rank.world_size,
@@ -212,7 +212,7 @@ def prepare_run(
             backend=backend,
             rank=rank.index,
             world_size=rank.world_size,
-            micro_batch=run.train.micro_batch,
+            micro_batch=run.train.sequences_at_once(rank.world_size),
             max_norm=run.train.clip,
         )
     )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anygauge.config.schema import DataSection, SourceSection
+from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data import (
     IGNORED,
     EvaluationBatches,
@@ -263,6 +263,15 @@ def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
     ]
     prints = {make(tokenized, **change).fingerprint() for change in others}
     assert len(prints | {base}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    ("total", "most", "ranks", "at_once"),
+    [(80, 10, 8, 10), (80, 10, 16, 5), (2, 4, 1, 2), (6, 4, 1, 4), (3, 4, 2, 4), (4, 4, 8, 4)],
+)
+def test_a_ranks_share_goes_through_at_once(total, most, ranks, at_once):
+    train = TrainSection(global_batch=total, micro_batch=most)
+    assert train.sequences_at_once(ranks) == at_once
 
 
 def test_accumulation():

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from anygauge.config import load_run_file
+from anygauge.data import accumulation
 from tests.helpers.runs import anygauge
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROWS = Path(__file__).parents[1] / "fixtures/alpaca.json"
 RECIPE = ("llama2-70b-lora-gaudi2.yaml", "llama2-70b-lora-h100.yaml")
+TWO_NODES = "llama2-70b-lora-gaudi2-two-nodes.yaml"
 
 
 def test_they_differ_in_the_device_alone() -> None:
@@ -20,6 +22,24 @@ def test_they_differ_in_the_device_alone() -> None:
         "backend",
         "backend_options",
     }
+
+
+def test_two_machines_differ_in_the_launch_alone() -> None:
+    one = load_run_file(EXAMPLES / RECIPE[0]).run
+    two = load_run_file(EXAMPLES / TWO_NODES).run
+    given, other = one.model_dump(), two.model_dump()
+    assert {field for field in given if given[field] != other[field]} == {"launch"}
+    assert (two.launch.nodes, two.launch.devices) == (2, 8)
+    # The same 80 sequences a step, on twice the cards.
+    assert one.train.sequences_at_once(8) == 10
+    assert two.train.sequences_at_once(16) == 5
+    assert accumulation(two.train.global_batch, two.train.sequences_at_once(16), 16) == 1
+
+
+def test_two_machines_have_their_environment_shown() -> None:
+    done = anygauge(["env", EXAMPLES / TWO_NODES, "--explain"], environment={"COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    assert "HCCL_SOCKET_IFNAME" in done.stdout
 
 
 def test_it_is_the_recipe_of_the_article() -> None:
