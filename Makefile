@@ -4,6 +4,8 @@
 #   make plugins     build and install the devices of examples/plugins (C++: two minutes)
 #   make test        lint, types, import contracts, and the tests but the slow ones
 #   make test-slow   the slow tests
+#   make test-gaudi-stack   the tests of what touches transformers, peft and DeepSpeed, with the versions
+#                    that go with Gaudi, in an environment of their own (.venv-gaudi; docs/stacks.md)
 #   make lint        lint, types and import contracts alone
 #   make format      format the code, and repair what the linter can
 #   make .venv       only make the environment
@@ -19,7 +21,10 @@ TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 JOBS ?= 2
 
+# The second stack is the first one's rules with these three changed.
 VENV := .venv
+EXTRAS := dev
+PINS :=
 BIN := $(VENV)/bin
 PLUGINS := examples/plugins/anygauge-lazy examples/plugins/anygauge-sim
 BUILT := $(VENV)/.plugins
@@ -34,7 +39,7 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: demo plugins test test-slow lint format clean .venv
+.PHONY: demo plugins test test-slow test-gaudi-stack test-core lint format clean .venv
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/demo.py
@@ -58,6 +63,18 @@ test-slow: $(STAMP) $(BUILT)
 	    echo "==> slow tests of $$plugin"; \
 	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m slow) || exit 1; \
 	done
+
+# Not what reads no model: the command line's pages, run files, the build, the benchmarks.
+CORE := $(addprefix tests/,agent backends cli data gaudi_stack interface models strategies training)
+
+test-core: $(BUILT)
+	@echo "==> tests of the core in $(VENV)"
+	@$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(CORE)
+
+# DeepSpeed's release that is nearest to Intel's fork, which comes with the vendor's image.
+test-gaudi-stack:
+	@$(MAKE) --no-print-directory test-core \
+	    VENV=.venv-gaudi EXTRAS=dev,hpu PINS="deepspeed==0.16.9"
 
 lint: $(STAMP)
 	@echo "==> ruff"
@@ -111,7 +128,8 @@ $(STAMP): pyproject.toml
 	@echo "==> what the builds need"
 	@$(PIP) install setuptools wheel hatchling editables ninja numpy packaging psutil py-cpuinfo
 	@echo "==> anygauge, deepspeed and the developer's tools"
-	@DS_BUILD_OPS=0 $(PIP) install --no-build-isolation --editable ".[dev]" "torch==$(TORCH_VERSION)"
+	@DS_BUILD_OPS=0 $(PIP) install --no-build-isolation --editable ".[$(EXTRAS)]" "torch==$(TORCH_VERSION)" \
+	    $(PINS)
 	@$(PIP) check
 	@touch $@
 	@echo "==> ready: $(BIN)/anygauge --help"

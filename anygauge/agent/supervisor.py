@@ -31,6 +31,17 @@ _UNKILLABLE_S = 30.0
 _REPEATED_SIGNAL_S = 0.5
 
 
+def rank_numbers(job: Job, node_rank: int, local_rank: int) -> dict[str, str]:
+    """The variables that tell a process which rank of the job it is, as torchrun names them."""
+    count = job.devices_per_node
+    return {
+        "RANK": str(node_rank * count + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
+
+
 class Supervisor:
     """Starts one rank per device of this node and stays until all have ended.
 
@@ -95,14 +106,9 @@ class Supervisor:
         for local_rank in range(count):
             if self._signals:
                 return
-            rank = self._node_rank * count + local_rank
-            environment = {
-                **self._environment(local_rank),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(local_rank),
-                "WORLD_SIZE": str(self._job.world_size),
-                "LOCAL_WORLD_SIZE": str(count),
-            }
+            numbers = rank_numbers(self._job, self._node_rank, local_rank)
+            rank = int(numbers["RANK"])
+            environment = {**self._environment(local_rank), **numbers}
             try:
                 started = Rank(rank, local_rank, self._argv, environment, directory)
             except OSError as error:

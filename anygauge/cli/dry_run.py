@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from anygauge.agent.supervisor import rank_numbers
 from anygauge.cli.env import environment_table, rank_environments
 from anygauge.cli.plan import Intent
 from anygauge.interface import AnygaugeError, Backend, NotAvailableError
@@ -45,6 +46,15 @@ def show(intent: Intent) -> None:
         f"python -m anygauge.training.worker --job {job.run_directory}/job.json",
         markup=False,
     )
+    first, last = (
+        rank_numbers(job, node, local)
+        for node, local in ((0, 0), (job.nodes - 1, job.devices_per_node - 1))
+    )
+    numbers = (
+        f"{name}={value}" if value == last[name] else f"{name}={value}..{last[name]}"
+        for name, value in first.items()
+    )
+    console.print(f"    with {' '.join(numbers)}", markup=False)
 
 
 def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
@@ -56,7 +66,7 @@ def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
         console.print(f"  refused if the ranks ran here: {error}", markup=False)
         return
     if kernels:
-        console.print("\n[bold]Kernels[/bold]")
+        console.print("\n[bold]Kernels[/bold] that ranks on this machine would run")
     for operation, choice in kernels.items():
         console.print(f"  {operation}: {choice.name}, {choice.reason}", markup=False)
         for name, reason in choice.rejected:
