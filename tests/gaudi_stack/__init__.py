@@ -14,5 +14,6 @@ def _installed(distribution: str) -> bool:
 
 
 needs_optimum_habana = pytest.mark.skipif(
-    not _installed("optimum-habana"), reason="optimum-habana is not installed (make test-gaudi-stack)"
+    not _installed("optimum-habana"),
+    reason="optimum-habana is not installed (make test-gaudi-stack)",
 )
