@@ -5,7 +5,7 @@ import habana_standin
 from habana_frameworks.torch.utils.internal import is_lazy, lazy_only
 
 _closures = []
-graphs = 0
+_graphs = 0
 """Graphs ended so far; the metric of compiled graphs reads it."""
 
 
@@ -21,10 +21,10 @@ def _mark_step_if_lazy(device_str=""):
 
 @lazy_only
 def mark_step(device_str="", sync=False):
-    global graphs
+    global _graphs
     if not isinstance(device_str, str) or not isinstance(sync, bool):
         raise TypeError(f"_mark_step(): incompatible arguments ({device_str!r}, {sync!r})")
-    graphs += 1
+    _graphs += 1
     habana_standin.record("mark_step", sync)
     waiting, _closures[:] = list(_closures), []
     for closure, args in waiting:

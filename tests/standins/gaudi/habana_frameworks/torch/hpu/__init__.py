@@ -141,5 +141,5 @@ class device:
     def __enter__(self):
         return None
 
-    def __exit__(self, *error):
+    def __exit__(self, type, value, traceback):
         return False

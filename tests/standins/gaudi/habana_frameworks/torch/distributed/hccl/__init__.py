@@ -39,7 +39,7 @@ _SERVED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceO
 def _refuse_average(function, name):
     """All that takes an operation: the library has no mean."""
 
-    def checked(*args, **kwargs):
+    def _checked(*args, **kwargs):
         op = kwargs.get("op", next((a for a in args if isinstance(a, dist.ReduceOp)), None))
         op = next((a for a in args if isinstance(a, dist.ReduceOp.RedOpType)), op)
         if op is not None and op not in _SERVED and op == dist.ReduceOp.AVG:
@@ -49,7 +49,7 @@ def _refuse_average(function, name):
         habana_standin.record("collective", name)
         return function(*args, **kwargs)
 
-    return checked
+    return _checked
 
 
 for _name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"):

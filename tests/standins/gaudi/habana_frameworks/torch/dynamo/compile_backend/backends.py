@@ -4,12 +4,12 @@ import habana_standin
 import torch
 from torch._dynamo import register_backend
 
-from habana_frameworks.torch.utils.internal import is_lazy
+from habana_frameworks.torch.utils.internal import is_lazy as _is_lazy
 
 
 @register_backend
 def hpu_backend(graph_module: torch.fx.GraphModule, example_inputs, **kwargs):
-    if is_lazy():
+    if _is_lazy():
         raise RuntimeError("hpu_backend is for eager mode only")
     habana_standin.record("compile", len(list(graph_module.graph.nodes)))
     return graph_module.forward
