@@ -12,6 +12,7 @@ from anygauge.agent.supervisor import rank_numbers
 from anygauge.cli.env import environment_table, rank_environments
 from anygauge.cli.plan import Intent
 from anygauge.interface import AnygaugeError, Backend, NotAvailableError
+from anygauge.registry import KernelChoice
 
 
 def show(intent: Intent) -> None:
@@ -60,7 +61,7 @@ def show(intent: Intent) -> None:
 def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
     """Each operation's kernel; one that lacks something here may yet run where the ranks do."""
     try:
-        kernels = intent.registry.resolve_kernels(backend, intent.run.kernels)
+        kernels = kernels_of(intent, backend)
     except NotAvailableError as error:
         console.print("\n[bold]Kernels[/bold]")
         console.print(f"  refused if the ranks ran here: {error}", markup=False)
@@ -71,6 +72,17 @@ def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
         console.print(f"  {operation}: {choice.name}, {choice.reason}", markup=False)
         for name, reason in choice.rejected:
             console.print(f"    not {name}: {reason}", markup=False)
+
+
+def kernels_of(intent: Intent, backend: Backend) -> dict[str, KernelChoice]:
+    """The kernels that ranks would run; without torch, also those that an engine may replace."""
+    try:
+        from anygauge.strategies import create_strategy
+        from anygauge.training.kernels import kernels_of_run
+    except ImportError:
+        return intent.registry.resolve_kernels(backend, intent.run.kernels)
+    strategy = create_strategy(intent.run.strategy, intent.job.world_size)
+    return kernels_of_run(intent.run, backend, intent.registry, strategy)
 
 
 def _show_engine(console: Console, intent: Intent) -> None:

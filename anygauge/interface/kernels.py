@@ -5,6 +5,12 @@
 | ``attention`` | an `AttentionKernel` |
 | ``rms_norm`` | (x (..., D), weight (D,), epsilon) -> weight * x / sqrt(mean(x²) + epsilon), as x |
 | ``softmax`` | (x, dim) -> softmax of x along dim, in x's type |
+| ``adamw`` | (groups, lr, betas, eps) -> a `torch.optim.Optimizer` over float32 parameters |
+| ``clip_grad_norm`` | (parameters, max_norm) -> norm of all their gradients, which are scaled |
+
+``adamw``: groups have ``params``, ``lr`` and ``weight_decay``, which is decoupled; the state of a
+parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run goes on elsewhere.
+``clip_grad_norm``: in place; the norm is a tensor, of the gradients before; max_norm is above 0.
 """
 
 from __future__ import annotations

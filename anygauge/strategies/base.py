@@ -51,6 +51,9 @@ class ModelFactory(Protocol):
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Named trained parameters -> an optimizer over them."""
 
+ClipFunction = Callable[[Sequence[nn.Parameter], float], Tensor]
+"""(parameters, largest norm) -> norm of all gradients before, (); gradients are scaled in place."""
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(logits (B, T, V), labels (B, T) int64 with -100 where not supervised) -> summed loss, ()."""
 
@@ -160,6 +163,7 @@ class BuildContext:
         rank, world_size: of this process in the run.
         micro_batch: sequences per forward.
         max_norm: the run's clipping norm.
+        clip_grad_norm: for strategies that update whole parameters.
     """
 
     factory: ModelFactory
@@ -170,13 +174,20 @@ class BuildContext:
     world_size: int
     micro_batch: int
     max_norm: float
+    clip_grad_norm: ClipFunction = nn.utils.clip_grad_norm_
 
 
 class Strategy(Protocol):
-    """How a model is spread."""
+    """How a model is spread.
+
+    Attributes:
+        updates_whole: whether parameters are whole and on the device when they are updated, so that
+            a device's own kernels can do it; the reason if not.
+    """
 
     needs: Sequence[Requirement]
     needs_process_group: bool
+    updates_whole: Support
 
     def settings(
         self,

@@ -42,6 +42,7 @@ class SingleEngine:
         self.model = model
         self._backend = context.backend
         self._precision = context.precision
+        self._clip_grad_norm = context.clip_grad_norm
         self._reduce_dtype = torch_dtype(context.precision.reduce)
         self._trained = trained_parameters(model)
         master_dtype = torch_dtype(context.precision.master)
@@ -92,9 +93,10 @@ class SingleEngine:
         self._gradients = [None] * len(self._masters)
         set_learning_rate(self._optimizer, lr)
         self._scaler.unscale_(self._optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._masters, max_norm if max_norm > 0 else float("inf")
-        )
+        if max_norm > 0:
+            norm = self._clip_grad_norm(self._masters, max_norm)
+        else:
+            norm = nn.utils.clip_grad_norm_(self._masters, float("inf"))
         scale = self._scaler.get_scale()
         self._scaler.step(self._optimizer)
         self._scaler.update()
@@ -160,6 +162,7 @@ class Single:
 
     needs: Sequence[Requirement] = ()
     needs_process_group = False
+    updates_whole = FULL
 
     def settings(
         self,

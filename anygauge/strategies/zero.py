@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.precision import Precision
-from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting, Support
+from anygauge.interface import HOST_DEVICE, Backend, Level, Phase, Requirement, Setting, Support
 from anygauge.strategies.base import (
     BuildContext,
     DeviceBatch,
@@ -150,6 +150,9 @@ class Zero:
         Requirement(capability="collectives", because="ZeRO shards over ranks"),
     )
     needs_process_group = True
+    updates_whole = Support(
+        Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
+    )
 
     def __init__(self, stage: int, options: Mapping[str, Any], gather: str = "layer") -> None:
         """Args: gather: what stage 3 gathers at a time: a ``layer`` or a ``module``."""

@@ -20,6 +20,8 @@ from anygauge.strategies.zero_settings import ENGINE
 
 NON_REENTRANT_SINCE = Version("0.19.6")
 """First version whose ZeRO-3 keeps frozen weights whole in non-reentrant recomputation (#8148)."""
+WAITS_FOR_EACH_SINCE = Version("0.19.8")
+"""First version here whose gathering of several weights waits for each of them (#8539)."""
 
 
 def import_deepspeed(backend: Backend) -> ModuleType:
@@ -77,7 +79,11 @@ def refuse_unserved_type(compute: str) -> None:
 
 def needs_reentrant_checkpointing() -> bool:
     """Whether the installed DeepSpeed loses frozen weights in non-reentrant recomputation."""
-    return Version(metadata.version(ENGINE)) < NON_REENTRANT_SINCE
+    return _version() < NON_REENTRANT_SINCE
+
+
+def _version() -> Version:
+    return Version(metadata.version(ENGINE))
 
 
 @contextlib.contextmanager
@@ -90,11 +96,39 @@ def gathered_by_peft(config: Mapping[str, Any]) -> Iterator[None]:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     alive = HfDeepSpeedConfig(dict(config))
+    apart = contextlib.nullcontext() if _version() >= WAITS_FOR_EACH_SINCE else _gathered_apart()
     try:
-        yield
+        with apart:
+            yield
     finally:
         unset_hf_deepspeed_config()
         del alive
+
+
+@contextlib.contextmanager
+def _gathered_apart() -> Iterator[None]:
+    """Gather weights that are asked for together one after another.
+
+    Older versions wait for the last of several gathers alone. Where collectives are not queued on
+    the device, the others may not have ended, and a norm would be taken of what was in memory.
+    """
+    import deepspeed
+
+    together = deepspeed.zero.GatheredParameters
+
+    @contextlib.contextmanager
+    def apart(parameters: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        several = [parameters] if torch.is_tensor(parameters) else list(parameters)
+        with contextlib.ExitStack() as stack:
+            for parameter in several:
+                stack.enter_context(together([parameter], *args, **kwargs))
+            yield
+
+    deepspeed.zero.GatheredParameters = apart
+    try:
+        yield
+    finally:
+        deepspeed.zero.GatheredParameters = together
 
 
 def gather_by_block(model: Any) -> None:

@@ -10,8 +10,7 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,19 +18,18 @@ import torch
 from anygauge.interface import (
     HOST_DEVICE,
     AnygaugeError,
-    Backend,
     Level,
     MemoryStats,
     NotAvailableError,
     Phase,
 )
 from anygauge.testing.check import NotAsked, check
+from anygauge.testing.kernel_trials import KERNEL_TRIALS
+from anygauge.testing.opened import TOLERANCE, Opened
 
 MIB = 2**20
 ALLOCATOR = "allocator"
 """`MemoryStats.kind` of a device with an allocator of its own."""
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
-"""Largest error of one operation relative to the largest value, by compute type."""
 LARGEST_LIMIT = 10_000
 """Operations per graph up to which the limit is tried."""
 HELPER_S = 60.0
@@ -40,25 +38,6 @@ COUNTED_WITHIN_S = 2.0
 """Seconds within which a graph that ended must have been counted."""
 UNITS = ("percent", "w", "c", "bytes", "mhz")
 """Ends of the names of `Placement.utilisation`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    """An opened backend, and how to make another one of its kind.
-
-    Attributes:
-        visible: devices that this process may see.
-    """
-
-    backend: Backend
-    device: torch.device
-    visible: int
-    fresh: Any
-
-    @property
-    def placement(self) -> Any:
-        """The backend's."""
-        return self.backend.placement
 
 
 # -- placement ------------------------------------------------------------------------------------
@@ -462,71 +441,6 @@ def kernels_agree(on: Opened) -> None:
         tried.append(spec.name)
     if not tried:
         raise NotAsked(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")
-
-
-def _kernel_type(on: Opened) -> str:
-    return "bfloat16" if on.backend.support("bfloat16") else "float32"
-
-
-def _agrees(on: Opened, found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    assert found.device.type == on.device.type, f"{what}: the result is on {found.device}"
-    assert found.shape == wanted.shape, f"{what}: shape {tuple(found.shape)}"
-    got = found.detach().to(HOST_DEVICE, torch.float64)
-    error = float((got - wanted).abs().max() / wanted.abs().max())
-    allowed = 4 * TOLERANCE[_kernel_type(on)]
-    assert error <= allowed, f"{what} differs by {error:.1e} of its largest value; {allowed:.0e}"
-
-
-def _softmax_trial(on: Opened, kernel: Any, name: str) -> None:
-    x = torch.linspace(-8, 8, 6 * 33).reshape(6, 33).to(getattr(torch, _kernel_type(on)))
-    _agrees(on, kernel(x.to(on.device), -1), torch.softmax(x.double(), -1), f"softmax {name}")
-
-
-def _rms_norm_trial(on: Opened, kernel: Any, name: str) -> None:
-    dtype = getattr(torch, _kernel_type(on))
-    x, weight = torch.linspace(-2, 3, 5 * 32).reshape(5, 32).to(dtype), torch.linspace(0.5, 2, 32)
-    weight = weight.to(dtype)
-    there = x.to(on.device, copy=True).requires_grad_()
-    out = kernel(there, weight.to(on.device), 1e-5)
-    out.float().sum().backward()
-    here = x.double().requires_grad_()
-    wanted = weight.double() * here * torch.rsqrt(here.pow(2).mean(-1, keepdim=True) + 1e-5)
-    wanted.sum().backward()
-    assert there.grad is not None and here.grad is not None, f"rms_norm {name} has no gradient"
-    _agrees(on, out, wanted.detach(), f"rms_norm {name}")
-    _agrees(on, there.grad, here.grad, f"gradient of rms_norm {name}")
-
-
-def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
-    """Grouped heads, a padded row, causal: forward and gradient of the query."""
-    dtype = getattr(torch, _kernel_type(on))
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, heads, 9, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
-    allowed = torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9).clone()
-    allowed[1, :, 3:, 0] = False
-    mask = torch.zeros(2, 1, 9, 9).masked_fill(~allowed, torch.finfo(dtype).min).to(dtype)
-    module = torch.nn.Module()
-    module.train()
-    there = q.to(on.device, copy=True).requires_grad_()
-    moved = (there, k.to(on.device), v.to(on.device), mask.to(on.device))
-    out, _ = kernel.forward(module, *moved, scaling=0.25, dropout=0.0)
-    out.float().pow(2).sum().backward()
-    here = q.double().requires_grad_()
-    keys, values = (each.double().repeat_interleave(2, dim=1) for each in (k, v))
-    scores = (here @ keys.transpose(2, 3) * 0.25).masked_fill(~allowed, -torch.inf)
-    wanted = (torch.softmax(scores, -1) @ values).transpose(1, 2)
-    wanted.pow(2).sum().backward()
-    assert there.grad is not None and here.grad is not None, f"attention {name} has no gradient"
-    _agrees(on, out, wanted.detach(), f"attention {name}")
-    _agrees(on, there.grad, here.grad, f"gradient of attention {name}")
-
-
-KERNEL_TRIALS: Mapping[str, Callable[[Opened, Any, str], None]] = {
-    "attention": _attention_trial,
-    "rms_norm": _rms_norm_trial,
-    "softmax": _softmax_trial,
-}
-"""How a kernel of each operation is tried; the operations of `anygauge.interface.kernels`."""
 
 
 # -- the end --------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def _basic(request: Any, answer: Any) -> None:
 
 def _device(request: Any, answer: Any) -> None:
     from anygauge.registry import Registry
-    from anygauge.testing.device import Opened
+    from anygauge.testing.opened import Opened
 
     registry = Registry.load(os.environ)
 

@@ -18,10 +18,17 @@ B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
 Groups = list[dict[str, Any]]
 
 
+AdamW = Callable[..., torch.optim.Optimizer]
+"""(groups, lr, betas, eps) -> AdamW by a device's own kernel."""
+
+
 def optimizer_factory(
-    section: OptimizerSection,
+    section: OptimizerSection, adamw: AdamW | None = None
 ) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
     """A function that makes the run's optimizer from named parameters.
+
+    Args:
+        adamw: in place of torch's, where that is the optimizer.
 
     Raises:
         RunFileError: from that function: the section does not fit these parameters, or a package
@@ -30,7 +37,10 @@ def optimizer_factory(
     """
 
     def make(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        return _MAKERS[section.name](section, parameter_groups(section, parameters))
+        groups = parameter_groups(section, parameters)
+        if adamw is not None and section.name == "adamw":
+            return adamw(groups, lr=section.lr, **_adam_options(section))
+        return _MAKERS[section.name](section, groups)
 
     return make
 

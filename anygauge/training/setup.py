@@ -22,11 +22,9 @@ from anygauge.data import (
     training_batches,
 )
 from anygauge.interface import (
-    AttentionKernel,
     Backend,
     Job,
     ModelError,
-    PluginError,
     UnsupportedError,
 )
 from anygauge.interface.events import EventWriter
@@ -34,10 +32,9 @@ from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import check_packing, model_inputs
-from anygauge.models.kernels import register_attention
 from anygauge.models.loss import summed_cross_entropy
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-from anygauge.registry import KernelChoice, Registry
+from anygauge.registry import Registry
 from anygauge.strategies.base import (
     BuildContext,
     DeviceBatch,
@@ -57,6 +54,7 @@ from anygauge.training.checkpoints import (
     identity_of,
     settings_of,
 )
+from anygauge.training.kernels import choose_attention, kernels_of_run, load_update_kernels
 from anygauge.training.loop import Loop
 from anygauge.training.meter import History, RunMeter, Volume
 from anygauge.training.optimizer import optimizer_factory
@@ -145,9 +143,10 @@ def prepare_run(
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
-    kernels = registry.resolve_kernels(backend, run.kernels)
+    kernels = kernels_of_run(run, backend, registry, strategy)
     backend.adapt_models(packing=run.data.packing)
     attention, attention_kernel = choose_attention(run, backend, registry, kernels)
+    adamw, clip_grad_norm = load_update_kernels(registry, kernels)
     tokenizer = load_tokenizer(run.model)
     factory = CausalModelFactory(
         run.model,
@@ -207,13 +206,14 @@ def prepare_run(
     engine = strategy.build(
         BuildContext(
             factory=factory if start is None else ResumedFactory(factory, start),
-            optimizer=optimizer_factory(run.train.optimizer),
+            optimizer=optimizer_factory(run.train.optimizer, adamw),
             precision=precision,
             backend=backend,
             rank=rank.index,
             world_size=rank.world_size,
             micro_batch=run.train.sequences_at_once(rank.world_size),
             max_norm=run.train.clip,
+            clip_grad_norm=clip_grad_norm,
         )
     )
     seed_dropout(backend, run.train.seed, rank, start)
@@ -313,33 +313,6 @@ def prepare_run(
             "kernels": {name: choice.record() for name, choice in kernels.items()},
         },
     )
-
-
-def choose_attention(
-    run: RunFile, backend: Backend, registry: Registry, kernels: Mapping[str, KernelChoice]
-) -> tuple[str, AttentionKernel | None]:
-    """The attention that models are built with, and the kernel behind it, if it is one.
-
-    Raises:
-        UnsupportedError: the run file asks for an attention of the model library and a kernel.
-    """
-    asked = run.model.attention
-    if asked != "auto":
-        if "attention" in run.kernels:
-            raise UnsupportedError(
-                f"model.attention is {asked!r} and kernels.attention is "
-                f"{run.kernels['attention']!r}: one of them must be left out"
-            )
-        return asked, None
-    kernel = registry.load_kernel(kernels["attention"]) if "attention" in kernels else None
-    if kernel is None:
-        return backend.attention, None
-    if not isinstance(kernel, AttentionKernel):
-        raise PluginError(
-            f"kernel {kernels['attention'].name!r} for attention is a {type(kernel).__name__}; its "
-            "factory must return an AttentionKernel"
-        )
-    return register_attention(kernel), kernel
 
 
 def seed_dropout(backend: Backend, seed: int, rank: Rank, start: Checkpoint | None) -> None:

@@ -33,15 +33,17 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
         KernelSpec(
             operation=operation,
             name=name,
-            factory=f"anygauge_hpu.kernels:{function}",
+            factory=f"anygauge_hpu.{function}",
             api_version=WRITTEN_FOR,
             device_types=frozenset({"hpu"}),
             missing=why_missing,
         )
         for operation, name, function in (
-            ("attention", "gaudi_fused", "fused_attention"),
-            ("attention", "gaudi_softmax_bf16", "attention_with_softmax_in_bfloat16"),
-            ("attention", "gaudi_softmax_fp32", "attention_with_softmax_in_float32"),
-            ("rms_norm", "gaudi_fused", "fused_rms_norm"),
+            ("attention", "gaudi_fused", "kernels:fused_attention"),
+            ("attention", "gaudi_softmax_bf16", "kernels:attention_with_softmax_in_bfloat16"),
+            ("attention", "gaudi_softmax_fp32", "kernels:attention_with_softmax_in_float32"),
+            ("rms_norm", "gaudi_fused", "kernels:fused_rms_norm"),
+            ("adamw", "gaudi_fused", "updates:fused_adamw"),
+            ("clip_grad_norm", "gaudi_fused", "updates:fused_clip_grad_norm"),
         )
     ]

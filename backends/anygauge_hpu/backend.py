@@ -180,8 +180,9 @@ class HpuBackend(Backend):
 
 
 def _preferred_kernels(options: Mapping[str, Any]) -> dict[str, str]:
+    updates = {"adamw": "gaudi_fused", "clip_grad_norm": "gaudi_fused"}
     if options.get("optimum_habana"):
-        return {}
+        return updates
     attention = options.get("attention", "fused")
     in_float32 = options.get("softmax") == "float32"
     softmax = "gaudi_softmax_fp32" if in_float32 else "gaudi_softmax_bf16"
@@ -189,4 +190,5 @@ def _preferred_kernels(options: Mapping[str, Any]) -> dict[str, str]:
     return {
         "attention": "gaudi_fused" if attention == "fused" else softmax,
         "rms_norm": "gaudi_fused" if norm == "fused" else "reference",
+        **updates,
     }

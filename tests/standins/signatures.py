@@ -1,4 +1,4 @@
-"""The stand-in for Gaudi's software beside the published source: the same names, the same arguments.
+"""The stand-in for Gaudi's software beside the published source: names and arguments.
 
 Both are read, neither is imported: the source needs a card's libraries.
 """
@@ -14,7 +14,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 OWN = frozenset(
     {
-        # Torch asks these of the device under whose key the simulated cards are; Gaudi's is another.
+        # Torch asks these of the key that the simulated cards have; Gaudi's is another.
         "habana_frameworks.torch.hpu:_is_in_bad_fork",
         "habana_frameworks.torch.hpu:get_amp_supported_dtype",
         # The original keeps this class in a module that the stand-in does not need.

@@ -3,6 +3,8 @@
 import habana_standin
 import torch
 
+from habana_frameworks.torch.core import step_closure
+
 
 class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
@@ -20,3 +22,24 @@ class FusedRMSNorm(torch.autograd.Function):
     def backward(ctx, root_mean_square_norm_grad_in):
         dx, dweight = torch.autograd.grad(ctx.out, ctx.inputs, root_mean_square_norm_grad_in)
         return dx, dweight, None, None, None, None
+
+
+class FusedClipNorm:
+    def __init__(self, parameters, max_norm):
+        held = list(parameters)
+        self.dtype = held[0].dtype if held else torch.float32
+        self.max_norm_t = (torch.ones(1) * max_norm).to(self.dtype).to(torch.device("hpu"))
+
+    def clip_norm(self, parameters):
+        step_closure._mark_step_if_lazy()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.tensor(0.0)
+        habana_standin.record("FusedClipNorm", len(gradients))
+        with torch.no_grad():
+            total = torch.stack([g.pow(2).sum() for g in gradients]).sum().sqrt().reshape(1)
+            factor = (self.max_norm_t / (total + 1e-6)).clamp(max=1.0)
+            for gradient in gradients:
+                gradient.mul_(factor)
+        step_closure._mark_step_if_lazy()
+        return total

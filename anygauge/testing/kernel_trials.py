@@ -1,0 +1,134 @@
+"""How a kernel of each operation is tried on a device, against float64 on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from anygauge.interface import HOST_DEVICE
+from anygauge.testing.opened import TOLERANCE, Opened
+
+
+def _kernel_type(on: Opened) -> str:
+    return "bfloat16" if on.backend.support("bfloat16") else "float32"
+
+
+def _agrees(on: Opened, found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    assert found.device.type == on.device.type, f"{what}: the result is on {found.device}"
+    assert found.shape == wanted.shape, f"{what}: shape {tuple(found.shape)}"
+    got = found.detach().to(HOST_DEVICE, torch.float64)
+    error = float((got - wanted).abs().max() / wanted.abs().max())
+    allowed = 4 * TOLERANCE[_kernel_type(on)]
+    assert error <= allowed, f"{what} differs by {error:.1e} of its largest value; {allowed:.0e}"
+
+
+def _softmax_trial(on: Opened, kernel: Any, name: str) -> None:
+    x = torch.linspace(-8, 8, 6 * 33).reshape(6, 33).to(getattr(torch, _kernel_type(on)))
+    _agrees(on, kernel(x.to(on.device), -1), torch.softmax(x.double(), -1), f"softmax {name}")
+
+
+def _rms_norm_trial(on: Opened, kernel: Any, name: str) -> None:
+    dtype = getattr(torch, _kernel_type(on))
+    x, weight = torch.linspace(-2, 3, 5 * 32).reshape(5, 32).to(dtype), torch.linspace(0.5, 2, 32)
+    weight = weight.to(dtype)
+    there = x.to(on.device, copy=True).requires_grad_()
+    out = kernel(there, weight.to(on.device), 1e-5)
+    out.float().sum().backward()
+    here = x.double().requires_grad_()
+    wanted = weight.double() * here * torch.rsqrt(here.pow(2).mean(-1, keepdim=True) + 1e-5)
+    wanted.sum().backward()
+    assert there.grad is not None and here.grad is not None, f"rms_norm {name} has no gradient"
+    _agrees(on, out, wanted.detach(), f"rms_norm {name}")
+    _agrees(on, there.grad, here.grad, f"gradient of rms_norm {name}")
+
+
+def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
+    """Grouped heads, a padded row, causal: forward and gradient of the query."""
+    dtype = getattr(torch, _kernel_type(on))
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, heads, 9, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    allowed = torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9).clone()
+    allowed[1, :, 3:, 0] = False
+    mask = torch.zeros(2, 1, 9, 9).masked_fill(~allowed, torch.finfo(dtype).min).to(dtype)
+    module = torch.nn.Module()
+    module.train()
+    there = q.to(on.device, copy=True).requires_grad_()
+    moved = (there, k.to(on.device), v.to(on.device), mask.to(on.device))
+    out, _ = kernel.forward(module, *moved, scaling=0.25, dropout=0.0)
+    out.float().pow(2).sum().backward()
+    here = q.double().requires_grad_()
+    keys, values = (each.double().repeat_interleave(2, dim=1) for each in (k, v))
+    scores = (here @ keys.transpose(2, 3) * 0.25).masked_fill(~allowed, -torch.inf)
+    wanted = (torch.softmax(scores, -1) @ values).transpose(1, 2)
+    wanted.pow(2).sum().backward()
+    assert there.grad is not None and here.grad is not None, f"attention {name} has no gradient"
+    _agrees(on, out, wanted.detach(), f"attention {name}")
+    _agrees(on, there.grad, here.grad, f"gradient of attention {name}")
+
+
+def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
+    """Three steps of two groups, one with decay, and three more from the state alone."""
+    rates, betas, eps = (1e-2, 5e-3), (0.9, 0.99), 1e-8
+    here = [torch.linspace(-1, 2, 12).double().reshape(3, 4), torch.linspace(1, 2, 5).double()]
+    there = [torch.nn.Parameter(p.float().to(on.device)) for p in here]
+    here = [torch.nn.Parameter(p) for p in here]
+
+    def groups(parameters: list[Any]) -> list[dict[str, Any]]:
+        return [
+            {"params": [parameter], "lr": lr, "weight_decay": decay}
+            for parameter, lr, decay in zip(parameters, rates, (0.1, 0.0), strict=True)
+        ]
+
+    def steps(*optimizers: Any) -> None:
+        for step in range(3):
+            for parameters in (here, there):
+                for parameter in parameters:
+                    gradient = torch.linspace(-2, 1 + step, parameter.numel())
+                    parameter.grad = gradient.reshape(parameter.shape).to(parameter)
+            for optimizer in optimizers:
+                optimizer.step()
+
+    wanted = torch.optim.AdamW(groups(here), lr=rates[0], betas=betas, eps=eps)
+    found = kernel(groups(there), lr=rates[0], betas=betas, eps=eps)
+    steps(wanted, found)
+    first = {p: dict(found.state[p]) for p in there}
+    for parameter, state in first.items():
+        missing = {"exp_avg", "exp_avg_sq", "step"} - state.keys()
+        assert not missing, f"adamw {name}: its state lacks {', '.join(sorted(missing))}"
+        assert int(state["step"]) == 3, f"adamw {name}: step is {state['step']} after 3"
+        assert state["exp_avg"].shape == parameter.shape, f"adamw {name}: a moment's shape"
+    resumed = kernel(groups(there), lr=rates[0], betas=betas, eps=eps)
+    for parameter, state in first.items():
+        resumed.state[parameter].update(state)
+    steps(wanted, resumed)
+    for mine, its in zip(there, here, strict=True):
+        _agrees(on, mine, its.detach(), f"adamw {name}")
+        assert int(resumed.state[mine]["step"]) == 6, f"adamw {name}: it forgot its first 3 steps"
+
+
+def _clip_trial(on: Opened, kernel: Any, name: str) -> None:
+    """A norm above the limit, which is clipped to it, and one below, which is left alone."""
+    gradients = [torch.linspace(-3, 4, 12).reshape(3, 4), torch.linspace(0, 2, 5)]
+    norm = torch.cat([g.double().flatten() for g in gradients]).norm()
+    for limit in (0.5, 100.0):
+        parameters = [torch.nn.Parameter(torch.zeros_like(g).to(on.device)) for g in gradients]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.to(on.device, copy=True)
+        found = float(kernel(parameters, limit))
+        assert abs(found - norm) <= 1e-3 * norm, f"clip_grad_norm {name}: norm {found}, not {norm}"
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            assert parameter.grad is not None
+            wanted = gradient.double() * min(1.0, limit / float(norm))
+            _agrees(on, parameter.grad, wanted, f"clip_grad_norm {name} to {limit}")
+
+
+KERNEL_TRIALS: Mapping[str, Callable[[Opened, Any, str], None]] = {
+    "adamw": _adamw_trial,
+    "attention": _attention_trial,
+    "clip_grad_norm": _clip_trial,
+    "rms_norm": _rms_norm_trial,
+    "softmax": _softmax_trial,
+}
+"""How a kernel of each operation is tried; the operations of `anygauge.interface.kernels`."""
