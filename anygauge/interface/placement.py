@@ -100,6 +100,11 @@ class Placement:
             raise RuntimeError(f"the {self.device_type!r} device is not open: call open() first")
         return self._device
 
+    def identity(self) -> str:
+        """What tells the opened device from the others of this machine; the same in all processes
+        that have it open."""
+        return str(self.device)
+
     def device_count(self) -> int:
         """Devices visible to this process (imports torch)."""
         return int(self._module().device_count())

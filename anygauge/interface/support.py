@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 
 class Level(enum.Enum):
-    """How far a capability reaches. The last three are refusals for different causes."""
+    """How far a capability reaches. The last four are refusals for different causes."""
 
     FULL = "full"
     PARTIAL = "partial"
     UNSUPPORTED_BY_HARDWARE = "unsupported by the hardware"
     UNSUPPORTED_BY_VERSION = "unsupported by this version"
     NOT_WRITTEN_YET = "not written yet"
+    SWITCHED_OFF = "switched off"
 
     def __bool__(self) -> bool:
         return self in (Level.FULL, Level.PARTIAL)

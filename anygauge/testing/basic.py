@@ -60,6 +60,13 @@ class Paper:
         """A new one, not opened."""
         return self.registry.create_backend(self.name, self.options)
 
+    def jobs(self) -> list[Job]:
+        """Of one machine and of two, with this backend and its options."""
+        return [
+            dataclasses.replace(job, backend=self.name, backend_options=self.options)
+            for job in (JOB, TWO_NODES)
+        ]
+
 
 JOB = Job(
     name="conformance",
@@ -251,9 +258,7 @@ def diagnostics_are_sound(paper: Paper) -> None:
 def _environment(paper: Paper) -> list[list[Setting]]:
     backend = paper.backend()
     return [
-        list(backend.environment(job, NODE, rank))
-        for job in (JOB, TWO_NODES)
-        for rank in (None, 0, 1)
+        list(backend.environment(job, NODE, rank)) for job in paper.jobs() for rank in (None, 0, 1)
     ]
 
 

@@ -225,6 +225,7 @@ def asynchronous(on: Together) -> None:
 
 @check("each rank has a device of its own", part="ranks", capability="collectives")
 def devices_differ(on: Together) -> None:
-    devices = on.collectives.gather_objects((str(on.device), on.device.index))
+    identity = on.backend.placement.identity()
+    devices = on.collectives.gather_objects((identity, on.device.index))
     if all(index is not None for _, index in devices):
         assert len({name for name, _ in devices}) == on.world_size, f"ranks share: {devices}"

@@ -95,7 +95,12 @@ def main() -> None:
             base[BLOCK_VARIABLE] = ",".join(filter(None, blocked))
         backend = registry.create_backend(subject.name, subject.options)
         node = inspect_node(backend=backend, environ=base)
-        job = replace(JOB, devices_per_node=ranks)
+        job = replace(
+            JOB,
+            backend=subject.name,
+            backend_options=subject.options,
+            devices_per_node=ranks,
+        )
         found = [
             applied(resolve_environment(registry, backend, job, node, rank, base), base)
             for rank in range(ranks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class RunMeter:
         world_size: int,
         volume: Callable[[int], Volume],
         epoch: Callable[[int], float],
+        shapes: Set[tuple[int, ...]],
         flops: StepFlops,
         peak_flops: float | None,
         backend: Backend,
@@ -82,6 +83,7 @@ class RunMeter:
         """Open the file and begin to count.
 
         Args:
+            shapes: distinct shapes of micro-batches that this rank was given; it grows.
             peak_flops: of one device, operations per second; None where unknown.
             history: of the part of the run before this one.
         """
@@ -92,6 +94,7 @@ class RunMeter:
         self._world_size = world_size
         self._volume = volume
         self._epoch = epoch
+        self._shapes = shapes
         self._flops = flops
         self._peak_flops = peak_flops
         self._backend = backend
@@ -138,6 +141,7 @@ class RunMeter:
             "padding": round(1 - volume.tokens / slots, 6),
             "seconds": seconds,
             "tokens_per_s": volume.tokens / seconds,
+            "shapes": len(self._shapes),
             "peak_memory": self._backend.placement.memory().peak,
         }
         if self._peak_flops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,15 +124,23 @@ def open_device(job: Job, rank: Rank, registry: Registry, strategy: Strategy) ->
     return backend
 
 
-def placer(backend: Backend, compute: str) -> Callable[[MicroBatch], DeviceBatch]:
-    """The function that moves a micro-batch to the device and makes the model's arguments."""
-    dtype = torch_dtype(compute)
+class Placer:
+    """Moves micro-batches to the device and makes the model's arguments.
 
-    def place(batch: MicroBatch) -> DeviceBatch:
-        moved = dataclasses.replace(batch, **backend.placement.to_device(batch.tensors()))
-        return DeviceBatch(inputs=model_inputs(moved, dtype), labels=moved.labels)
+    Attributes:
+        shapes: of all that were moved; a device with graphs compiles for each of them.
+    """
 
-    return place
+    def __init__(self, backend: Backend, compute: str) -> None:
+        self._placement = backend.placement
+        self._dtype = torch_dtype(compute)
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __call__(self, batch: MicroBatch) -> DeviceBatch:
+        """One micro-batch on the device."""
+        self.shapes.add(tuple(batch.input_ids.shape))
+        moved = dataclasses.replace(batch, **self._placement.to_device(batch.tensors()))
+        return DeviceBatch(inputs=model_inputs(moved, self._dtype), labels=moved.labels)
 
 
 def prepare_run(
@@ -231,6 +239,7 @@ def prepare_run(
         + (f"; {factory.norms[0]} of {factory.norms[1]} norms fused" if factory.norms[1] else "")
     )
     peak = backend.placement.peak_flops(precision.compute)
+    place = Placer(backend, precision.compute)
     meter = RunMeter(
         path=Path(job.run_directory) / "metrics.jsonl",
         rank=rank.index,
@@ -242,6 +251,7 @@ def prepare_run(
             sequences=run.train.global_batch,
         ),
         epoch=batches.epoch,
+        shapes=place.shapes,
         flops=step_flops(engine.model, factory.config),
         peak_flops=peak.value if peak else None,
         backend=backend,
@@ -289,7 +299,7 @@ def prepare_run(
         engine=engine,
         backend=backend,
         batches=batches,
-        place=placer(backend, precision.compute),
+        place=place,
         loss_function=summed_cross_entropy,
         evaluations=evaluations,
         meter=meter,

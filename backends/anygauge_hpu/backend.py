@@ -27,8 +27,7 @@ from anygauge_hpu.placement import HpuPlacement
 from anygauge_hpu.software import PLUGIN, RELEASES, installed_version
 
 _NO_GRAPH = Support(
-    Level.UNSUPPORTED_BY_VERSION,
-    "only lazy mode accumulates a graph (backend_options.mode: lazy)",
+    Level.SWITCHED_OFF, "only lazy mode accumulates a graph (backend_options.mode: lazy)"
 )
 
 
@@ -67,11 +66,12 @@ class HpuBackend(Backend):
         cluster_resource="habana.ai/gaudi",
         binding="cores",
     )
-    capabilities: Mapping[str, Support] = {
+
+    _in_each_mode: Mapping[str, Support] = {
         "bfloat16": FULL,
         "float16": Support(
-            Level.NOT_WRITTEN_YET,
-            "first-generation cards have none, and Gaudi's trainers refuse it; use bfloat16",
+            Level.PARTIAL,
+            "not on cards of the first generation; optimum-habana trains in bfloat16 alone",
         ),
         "autocast": FULL,
         "collectives": FULL,
@@ -103,24 +103,7 @@ class HpuBackend(Backend):
         self.placement.mode = self.mode
         self.graph = HpuGraph(self.mode, self.options)
         self.kernels = _preferred_kernels(self.options)
-
-    def support(self, capability: str) -> Support:
-        """As declared; what has to do with graphs depends on the mode."""
-        lazy = self.mode is Mode.LAZY
-        if capability in ("mark_step", "graph_limit"):
-            if not lazy:
-                return _NO_GRAPH
-            if capability == "graph_limit" and self.graph.limit is None:
-                return Support(Level.PARTIAL, "none is set: backend_options.graph_limit")
-            return FULL
-        if capability == "compile":
-            if self.mode is Mode.COMPILE:
-                return FULL
-            return Support(
-                Level.UNSUPPORTED_BY_VERSION,
-                f"not in {self.mode} mode (backend_options.mode: compile)",
-            )
-        return super().support(capability)
+        self.capabilities = {**self._in_each_mode, **_graph_capabilities(self.mode, self.graph)}
 
     def check_environment(self, environ: Mapping[str, str]) -> None:
         """Refuse what contradicts the mode, and what would end the process."""
@@ -177,6 +160,24 @@ class HpuBackend(Backend):
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_hpu.diagnostics`."""
         return checks()
+
+
+def _graph_capabilities(mode: Mode, graph: HpuGraph) -> dict[str, Support]:
+    limit = mark_step = _NO_GRAPH
+    if mode is Mode.LAZY:
+        mark_step = FULL
+        limit = (
+            FULL
+            if graph.limit
+            else Support(Level.SWITCHED_OFF, "none is set: backend_options.graph_limit")
+        )
+    return {
+        "mark_step": mark_step,
+        "graph_limit": limit,
+        "compile": FULL
+        if mode is Mode.COMPILE
+        else Support(Level.SWITCHED_OFF, f"not in {mode} mode (backend_options.mode: compile)"),
+    }
 
 
 def _preferred_kernels(options: Mapping[str, Any]) -> dict[str, str]:

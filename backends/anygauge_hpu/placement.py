@@ -74,6 +74,12 @@ class HpuPlacement(Placement):
                 "Gaudi's software is loaded, but sees no card: `anygauge doctor --backend hpu` "
                 "shows what was looked at"
             )
+        cards = self.device_count()
+        if local_rank >= cards:
+            raise NotAvailableError(
+                f"local rank {local_rank} has no Gaudi card: this process may use {cards}; ask for "
+                f"at most --devices {cards}"
+            )
         try:
             index = module.current_device()  # acquires the card
         except RuntimeError as error:
@@ -84,6 +90,16 @@ class HpuPlacement(Placement):
             ) from error
         self._device = torch.device(self.device_type, index)
         return self._device
+
+    def device_count(self) -> int:
+        """Cards of this machine, or those among them that are made visible."""
+        visible = [part for part in os.environ.get(MODULES_VARIABLE, "").split(",") if part.strip()]
+        count = super().device_count()
+        return min(count, len(visible)) if visible else count
+
+    def identity(self) -> str:
+        """The card's module number: its index is 0 in each process."""
+        return f"{self.device_type} module {os.environ.get(MODULE_VARIABLE) or 'unknown'}"
 
     def _settle(self, local_rank: int) -> None:
         """Variables that are read once, at import: an agent has set them; else it is done here."""

@@ -154,12 +154,21 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) 
 
 
 def test_kernels_follow_the_options() -> None:
-    assert HpuBackend().kernels == {"attention": "gaudi_fused", "rms_norm": "gaudi_fused"}
+    update = {"adamw": "gaudi_fused", "clip_grad_norm": "gaudi_fused"}
+    assert HpuBackend().kernels == {
+        "attention": "gaudi_fused",
+        "rms_norm": "gaudi_fused",
+        **update,
+    }
     softmax = HpuBackend({"attention": "softmax", "rms_norm": "reference"})
-    assert softmax.kernels == {"attention": "gaudi_softmax_bf16", "rms_norm": "reference"}
+    assert softmax.kernels == {
+        "attention": "gaudi_softmax_bf16",
+        "rms_norm": "reference",
+        **update,
+    }
     exact = HpuBackend({"attention": "softmax", "softmax": "float32"})
     assert exact.kernels["attention"] == "gaudi_softmax_fp32"
-    assert HpuBackend({"optimum_habana": True}).kernels == {}
+    assert HpuBackend({"optimum_habana": True}).kernels == update
 
 
 def test_adapted_models_are_refused_with_packed_rows() -> None:

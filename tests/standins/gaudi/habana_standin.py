@@ -60,6 +60,12 @@ def cards() -> Any:
     return _C
 
 
+def operations() -> int:
+    """How many ran on the card since the process began."""
+    module = cards()
+    return int(module.counters(module.current_device())["kernels"])
+
+
 def cards_of_the_machine() -> int:
     """How many the machine has, whichever of them this process sees."""
     return int(os.environ.get("ANYGAUGE_SIM_CARDS", "8"))

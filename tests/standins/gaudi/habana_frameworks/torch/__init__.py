@@ -21,6 +21,9 @@ if is_lazy():
     assert is_torch_fork, f"Stock PyTorch version {run_time_ver} is not supported in Lazy mode."
 
 habana_standin.record("load", "lazy" if is_lazy() else "eager")
+habana_standin.record(
+    "variables", {n: v for n, v in sorted(os.environ.items()) if n.startswith(("PT_", "HCCL_"))}
+)
 
 import habana_frameworks.torch.core  # noqa: E402
 import habana_frameworks.torch.distributed.hccl  # noqa: E402

@@ -8,7 +8,7 @@ class GraphCompilationMetric:
     def stats(self):
         from habana_frameworks.torch.core import step_closure
 
-        return [("TotalNumber", step_closure._graphs), ("TotalTime", 0), ("AvgTime", 0)]
+        return [("TotalNumber", step_closure._graphs_so_far()), ("TotalTime", 0), ("AvgTime", 0)]
 
 
 _metrics = {"graph_compilation": GraphCompilationMetric()}

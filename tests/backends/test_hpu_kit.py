@@ -1,0 +1,63 @@
+"""The kit for backends against `hpu`, on the stand-in for Gaudi's software: it finds what a backend
+declares and does not do. Of Gaudi's own arithmetic and speed it can say nothing here."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from anygauge.testing import BackendContract
+from anygauge.testing.surroundings import Subject
+from tests.helpers.gaudi import standin_environment, standin_site
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("anygauge_sim") is None,
+    reason="the stand-in's tensors live on simulated cards (make plugins)",
+)
+
+
+class OnStandIn(BackendContract):
+    """A release of Gaudi's software and the options of a run."""
+
+    backend = "hpu"
+    rank_counts = (2,)
+    version: ClassVar[str]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+        """With the stand-in on the path of every process."""
+        folder: Path = tmp_path_factory.mktemp("standin")
+        environment = standin_environment(standin_site(folder, cls.version), folder / "record")
+        return Subject(name=cls.backend, options=cls.options, environment=environment)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def devices(cls) -> int:
+        """The stand-in's; this process itself has not got it."""
+        return 8
+
+
+class TestLazy(OnStandIn):
+    """Graphs that are accumulated, and cut at a limit that the kit can reach."""
+
+    version = "1.20.0"
+    options: ClassVar[Mapping[str, Any]] = {"graph_limit": 50}
+
+
+class TestCompiled(OnStandIn):
+    """Decoder layers that are compiled."""
+
+    version = "1.21.0"
+
+    test_trains_as_the_host_does = pytest.mark.slow(BackendContract.test_trains_as_the_host_does)
+    test_zero_trains_as_one_process_does = pytest.mark.slow(
+        BackendContract.test_zero_trains_as_one_process_does
+    )
+    test_a_resumed_run_goes_on_where_it_was = pytest.mark.slow(
+        BackendContract.test_a_resumed_run_goes_on_where_it_was
+    )
