@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.gaudi import calls, standin_environment, standin_site
-from tests.helpers.runs import Run, run_file, train
+from tests.helpers.runs import Run, merged, run_file, train
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("anygauge_sim") is None,
@@ -30,38 +30,50 @@ RANKS = 2
 class Trained:
     """A run that ended well, and what each of its ranks called."""
 
-    def __init__(self, run: Run, record: Path) -> None:
+    def __init__(self, run: Run, record: Path, ranks: int = RANKS) -> None:
         self.run = run
-        self.calls = [calls(record, rank) for rank in range(RANKS)]
+        self.calls = [calls(record, rank) for rank in range(ranks)]
 
     def count(self, name: str) -> list[int]:
         """How often each rank called it."""
         return [sum(call[0] == name for call in each) for each in self.calls]
 
+    def graphs(self) -> list[list[list[int]]]:
+        """Of each rank: the operations of every graph that ended, pieces, and whether it waited."""
+        return [[call[1:] for call in each if call[0] == "graph"] for each in self.calls]
 
-def trained(folder: Path, name: str, *, version: str = "1.20.0", **options: Any) -> Trained:
+
+def trained(
+    folder: Path,
+    name: str,
+    *,
+    version: str = "1.20.0",
+    changes: Mapping[str, Any] | None = None,
+    ranks: int = RANKS,
+    **options: Any,
+) -> Trained:
     record = folder / f"{name}-record"
     site = folder / f"standin-{version}"
     if not site.exists():
         standin_site(folder, version)
-    path = run_file(
-        folder,
-        name=name,
-        backend="hpu",
-        backend_options=options,
-        launch={"devices": RANKS},
-        adapter={"rank": 4, "dropout": 0.0},
-        precision={"compute": "bfloat16"},
-        train={
+    fields = {
+        "name": name,
+        "backend": "hpu",
+        "backend_options": options,
+        "launch": {"devices": ranks},
+        "adapter": {"rank": 4, "dropout": 0.0},
+        "precision": {"compute": "bfloat16"},
+        "train": {
             "steps": STEPS,
-            "global_batch": RANKS * ACCUMULATION,
+            "global_batch": ranks * ACCUMULATION,
             "micro_batch": 1,
             "gradient_checkpointing": True,
         },
-    )
+    }
+    path = run_file(folder, **merged(fields, changes or {}))
     run = train(path, environment=standin_environment(site, record))
     assert run.status == 0, run.out + run.err
-    return Trained(run, record)
+    return Trained(run, record, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lazy(folder: Path) -> Iterator[Trained]:
-    yield trained(folder, "lazy", graph_limit=10, attention="softmax")
+    yield trained(folder, "lazy", attention="softmax")
 
 
 def test_graphs_end_after_each_backward_and_update(lazy: Trained) -> None:
@@ -129,6 +141,118 @@ def test_forward_and_backward_apart(lazy: Trained, folder: Path) -> None:
     assert other.count("mark_step") == [STEPS * (2 * ACCUMULATION + 1) + 1] * RANKS
     assert min(other.count("FusedSDPA")) > 0
     assert other.run.steps("loss") == pytest.approx(lazy.run.steps("loss"), rel=1e-3)
+
+
+LIMIT = 10
+
+
+@pytest.fixture(scope="module")
+def limited(folder: Path) -> Trained:
+    return trained(folder, "limited", attention="softmax", graph_limit=LIMIT)
+
+
+def test_a_limit_cuts_graphs_into_pieces(lazy: Trained, limited: Trained) -> None:
+    for whole, cut in zip(lazy.graphs(), limited.graphs(), strict=True):
+        assert max(operations for operations, _, _ in whole) > LIMIT
+        assert {pieces for _, pieces, _ in whole} == {1}
+        # The same operations between the same marks.
+        assert [operations for operations, _, _ in cut] == [o for o, _, _ in whole]
+        assert [pieces for _, pieces, _ in cut] == [-(-o // LIMIT) for o, _, _ in whole]
+        assert not any(waited for _, _, waited in cut)
+    assert limited.run.steps("graph_compiled")[-1] > lazy.run.steps("graph_compiled")[-1]
+    assert limited.run.steps("loss") == lazy.run.steps("loss")
+
+
+def test_a_limit_may_wait_for_what_it_cuts(limited: Trained, folder: Path) -> None:
+    other = trained(
+        folder, "waiting", attention="softmax", graph_limit=LIMIT, graph_limit_sync=True
+    )
+    assert [[g[:2] for g in each] for each in other.graphs()] == [
+        [g[:2] for g in each] for each in limited.graphs()
+    ]
+    for each in other.graphs():
+        assert all(waited == (operations >= LIMIT) for operations, _, waited in each)
+
+
+def test_shapes_are_counted_and_fewer_buckets_make_fewer(lazy: Trained, folder: Path) -> None:
+    """The longest row has 96 tokens; buckets are whole multiples of 32."""
+    one = trained(folder, "bucket", attention="softmax", buckets=1)
+    assert one.run.steps("shapes") == [1] * STEPS
+    seen = lazy.run.steps("shapes")
+    assert seen == sorted(seen) and 1 < seen[-1] <= 3
+
+
+def test_a_recipe_cache_is_passed_on(folder: Path, lazy: Trained) -> None:
+    cached = trained(
+        folder, "cached", attention="softmax", recipe_cache="/tmp/recipes", recipe_cache_mb=64
+    )
+    name = "PT_HPU_RECIPE_CACHE_CONFIG"
+    for each, without in zip(cached.calls, lazy.calls, strict=True):
+        (variables,) = (call[1] for call in each if call[0] == "variables")
+        assert variables[name].startswith("/tmp/recipes,") and variables[name].endswith(",64")
+        (variables,) = (call[1] for call in without if call[0] == "variables")
+        assert name not in variables
+
+
+def test_norms_of_the_model_are_not_fused(folder: Path, lazy: Trained) -> None:
+    plain = trained(folder, "plain", attention="softmax", rms_norm="reference")
+    assert plain.count("FusedRMSNorm") == [0] * RANKS
+    assert plain.run.steps("loss") == pytest.approx(lazy.run.steps("loss"), rel=1e-3)
+
+
+SINGLE = {
+    "strategy": {"name": "single"},
+    "precision": {"compute": "float32"},
+    "train": {"global_batch": ACCUMULATION, "clip": 0.5},
+}
+"""A clipping norm that every gradient exceeds."""
+
+
+def test_updates_by_the_library_where_parameters_are_whole(folder: Path) -> None:
+    fused = trained(folder, "fused-update", ranks=1, attention="softmax", changes=SINGLE)
+    # One group of matrices; the library marks a step before and after each of its calls.
+    assert fused.count("FusedAdamW") == fused.count("FusedClipNorm") == [STEPS]
+    marks = [c[0] for c in fused.calls[0] if c[0] in ("FusedAdamW", "FusedClipNorm", "mark_step")]
+    clipped = marks.index("FusedClipNorm")
+    assert marks[clipped - 1 : clipped + 6] == [
+        *("mark_step", "FusedClipNorm", "mark_step"),
+        *("mark_step", "FusedAdamW", "mark_step"),
+        "mark_step",
+    ]
+    named = {"kernels": {"adamw": "reference", "clip_grad_norm": "reference"}}
+    plain = trained(folder, "plain-update", ranks=1, attention="softmax", changes=SINGLE | named)
+    assert plain.count("FusedAdamW") == plain.count("FusedClipNorm") == [0]
+    assert fused.run.steps("grad_norm") == pytest.approx(plain.run.steps("grad_norm"), rel=1e-4)
+    assert fused.run.steps("loss") == pytest.approx(plain.run.steps("loss"), rel=1e-5)
+
+
+def test_updates_under_zero_are_its_own(lazy: Trained, folder: Path) -> None:
+    assert lazy.count("FusedAdamW") == lazy.count("FusedClipNorm") == [0] * RANKS
+    path = run_file(
+        folder,
+        name="asked",
+        backend="hpu",
+        launch={"devices": RANKS},
+        kernels={"adamw": "gaudi_fused"},
+    )
+    run = train(path, environment=standin_environment(folder / "standin-1.20.0", folder / "none"))
+    assert run.status != 0 and "Traceback" not in run.err
+    assert "kernels.adamw: 'gaudi_fused' would never be called: DeepSpeed clips" in run.err
+
+
+@pytest.mark.slow
+def test_eight_cards_in_lazy_mode(folder: Path) -> None:
+    """The processes of a whole machine, on two cores: each takes its own card, all agree."""
+    eight = trained(folder, "eight", ranks=8, attention="softmax", graph_limit=10)
+    assert [[c[1] for c in each if c[0] == "acquire"] for each in eight.calls] == [
+        [str(card)] for card in range(8)
+    ]
+    assert eight.count("mark_step") == [STEPS * (ACCUMULATION + 1)] * 8
+    assert eight.count("refused") == [0] * 8
+    collectives = [[c[1] for c in each if c[0] == "collective"] for each in eight.calls]
+    assert all(each == collectives[0] for each in collectives)
+    assert min(eight.count("synchronize")) > 0
+    assert len(eight.run.steps("loss")) == STEPS
 
 
 @pytest.mark.slow
