@@ -1,19 +1,13 @@
-"""The checks that `doctor` runs for NVIDIA GPUs: driver, torch, GPUs and shared memory."""
+"""The checks that `doctor` runs for NVIDIA GPUs: driver, torch, and what torch sees of them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from anygauge.interface import Check, Outcome
 from anygauge_cuda.probe import driver_version, probe
-
-_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""CUDA major version -> oldest driver branch (NVIDIA CUDA Compatibility, minor versions)."""
-
-_SHARED_MEMORY = 2**30
-"""Containers get 64 MiB unless told otherwise, too little for NCCL and several data workers."""
+from anygauge_cuda.versions import TORCH_BUILDS, driver_serves, published_builds
 
 
 def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence[Check]:
@@ -25,8 +19,7 @@ def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence
         _step("torch", bool(found.software.presence), found.software.detail, _NO_SOFTWARE),
     ]
     if found.software.presence:
-        results += [_compatibility(driver_version(root)), _usable(found.device_count)]
-    results.append(_shared_memory(root))
+        results += [_build(), _compatibility(driver_version(root)), _usable(found.device_count)]
     return results
 
 
@@ -41,12 +34,29 @@ def _step(name: str, passed: bool, seen: str, remedy: str) -> Check:
     return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
 
 
-def driver_serves(driver: str, cuda: str) -> bool | None:
-    """Whether a driver such as ``550.54.15`` serves CUDA such as ``12.8``; None if unknown."""
-    oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]))
-    if oldest is None:
-        return None
-    return int(driver.split(".")[0]) >= oldest
+def _build() -> Check:
+    import torch
+
+    version, cuda, name = torch.__version__, torch.version.cuda, "torch and CUDA"
+    seen = f"torch {version} for CUDA {cuda}"
+    published = published_builds(version)
+    if published is None:
+        known = ", ".join(TORCH_BUILDS)
+        return Check(
+            name=name,
+            outcome=Outcome.WARN,
+            seen=seen,
+            remedy=f"nothing is known here of this torch; known are {known}",
+        )
+    if cuda in published:
+        return Check(name=name, outcome=Outcome.PASS, seen=seen)
+    return Check(
+        name=name,
+        outcome=Outcome.WARN,
+        seen=seen,
+        remedy=f"this torch is published for CUDA {', '.join(published)}: a build of one's own "
+        "must bring an NCCL for it, too",
+    )
 
 
 def _compatibility(driver: str | None) -> Check:
@@ -94,27 +104,4 @@ def _usable(expected: int | None) -> Check:
         outcome=Outcome.WARN,
         seen=f"{seen}, of {expected} in this machine",
         remedy="check CUDA_VISIBLE_DEVICES, if fewer were not meant",
-    )
-
-
-def _shared_memory(root: Path) -> Check:
-    path = root / "dev/shm"
-    try:
-        status = os.statvfs(path)
-    except OSError as error:
-        return Check(
-            name="shared memory",
-            outcome=Outcome.WARN,
-            seen=f"{path}: {error.strerror}",
-            remedy="mount a tmpfs at /dev/shm",
-        )
-    size = status.f_frsize * status.f_blocks
-    seen = f"/dev/shm has {size / 2**20:.0f} MiB"
-    if size >= _SHARED_MEMORY:
-        return Check(name="shared memory", outcome=Outcome.PASS, seen=seen)
-    return Check(
-        name="shared memory",
-        outcome=Outcome.WARN,
-        seen=seen,
-        remedy="give the container the host's (--ipc=host) or more (--shm-size=8g)",
     )

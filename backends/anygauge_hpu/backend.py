@@ -140,7 +140,7 @@ class HpuBackend(Backend):
         """Let optimum-habana replace transformers' models, where the run file asks for it.
 
         Raises:
-            UnsupportedError: it is not installed, or rows are packed.
+            UnsupportedError: it is not installed whole, or rows are packed.
         """
         if not self.options.get("optimum_habana"):
             return
@@ -153,8 +153,13 @@ class HpuBackend(Backend):
             raise UnsupportedError(
                 "backend_options.optimum_habana: it is not installed (pip install optimum-habana)"
             )
-        from optimum.habana.transformers.modeling_utils import adapt_transformers_to_gaudi
-
+        try:
+            from optimum.habana.transformers.modeling_utils import adapt_transformers_to_gaudi
+        except ImportError as error:
+            raise UnsupportedError(
+                f"backend_options.optimum_habana: it cannot be imported: {error}. Install what it "
+                "lacks (Intel's images have all of it), or remove the option"
+            ) from error
         adapt_transformers_to_gaudi()
 
     def diagnostics(self) -> Sequence[Check]:

@@ -19,9 +19,10 @@ from anygauge.interface import (
 )
 from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
-from anygauge_cuda.diagnostics import checks, driver_serves
+from anygauge_cuda.diagnostics import checks
 from anygauge_cuda.peaks import published_peak
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
+from anygauge_cuda.versions import driver_serves
 from tests.helpers.machines import (
     BRIDGE,
     ETH0,
@@ -361,6 +362,34 @@ def test_drivers_are_compared_with_the_build_of_torch(
     assert driver_serves(driver, cuda) is serves
 
 
+@pytest.mark.parametrize(
+    ("torch_version", "cuda", "outcome", "said"),
+    [
+        ("2.13.0+cu130", "13.0", "pass", ""),
+        ("2.10.1", "12.8", "pass", ""),
+        ("2.1.0", "12.1", "warn", "known are 2.6, 2.7"),
+        ("2.13.0a0+git1234", "12.1", "warn", "published for CUDA 12.6, 13.0, 13.2"),
+        ("3.0", "13.0", "warn", "nothing is known here"),
+    ],
+)
+def test_torch_is_compared_with_its_published_builds(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    torch_version: str,
+    cuda: str,
+    outcome: str,
+    said: str,
+) -> None:
+    import torch
+
+    write_tree(tmp_path, {"torch/version.py": WITH_CUDA})
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    line = {c.name: c for c in checks(tmp_path, tmp_path / "torch")}["torch and CUDA"]
+    assert line.outcome == outcome and said in line.remedy
+    assert f"torch {torch_version} for CUDA {cuda}" in line.seen
+
+
 def test_every_failed_step_has_a_remedy(tmp_path: Path) -> None:
     write_tree(tmp_path, {"torch/version.py": WITHOUT_CUDA})
     found = checks(tmp_path, tmp_path / "torch")
@@ -368,7 +397,6 @@ def test_every_failed_step_has_a_remedy(tmp_path: Path) -> None:
         ("GPUs", "fail"),
         ("driver", "fail"),
         ("torch", "fail"),
-        ("shared memory", "warn"),
     ]
     assert all(check.remedy for check in found)
 

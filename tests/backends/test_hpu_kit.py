@@ -21,11 +21,19 @@ pytestmark = pytest.mark.skipif(
 
 
 class OnStandIn(BackendContract):
-    """A release of Gaudi's software and the options of a run."""
+    """A release of Gaudi's software and the options of a run; other tests make runs, too."""
 
     backend = "hpu"
     rank_counts = (2,)
     version: ClassVar[str]
+
+    test_trains_as_the_host_does = pytest.mark.slow(BackendContract.test_trains_as_the_host_does)
+    test_zero_trains_as_one_process_does = pytest.mark.slow(
+        BackendContract.test_zero_trains_as_one_process_does
+    )
+    test_a_resumed_run_goes_on_where_it_was = pytest.mark.slow(
+        BackendContract.test_a_resumed_run_goes_on_where_it_was
+    )
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -46,18 +54,10 @@ class TestLazy(OnStandIn):
     """Graphs that are accumulated, and cut at a limit that the kit can reach."""
 
     version = "1.20.0"
-    options: ClassVar[Mapping[str, Any]] = {"graph_limit": 50}
+    options: ClassVar[Mapping[str, Any]] = {"mode": "lazy", "graph_limit": 50}
 
 
 class TestCompiled(OnStandIn):
     """Decoder layers that are compiled."""
 
     version = "1.21.0"
-
-    test_trains_as_the_host_does = pytest.mark.slow(BackendContract.test_trains_as_the_host_does)
-    test_zero_trains_as_one_process_does = pytest.mark.slow(
-        BackendContract.test_zero_trains_as_one_process_does
-    )
-    test_a_resumed_run_goes_on_where_it_was = pytest.mark.slow(
-        BackendContract.test_a_resumed_run_goes_on_where_it_was
-    )

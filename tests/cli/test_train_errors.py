@@ -15,7 +15,7 @@ import pytest
 
 from anygauge.cli import run as command
 from anygauge.interface import AnygaugeError
-from tests.helpers.runs import run_file, train, trained_here
+from tests.helpers.runs import anygauge, run_file, train, trained_here
 
 PATIENCE_S = 300
 """For a loaded machine to start two ranks; what is asserted is never how long it took."""
@@ -57,6 +57,24 @@ def test_backend_without_a_device(capsys: pytest.CaptureFixture[str], tmp_path: 
         pytest.skip("this machine has an NVIDIA driver")
     message = refused(capsys, "train", run_file(tmp_path), "--backend", "cuda")
     assert "/proc/driver/nvidia" in message, "it says what was looked for"
+
+
+def test_no_gaudi_card(tmp_path: Path) -> None:
+    """Refused before anything heavy is imported; what needs no card goes on working."""
+    if Path("/sys/module/habanalabs").exists():
+        pytest.skip("this machine has Gaudi's driver")
+    path, every_import = run_file(tmp_path), {"PYTHONPROFILEIMPORTTIME": "1"}
+    refusal = anygauge(["train", path, "--backend", "hpu"], environment=every_import)
+    assert refusal.returncode != 0 and "Traceback" not in refusal.stderr
+    for looked_for in ("vendor 0x1da3", "/sys/module/habanalabs", "habana-torch-plugin"):
+        assert looked_for in refusal.stderr
+    imported = {line.rpartition("|")[2].strip() for line in refusal.stderr.splitlines()}
+    assert "anygauge_hpu.probe" in imported and "torch" not in imported
+    assert not (tmp_path / "out").exists()
+    shown = anygauge(["train", path, "--backend", "hpu", "--dry-run"])
+    assert shown.returncode == 0 and "PT_HPU_LAZY_MODE" in shown.stdout
+    variables = anygauge(["env", "--backend", "hpu", "--devices", "8", "--format", "json"])
+    assert variables.returncode == 0 and "PT_HPU_LAZY_MODE" in variables.stdout
 
 
 def test_unknown_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,6 +17,10 @@ OWN = frozenset(
         # Torch asks these of the key that the simulated cards have; Gaudi's is another.
         "habana_frameworks.torch.hpu:_is_in_bad_fork",
         "habana_frameworks.torch.hpu:get_amp_supported_dtype",
+        # Made by the original's C++.
+        "habana_frameworks.torch.utils.experimental:synDeviceType.synDeviceGaudi",
+        "habana_frameworks.torch.utils.experimental:synDeviceType.synDeviceGaudi2",
+        "habana_frameworks.torch.utils.experimental:synDeviceType.synDeviceGaudi3",
         # The original keeps this class in a module that the stand-in does not need.
         "habana_frameworks.torch.hpu.metrics:GraphCompilationMetric",
     }

@@ -3,7 +3,7 @@
 import habana_standin
 import torch
 
-from habana_frameworks.torch.core import step_closure
+from habana_frameworks.torch.core import step_closure as _step_closure
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -31,7 +31,7 @@ class FusedClipNorm:
         self.max_norm_t = (torch.ones(1) * max_norm).to(self.dtype).to(torch.device("hpu"))
 
     def clip_norm(self, parameters):
-        step_closure._mark_step_if_lazy()
+        _step_closure._mark_step_if_lazy()
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return torch.tensor(0.0)
@@ -41,5 +41,5 @@ class FusedClipNorm:
             factor = (self.max_norm_t / (total + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
                 gradient.mul_(factor)
-        step_closure._mark_step_if_lazy()
+        _step_closure._mark_step_if_lazy()
         return total

@@ -6,7 +6,7 @@ import habana_standin
 import torch
 from torch.optim import Optimizer
 
-from habana_frameworks.torch.core import step_closure
+from habana_frameworks.torch.core import step_closure as _step_closure
 
 
 class FusedAdamW(Optimizer):
@@ -34,7 +34,7 @@ class FusedAdamW(Optimizer):
     def step_wrap(step_func):
         def wrap_(*args, **kwargs):
             result = step_func(*args, **kwargs)
-            step_closure._mark_step_if_lazy()
+            _step_closure._mark_step_if_lazy()
             return result
 
         return wrap_
@@ -43,7 +43,7 @@ class FusedAdamW(Optimizer):
     def step(self, closure=None):
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            step_closure._mark_step_if_lazy()
+            _step_closure._mark_step_if_lazy()
             held = [p for p in group["params"] if p.grad is not None]
             for p in held:
                 if not self.state[p]:

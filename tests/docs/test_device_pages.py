@@ -1,0 +1,47 @@
+"""The pages on devices list what the code has: releases, options, versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from anygauge_cuda.versions import OLDEST_DRIVER, TORCH_BUILDS
+from anygauge_hpu.options import OPTIONS
+from anygauge_hpu.software import RELEASES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def rows(page: str, title: str) -> list[str]:
+    """The rows of the table whose first column has this title."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {title} |"))
+    found = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        found.append(line)
+    return found
+
+
+def test_every_release_of_gaudis_software_is_listed() -> None:
+    assert rows("gaudi.md", "release") == [
+        f"| {r.version} | {r.torch or 'not verified'} | "
+        + (f"`{r.image}` |" if r.image else "not verified |")
+        for r in RELEASES
+    ]
+
+
+def test_every_option_is_listed() -> None:
+    assert rows("gaudi.md", "option") == [
+        f"| `{name}` | {option.meaning} | {option.valid} |" for name, option in OPTIONS.items()
+    ]
+
+
+def test_every_build_of_torch_is_listed() -> None:
+    assert rows("stacks.md", "torch release") == [
+        f"| {torch} | {', '.join(builds)} |" for torch, builds in TORCH_BUILDS.items()
+    ]
+
+
+def test_the_oldest_drivers_are_listed() -> None:
+    assert rows("stacks.md", "CUDA") == [f"| {c} | {d} |" for c, d in OLDEST_DRIVER.items()]
