@@ -1,0 +1,82 @@
+"""One rank of ZeRO-3 + LoRA, gathered by module: ``checkpointing_rank.py OUTPUT reentrant|not``.
+
+Writes the loss of two steps, or the name of what torch raised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from packaging.version import Version
+from torch.utils.checkpoint import CheckpointError
+
+from anygauge.config.precision import Precision
+from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.loss import summed_cross_entropy
+from anygauge.registry import Registry
+from anygauge.strategies import zero_runtime
+from anygauge.strategies.base import BuildContext, DeviceBatch
+from anygauge.strategies.zero import Zero
+from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.runs import TINY
+
+
+def main(output: Path, reentrant: bool) -> None:
+    if not reentrant:
+        zero_runtime.NON_REENTRANT_SINCE = Version("0")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = Registry.load().create_backend("cpu")
+    device = backend.open(rank)
+    backend.collectives.open(
+        rendezvous=os.environ["RENDEZVOUS"],
+        rank=rank,
+        world_size=world,
+        timeout_s=120,
+        device=device,
+    )
+    engine = Zero(3, {"stage3_param_persistence_threshold": 0}, "module").build(
+        BuildContext(
+            factory=CausalModelFactory(
+                ModelSection(config=TINY, tokenizer="none"),
+                AdapterSection(rank=4),
+                attention="eager",
+                dtype=torch.float32,
+                seed=0,
+                gradient_checkpointing=True,
+            ),
+            optimizer=optimizer_factory(OptimizerSection()),
+            precision=Precision(compute="float32", reduce="float32"),
+            backend=backend,
+            rank=rank,
+            world_size=world,
+            micro_batch=2,
+            max_norm=1.0,
+        )
+    )
+    ids = torch.arange(24).reshape(2, 12) + 24 * rank
+    batch = DeviceBatch({"input_ids": ids, "use_cache": False}, ids)
+    losses, raised = [], None
+    try:
+        for _ in range(2):
+            losses += [
+                float(each) for each in engine.run_step([batch], summed_cross_entropy, 44).loss_sums
+            ]
+            engine.update(1e-2, 1.0)
+    except CheckpointError as error:
+        raised = type(error).__name__
+    if rank == 0:
+        output.write_text(json.dumps({"losses": losses, "raised": raised}))
+    if raised is None:
+        backend.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] == "reentrant")
+    # What DeepSpeed's interrupted step left waiting is not waited for.
+    sys.stdout.flush()
+    os._exit(0)
