@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from anygauge.config.schema import AdapterSection
-from anygauge.interface import ModelError
+from anygauge.interface import HOST_DEVICE, ModelError
 from anygauge.models.start import check_given, fill, read_config, refuse_no_adapter
 from anygauge.models.targets import Factors, patterns, planned_layers, short_names
 
@@ -153,7 +153,10 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
     refuse_no_adapter(folder)
     try:
         with _peft_quiet():
-            return PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+            # Named, so that peft does not look for a device of its own choice to read it into.
+            return PeftModel.from_pretrained(
+                model, str(folder), autocast_adapter_dtype=False, torch_device=HOST_DEVICE
+            )
     except Exception as error:
         raise ModelError(
             f"the adapter in {folder} does not fit this model: {str(error).splitlines()[0]}"

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,6 +120,26 @@ def test_groups_are_made_without_what_is_gone(lazy: Trained) -> None:
     # A wrong argument would have ended the run; the control group is the host's.
     made = [(c[0], c[1]) for c in lazy.calls[0] if c[0].endswith("group")]
     assert made[:2] == [("init_process_group", "hccl"), ("new_group", "gloo")]
+
+
+def test_the_model_library_replaces_nothing_in_torch(lazy: Trained) -> None:
+    # Its predicate for the device does, where it is asked; a run never asks it.
+    assert [[c[1] for c in each if c[0] == "patched"] for each in lazy.calls] == [[[]]] * RANKS
+
+
+def test_what_the_model_library_replaces_would_be_recorded(folder: Path) -> None:
+    site, record = folder / "standin-1.20.0", folder / "asked-predicate"
+    if not site.exists():
+        standin_site(folder)
+    code = (
+        "import habana_frameworks.torch\n"
+        "from transformers.utils import is_torch_hpu_available\n"
+        "assert is_torch_hpu_available()"
+    )
+    environment = {**os.environ, **standin_environment(site, record), "PT_HPU_LAZY_MODE": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    (patched,) = (call[1] for call in calls(record, 0) if call[0] == "patched")
+    assert {"gather", "scatter", "compile"} <= set(patched)
 
 
 def test_norms_are_fused_and_attention_is_not(lazy: Trained) -> None:

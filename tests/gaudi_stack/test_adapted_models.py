@@ -58,3 +58,5 @@ def test_its_models_train(tmp_path: Path) -> None:
         names = [call[0] for call in calls(record, rank)]
         assert names.count("FusedRMSNorm") > 0, "its norms call the library by themselves"
         assert "refused" not in names
+        # Not even here is the model library's predicate asked, which replaces functions of torch.
+        assert [call[1] for call in calls(record, rank) if call[0] == "patched"] == [[]]

@@ -55,6 +55,22 @@ def adapter_file(whole: Run, folder: Path, **changes: Any) -> Path:
     )
 
 
+def test_peft_is_told_which_device_to_read_to(adapter: Run, whole: Run) -> None:
+    """Left to itself, it would take a device that it knows, whichever one the run is on."""
+    from transformers import AutoModelForCausalLM
+
+    from anygauge.models.adapter import load_adapter
+
+    base = AutoModelForCausalLM.from_pretrained(whole.folder / "model")
+    guess = mock.Mock(side_effect=AssertionError("it guessed"))
+    with (
+        mock.patch("peft.peft_model.infer_device", guess),
+        mock.patch("peft.utils.save_and_load.infer_device", guess),
+    ):
+        loaded = load_adapter(base, adapter.folder / "adapter")
+    assert {p.device.type for p in loaded.parameters()} == {"cpu"}
+
+
 # -- whole --------------------------------------------------------------------------------------
 
 

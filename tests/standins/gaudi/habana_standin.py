@@ -8,6 +8,7 @@ written to the file that `HABANA_STANDIN_RECORD` names, one JSON list a line, in
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from pathlib import Path
@@ -30,6 +31,26 @@ def record(name: str, *values: Any) -> None:
     if _file is None:
         _file = Path(f"{path}.{os.environ.get('RANK', '0')}").open("a", buffering=1)  # noqa: SIM115
     _file.write(json.dumps([name, *values]) + "\n")
+
+
+def record_patches_at_exit(torch: Any) -> None:
+    """Write down which functions of torch the model library has replaced by then.
+
+    Its predicate for this device does that, once it finds one.
+    """
+    names = {
+        "gather": torch,
+        "take_along_dim": torch,
+        "scatter": torch,
+        "cholesky": torch.linalg,
+        "compile": torch,
+    }
+
+    def write() -> None:
+        owners = {n: getattr(getattr(place, n), "__module__", None) for n, place in names.items()}
+        record("patched", [n for n, owner in owners.items() if str(owner).startswith("transf")])
+
+    atexit.register(write)
 
 
 def pretend_fork(torch: Any) -> None:

@@ -20,6 +20,7 @@ is_torch_fork = run_time_ver.local.startswith("git")
 if is_lazy():
     assert is_torch_fork, f"Stock PyTorch version {run_time_ver} is not supported in Lazy mode."
 
+habana_standin.record_patches_at_exit(torch)
 habana_standin.record("load", "lazy" if is_lazy() else "eager")
 habana_standin.record(
     "variables", {n: v for n, v in sorted(os.environ.items()) if n.startswith(("PT_", "HCCL_"))}
