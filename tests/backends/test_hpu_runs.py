@@ -158,6 +158,7 @@ def test_without_synchronised_release_there_are_only_the_meters(
     assert other.run.steps("loss") == lazy.run.steps("loss")
 
 
+@pytest.mark.slow
 def test_forward_and_backward_apart(lazy: Trained, folder: Path) -> None:
     other = trained(folder, "split", attention="fused", split_forward_backward=True)
     # And once after the forward that proves the saved adapter.
@@ -186,6 +187,7 @@ def test_a_limit_cuts_graphs_into_pieces(lazy: Trained, limited: Trained) -> Non
     assert limited.run.steps("loss") == lazy.run.steps("loss")
 
 
+@pytest.mark.slow
 def test_a_limit_may_wait_for_what_it_cuts(limited: Trained, folder: Path) -> None:
     other = trained(
         folder, "waiting", attention="softmax", graph_limit=LIMIT, graph_limit_sync=True
@@ -197,6 +199,7 @@ def test_a_limit_may_wait_for_what_it_cuts(limited: Trained, folder: Path) -> No
         assert all(waited == (operations >= LIMIT) for operations, _, waited in each)
 
 
+@pytest.mark.slow
 def test_shapes_are_counted_and_fewer_buckets_make_fewer(lazy: Trained, folder: Path) -> None:
     """The longest row has 96 tokens; buckets are whole multiples of 32."""
     one = trained(folder, "bucket", attention="softmax", buckets=1)
@@ -205,6 +208,7 @@ def test_shapes_are_counted_and_fewer_buckets_make_fewer(lazy: Trained, folder: 
     assert seen == sorted(seen) and 1 < seen[-1] <= 3
 
 
+@pytest.mark.slow
 def test_a_recipe_cache_is_passed_on(folder: Path, lazy: Trained) -> None:
     cached = trained(
         folder, "cached", attention="softmax", recipe_cache="/tmp/recipes", recipe_cache_mb=64
@@ -217,6 +221,7 @@ def test_a_recipe_cache_is_passed_on(folder: Path, lazy: Trained) -> None:
         assert name not in variables
 
 
+@pytest.mark.slow
 def test_norms_of_the_model_are_not_fused(folder: Path, lazy: Trained) -> None:
     plain = trained(folder, "plain", attention="softmax", rms_norm="reference")
     assert plain.count("FusedRMSNorm") == [0] * RANKS
