@@ -18,6 +18,7 @@ COMMANDS = {
     "env": "Show the environment that a run would get, and why.",
     "doctor": "Check this machine for a backend, and say what to do.",
     "backends": "List backends, what each found here, and what auto would choose.",
+    "kernels": "List kernels, and which of them a run here would have, and why.",
 }
 
 

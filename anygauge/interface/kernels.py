@@ -4,9 +4,20 @@
 |---|---|
 | ``attention`` | an `AttentionKernel` |
 | ``rms_norm`` | (x (..., D), weight (D,), epsilon) -> weight * x / sqrt(mean(x²) + epsilon), as x |
-| ``softmax`` | (x, dim) -> softmax of x along dim, in x's type |
+| ``softmax`` | (x, dim=-1, mask=None, scale=1.0, *, causal_offset=None), see below |
+| ``linear_cross_entropy`` | (hidden, weight, targets, *, ...), see below |
 | ``adamw`` | (groups, lr, betas, eps) -> a `torch.optim.Optimizer` over float32 parameters |
 | ``clip_grad_norm`` | (parameters, max_norm) -> norm of all their gradients, which are scaled |
+
+``softmax``: of scale * x along `dim`, in x's type, accumulated in float32 or better. The mask is
+broadcast to x: boolean, True takes part; floating, added after the scale. With a causal offset, row
+r of the last two dimensions has columns up to r + offset. A row of which nothing is left is zero.
+
+``linear_cross_entropy``: sum of the cross entropies of hidden (N, D) @ weight.T (V, D) for targets
+(N,) int64, () float32, without holding N x V logits. By keyword, all with defaults: bias (V,);
+low_rank ((N, R), (V, R)), whose product is added; ignore_index -100; label_smoothing;
+logits = softcap * tanh(scale * logits / softcap); skip_ignored, that rows which do not count may be
+left out where shapes can follow values.
 
 ``adamw``: groups have ``params``, ``lr`` and ``weight_decay``, which is decoupled; the state of a
 parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run goes on elsewhere.

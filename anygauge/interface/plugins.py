@@ -17,10 +17,12 @@ class KernelSpec:
     Attributes:
         operation: ``softmax``, ``attention``, ``linear_cross_entropy``, ...
         name: what users write in the run file.
-        factory: ``"package.module:function"``; called without arguments, returns the kernel.
+        factory: ``"package.module:function"``; called with the kernels of `uses`, by the names of
+            their operations, returns the kernel.
         device_types: torch device types it serves; empty means all.
         default: chosen without being asked for, where it can run.
         missing: why it cannot run here, or None; cheap and pure.
+        uses: other operations that it is made of: it gets the run's choice of each.
     """
 
     operation: str
@@ -30,6 +32,7 @@ class KernelSpec:
     device_types: frozenset[str] = frozenset()
     default: bool = False
     missing: Callable[[], str | None] = lambda: None
+    uses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

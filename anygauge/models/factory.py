@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.interface import ModelError, UnsupportedError
+from anygauge.interface import ModelError, Support, UnsupportedError
 from anygauge.models.adapter import add_adapter, borrowed_parameters
 from anygauge.models.files import WeightFiles, match_names
+from anygauge.models.fused_loss import LogitsRule, LossKernel, fuse_loss, logits_rule
 from anygauge.models.kernels import NormKernel, replace_norms
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.py", "*.model"]
@@ -85,11 +86,13 @@ class CausalModelFactory:
         seed: int,
         gradient_checkpointing: bool,
         norm: NormKernel | None = None,
+        loss: LossKernel | None = None,
     ) -> None:
         """Args:
         dtype: type of the adapter's factors.
         attention: a resolved implementation.
         norm: computes the RMS norms; None: as the model does.
+        loss: makes the loss where the model's logits would be; None: the model gives logits.
         """
         self.section = section
         self.adapter = adapter
@@ -99,6 +102,10 @@ class CausalModelFactory:
         self._norm = norm
         self.norms = (0, 0)
         """RMS norms that the kernel computes, and all of them; known once a skeleton is made."""
+        self._loss = loss
+        self._rule = LogitsRule()
+        self.loss: Support | None = None
+        """Whether the kernel makes this model's loss; known once a skeleton is made and adapted."""
         self._seed = seed
         self._recomputes = gradient_checkpointing
         self._files: WeightFiles | None = None
@@ -131,6 +138,8 @@ class CausalModelFactory:
         model.config.use_cache = False
         if self._norm is not None:
             self.norms = replace_norms(model, self._norm)
+        if self._loss is not None:
+            self._rule, self.loss = logits_rule(model)
         refuse_persistent_buffers(model)
         return model
 
@@ -193,9 +202,11 @@ class CausalModelFactory:
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """See `ModelFactory.adapt`."""
-        if self.adapter is None:
-            return model
-        return add_adapter(model, self.adapter, dtype=self._dtype, seed=self._seed)
+        if self.adapter is not None:
+            model = add_adapter(model, self.adapter, dtype=self._dtype, seed=self._seed)
+        if self._loss is not None and self.loss:
+            self.loss = fuse_loss(model, self._loss, self._rule)
+        return model
 
     def borrowed(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
         """See `ModelFactory.borrowed`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,20 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         ignore_index=IGNORE,
         reduction="sum",
     )
+
+
+def summed_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """The sum of token losses that a model made of its labels, or that its logits give.
+
+    Args:
+        outputs: of the model's forward, with ``loss`` (see `fuse_loss`) or with ``logits``.
+        labels: (B, T) int64, not shifted; -100 where not supervised.
+
+    Returns:
+        () float32, in nats.
+    """
+    loss: Tensor | None = getattr(outputs, "loss", None)
+    return summed_cross_entropy(outputs.logits, labels) if loss is None else loss
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -188,11 +188,30 @@ class Registry:
         """
         return choose_kernels(self.kernels, self.duplicates, backend, requested)
 
-    def load_kernel(self, choice: KernelChoice) -> Any:
-        """The kernel itself, from its factory; None for a reference that no plugin provides."""
-        if choice.provided is None:
+    def load_kernel(self, choices: Mapping[str, KernelChoice], operation: str) -> Any:
+        """The kernel of an operation, from its factory, made with those that it uses.
+
+        Args:
+            choices: of the run; see `resolve_kernels`.
+
+        Returns:
+            None for an operation that nobody names, and for a reference that no plugin provides.
+
+        Raises:
+            PluginError: the factory is broken, or uses an operation that has no kernel.
+        """
+        choice = choices.get(operation)
+        if choice is None or choice.provided is None:
             return None
-        return load_factory(choice.provided, "kernel")()
+        used = {name: self.load_kernel(choices, name) for name in choice.provided.spec.uses}
+        for name, kernel in used.items():
+            if kernel is None:
+                raise PluginError(
+                    f"kernel {choice.name!r} of {choice.provided.origin} is made with {name!r}, "
+                    "which no plugin provides here; install one, or ask for another "
+                    f"{operation} (kernels.{operation})"
+                )
+        return load_factory(choice.provided, "kernel")(**used)
 
     # -- by name -------------------------------------------------------------------------------
 

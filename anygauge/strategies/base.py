@@ -54,8 +54,8 @@ OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Op
 ClipFunction = Callable[[Sequence[nn.Parameter], float], Tensor]
 """(parameters, largest norm) -> norm of all gradients before, (); gradients are scaled in place."""
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(logits (B, T, V), labels (B, T) int64 with -100 where not supervised) -> summed loss, ()."""
+LossFunction = Callable[[Any, Tensor], Tensor]
+"""(outputs of the model, labels (B, T) int64 with -100 where not supervised) -> summed loss, ()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def summed_losses(
     sums = []
     with torch.no_grad():
         for batch in batches:
-            sums.append(loss_function(model(**batch.inputs).logits, batch.labels))
+            sums.append(loss_function(model(**batch.inputs), batch.labels))
             backend.graph.mark_step(Phase.FORWARD)
     return sums
 

@@ -64,9 +64,9 @@ class SingleEngine:
         self.model.train()
         sums = []
         for batch in batches:
-            logits = self.model(**batch.inputs).logits
+            outputs = self.model(**batch.inputs)
             self._backend.graph.mark_step(Phase.FORWARD)
-            loss = loss_function(logits, batch.labels)
+            loss = loss_function(outputs, batch.labels)
             self._scaler.scale(loss / global_tokens).backward()
             self._accumulate()
             self._backend.graph.mark_step(Phase.BACKWARD)

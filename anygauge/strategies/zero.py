@@ -71,9 +71,9 @@ class ZeroEngine:
         scale = self._world_size / global_tokens
         for index, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            logits = self._engine(**batch.inputs).logits
+            outputs = self._engine(**batch.inputs)
             self._backend.graph.mark_step(Phase.FORWARD)
-            loss = loss_function(logits, batch.labels)
+            loss = loss_function(outputs, batch.labels)
             self._engine.backward(loss * scale, scale_wrt_gas=False)
             self._backend.graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())

@@ -428,6 +428,7 @@ def kernels_agree(on: Opened) -> None:
     from anygauge.registry import KernelChoice, Registry
 
     registry = Registry.load(os.environ)
+    chosen = registry.resolve_kernels(on.backend, {})
     tried = []
     for provided in registry.kernels:
         spec = provided.spec
@@ -437,7 +438,8 @@ def kernels_agree(on: Opened) -> None:
         choice = KernelChoice(
             operation=spec.operation, name=spec.name, reason="tried", provided=provided
         )
-        KERNEL_TRIALS[spec.operation](on, registry.load_kernel(choice), spec.name)
+        table = {**chosen, spec.operation: choice}
+        KERNEL_TRIALS[spec.operation](on, registry.load_kernel(table, spec.operation), spec.name)
         tried.append(spec.name)
     if not tried:
         raise NotAsked(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")

@@ -32,7 +32,7 @@ from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import check_packing, model_inputs
-from anygauge.models.loss import summed_cross_entropy
+from anygauge.models.loss import summed_loss
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
 from anygauge.strategies.base import (
@@ -54,7 +54,13 @@ from anygauge.training.checkpoints import (
     identity_of,
     settings_of,
 )
-from anygauge.training.kernels import choose_attention, kernels_of_run, load_update_kernels
+from anygauge.training.kernels import (
+    choose_attention,
+    kernels_of_run,
+    load_loss_kernel,
+    load_update_kernels,
+    settle_loss,
+)
 from anygauge.training.loop import Loop
 from anygauge.training.meter import History, RunMeter, Volume
 from anygauge.training.optimizer import optimizer_factory
@@ -131,8 +137,10 @@ class Placer:
         shapes: of all that were moved; a device with graphs compiles for each of them.
     """
 
-    def __init__(self, backend: Backend, compute: str) -> None:
+    def __init__(self, backend: Backend, compute: str, *, labelled: bool) -> None:
+        """Args: labelled: the model makes its loss itself."""
         self._placement = backend.placement
+        self._labelled = labelled
         self._dtype = torch_dtype(compute)
         self.shapes: set[tuple[int, ...]] = set()
 
@@ -140,7 +148,10 @@ class Placer:
         """One micro-batch on the device."""
         self.shapes.add(tuple(batch.input_ids.shape))
         moved = dataclasses.replace(batch, **self._placement.to_device(batch.tensors()))
-        return DeviceBatch(inputs=model_inputs(moved, self._dtype), labels=moved.labels)
+        inputs = model_inputs(moved, self._dtype)
+        if self._labelled:
+            inputs["labels"] = moved.labels
+        return DeviceBatch(inputs=inputs, labels=moved.labels)
 
 
 def prepare_run(
@@ -163,7 +174,8 @@ def prepare_run(
         dtype=torch_dtype(precision.compute),
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
-        norm=registry.load_kernel(kernels["rms_norm"]) if "rms_norm" in kernels else None,
+        norm=registry.load_kernel(kernels, "rms_norm"),
+        loss=load_loss_kernel(run, backend, registry, kernels),
     )
     check_vocabulary(factory.config, tokenizer)
     positions = getattr(factory.config, "max_position_embeddings", None)
@@ -230,6 +242,7 @@ def prepare_run(
         raise UnsupportedError(f"checkpoints: {engine.keeps_state()}")
     if start is not None:
         engine.import_state(start)
+    loss = settle_loss(run, kernels, factory.loss)
     total, trained = parameter_counts(engine)
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
@@ -237,9 +250,10 @@ def prepare_run(
         f"attention {attention}"
         + (f" ({attention_kernel.describe})" if attention_kernel else "")
         + (f"; {factory.norms[0]} of {factory.norms[1]} norms fused" if factory.norms[1] else "")
+        + f"; loss {loss}"
     )
     peak = backend.placement.peak_flops(precision.compute)
-    place = Placer(backend, precision.compute)
+    place = Placer(backend, precision.compute, labelled=bool(factory.loss))
     meter = RunMeter(
         path=Path(job.run_directory) / "metrics.jsonl",
         rank=rank.index,
@@ -300,7 +314,7 @@ def prepare_run(
         backend=backend,
         batches=batches,
         place=place,
-        loss_function=summed_cross_entropy,
+        loss_function=summed_loss,
         evaluations=evaluations,
         meter=meter,
         checkpoints=keeper,

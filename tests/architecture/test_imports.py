@@ -54,7 +54,7 @@ def test_every_package_is_under_contract():
 def test_every_package_on_disk_is_shipped():
     on_disk = {
         path.parent
-        for folder in (ROOT, ROOT / "backends", ROOT / "launchers")
+        for folder in (ROOT, ROOT / "backends", ROOT / "kernels", ROOT / "launchers")
         for path in folder.glob("anygauge*/__init__.py")
     }
     assert set(packages()) == on_disk

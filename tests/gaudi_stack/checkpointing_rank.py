@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointError
 from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_cross_entropy
+from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies import zero_runtime
 from anygauge.strategies.base import BuildContext, DeviceBatch
@@ -63,9 +63,7 @@ def main(output: Path, reentrant: bool) -> None:
     losses, raised = [], None
     try:
         for _ in range(2):
-            losses += [
-                float(each) for each in engine.run_step([batch], summed_cross_entropy, 44).loss_sums
-            ]
+            losses += [float(each) for each in engine.run_step([batch], summed_loss, 44).loss_sums]
             engine.update(1e-2, 1.0)
     except CheckpointError as error:
         raised = type(error).__name__

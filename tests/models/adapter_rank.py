@@ -19,7 +19,7 @@ from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterGroup, AdapterSection, ModelSection, OptimizerSection
 from anygauge.models.export import adapter_state
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_cross_entropy
+from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies.base import BuildContext, DeviceBatch
 from anygauge.strategies.single import Single
@@ -95,9 +95,9 @@ def main(output: Path) -> None:
             whole: list[torch.Tensor] = []
             for part, batch in enumerate(batches):
                 torch.manual_seed(1000 * step + part)  # of dropout, apart on each rank
-                whole += one.run_step([batch], summed_cross_entropy, tokens).loss_sums
+                whole += one.run_step([batch], summed_loss, tokens).loss_sums
             torch.manual_seed(1000 * step + rank)
-            own = many.run_step([batches[rank]], summed_cross_entropy, tokens).loss_sums
+            own = many.run_step([batches[rank]], summed_loss, tokens).loss_sums
             (total,) = backend.collectives.sum_on_host([float(own[0])])
             found["loss"].append([float(sum(whole)), total])
             norms = [engine.update(1e-2, 1.0).grad_norm for engine in (one, many)]

@@ -21,7 +21,7 @@ class Fussy(Plain):
 def kernels(install, load):
     """``kernels("name='fast', default=True", ...)`` gives a registry with softmax kernels."""
 
-    def put(*specs, plugin="kernels"):
+    def put(*specs, plugin="kernels", source_too=""):
         listed = ",\n".join(
             f"KernelSpec(**{{'operation': 'softmax', 'factory': 'fake_{plugin}:make', "
             f"'api_version': API_VERSION, **dict({spec})}})"
@@ -36,6 +36,8 @@ def make():
 @hookimpl
 def anygauge_provide_kernels():
     return [{listed}]
+
+{source_too}
 """
         install(f"{plugin}-dist", "1.0", {plugin: f"fake_{plugin}"}, **{f"fake_{plugin}": source})
         registry = load()
@@ -56,7 +58,8 @@ def test_nothing_installed_gives_the_reference(load):
     assert choice.rejected == (
         ("fast", "preferred by the fussy backend, but no installed plugin provides it"),
     )
-    assert load().load_kernel(choice) is None
+    assert load().load_kernel({"softmax": choice}, "softmax") is None
+    assert load().load_kernel({}, "softmax") is None
 
 
 def test_preferred_comes_before_default(kernels):
@@ -87,7 +90,7 @@ def test_default_of_another_device_is_rejected(kernels):
     assert choice.name == "reference"
     assert choice.provided is not None
     assert choice.rejected == (("far", "it serves elsewhere devices, not 'meta'"),)
-    assert registry.load_kernel(choice) == "the kernel"
+    assert registry.load_kernel({"softmax": choice}, "softmax") == "the kernel"
 
 
 def test_requested_wins_and_is_recorded(kernels):
@@ -145,4 +148,17 @@ def test_choosing_imports_no_kernel(kernels):
     registry = kernels("name='fast', factory='fake_nowhere:make'")
     choice = registry.resolve_kernels(Plain(), {"softmax": "fast"})["softmax"]
     with pytest.raises(PluginError, match="fake_nowhere"):
-        registry.load_kernel(choice)
+        registry.load_kernel({"softmax": choice}, "softmax")
+
+
+def test_a_kernel_is_made_with_the_run_s_choice_of_what_it_uses(kernels):
+    registry = kernels(
+        "name='fast'",
+        "name='usual', default=True",
+        "operation='attention', name='around', uses=('softmax',), factory='fake_kernels:around'",
+        source_too="def around(softmax):\n    return f'around {softmax}'\n",
+    )
+    choices = registry.resolve_kernels(Plain(), {"attention": "around"})
+    assert registry.load_kernel(choices, "attention") == "around the kernel"
+    with pytest.raises(PluginError, match=r"'around' .* is made with 'softmax', which no plugin"):
+        registry.load_kernel({"attention": choices["attention"]}, "attention")

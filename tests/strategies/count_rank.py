@@ -22,7 +22,7 @@ import torch.distributed as dist
 from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_cross_entropy
+from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies.base import BuildContext, DeviceBatch, trained_parameters
 from anygauge.strategies.zero import Zero
@@ -148,7 +148,7 @@ def anygauge_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tens
     def step(ids: torch.Tensor) -> float:
         batch = DeviceBatch({"input_ids": ids, "use_cache": False}, ids)
         tokens = context.world_size * (LENGTH - 1)
-        result = engine.run_step([batch], summed_cross_entropy, tokens)
+        result = engine.run_step([batch], summed_loss, tokens)
         engine.update(1e-4, context.max_norm)
         return float(result.loss_sums[0]) / (LENGTH - 1)
 

@@ -18,7 +18,7 @@ from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface import Graph, Phase, UnsupportedError
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_cross_entropy
+from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies.base import BuildContext, DeviceBatch
 from anygauge.strategies.zero import Zero
@@ -78,7 +78,7 @@ def main(output: Path) -> None:
     waits_in_step = []
     for _ in range(2):
         before = waits
-        engine.run_step([batch, batch], summed_cross_entropy, 14)
+        engine.run_step([batch, batch], summed_loss, 14)
         waits_in_step.append(waits - before)
         engine.update(1e-3, 1.0)
     result: dict[str, Any] = {

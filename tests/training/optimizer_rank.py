@@ -17,7 +17,7 @@ from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface import Backend, UnsupportedError
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_cross_entropy
+from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies.base import BuildContext, DeviceBatch, Strategy
 from anygauge.strategies.single import Single
@@ -81,7 +81,7 @@ def train(section: OptimizerSection, strategy: Strategy, backend: Backend) -> di
     losses, error = [], ""
     try:
         for step in range(STEPS):
-            result = engine.run_step([batch], summed_cross_entropy, 31)
+            result = engine.run_step([batch], summed_loss, 31)
             losses.append(float(result.loss_sums[0]) / 31)
             engine.update(section.lr * (1 + step), 1.0)
     except UnsupportedError as refusal:

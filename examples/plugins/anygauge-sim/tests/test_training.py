@@ -103,12 +103,9 @@ CALL = "Placed(micro_batches, self.place), self.loss_function, tokens"
 @pytest.mark.parametrize(
     ("stray", "message"),
     [
-        ("lambda logits, labels: self.loss_function(logits, labels.cpu())", "same device"),
-        ("lambda logits, labels: self.loss_function(logits.cuda(), labels)", "CUDA"),
-        (
-            "lambda x, y: self.loss_function(x + __import__('torch').ones(x.shape), y)",
-            "same device",
-        ),
+        ("lambda o, labels: self.loss_function(o, labels) + labels.cpu()[0, :1]", "same device"),
+        ("lambda o, labels: self.loss_function(o, labels).cuda()", "CUDA"),
+        ("lambda o, y: self.loss_function(o, y) + __import__('torch').ones(3)", "same device"),
     ],
     ids=[".cpu()", ".cuda()", "a tensor of the host"],
 )

@@ -1,0 +1,266 @@
+"""A model whose output layer returns the loss instead of the logits.
+
+The model's own forward runs unchanged; when it is given labels, its output layer hands its input
+and weight to a kernel, and what it returns in place of logits is empty. What an architecture does
+to its logits afterwards must then be done in the kernel: it is found by trying its forward.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import FULL, Level, Support
+from anygauge.models.loss import IGNORE
+
+LossKernel = Callable[..., Tensor]
+"""``linear_cross_entropy`` of `anygauge.interface.kernels`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRule:
+    """What an architecture does with its output layer's product: cap * tanh(scale * x / cap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The logits, of the product."""
+        x = x * self.scale
+        return x if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
+
+
+class _NotServed(Exception):
+    """Why an architecture's loss cannot be made by its output layer."""
+
+
+def logits_rule(model: Any) -> tuple[LogitsRule, Support]:
+    """What the model's forward does between its decoder and its logits, seen by running it.
+
+    The decoder and the output layer are stood in for while it runs: parameters may be on the meta
+    device. Only what is found to be one of the known rules is served.
+
+    Returns:
+        The rule, and whether it is one; the reason if not.
+    """
+    try:
+        return _tried(model), FULL
+    except _NotServed as error:
+        return LogitsRule(), Support(Level.NOT_WRITTEN_YET, str(error))
+
+
+def _tried(model: Any) -> LogitsRule:
+    name = type(model).__name__
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        kind = "none" if head is None else f"a {type(head).__name__}"
+        raise _NotServed(f"the output layer of {name} is {kind}, not a torch.nn.Linear")
+    if "forward" in vars(model) or "forward" in vars(head):
+        raise _NotServed(f"the forward of this {name} was replaced by something else")
+    decoder = _decoder(model, name)
+    hidden = torch.linspace(-1.0, 1.0, 2 * 8).reshape(1, 2, 8)
+    product = torch.linspace(-90.0, 90.0, 2 * 32).reshape(1, 2, 32)
+    given: list[Tensor] = []
+
+    def head_forward(_: Any, x: Tensor) -> Tensor:
+        given.append(x)
+        return product.clone()
+
+    _replace_forward(head, head_forward)
+    _replace_forward(decoder, lambda *_, **__: _decoded(hidden))
+    try:
+        ids = torch.zeros(1, 2, dtype=torch.long)
+        with torch.no_grad():
+            logits = model.forward(input_ids=ids, use_cache=False).logits
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise _NotServed(f"the forward of {name} could not be followed: {reason}") from error
+    finally:
+        del head.forward, decoder.forward
+    if len(given) != 1 or given[0].shape != hidden.shape:
+        raise _NotServed(f"{name} does not give its last hidden state to its output layer once")
+    if logits.shape != product.shape:
+        raise _NotServed(f"{name} returns logits of another shape than its output layer's")
+    for rule in _candidates(model.config):
+        if torch.allclose(logits.float(), rule(product), rtol=1e-5, atol=1e-6):
+            return rule
+    raise _NotServed(f"{name} changes its logits in a way that is not known here")
+
+
+def _decoder(model: Any, name: str) -> Any:
+    found = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if found is model or found is None:
+        found = getattr(model, model.base_model_prefix, None)
+    if not isinstance(found, nn.Module) or "forward" in vars(found):
+        raise _NotServed(f"the decoder of {name} was not found")
+    return found
+
+
+def _decoded(hidden: Tensor) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Decoded(BaseModelOutputWithPast):
+        """A decoder's output; what kinds of them have besides is None."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return Decoded(last_hidden_state=hidden)
+
+
+def _candidates(config: Any) -> list[LogitsRule]:
+    """Rules by what configurations call their numbers; each is tried, none is believed."""
+    text = config.get_text_config()
+
+    def number(name: str) -> float | None:
+        value = getattr(text, name, None)
+        return float(value) if isinstance(value, int | float) and value else None
+
+    factor, divisor = number("logit_scale"), number("logits_scaling")
+    scales = [1.0]
+    scales += [] if factor is None else [factor]
+    scales += [] if divisor is None else [1.0 / divisor, divisor]
+    caps = [None, number("final_logit_softcapping")]
+    return [LogitsRule(scale, cap) for cap in dict.fromkeys(caps) for scale in scales]
+
+
+class _Pending:
+    """What one forward is asked for, and its answer.
+
+    Attributes:
+        targets: (B * T,), shifted; None: logits are wanted.
+        low_rank: of an adapter of the output layer, on the way to it.
+    """
+
+    def __init__(self, kernel: LossKernel, rule: LogitsRule) -> None:
+        self.kernel = kernel
+        self.rule = rule
+        self.targets: Tensor | None = None
+        self.low_rank: tuple[Tensor, Tensor] | None = None
+        self.loss: Tensor | None = None
+
+    def compute(self, hidden: Tensor, layer: Any) -> Tensor:
+        """Make the loss; returns what takes the place of the logits: (1, 1, 1), zero."""
+        assert self.targets is not None
+        self.loss = self.kernel(
+            hidden.reshape(-1, hidden.shape[-1]),
+            layer.weight,
+            self.targets,
+            bias=layer.bias,
+            low_rank=self.low_rank,
+            ignore_index=IGNORE,
+            scale=self.rule.scale,
+            softcap=self.rule.softcap,
+        )
+        if not layer.weight.requires_grad and (
+            self.low_rank is None or not self.low_rank[1].requires_grad
+        ):
+            # Backward reads no weight: a strategy that shards it need not bring it back.
+            return self.loss.new_zeros(1, 1, 1)
+        return (self.loss * 0).reshape(1, 1, 1)
+
+
+def fuse_loss(model: Any, kernel: LossKernel, rule: LogitsRule) -> Support:
+    """Let `model` compute its loss with a kernel whenever it is called with ``labels``.
+
+    Call it once adapters are in place. With labels (B, T), not shifted, -100 where not supervised,
+    the model's output has ``loss``, the sum over tokens, and its logits are None; without them it
+    is what it was.
+
+    Returns:
+        Whether it was done; the reason if not.
+    """
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head: Any = causal.get_output_embeddings()
+    pending = _Pending(kernel, rule)
+    if type(head) is nn.Linear:
+        _replace_forward(head, _layer_forward(pending))
+    else:
+        reason = _adapted_head(head, pending)
+        if reason:
+            return Support(Level.NOT_WRITTEN_YET, reason)
+    _replace_forward(causal, _model_forward(pending))
+    return FULL
+
+
+def _replace_forward(module: Any, forward: Callable[..., Any]) -> None:
+    # Bound, so that a copy of the module computes with the copy's weights.
+    module.forward = types.MethodType(forward, module)
+
+
+def _model_forward(pending: _Pending) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is None:
+            return type(self).forward(self, *args, **kwargs)
+        last = labels.new_full((labels.shape[0], 1), IGNORE)
+        pending.targets = torch.cat([labels[:, 1:], last], dim=1).reshape(-1)
+        try:
+            outputs = type(self).forward(self, *args, **kwargs)
+            loss = pending.loss
+        finally:
+            pending.targets = pending.low_rank = pending.loss = None
+        if loss is None:
+            raise RuntimeError(f"{type(self).__name__} did not call its output layer")
+        if outputs.logits.requires_grad:
+            # Zero: it carries the gradient through the layer's hooks, which bring weights back.
+            loss = loss + outputs.logits.sum()
+        outputs.logits, outputs.loss = None, loss
+        return outputs
+
+    return forward
+
+
+def _layer_forward(pending: _Pending) -> Callable[[Any, Tensor], Tensor]:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if pending.targets is None:
+            plain: Tensor = type(self).forward(self, input)
+            return plain
+        return pending.compute(input, self)
+
+    return forward
+
+
+def _adapted_head(head: Any, pending: _Pending) -> str:
+    """Let an output layer with LoRA make the loss; returns the reason if it cannot.
+
+    The two matrices are in modules of their own, each of which may have to be called for its weight
+    to be there: one is called within the other.
+    """
+    from peft.tuners.lora import Linear
+
+    if not isinstance(head, Linear) or type(head.base_layer) is not nn.Linear:
+        return f"the output layer is a {type(head).__name__}"
+    (name,) = head.active_adapters
+    if head.use_dora[name]:
+        return "DoRA on the output layer normalises its whole weight"
+    second: Any = head.lora_B[name]
+    scaling = head.scaling[name]
+
+    def head_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if pending.targets is None:
+            plain: Tensor = type(self).forward(self, x, *args, **kwargs)
+            return plain
+        low = self.lora_A[name](self.lora_dropout[name](x.to(self.lora_A[name].weight.dtype)))
+        result: Tensor = self.lora_B[name](low * scaling, hidden=x, layer=self.base_layer)
+        return result
+
+    def second_forward(
+        self: Any, input: Tensor, hidden: Tensor | None = None, layer: Any = None
+    ) -> Tensor:
+        if hidden is None:
+            plain: Tensor = type(self).forward(self, input)
+            return plain
+        pending.low_rank = (input.reshape(-1, input.shape[-1]).to(hidden.dtype), self.weight)
+        result: Tensor = layer(hidden)
+        return result
+
+    _replace_forward(head, head_forward)
+    _replace_forward(second, second_forward)
+    _replace_forward(head.base_layer, _layer_forward(pending))
+    return ""

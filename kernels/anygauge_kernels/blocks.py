@@ -1,0 +1,77 @@
+"""Attention that skips blocks of positions that do not see each other: packed rows, windows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import AttentionKernel, UnsupportedError
+from anygauge_kernels.attention import refuse
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def compiled() -> AttentionKernel:
+    """Compiled for the device, once per shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return block_attention(torch.compile(flex_attention, dynamic=False))
+
+
+def block_attention(flex: Any) -> AttentionKernel:
+    """Attention by torch's `flex_attention`, or a compiled one.
+
+    A `BlockMask` says which blocks of queries and keys see each other at all: the others are not
+    computed, and no mask of all positions is held.
+    """
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: BlockMask | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Query (B, H, T, D), key and value (B, G, S, D), G dividing H -> (B, T, H, D)."""
+        refuse(module, others)
+        if dropout and module.training:
+            raise UnsupportedError(
+                f"{type(module).__name__} drops attention weights, which attention by blocks "
+                "cannot; set kernels.attention to another kernel, or the model's attention dropout "
+                "to 0"
+            )
+        if s_aux is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__} has attention sinks, which attention by blocks leaves "
+                "out; set kernels.attention to another kernel"
+            )
+
+        def capped(score: Tensor, *_: Tensor) -> Tensor:
+            assert softcap is not None
+            return torch.tanh(score / softcap) * softcap
+
+        output = flex(
+            query,
+            key,
+            value,
+            score_mod=None if softcap is None else capped,
+            block_mask=attention_mask,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    return AttentionKernel(
+        name="anygauge_blocks",
+        forward=forward,
+        describe="compiled; blocks that see nothing are skipped",
+        mask="flex_attention",
+    )

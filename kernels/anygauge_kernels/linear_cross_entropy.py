@@ -1,0 +1,192 @@
+"""The loss of an output layer, a few rows of logits at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 64 * 2**20
+"""Of float32 logits that are held at once: many rows for a matrix product, few for the memory."""
+
+
+def chunked() -> Callable[..., Tensor]:
+    """The implementation in plain torch, for every device."""
+    return linear_cross_entropy
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    skip_ignored: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """Sum of the cross entropies of ``hidden @ weight.T + bias``, without holding these logits.
+
+    The product is in the type of `hidden`, the loss in float32 at least, as of a model whose logits
+    are held. Gradients are made in the forward pass, chunk by chunk, so that no logits are computed
+    twice; they exist only for what asks for them.
+
+    Args:
+        hidden: (N, D), floating.
+        weight: (V, D), type of `hidden`.
+        targets: (N,) int64; `ignore_index` where a row does not count.
+        bias: (V,), type of `hidden`.
+        low_rank: (N, R) and (V, R), whose product is added to the logits: an adapter of the output
+            layer.
+        label_smoothing: share of each target that is spread over all V classes, as in
+            `torch.nn.functional.cross_entropy`.
+        softcap: logits become softcap * tanh(logits / softcap).
+        scale: factor of the logits, before the cap.
+        skip_ignored: leave out rows that do not count, before anything is computed. How many are
+            left is then known only at run time, which a device with fixed shapes cannot have.
+        chunk_bytes: of float32 logits at once.
+
+    Returns:
+        () float32, or float64 for float64.
+    """
+    if skip_ignored:
+        kept = (targets != ignore_index).nonzero().squeeze(1)
+        hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
+        if low_rank is not None:
+            low_rank = (low_rank[0].index_select(0, kept), low_rank[1])
+    total: Tensor = _LinearCrossEntropy.apply(
+        hidden,
+        weight,
+        bias,
+        *(low_rank or (None, None)),
+        targets,
+        _Options(ignore_index, label_smoothing, softcap, scale),
+        max(1, chunk_bytes // (4 * weight.shape[0])),
+        torch.is_grad_enabled(),
+    )
+    return total
+
+
+class _Options:
+    """What the loss of one chunk depends on, besides tensors."""
+
+    __slots__ = ("ignore_index", "scale", "smoothing", "softcap")
+
+    def __init__(
+        self, ignore_index: int, smoothing: float, softcap: float | None, scale: float
+    ) -> None:
+        self.ignore_index = ignore_index
+        self.smoothing = smoothing
+        self.softcap = softcap
+        self.scale = scale
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        low_weight: Tensor | None,
+        targets: Tensor,
+        options: _Options,
+        rows: int,
+        with_gradients: bool,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        given: Any = (hidden, weight, bias, low, low_weight)
+        wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:5]]
+        # Rows are written once; what all rows share is summed over chunks, in float32.
+        by_hidden, by_weight, by_bias, by_low, by_low_weight = (
+            None if each is None or not need else torch.zeros_like(each, dtype=kind)
+            for each, need, kind in zip(
+                given, wanted, (hidden.dtype, wide, wide, hidden.dtype, wide), strict=True
+            )
+        )
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            if low is not None and low_weight is not None:
+                logits.addmm_(low[part], low_weight.t())
+            losses, gradient = _chunk(logits.to(wide), targets[part], options, any(wanted))
+            del logits
+            total += losses
+            if gradient is None:
+                continue
+            if by_bias is not None:
+                by_bias += gradient.sum(0)
+            narrow = gradient.to(hidden.dtype)
+            products: Any = (
+                (hidden, weight, by_hidden, by_weight),
+                (low, low_weight, by_low, by_low_weight),
+            )
+            for rows_of, shared, by_rows, by_shared in products:
+                if by_rows is not None:
+                    torch.mm(narrow, shared, out=by_rows[part])
+                if by_shared is not None:
+                    by_shared += narrow.t() @ rows_of[part]
+        ctx.save_for_backward(
+            *(
+                None if gradient is None else gradient.to(each.dtype)
+                for each, gradient in zip(
+                    given, (by_hidden, by_weight, by_bias, by_low, by_low_weight), strict=True
+                )
+            )
+        )
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (
+            None if held is None else held * grad_total.to(held.dtype) for held in ctx.saved_tensors
+        )
+        return (*gradients, None, None, None, None)
+
+
+def _chunk(
+    logits: Tensor, targets: Tensor, options: _Options, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the losses of some rows, and its gradient by their logits as they were given.
+
+    Args:
+        logits: (n, V), which are overwritten.
+    """
+    counts = targets != options.ignore_index
+    targets = targets.where(counts, torch.zeros_like(targets)).unsqueeze(1)
+    if options.scale != 1.0:
+        logits.mul_(options.scale)
+    slope = None
+    if options.softcap is not None:
+        capped = logits.div_(options.softcap).tanh_()
+        slope = 1 - capped.square() if with_gradient else None
+        logits = capped.mul_(options.softcap)
+    normaliser = logits.logsumexp(1, keepdim=True)
+    share = options.smoothing / logits.shape[1]
+    losses = normaliser - (1 - options.smoothing) * logits.gather(1, targets)
+    if options.smoothing:
+        losses -= share * logits.sum(1, keepdim=True)
+    total = losses.squeeze(1).where(counts, losses.new_zeros(())).sum()
+    if not with_gradient:
+        return total, None
+    gradient = logits.sub_(normaliser).exp_()
+    if options.smoothing:
+        gradient.sub_(share)
+    gradient.scatter_add_(
+        1, targets, gradient.new_full((), options.smoothing - 1).expand_as(targets)
+    )
+    gradient.mul_(counts.unsqueeze(1))
+    if slope is not None:
+        gradient.mul_(slope)
+    if options.scale != 1.0:
+        gradient.mul_(options.scale)
+    return total, gradient

@@ -1,0 +1,155 @@
+"""The loss of chunks of logits against torch's of all of them: value, gradients, memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+
+ROWS, WIDTH, CLASSES = 37, 16, 51
+
+
+def inputs(
+    dtype: torch.dtype = torch.float64, *, bias: bool = False, low_rank: bool = False
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return values.to(dtype).requires_grad_()
+
+    targets = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    targets[::5] = -100
+    return {
+        "hidden": normal(ROWS, WIDTH),
+        "weight": normal(CLASSES, WIDTH),
+        "targets": targets,
+        "bias": normal(CLASSES) if bias else None,
+        "low_rank": (normal(ROWS, 4), normal(CLASSES, 4)) if low_rank else None,
+    }
+
+
+def held(given: Any, *, softcap: float | None, scale: float, smoothing: float) -> Tensor:
+    """The same by torch, with all logits."""
+    logits = nn.functional.linear(given["hidden"], given["weight"], given["bias"])
+    if given["low_rank"] is not None:
+        logits = logits + given["low_rank"][0] @ given["low_rank"][1].t()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return nn.functional.cross_entropy(
+        logits, given["targets"], label_smoothing=smoothing, reduction="sum"
+    )
+
+
+def gradients(loss: Tensor, given: Any) -> list[Tensor]:
+    wanted = [given[name] for name in ("hidden", "weight", "bias") if given[name] is not None]
+    return list(torch.autograd.grad(loss * 0.7, [*wanted, *(given["low_rank"] or ())]))
+
+
+@pytest.mark.parametrize(
+    ("softcap", "scale", "smoothing", "bias", "low_rank", "skip"),
+    list(itertools.product((None, 5.0), (1.0, 0.25), (0.0, 0.1), *[(False, True)] * 3)),
+)
+@pytest.mark.parametrize("rows", [1, 10, 1000])
+def test_value_and_gradients_are_torchs(
+    softcap: float | None,
+    scale: float,
+    smoothing: float,
+    bias: bool,
+    low_rank: bool,
+    skip: bool,
+    rows: int,
+) -> None:
+    given: Any = inputs(bias=bias, low_rank=low_rank)
+    loss = linear_cross_entropy(
+        **given,
+        softcap=softcap,
+        scale=scale,
+        label_smoothing=smoothing,
+        skip_ignored=skip,
+        chunk_bytes=rows * CLASSES * 4,
+    )
+    wanted = held(given, softcap=softcap, scale=scale, smoothing=smoothing)
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+    for found, exact in zip(gradients(loss, given), gradients(wanted, given), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_lower_types_are_as_exact_as_with_all_logits(dtype: str, tolerance: float) -> None:
+    given: Any = inputs(getattr(torch, dtype))
+    exact = dict(given)
+    for name in ("hidden", "weight"):
+        exact[name] = given[name].detach().double().requires_grad_()
+    wanted = held(exact, softcap=None, scale=1.0, smoothing=0.0)
+    loss = linear_cross_entropy(**given, chunk_bytes=10 * CLASSES * 4)
+    plain = held(given, softcap=None, scale=1.0, smoothing=0.0)
+    assert loss.dtype is torch.float32
+    assert abs(loss.item() - wanted.item()) <= max(
+        1.5 * abs(plain.item() - wanted.item()), 1e-6 * wanted.item()
+    )
+    for found, its, true in zip(
+        gradients(loss, given), gradients(plain, given), gradients(wanted, exact), strict=True
+    ):
+        largest = float(true.abs().max())
+        error, theirs = (float((g.double() - true).abs().max()) / largest for g in (found, its))
+        assert error <= max(1.5 * theirs, tolerance)
+
+
+def test_nothing_supervised_is_zero_with_a_gradient() -> None:
+    given: Any = inputs()
+    given["targets"] = torch.full((ROWS,), -100)
+    for skip in (False, True):
+        loss = linear_cross_entropy(**given, skip_ignored=skip)
+        assert float(loss) == 0
+        assert all(float(g.abs().sum()) == 0 for g in gradients(loss, given))
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returned, in elements; and products by the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.products = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+@pytest.mark.parametrize(("trained", "products"), [(False, 2), (True, 3)])
+def test_no_more_than_a_chunk_of_logits_is_held(trained: bool, products: int) -> None:
+    rows, width, classes, chunk = 256, 4, 1000, 32
+    hidden = torch.randn(rows, width, requires_grad=True)
+    weight = torch.randn(classes, width, requires_grad=trained)
+    targets = torch.arange(rows)
+    with Largest() as seen:
+        linear_cross_entropy(hidden, weight, targets, chunk_bytes=4 * chunk * classes).backward()
+    assert seen.elements == chunk * classes
+    # Logits, gradient of the hidden state, of the weight: none is computed twice.
+    assert seen.products == products * rows // chunk
+    with torch.no_grad(), Largest() as unlearned:
+        linear_cross_entropy(hidden, weight, targets, chunk_bytes=4 * chunk * classes)
+    assert unlearned.products == rows // chunk
+
+
+def test_rows_that_do_not_count_are_never_computed() -> None:
+    given: Any = inputs()
+    with Largest() as seen:
+        linear_cross_entropy(**given, skip_ignored=True)
+    counted = int((given["targets"] != -100).sum())
+    assert seen.elements == counted * CLASSES

@@ -1,0 +1,211 @@
+"""A model that makes its loss in its output layer gives the loss and gradients of its logits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+from torch import nn
+
+from anygauge.models.fused_loss import LogitsRule, fuse_loss, logits_rule
+from anygauge.models.loss import summed_cross_entropy, summed_loss
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "dropout": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"head_dim": 8},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+    "phi3": {},
+    "olmo2": {},
+    "stablelm": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": {},
+    "mixtral": {"num_local_experts": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+}
+
+
+def build(model_type: str, **changes: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type], **changes})
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, 96, (3, 17), generator=generator)
+    labels = ids.clone()
+    labels[:, :5] = -100
+    labels[1] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def fused(model: Any) -> Any:
+    rule, served = logits_rule(model)
+    assert served, served
+    done = fuse_loss(model, linear_cross_entropy, rule)
+    assert done, done
+    return model
+
+
+def loss_and_gradients(model: Any, *, labelled: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    given = batch()
+    labels = given["labels"]
+    outputs = model(**(given if labelled else {"input_ids": given["input_ids"]}), use_cache=False)
+    assert (outputs.logits is None) == labelled
+    loss = summed_loss(outputs, labels)
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.item(), found
+
+
+def agree(model: Any) -> None:
+    wanted, exact = loss_and_gradients(model, labelled=False)
+    fused(model)
+    loss, gradients = loss_and_gradients(model, labelled=True)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert gradients.keys() == exact.keys() and gradients
+    for name, gradient in gradients.items():
+        largest = float(exact[name].abs().max())
+        error = float((gradient - exact[name]).abs().max())
+        assert error <= 1e-5 * largest + 1e-7, name
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_loss_is_that_of_the_logits(model_type: str) -> None:
+    agree(build(model_type))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_or_not(model_type: str, tied: bool) -> None:
+    agree(build(model_type, tie_word_embeddings=tied))
+
+
+def test_numbers_of_the_configuration_are_found_by_running_the_forward() -> None:
+    assert logits_rule(build("gemma2"))[0] == LogitsRule(softcap=3.0)
+    assert logits_rule(build("cohere"))[0] == LogitsRule(scale=0.25)
+    assert logits_rule(build("granite"))[0] == LogitsRule(scale=0.25)
+    assert logits_rule(build("llama", final_logit_softcapping=3.0))[0] == LogitsRule()
+
+
+def test_a_number_that_the_architecture_reads_otherwise_is_refused() -> None:
+    model = build("llama")
+    cls = type(model)
+
+    class Shifted(cls):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = outputs.logits + 1
+            return outputs
+
+    model.__class__ = Shifted
+    _, served = logits_rule(model)
+    assert not served and "changes its logits in a way that is not known" in str(served)
+    # Nothing of the trial is left behind.
+    assert "forward" not in vars(model.lm_head) and "forward" not in vars(model.model)
+
+
+def test_what_cannot_be_followed_is_left_with_its_logits() -> None:
+    model = build("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert "is a Sequential, not a torch.nn.Linear" in str(logits_rule(model)[1])
+    model = build("llama")
+    model.forward = lambda **_: None
+    assert "was replaced by something else" in str(logits_rule(model)[1])
+    model = build("llama")
+    model.model.forward = lambda **_: None
+    assert "decoder of LlamaForCausalLM was not found" in str(logits_rule(model)[1])
+
+
+def test_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = build("gemma2")
+    rule, served = logits_rule(model)
+    assert served and rule == LogitsRule(softcap=3.0)
+
+
+def test_without_labels_it_is_what_it_was() -> None:
+    model = build("gemma2")
+    given = batch()
+    wanted = model(input_ids=given["input_ids"]).logits
+    fused(model)
+    assert torch.equal(model(input_ids=given["input_ids"]).logits, wanted)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+    assert copied(**given).loss.item() != pytest.approx(model(**given).loss.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("targets", [["attn"], ["attn", "head"], ["head"]])
+def test_lora(model_type: str, targets: list[str]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    names = {"attn": "c_attn" if model_type == "gpt2" else "q_proj", "head": "lm_head"}
+    model = build(model_type, tie_word_embeddings=False)
+    config = LoraConfig(r=4, lora_alpha=16, use_rslora=True, init_lora_weights=False,
+                        target_modules=[names[t] for t in targets])  # fmt: skip
+    rule, served = logits_rule(model)
+    assert served
+    model = get_peft_model(model, config).train()
+    wanted, exact = loss_and_gradients(model, labelled=False)
+    assert fuse_loss(model, linear_cross_entropy, rule)
+    loss, gradients = loss_and_gradients(model, labelled=True)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert gradients.keys() == exact.keys() and all("lora" in name for name in gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, exact[name], rtol=1e-4, atol=1e-5)
+
+
+def test_dora_on_the_output_layer_keeps_the_logits() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = build("llama")
+    config = LoraConfig(r=4, use_dora=True, target_modules=["lm_head"])
+    model = get_peft_model(model, config)
+    assert "DoRA on the output layer" in str(fuse_loss(model, linear_cross_entropy, LogitsRule()))
+    assert model(**batch()).logits is not None
+
+
+def test_losses_of_logits_and_of_labels_are_one_function() -> None:
+    model = build("llama")
+    given = batch()
+    outputs = model(input_ids=given["input_ids"])
+    assert summed_loss(outputs, given["labels"]) == summed_cross_entropy(
+        outputs.logits, given["labels"]
+    )
