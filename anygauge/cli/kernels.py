@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.plan import BackendOption
-from anygauge.registry import AUTO, REFERENCE, KernelChoice, Registry
+from anygauge.interface import Backend
+from anygauge.registry import AUTO, KernelChoice, Registry
+from anygauge.registry.kernels import unfit
 
 
 def kernels(
@@ -24,47 +25,45 @@ def kernels(
     registry = Registry.load()
     selection = registry.select_backend(backend or AUTO, need_device=False)
     chosen = registry.create_backend(selection)
-    rows = listing(registry, registry.resolve_kernels(chosen, {}))
+    rows = listing(registry, chosen, registry.resolve_kernels(chosen, {}))
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "kernels": rows}, indent=2))
         return
     console = Console(highlight=False)
-    title = f"Kernels for backend {chosen.name}: {selection.reason}"
-    console.print(Text(title, style="bold"))
+    title = f"backend {chosen.name} ({selection.reason}); a run would have those marked *"
+    console.print(Text(title))
     console.print(_table(rows))
 
 
-def listing(registry: Registry, choices: dict[str, KernelChoice]) -> list[dict[str, Any]]:
-    """Every kernel of every operation, those that would be chosen first, as plain values."""
+def listing(
+    registry: Registry, backend: Backend, choices: Mapping[str, KernelChoice]
+) -> list[dict[str, Any]]:
+    """Every kernel of every operation, the one that would be chosen first, as plain values."""
     rows = []
     for operation, choice in choices.items():
-        rejected = dict(choice.rejected)
-        others = [
-            p for p in registry.kernels if p.spec.operation == operation and p != choice.provided
-        ]
+        reference = choice.provided is None
+        library = f"{backend.attention}: {backend.attention_why}"
         rows.append(
             {
                 "operation": operation,
                 "kernel": choice.name,
                 "chosen": True,
-                "why": choice.reason,
-                "from": choice.provided.origin if choice.provided else "the model library",
+                "why": library if reference and operation == "attention" else choice.reason,
+                "from": "the model's own" if choice.provided is None else choice.provided.origin,
             }
         )
+        others = (p for p in registry.kernels if p.spec.operation == operation)
         for provided in sorted(others, key=lambda p: p.spec.name):
-            spec = provided.spec
-            devices = ", ".join(sorted(spec.device_types))
-            missing = spec.missing()
-            reason = rejected.get(spec.name) or missing
-            if not reason:
-                reason = f"serves {devices}" if devices else "serves every device"
-                reason += "; ask for it by name"
+            if provided == choice.provided:
+                continue
+            name = provided.spec.name
+            problem = dict(choice.rejected).get(name) or unfit(provided.spec, backend)
             rows.append(
                 {
                     "operation": operation,
-                    "kernel": spec.name,
+                    "kernel": name,
                     "chosen": False,
-                    "why": reason,
+                    "why": problem or f"can run here; to have it: kernels.{operation}: {name}",
                     "from": provided.origin,
                 }
             )
@@ -72,15 +71,14 @@ def listing(registry: Registry, choices: dict[str, KernelChoice]) -> list[dict[s
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in ("Operation", "Kernel", "Chosen", "Why", "From"):
-        table.add_column(column, overflow="fold")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(no_wrap=True, style="dim")
     for row in rows:
-        table.add_row(
-            Text(row["operation"] if row["chosen"] else ""),
-            Text(row["kernel"], style="bold" if row["kernel"] != REFERENCE else ""),
-            Text("yes", style="green") if row["chosen"] else "",
-            Text(row["why"]),
-            Text(row["from"]),
-        )
+        if row["chosen"]:
+            table.add_row(Text(row["operation"], style="bold"))
+        mark = "* " if row["chosen"] else "  "
+        style = "green" if row["chosen"] else ""
+        table.add_row(Text(f"{mark}{row['kernel']}", style=style), row["why"], row["from"])
     return table

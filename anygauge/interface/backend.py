@@ -111,8 +111,14 @@ class Backend:
     kernels: Mapping[str, str] = {}
     """Operation -> preferred kernel name; operations left out use the reference."""
 
+    packed_kernels: Mapping[str, str] = {}
+    """As `kernels`, and coming before them, for runs whose rows are packed."""
+
     attention: str = "eager"
     """The attention implementation of the model library that is preferred here."""
+
+    attention_why: str = "products and a softmax, which every device can compute"
+    """Why that one."""
 
     launch: LaunchProfile = LaunchProfile()
     capabilities: Mapping[str, Support] = {}

@@ -39,16 +39,18 @@ class AttentionKernel:
         name: under which it is registered; without ``sdpa``, ``flash`` or ``flex_attention`` in
             it, because the library looks for these words in names.
         forward: (module, query (B, H, T, D), key (B, G, S, D), value (B, G, S, D), attention_mask
-            (B, 1, T, S) additive or None, scaling, dropout, and more by keyword) ->
+            as those of `mask`, or None, scaling, dropout, and more by keyword) ->
             (output (B, T, H, D), weights or None). G divides H.
         describe: in a few words, for the run's record: what computes the softmax.
         mask: the library's attention whose masks it takes.
+        drops: whether it drops attention weights when it is asked to.
     """
 
     name: str
     forward: Callable[..., Any]
     describe: str
     mask: str = "eager"
+    drops: bool = True
 
     def __post_init__(self) -> None:
         for word in ("sdpa", "flash", "flex_attention"):

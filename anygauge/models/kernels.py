@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import AttentionKernel, PluginError
+from anygauge.interface import FULL, AttentionKernel, Level, PluginError, Support
 
 NormKernel = Callable[[Tensor, Tensor, float], Tensor]
 """(x (..., D), weight (D,), epsilon) -> (..., D), in x's type."""
@@ -34,6 +35,50 @@ def register_attention(kernel: AttentionKernel) -> str:
     # With a name in the first registry alone, models would get no mask: padding would be seen.
     AttentionMaskInterface.register(kernel.name, ALL_MASK_ATTENTION_FUNCTIONS[kernel.mask])
     return kernel.name
+
+
+def takes_kernels(config: Any, mask: str = "eager") -> Support:
+    """Whether a model of this configuration calls attention through the library's registry.
+
+    Args:
+        mask: of the kernel; see `AttentionKernel`.
+    """
+    kind = _model_class(config)
+    if kind is None:
+        return FULL
+    # The library's own flag is not set on all that do.
+    if not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        return Support(
+            Level.NOT_WRITTEN_YET,
+            f"{kind.__name__} computes attention itself and not through the library's interface, "
+            "so that a kernel would never be called",
+        )
+    # Some architectures are in the first registry and make masks of all positions themselves.
+    if mask == "flex_attention" and not hasattr(sys.modules[kind.__module__], "create_causal_mask"):
+        return Support(Level.NOT_WRITTEN_YET, f"{kind.__name__} makes no masks by blocks")
+    return FULL
+
+
+def library_serves(config: Any, attention: str) -> bool:
+    """Whether the library has one of its own attentions for a model of this configuration."""
+    kind = _model_class(config)
+    known = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    return kind is None or attention not in known or bool(getattr(kind, known[attention], True))
+
+
+def drops_attention(config: Any) -> bool:
+    """Whether a model of this configuration drops attention weights in training."""
+    names = ("attention_dropout", "attn_pdrop", "attn_dropout")
+    return any(isinstance(r := getattr(config, n, 0), int | float) and r > 0 for n in names)
+
+
+def _model_class(config: Any) -> type | None:
+    """Of the library; None for one that comes with a model's files."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind: type | None = found[0] if isinstance(found, tuple) else found
+    return kind
 
 
 def replace_norms(model: nn.Module, kernel: NormKernel) -> tuple[int, int]:

@@ -51,6 +51,8 @@ def choose_kernels(
     duplicates: Sequence[Duplicate],
     backend: Backend,
     requested: Mapping[str, str],
+    *,
+    packing: bool = False,
 ) -> dict[str, KernelChoice]:
     """Choose once for a run; imports no kernel.
 
@@ -62,6 +64,7 @@ def choose_kernels(
         duplicates: names claimed twice, which are refused when asked for.
         backend: whose device type and preferences count.
         requested: operation -> name, from the run file.
+        packing: whether rows are packed, for which a backend may prefer others.
 
     Returns:
         Operation -> choice, for every operation that a kernel, the backend or the user names.
@@ -71,7 +74,8 @@ def choose_kernels(
         NotAvailableError: a requested kernel cannot run on this backend or machine.
     """
     claimed = {p.spec.operation for d in duplicates if d.kind == "kernel" for p in d.providers}
-    known = claimed | {p.spec.operation for p in kernels} | set(backend.kernels)
+    preferred = {**backend.kernels, **(backend.packed_kernels if packing else {})}
+    known = claimed | {p.spec.operation for p in kernels} | set(preferred)
     for operation in requested:
         if operation not in known:
             raise PluginError(
@@ -84,6 +88,7 @@ def choose_kernels(
             [p for p in kernels if p.spec.operation == operation],
             duplicates,
             backend,
+            preferred.get(operation),
             requested.get(operation),
         )
         for operation in sorted(known)
@@ -95,13 +100,13 @@ def _choose(
     kernels: Sequence[Provided[KernelSpec]],
     duplicates: Sequence[Duplicate],
     backend: Backend,
+    preferred: str | None,
     asked: str | None,
 ) -> KernelChoice:
     by_name = {p.spec.name: p for p in kernels}
     if asked is not None:
         return _asked(operation, by_name, duplicates, backend, asked)
     rejected: list[tuple[str, str]] = []
-    preferred = backend.kernels.get(operation)
     if preferred is not None:
         reason = f"preferred by the {backend.name} backend"
         if preferred == REFERENCE:
@@ -150,7 +155,7 @@ def _asked(
     if problem is None:
         return KernelChoice(operation=operation, name=asked, reason=reason, provided=by_name[asked])
     valid = {*by_name, REFERENCE}
-    can_run = [n for n in valid if n == REFERENCE or not _unfit(by_name[n].spec, backend)]
+    can_run = [n for n in valid if n == REFERENCE or not unfit(by_name[n].spec, backend)]
     if asked not in by_name:
         raise PluginError(
             f"kernels: {operation}: {asked!r}: {problem}{did_you_mean(asked, valid) or ';'} "
@@ -171,14 +176,15 @@ def _problem(
 ) -> str | None:
     """Why a kernel cannot serve, or None."""
     if name in by_name:
-        return _unfit(by_name[name].spec, backend)
+        return unfit(by_name[name].spec, backend)
     for duplicate in duplicates:
         if (duplicate.kind, duplicate.name) == ("kernel", f"{operation}/{name}"):
             return duplicate.reason
     return "no installed plugin provides it"
 
 
-def _unfit(spec: KernelSpec, backend: Backend) -> str | None:
+def unfit(spec: KernelSpec, backend: Backend) -> str | None:
+    """Why a kernel cannot run on a backend here, or None."""
     if spec.device_types and backend.device_type not in spec.device_types:
         return f"it serves {listed(spec.device_types)} devices, not {backend.device_type!r}"
     return why_missing(spec.missing)

@@ -178,7 +178,7 @@ class Registry:
         return load_factory(provided, "tracker")
 
     def resolve_kernels(
-        self, backend: Backend, requested: Mapping[str, str]
+        self, backend: Backend, requested: Mapping[str, str], *, packing: bool = False
     ) -> dict[str, KernelChoice]:
         """Which kernel serves each operation on a backend; see `choose_kernels`.
 
@@ -186,7 +186,7 @@ class Registry:
             PluginError: `requested` names an operation or kernel that does not exist.
             NotAvailableError: a requested kernel cannot run on this backend or machine.
         """
-        return choose_kernels(self.kernels, self.duplicates, backend, requested)
+        return choose_kernels(self.kernels, self.duplicates, backend, requested, packing=packing)
 
     def load_kernel(self, choices: Mapping[str, KernelChoice], operation: str) -> Any:
         """The kernel of an operation, from its factory, made with those that it uses.

@@ -27,8 +27,77 @@ def _agrees(
 
 
 def _softmax_trial(on: Opened, kernel: Any, name: str) -> None:
-    x = torch.linspace(-8, 8, 6 * 33).reshape(6, 33).to(getattr(torch, _kernel_type(on)))
-    _agrees(on, kernel(x.to(on.device), -1), torch.softmax(x.double(), -1), f"softmax {name}")
+    """Plain; and scaled, with each kind of mask and a causal offset, an empty row among them."""
+    dtype = getattr(torch, _kernel_type(on))
+    x = torch.linspace(-8, 8, 2 * 6 * 33).reshape(2, 6, 33).to(dtype)
+    seen = torch.arange(2 * 33).reshape(2, 1, 33) % 3 != 0
+    seen[1] = False
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
+    for what, mask, scale, offset in (
+        ("", None, 1.0, None),
+        (", scaled and causal", None, 0.3, 2),
+        (", boolean mask", seen, 1.0, None),
+        (", boolean mask, scaled and causal", seen, 0.3, 27),
+        (", additive mask", torch.where(seen, 0.5, -torch.inf), 0.3, None),
+    ):
+        there = x.to(on.device, copy=True).requires_grad_()
+        moved = None if mask is None else mask.to(on.device)
+        found = kernel(there, -1, moved, scale, causal_offset=offset)
+        assert found.dtype is dtype, f"softmax {name}: {found.dtype} of {dtype}"
+        (found * upstream.to(on.device)).sum().backward()
+        here = x.double().requires_grad_()
+        scores = here * scale
+        if mask is not None:
+            bias = torch.where(mask, 0.0, -torch.inf) if mask.dtype is torch.bool else mask
+            scores = scores + bias
+        if offset is not None:
+            late = ~torch.ones(x.shape[1:], dtype=torch.bool).tril(offset)
+            scores = scores.masked_fill(late, -torch.inf)
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        wanted = torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)
+        (wanted * upstream.double()).sum().backward()
+        assert there.grad is not None and here.grad is not None, f"softmax {name} has no gradient"
+        _agrees(on, found, wanted.detach(), f"softmax {name}{what}")
+        _agrees(on, there.grad, here.grad, f"gradient of softmax {name}{what}")
+
+
+def _loss_trial(on: Opened, kernel: Any, name: str) -> None:
+    """Plain; and with everything that an architecture or an adapter may ask for."""
+    dtype = getattr(torch, _kernel_type(on))
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    rows, width, classes, rank = 19, 16, 67, 4
+    tensors = [normal(rows, width), normal(classes, width), normal(classes)]
+    tensors += [normal(rows, rank), normal(classes, rank)]
+    targets = torch.randint(0, classes, (rows,), generator=generator)
+    targets[::4] = -100
+    for full in (False, True):
+        used = tensors if full else tensors[:2]
+        there = [t.to(on.device, copy=True).requires_grad_() for t in used]
+        here = [t.double().requires_grad_() for t in used]
+        extra: dict[str, Any] = {}
+        if full:
+            extra = {"bias": there[2], "low_rank": (there[3], there[4]), "softcap": 6.0}
+            extra |= {"scale": 0.5, "label_smoothing": 0.1}
+        found = kernel(there[0], there[1], targets.to(on.device), **extra)
+        assert found.shape == () and found.dtype is torch.float32, f"loss {name}: {found.dtype}"
+        logits = here[0] @ here[1].t()
+        if full:
+            logits = logits + here[2] + here[3] @ here[4].t()
+            logits = 6.0 * torch.tanh(logits * 0.5 / 6.0)
+        wanted = torch.nn.functional.cross_entropy(
+            logits, targets, label_smoothing=0.1 if full else 0.0, reduction="sum"
+        )
+        (found * 0.5).backward()
+        (wanted * 0.5).backward()
+        _agrees(on, found, wanted.detach(), f"linear_cross_entropy {name}")
+        for number, (mine, its) in enumerate(zip(there, here, strict=True)):
+            what = f"gradient {number} of linear_cross_entropy {name}"
+            assert mine.grad is not None and its.grad is not None, f"there is no {what}"
+            _agrees(on, mine.grad, its.grad, what)
 
 
 def _rms_norm_trial(on: Opened, kernel: Any, name: str) -> None:
@@ -53,11 +122,10 @@ def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
     q, k, v = (torch.randn(2, heads, 9, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
     allowed = torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9).clone()
     allowed[1, :, 3:, 0] = False
-    mask = torch.zeros(2, 1, 9, 9).masked_fill(~allowed, torch.finfo(dtype).min).to(dtype)
     module = torch.nn.Module()
     module.train()
     there = q.to(on.device, copy=True).requires_grad_()
-    moved = (there, k.to(on.device), v.to(on.device), mask.to(on.device))
+    moved = (there, k.to(on.device), v.to(on.device), _mask(kernel.mask, allowed.to(on.device), q))
     out, _ = kernel.forward(module, *moved, scaling=0.25, dropout=0.0)
     out.float().pow(2).sum().backward()
     here = q.double().requires_grad_()
@@ -68,6 +136,21 @@ def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
     assert there.grad is not None and here.grad is not None, f"attention {name} has no gradient"
     _agrees(on, out, wanted.detach(), f"attention {name}")
     _agrees(on, there.grad, here.grad, f"gradient of attention {name}")
+
+
+def _mask(kind: str, allowed: torch.Tensor, q: torch.Tensor) -> Any:
+    """What an attention that takes masks of this kind is given for (B, 1, T, S) bool."""
+    if kind == "sdpa":
+        return allowed
+    if kind == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def seen(batch: torch.Tensor, _: torch.Tensor, row: torch.Tensor, column: torch.Tensor):  # type: ignore[no-untyped-def]
+            return allowed[batch, 0, row, column]
+
+        return create_block_mask(seen, 2, None, 9, 9, device=str(allowed.device))
+    mask = torch.zeros(allowed.shape, dtype=q.dtype, device=allowed.device)
+    return mask.masked_fill(~allowed, torch.finfo(q.dtype).min)
 
 
 def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
@@ -130,6 +213,7 @@ KERNEL_TRIALS: Mapping[str, Callable[[Opened, Any, str], None]] = {
     "adamw": _adamw_trial,
     "attention": _attention_trial,
     "clip_grad_norm": _clip_trial,
+    "linear_cross_entropy": _loss_trial,
     "rms_norm": _rms_norm_trial,
     "softmax": _softmax_trial,
 }

@@ -8,35 +8,30 @@ from collections.abc import Mapping
 from torch import nn
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import (
-    AttentionKernel,
-    Backend,
-    PluginError,
-    ShapeKind,
-    Support,
-    UnsupportedError,
-)
+from anygauge.interface import Backend, ShapeKind, Support, UnsupportedError
 from anygauge.models.fused_loss import LossKernel
-from anygauge.models.kernels import register_attention
 from anygauge.registry import REFERENCE, KernelChoice, Registry
 from anygauge.strategies.base import ClipFunction, Strategy
 from anygauge.training.optimizer import AdamW
 
 UPDATES = ("adamw", "clip_grad_norm")
 """Operations of an update, which a strategy may leave to its engine."""
+LOSS = "linear_cross_entropy"
+CALLED = {"attention", "rms_norm", LOSS, *UPDATES}
+"""What a run calls itself; all else is called by the kernels that use it."""
 
 
 def kernels_of_run(
     run: RunFile, backend: Backend, registry: Registry, strategy: Strategy
 ) -> dict[str, KernelChoice]:
-    """The kernel of each operation; those of an update only where they would be called.
+    """The kernel of each operation that the run calls, itself or through another kernel.
 
     Raises:
         UnsupportedError: the run file asks for one that nothing would call.
         AnygaugeError: a kernel that is asked for does not exist or cannot run; see
             `Registry.resolve_kernels`.
     """
-    chosen = registry.resolve_kernels(backend, run.kernels)
+    chosen = registry.resolve_kernels(backend, run.kernels, packing=run.data.packing)
     for operation in UPDATES:
         if operation not in chosen:
             continue
@@ -48,7 +43,22 @@ def kernels_of_run(
             )
         if unused:
             chosen[operation] = KernelChoice(operation=operation, name=REFERENCE, reason=unused)
-    return chosen
+    called = {op: k for op, k in chosen.items() if op in CALLED}
+    if run.model.attention != "auto":
+        called.pop("attention", None)
+    used = {op for k in called.values() if k.provided for op in k.provided.spec.uses}
+    for operation in run.kernels.keys() - CALLED - used:
+        around = sorted(
+            f"kernels.{p.spec.operation}: {p.spec.name}"
+            for p in registry.kernels
+            if operation in p.spec.uses
+        )
+        raise UnsupportedError(
+            f"kernels.{operation}: {run.kernels[operation]!r} would never be called: no kernel of "
+            f"this run uses {operation}. Leave it out"
+            + (f", or ask for one that does ({', '.join(around)})" if around else "")
+        )
+    return {op: choice for op, choice in chosen.items() if op in CALLED | used}
 
 
 def _unused(run: RunFile, strategy: Strategy, operation: str) -> str:
@@ -67,9 +77,6 @@ def load_update_kernels(
     """AdamW by a kernel, or None for torch's; and clipping, by a kernel or by torch."""
     adamw, clip = (registry.load_kernel(kernels, name) for name in UPDATES)
     return adamw, clip or nn.utils.clip_grad_norm_
-
-
-LOSS = "linear_cross_entropy"
 
 
 def load_loss_kernel(
@@ -99,7 +106,7 @@ def settle_loss(run: RunFile, kernels: dict[str, KernelChoice], served: Support 
         UnsupportedError: the run file asks for the kernel, and the model cannot have it.
     """
     if served is not None and not served:
-        hold_logits(run, kernels, str(served))
+        hold_logits(run, kernels, served.reason)
     if LOSS not in kernels or kernels[LOSS].name == REFERENCE:
         return f"all logits held ({kernels[LOSS].reason})" if LOSS in kernels else "all logits held"
     return f"{kernels[LOSS].name}, without holding the logits"
@@ -116,30 +123,3 @@ def hold_logits(run: RunFile, kernels: dict[str, KernelChoice], reason: str) -> 
             f"kernels.{LOSS}: {run.kernels[LOSS]!r} cannot serve this run: {reason}. Leave it out"
         )
     kernels[LOSS] = KernelChoice(operation=LOSS, name=REFERENCE, reason=reason)
-
-
-def choose_attention(
-    run: RunFile, backend: Backend, registry: Registry, kernels: Mapping[str, KernelChoice]
-) -> tuple[str, AttentionKernel | None]:
-    """The attention that models are built with, and the kernel behind it, if it is one.
-
-    Raises:
-        UnsupportedError: the run file asks for an attention of the model library and a kernel.
-    """
-    asked = run.model.attention
-    if asked != "auto":
-        if "attention" in run.kernels:
-            raise UnsupportedError(
-                f"model.attention is {asked!r} and kernels.attention is "
-                f"{run.kernels['attention']!r}: one of them must be left out"
-            )
-        return asked, None
-    kernel = registry.load_kernel(kernels, "attention")
-    if kernel is None:
-        return backend.attention, None
-    if not isinstance(kernel, AttentionKernel):
-        raise PluginError(
-            f"kernel {kernels['attention'].name!r} for attention is a {type(kernel).__name__}; its "
-            "factory must return an AttentionKernel"
-        )
-    return register_attention(kernel), kernel

@@ -75,12 +75,14 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
     )
     seen: list[Tensor] = []
 
-    def keep(logits: Tensor, labels: Tensor) -> Tensor:
-        seen.append(logits.detach().to(HOST_DEVICE, torch.float32))
-        return logits.sum()
+    def keep(outputs: Any, labels: Tensor) -> Tensor:
+        seen.append(outputs.logits.detach().to(HOST_DEVICE, torch.float32))
+        total: Tensor = outputs.logits.sum()
+        return total
 
     batch = DeviceBatch(inputs={**placed, "use_cache": False}, labels=placed["input_ids"])
-    # An engine's forward ends in a loss function, and this one sees the logits.
+    # An engine's forward ends in a loss function, and this one sees the logits: without labels
+    # among its inputs, the model gives them.
     prepared.engine.evaluate([batch], keep)
     return seen[0]
 

@@ -29,10 +29,11 @@ from anygauge.interface import (
 )
 from anygauge.interface.events import EventWriter
 from anygauge.models.export import save_adapter
-from anygauge.models.factory import CausalModelFactory
+from anygauge.models.factory import CausalModelFactory, load_config
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import check_packing, model_inputs
+from anygauge.models.inputs import PLAIN, model_inputs
 from anygauge.models.loss import summed_loss
+from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
 from anygauge.strategies.base import (
@@ -44,6 +45,7 @@ from anygauge.strategies.base import (
     trained_parameters,
 )
 from anygauge.strategies.state import ResumedFactory
+from anygauge.training.attention import choose_attention
 from anygauge.training.checkpoints import (
     Checkpoint,
     CheckpointKeeper,
@@ -55,7 +57,6 @@ from anygauge.training.checkpoints import (
     settings_of,
 )
 from anygauge.training.kernels import (
-    choose_attention,
     kernels_of_run,
     load_loss_kernel,
     load_update_kernels,
@@ -137,9 +138,13 @@ class Placer:
         shapes: of all that were moved; a device with graphs compiles for each of them.
     """
 
-    def __init__(self, backend: Backend, compute: str, *, labelled: bool) -> None:
-        """Args: labelled: the model makes its loss itself."""
+    def __init__(self, backend: Backend, compute: str, *, packed: MaskPlan, labelled: bool) -> None:
+        """Args:
+        packed: masks of packed rows.
+        labelled: the model makes its loss itself.
+        """
         self._placement = backend.placement
+        self._packed = packed
         self._labelled = labelled
         self._dtype = torch_dtype(compute)
         self.shapes: set[tuple[int, ...]] = set()
@@ -148,7 +153,7 @@ class Placer:
         """One micro-batch on the device."""
         self.shapes.add(tuple(batch.input_ids.shape))
         moved = dataclasses.replace(batch, **self._placement.to_device(batch.tensors()))
-        inputs = model_inputs(moved, self._dtype)
+        inputs = model_inputs(moved, self._dtype, self._packed)
         if self._labelled:
             inputs["labels"] = moved.labels
         return DeviceBatch(inputs=inputs, labels=moved.labels)
@@ -164,13 +169,13 @@ def prepare_run(
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
     kernels = kernels_of_run(run, backend, registry, strategy)
     backend.adapt_models(packing=run.data.packing)
-    attention, attention_kernel = choose_attention(run, backend, registry, kernels)
+    attention = choose_attention(run, backend, registry, kernels, load_config(run.model))
     adamw, clip_grad_norm = load_update_kernels(registry, kernels)
     tokenizer = load_tokenizer(run.model)
     factory = CausalModelFactory(
         run.model,
         run.adapter,
-        attention=attention,
+        attention=attention.name,
         dtype=torch_dtype(precision.compute),
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
@@ -184,13 +189,9 @@ def prepare_run(
             f"data.max_length is {run.data.max_length}, but the model was made for {positions} "
             f"positions; set it to at most {positions}"
         )
+    packed = PLAIN
     if run.data.packing:
-        check_packing(
-            factory.config,
-            attention,
-            run.data.max_length,
-            takes_masks=attention_kernel is not None,
-        )
+        packed = plan_masks(factory.config, attention.masks_of, run.data.max_length)
     # Any rank may be the one that tokenises, so each says for itself how far it has come.
     data = prepare(run.data, tokenizer, run.train.seed, say=rank.events.message)
     rank.say(f"data: {data.report}")
@@ -247,13 +248,12 @@ def prepare_run(
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
         f"{trained:,} trained ({trained / total:.2%}); {precision.compute} ({precision.why}); "
-        f"attention {attention}"
-        + (f" ({attention_kernel.describe})" if attention_kernel else "")
+        f"attention {attention.describe()}"
         + (f"; {factory.norms[0]} of {factory.norms[1]} norms fused" if factory.norms[1] else "")
         + f"; loss {loss}"
     )
     peak = backend.placement.peak_flops(precision.compute)
-    place = Placer(backend, precision.compute, labelled=bool(factory.loss))
+    place = Placer(backend, precision.compute, packed=packed, labelled=bool(factory.loss))
     meter = RunMeter(
         path=Path(job.run_directory) / "metrics.jsonl",
         rank=rank.index,
@@ -332,7 +332,7 @@ def prepare_run(
         precision=precision,
         data=data,
         choices={
-            "attention": attention,
+            "attention": {"name": attention.name, "why": attention.why},
             "precision": dataclasses.asdict(precision),
             "kernels": {name: choice.record() for name, choice in kernels.items()},
         },

@@ -40,6 +40,7 @@ class CpuBackend(Backend):
     placement_class = CpuPlacement
     collectives_class = CpuCollectives
     attention = "sdpa"
+    attention_why = "torch's fused operation, which never holds the scores of all positions"
     known_options = ("bind_cores", "preload_allocator")
     environment_rules = RULES
     files = ALLOCATORS

@@ -74,4 +74,5 @@ def block_attention(flex: Any) -> AttentionKernel:
         forward=forward,
         describe="compiled; blocks that see nothing are skipped",
         mask="flex_attention",
+        drops=False,
     )

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from torch import nn
 
 from anygauge.models.fused_loss import LogitsRule, fuse_loss, logits_rule
 from anygauge.models.loss import summed_cross_entropy, summed_loss
+from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 
 SMALL = {
     "vocab_size": 96,

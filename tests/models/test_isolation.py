@@ -11,8 +11,9 @@ import torch
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import EvaluationBatches, Layout, TokenizedRows, prepare
 from anygauge.interface import UnsupportedError
-from anygauge.models.inputs import check_packing, isolating_mask, model_inputs
+from anygauge.models.inputs import model_inputs
 from anygauge.models.loss import token_losses
+from anygauge.models.masks import MaskPlan, block_mask, plan_masks, visible
 from tests.helpers.runs import TINY
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 
@@ -68,8 +69,8 @@ def test_packed_and_padded_rows_have_equal_token_losses(attention: str, tmp_path
 
 
 def test_the_mask_lets_a_token_see_its_own_past_only() -> None:
-    mask = isolating_mask(torch.tensor([[1, 1, 2, 2, 0]]), torch.float32)[0, 0] == 0
-    assert mask.tolist() == [
+    seen = visible(torch.tensor([[1, 1, 2, 2, 0]]))[0]
+    assert seen.tolist() == [
         [True, False, False, False, False],
         [True, True, False, False, False],
         [False, False, True, False, False],
@@ -78,24 +79,78 @@ def test_the_mask_lets_a_token_see_its_own_past_only() -> None:
     ]
 
 
+def test_a_window_counts_the_token_itself() -> None:
+    seen = visible(torch.tensor([[1, 1, 1, 1, 2]]), window=2)[0]
+    assert seen.int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]
+
+
+def segments(rows: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    cuts = torch.rand(rows, length, generator=generator) < 0.1
+    found = cuts.cumsum(1) + 1
+    found[0, -length // 4 :] = 0
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 200])
+def test_every_form_says_the_same(window: int | None) -> None:
+    given = segments(3, 150)
+    seen = visible(given, window)
+    kinds = (("", window),)
+    assert torch.equal(MaskPlan("boolean", kinds).masks(given, torch.float32)[:, 0], seen)
+    added = MaskPlan("additive", kinds).masks(given, torch.bfloat16)[:, 0]
+    assert torch.equal(added == 0, seen) and added.dtype is torch.bfloat16
+    assert set(added.unique().tolist()) == {0.0, torch.finfo(torch.bfloat16).min}
+    from torch.nn.attention.flex_attention import create_mask
+
+    blocks = MaskPlan("blocks", kinds).masks(given, torch.float32)
+    assert torch.equal(create_mask(blocks.mask_mod, 3, 1, 150, 150, device="cpu")[:, 0], seen)
+
+
+def test_blocks_that_see_nothing_are_left_out() -> None:
+    given = torch.arange(1, 5).repeat_interleave(256)[None]
+    assert block_mask(given).sparsity() > 80
+
+
+class Config:
+    num_attention_heads = 4
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+def test_masks_follow_what_layers_see() -> None:
+    both = ["full_attention", "sliding_attention"]
+
+    def windows(**fields: Any) -> Any:
+        return plan_masks(Config(**fields), "sdpa", 65).windows
+
+    assert windows() == (("", None),)
+    assert windows(sliding_window=64) == (("", 64),)
+    assert windows(sliding_window=65) == (("", None),)
+    assert windows(sliding_window=64, use_sliding_window=False) == (("", None),)
+    assert windows(sliding_window=64, layer_types=both) == (
+        ("full_attention", None),
+        ("sliding_attention", 64),
+    )
+    assert windows(sliding_window=64, layer_types=both[:1]) == (("", None),)
+    assert windows(sliding_window=64, layer_types=both[1:]) == (("", 64),)
+    forms = [plan_masks(Config(), name, 65).form for name in ("eager", "sdpa", "flex_attention")]
+    assert forms == ["additive", "boolean", "blocks"]
+
+
 def test_packing_is_refused_where_it_would_leak() -> None:
-    class Sliding:
-        num_attention_heads = 4
-        sliding_window = 64
-
-    class Hybrid:
-        num_attention_heads = 4
-        layer_types = ("full_attention", "linear_attention")
-
-    class Plain:
-        num_attention_heads = 4
-
-    check_packing(Sliding(), "sdpa", max_length=64)
     with pytest.raises(UnsupportedError, match="at most 64"):
-        check_packing(Sliding(), "sdpa", max_length=65)
+        plan_masks(Config(sliding_window=64, max_window_layers=2), "sdpa", 65)
     with pytest.raises(UnsupportedError, match="eager or sdpa"):
-        check_packing(Plain(), "flash_attention_2", max_length=65)
+        plan_masks(Config(), "flash_attention_2", 65)
     with pytest.raises(UnsupportedError, match="linear_attention"):
-        check_packing(Hybrid(), "sdpa", max_length=65)
+        plan_masks(Config(layer_types=("full_attention", "linear_attention")), "sdpa", 65)
     with pytest.raises(UnsupportedError, match="no attention"):
-        check_packing(object(), "sdpa", max_length=65)
+        plan_masks(object(), "sdpa", 65)

@@ -1,4 +1,4 @@
-"""The kit's trials of update kernels: what is right passes, each way to be wrong is found."""
+"""The kit's trials of kernels: what is right passes, each way to be wrong is found."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge.testing.opened import Opened
 from anygauge_cpu.backend import CpuBackend
+from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+from anygauge_kernels.softmax import softmax
 
 
 @pytest.fixture
@@ -127,3 +129,57 @@ def test_torchs_clipping_is_right(on: Opened) -> None:
 def test_wrong_clipping_is_found(on: Opened, wrong: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(AssertionError, match="clip_grad_norm wrong"):
         KERNEL_TRIALS["clip_grad_norm"](on, wrong, "wrong")
+
+
+def without(*arguments: str) -> Callable[..., torch.Tensor]:
+    """Our softmax, deaf to some arguments."""
+
+    def wrong(
+        x: torch.Tensor,
+        dim: int = -1,
+        mask: torch.Tensor | None = None,
+        scale: float = 1.0,
+        *,
+        causal_offset: int | None = None,
+    ) -> torch.Tensor:
+        given: dict[str, Any] = {"mask": mask, "scale": scale, "causal_offset": causal_offset}
+        return softmax(x, dim, **{k: v for k, v in given.items() if k not in arguments})
+
+    return wrong
+
+
+def with_nan(x: torch.Tensor, dim: int, mask: Any, scale: float, causal_offset: Any) -> Any:
+    empty = softmax(x, dim, mask, scale, causal_offset=causal_offset).sum(-1, keepdim=True) == 0
+    return softmax(x, dim, mask, scale, causal_offset=causal_offset) / (~empty)
+
+
+def test_our_softmax_and_loss_are_right(on: Opened) -> None:
+    KERNEL_TRIALS["softmax"](on, softmax, "ours")
+    KERNEL_TRIALS["linear_cross_entropy"](on, linear_cross_entropy, "ours")
+
+
+@pytest.mark.parametrize(
+    "wrong", [without("mask"), without("scale"), without("causal_offset"), with_nan]
+)
+def test_a_wrong_softmax_is_found(on: Opened, wrong: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(AssertionError, match="softmax wrong"):
+        KERNEL_TRIALS["softmax"](on, wrong, "wrong")
+
+
+def test_a_softmax_in_another_type_is_found(on: Opened) -> None:
+    with pytest.raises(AssertionError, match=r"softmax wrong: torch.float32 of torch.bfloat16"):
+        KERNEL_TRIALS["softmax"](on, lambda x, *a, **k: softmax(x, *a, **k).float(), "wrong")
+
+
+@pytest.mark.parametrize(
+    "deaf_to", ["bias", "low_rank", "softcap", "scale", "label_smoothing", "targets"]
+)
+def test_a_wrong_loss_is_found(on: Opened, deaf_to: str) -> None:
+    def wrong(hidden: Any, weight: Any, targets: Any, **given: Any) -> torch.Tensor:
+        given.pop(deaf_to, None)
+        if deaf_to == "targets":
+            targets = targets.clamp(min=0)
+        return linear_cross_entropy(hidden, weight, targets, **given)
+
+    with pytest.raises(AssertionError, match="linear_cross_entropy wrong"):
+        KERNEL_TRIALS["linear_cross_entropy"](on, wrong, "wrong")

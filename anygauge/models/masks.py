@@ -1,0 +1,135 @@
+"""Masks between documents of packed rows, in the form that the model's attention takes.
+
+Packed documents are isolated by an explicit mask, built from segment numbers, rather than by what
+a model library infers from position ids: it holds for every attention that takes a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anygauge.interface import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+FORMS = {"eager": "additive", "sdpa": "boolean", "flex_attention": "blocks"}
+"""The library's attention that a kind of mask belongs to -> its form."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPlan:
+    """What packed rows' masks look like for one model.
+
+    Attributes:
+        form: ``additive``, ``boolean`` or ``blocks``.
+        windows: positions that a token sees, itself among them, by kind of layer; None: all
+            before it. The kind "" stands for all layers.
+    """
+
+    form: str = "additive"
+    windows: tuple[tuple[str, int | None], ...] = (("", None),)
+
+    def masks(self, segment_ids: Tensor, dtype: torch.dtype) -> Any:
+        """The model's ``attention_mask``: one, or one for each kind of layer.
+
+        Args:
+            segment_ids: (B, T) int64, document number from 1; 0 is padding.
+            dtype: of the attention scores.
+        """
+        if len(self.windows) == 1 and self.windows[0][0] == "":
+            return self._mask(segment_ids, dtype, self.windows[0][1])
+        return {kind: self._mask(segment_ids, dtype, window) for kind, window in self.windows}
+
+    def _mask(self, segment_ids: Tensor, dtype: torch.dtype, window: int | None) -> Any:
+        if self.form == "blocks":
+            return block_mask(segment_ids, window)
+        seen = visible(segment_ids, window)[:, None]
+        if self.form == "boolean":
+            return seen
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def visible(segment_ids: Tensor, window: int | None = None) -> Tensor:
+    """Who sees whom: (B, T, T) bool, by query and key.
+
+    A token sees its own document up to itself. A padding token sees itself, so that no row of the
+    softmax is empty.
+    """
+    length = segment_ids.shape[1]
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    near = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
+    if window is not None:
+        near = near.triu(1 - window)
+    itself = torch.eye(length, dtype=torch.bool, device=segment_ids.device)
+    return (same & (segment_ids != 0)[:, :, None] & near) | itself
+
+
+def block_mask(segment_ids: Tensor, window: int | None = None) -> BlockMask:
+    """The same as a block structure: which blocks of positions see each other at all."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        segment = segment_ids[batch, query]
+        near = (query >= key) & (segment == segment_ids[batch, key]) & (segment != 0)
+        if window is not None:
+            near = near & (query - key < window)
+        return near | (query == key)
+
+    rows, length = segment_ids.shape
+    mask = create_block_mask(seen, rows, None, length, length, device=segment_ids.device)
+    # Some models tell a mask that was made for them by this, and ask no further.
+    mask.ndim = 4  # type: ignore[attr-defined]
+    return mask
+
+
+def plan_masks(config: Any, masks_of: str, max_length: int) -> MaskPlan:
+    """How to keep documents apart in a model's packed rows.
+
+    Args:
+        config: of the model.
+        masks_of: the library's attention whose masks the model's attention takes.
+        max_length: of a packed row.
+
+    Raises:
+        UnsupportedError: they would not be kept apart; with the reason and the way out.
+    """
+    if masks_of not in FORMS:
+        raise UnsupportedError(
+            f"data.packing: attention {masks_of!r} does not take the mask that keeps packed rows "
+            "apart; set model.attention to eager or sdpa, or data.packing: false"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    other = sorted(kinds - {FULL, SLIDING})
+    if other or not getattr(config, "num_attention_heads", None):
+        raise UnsupportedError(
+            "data.packing: this model has layers of kind "
+            f"{', '.join(other) or 'no attention'}, which the mask between packed rows does not "
+            "reach; set data.packing: false"
+        )
+    return MaskPlan(FORMS[masks_of], _windows(config, kinds, max_length))
+
+
+def _windows(config: Any, kinds: set[str], max_length: int) -> tuple[tuple[str, int | None], ...]:
+    window: int | None = getattr(config, "sliding_window", None)
+    if not window or window >= max_length or not getattr(config, "use_sliding_window", True):
+        return (("", None),)
+    by_kind: Mapping[str, int | None] = {FULL: None, SLIDING: window}
+    if kinds:
+        slides = tuple((kind, by_kind[kind]) for kind in sorted(kinds))
+        return slides if len(slides) > 1 else (("", slides[0][1]),)
+    if getattr(config, "max_window_layers", None) is not None:
+        raise UnsupportedError(
+            f"data.packing: some layers of this model see {window} tokens and others all, and its "
+            "configuration does not say which, so that packed rows cannot have masks of their "
+            f"own; set data.max_length to at most {window}, or data.packing: false"
+        )
+    return (("", window),)

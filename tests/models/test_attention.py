@@ -1,0 +1,216 @@
+"""Attention of our own in the library's models: padded and packed batches as eager attention's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anygauge.interface import AttentionKernel, UnsupportedError
+from anygauge.models.inputs import model_inputs
+from anygauge.models.kernels import register_attention, takes_kernels
+from anygauge.models.masks import plan_masks
+from anygauge_kernels.attention import with_softmax
+from anygauge_kernels.blocks import block_attention
+from anygauge_kernels.softmax import softmax
+from tests.models.test_fused_loss import MODELS, SMALL
+
+LENGTH = 40
+WITH_WINDOWS = {
+    "mistral": {"sliding_window": 7},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 7},
+    "phi3": {"sliding_window": 7},
+    "starcoder2": {"sliding_window": 7},
+    "gemma2": {
+        "head_dim": 8,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {"head_dim": 8, "sliding_window": 7, "sliding_window_pattern": 2},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7,
+              "max_window_layers": 1},
+    "cohere2": {"sliding_window": 7, "sliding_window_pattern": 2},
+}  # fmt: skip
+OUTSIDE = ("gptj", "bloom", "falcon", "mpt")
+"""Architectures that compute attention themselves."""
+CASES = {
+    **{name: fields for name, fields in MODELS.items() if name not in OUTSIDE},
+    **{f"{name}, windows": fields for name, fields in WITH_WINDOWS.items()},
+    "gpt_oss, sinks and windows": {
+        "head_dim": 8,
+        "sliding_window": 7,
+        "num_local_experts": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+@dataclass
+class Batch:
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor | None
+
+
+def padded() -> Batch:
+    ids = torch.randint(1, 96, (3, LENGTH), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, 23:] = 0
+    mask[2, 5:] = 0
+    return Batch(ids * mask, mask, torch.arange(LENGTH).expand(3, -1), None)
+
+
+def packed() -> Batch:
+    whole = padded()
+    segments = torch.ones(3, LENGTH, dtype=torch.long)
+    segments[:, 9:] = 2
+    segments[0, 30:] = 3
+    segments[1, 33:] = 0
+    positions = torch.arange(LENGTH).expand(3, -1).clone()
+    for row in range(3):
+        for number in segments[row].unique():
+            here = segments[row] == number
+            positions[row, here] = torch.arange(int(here.sum()))
+    ids = whole.input_ids.clamp(min=1)
+    return Batch(ids, (segments != 0).long(), positions, segments)
+
+
+def config(case: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(case.partition(",")[0], **{**SMALL, **CASES[case]})
+
+
+def build(made: Any, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.train()
+
+
+def kernel(name: str) -> AttentionKernel:
+    if name == "softmax":
+        return with_softmax(softmax)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return block_attention(flex_attention)
+
+
+def results(model: Any, batch: Batch, masks_of: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits where there are tokens, and gradients of their mean square."""
+    plan = plan_masks(model.config, masks_of, LENGTH)
+    # Torch's attention by blocks has no backward on the host.
+    model.requires_grad_(masks_of != "flex_attention")
+    logits = model(**model_inputs(batch, torch.float32, plan)).logits
+    real = logits[batch.attention_mask.bool()]
+    if real.requires_grad:
+        real.pow(2).mean().backward()
+    return real.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("rows", [padded, packed])
+@pytest.mark.parametrize("name", ["softmax", "blocks"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_it_equals_eager_attention(case: str, name: str, rows: Any) -> None:
+    made = config(case)
+    if name == "blocks" and "sinks" in case:
+        pytest.skip("the kernel refuses sinks, which is tested below")
+    chosen = kernel(name)
+    served = takes_kernels(made, chosen.mask)
+    if not served:
+        pytest.skip(f"transformers {version('transformers')}: {served.reason}")
+    wanted, exact = results(build(made, "eager"), rows(), "eager")
+    found, gradients = results(build(made, register_attention(chosen)), rows(), chosen.mask)
+    assert float(wanted.std()) > 1e-3
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert name == "blocks" or gradients.keys() == exact.keys()
+    for each, gradient in gradients.items():
+        torch.testing.assert_close(gradient, exact[each], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "windows" in c])
+def test_windows_matter(case: str) -> None:
+    """Else the test above would say nothing of them."""
+    made = config(case)
+    batch = packed()
+    with torch.no_grad():
+        model = build(made, "eager")
+        plan = plan_masks(made, "eager", LENGTH)
+        assert 7 in dict(plan.windows).values()
+        right = model(**model_inputs(batch, torch.float32, plan)).logits
+        wide = model(**model_inputs(batch, torch.float32)).logits
+    assert not torch.allclose(right, wide, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_packed_document_is_what_it_is_alone(case: str) -> None:
+    """By the library's own masks for one document, and ours for three."""
+    made = config(case)
+    if not takes_kernels(made):
+        pytest.skip("this version's computes attention itself")
+    model = build(made, register_attention(kernel("softmax"))).eval()
+    batch = packed()
+    assert batch.segment_ids is not None
+    here = batch.segment_ids[0] == 2
+    with torch.no_grad():
+        plan = plan_masks(made, "sdpa", LENGTH)
+        together = model(**model_inputs(batch, torch.float32, plan)).logits[0, here]
+        alone = model(input_ids=batch.input_ids[:1, here], use_cache=False).logits[0]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_dropped_in_training_alone() -> None:
+    made = config("llama")
+    made.attention_dropout = 0.5
+    model = build(made, register_attention(kernel("softmax")))
+    ids = padded().input_ids
+    one, other = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
+    assert not torch.allclose(one, other)
+    model.eval()
+    one, other = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("model_type", OUTSIDE)
+def test_architectures_without_the_interface_are_told_apart(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    served = takes_kernels(AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]}))
+    assert not served and "computes attention itself" in served.reason
+    assert takes_kernels(config("llama"))
+
+
+def test_blocks_refuse_what_they_would_leave_out() -> None:
+    flex = kernel("blocks").forward
+    module = torch.nn.Module().train()
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError, match="drops attention weights"):
+        flex(module, q, q, q, None, dropout=0.1)
+    with pytest.raises(UnsupportedError, match="attention sinks"):
+        flex(module, q, q, q, None, s_aux=torch.zeros(2))
+    with pytest.raises(UnsupportedError, match="'alibi'"):
+        flex(module, q, q, q, None, alibi=torch.zeros(2))
+
+
+def test_without_a_mask_it_is_causal_unless_the_module_is_not() -> None:
+    forward = kernel("softmax").forward
+    module = torch.nn.Module().eval()
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 5, 5))
+    out, weights = forward(module, q, k, v, None)
+    assert out.shape == (1, 3, 2, 8)
+    assert (weights[0, 0] > 0).tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False],
+                                            [True] * 5]  # fmt: skip
+    module.is_causal = False  # type: ignore[assignment]
+    assert (forward(module, q, k, v, None)[1] > 0).all()

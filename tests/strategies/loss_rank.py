@@ -1,0 +1,140 @@
+"""One rank whose model makes its loss in its output layer, under ZeRO-3.
+
+Run as a script: ``loss_rank.py OUTPUT``. Every rank also trains the whole batch by itself with all
+logits held, and both ranks do so under ZeRO-3; what is gathered in the last step is counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anygauge.config.precision import Precision
+from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.loss import summed_loss
+from anygauge.registry import Registry
+from anygauge.strategies.base import BuildContext, DeviceBatch
+from anygauge.strategies.single import Single
+from anygauge.strategies.zero import Zero
+from anygauge.training.optimizer import optimizer_factory
+from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+from tests.strategies.count_rank import CONFIG, Counters
+
+STEPS = 2
+TIED = {**CONFIG, "tie_word_embeddings": True}
+CAPPED = {**CONFIG, "model_type": "gemma2", "head_dim": 64, "final_logit_softcapping": 5.0}
+FORGETFUL = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+"""Otherwise DeepSpeed keeps the output layer from its forward to its backward: both are near."""
+ON_HEAD = {"rank": 4, "targets": ["q_proj", "lm_head"]}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, bool]] = {
+    "lora": (CONFIG, {"rank": 4}, True),
+    "lora, no recomputation": (CONFIG, {"rank": 4}, False),
+    "lora, nothing kept": (CONFIG, {"rank": 4}, True),
+    "lora, tied": (TIED, {"rank": 4}, True),
+    "lora on the output layer": (CONFIG, ON_HEAD, True),
+    "all weights": (CONFIG, None, True),
+    "all weights, tied, no recomputation": (TIED, None, False),
+    "all weights, capped": (CAPPED, None, True),
+    "lora on the output layer, capped": (
+        {**CAPPED, "tie_word_embeddings": False},
+        ON_HEAD,
+        True,
+    ),
+}
+
+
+def main(output: Path) -> None:
+    counters = Counters()
+    counters.install()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = Registry.load().create_backend("cpu")
+    device = backend.open(rank)
+    backend.collectives.open(
+        rendezvous=os.environ["RENDEZVOUS"],
+        rank=rank,
+        world_size=world,
+        timeout_s=120,
+        device=device,
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, CONFIG["vocab_size"], (world, 2, 12), generator=generator)
+    labels = ids.clone()
+    labels[:, :, :4] = -100
+    held = [
+        DeviceBatch({"input_ids": i, "use_cache": False}, t)
+        for i, t in zip(ids, labels, strict=True)
+    ]
+    fused = [DeviceBatch({**b.inputs, "labels": b.labels}, b.labels) for b in held]
+    tokens = int((labels[:, :, 1:] != -100).sum())
+    results: dict[str, Any] = {}
+    for name, (config, adapter, recompute) in CASES.items():
+
+        def context(loss: Any, config: Any = config, adapter: Any = adapter,
+                    recompute: bool = recompute) -> BuildContext:  # fmt: skip
+            return BuildContext(
+                factory=CausalModelFactory(
+                    ModelSection(config=config, tokenizer="none"),
+                    AdapterSection(**adapter) if adapter else None,
+                    attention="eager",
+                    dtype=torch.float32,
+                    seed=0,
+                    gradient_checkpointing=recompute,
+                    loss=loss,
+                ),
+                optimizer=optimizer_factory(OptimizerSection()),
+                precision=Precision(compute="float32", reduce="float32"),
+                backend=backend,
+                rank=rank,
+                world_size=world,
+                micro_batch=2,
+                max_norm=1.0,
+            )
+
+        def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return linear_cross_entropy(*args, **kwargs, chunk_bytes=4 * 2048 * 5)
+
+        options = FORGETFUL if "nothing kept" in name else {}
+        zero = Zero(3, {"stage3_param_persistence_threshold": 0, **options})
+        alone = Single().build(dataclasses.replace(context(None), rank=0, world_size=1))
+        found: dict[str, Any] = {"loss": [], "norm": [], "gathered": {}}
+        for way, loss, batches in (("held", None, held), ("fused", kernel, fused)):
+            factory_context = context(loss)
+            engine = zero.build(factory_context)
+            served = factory_context.factory.loss  # type: ignore[attr-defined]
+            assert (served is None) == (loss is None) and (served is None or served), served
+            counters.elements.clear()
+            for step in range(STEPS):
+                counters.on = step == STEPS - 1
+                (own,) = engine.run_step([batches[rank]], summed_loss, tokens).loss_sums
+                counters.on = False
+                (total,) = backend.collectives.sum_on_host([float(own)])
+                norm = engine.update(1e-2, 1.0).grad_norm
+                if way == "held":
+                    whole = alone.run_step(held, summed_loss, tokens).loss_sums
+                    found["loss"].append([float(sum(whole))])
+                    found["norm"].append([alone.update(1e-2, 1.0).grad_norm])
+                found["loss"][step].append(total)
+                found["norm"][step].append(norm)
+            found["gathered"][way] = sum(n for k, n in counters.elements.items() if "gather" in k)
+            exported = engine.export_trained()
+            if way == "fused" and rank == 0:
+                expected = alone.export_trained()
+                assert exported.keys() == expected.keys()
+                apart = torch.cat([(exported[k] - expected[k]).flatten() for k in expected])
+                found["difference"] = float(apart.abs().mean())
+            engine.close()
+        results[name] = found
+    if rank == 0:
+        output.write_text(json.dumps(results))
+    backend.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
