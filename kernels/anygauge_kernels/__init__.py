@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 from anygauge.interface import KernelSpec, hookimpl
 
 # Written out, not taken from the interface: it must not move along when the contract does.
 WRITTEN_FOR = 0
+
+
+def why_no_triton() -> str | None:
+    """Why kernels in Triton cannot run here, or None."""
+    if find_spec("triton") is not None:
+        return None
+    return "triton is not installed; it comes with the CUDA builds of torch"
 
 
 @hookimpl
@@ -19,6 +27,24 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             name="reference",
             factory="anygauge_kernels.softmax:reference",
             api_version=WRITTEN_FOR,
+        ),
+        KernelSpec(
+            operation="softmax",
+            name="triton",
+            factory="anygauge_kernels.triton_softmax:kernel",
+            api_version=WRITTEN_FOR,
+            device_types=frozenset({"cuda"}),
+            default=True,
+            missing=why_no_triton,
+        ),
+        KernelSpec(
+            operation="linear_cross_entropy",
+            name="triton",
+            factory="anygauge_kernels.triton_loss:kernel",
+            api_version=WRITTEN_FOR,
+            device_types=frozenset({"cuda"}),
+            default=True,
+            missing=why_no_triton,
         ),
         KernelSpec(
             operation="attention",

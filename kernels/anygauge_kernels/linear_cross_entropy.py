@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,21 @@ from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20
 """Of float32 logits that are held at once: many rows for a matrix product, few for the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the loss of one chunk depends on, besides tensors; see `linear_cross_entropy`."""
+
+    ignore_index: int = -100
+    smoothing: float = 0.0
+    softcap: float | None = None
+    scale: float = 1.0
+
+
+ChunkLoss = Callable[[Tensor, Tensor, Options, bool], tuple[Tensor, Tensor | None]]
+"""(logits (n, V), which it may overwrite, targets (n,), options, whether gradients are wanted) ->
+(sum of the losses (), its gradient by the logits or None)."""
 
 
 def chunked() -> Callable[..., Tensor]:
@@ -55,8 +71,34 @@ def linear_cross_entropy(
     Returns:
         () float32, or float64 for float64.
     """
+    return with_chunks(
+        _chunk,
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        low_rank=low_rank,
+        options=Options(ignore_index, label_smoothing, softcap, scale),
+        skip_ignored=skip_ignored,
+        rows=max(1, chunk_bytes // (4 * weight.shape[0])),
+    )
+
+
+def with_chunks(
+    chunk: ChunkLoss,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+    options: Options,
+    skip_ignored: bool,
+    rows: int,
+) -> Tensor:
+    """The loss over chunks of `rows` rows, each by `chunk`; the rest as `linear_cross_entropy`."""
     if skip_ignored:
-        kept = (targets != ignore_index).nonzero().squeeze(1)
+        kept = (targets != options.ignore_index).nonzero().squeeze(1)
         hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
         if low_rank is not None:
             low_rank = (low_rank[0].index_select(0, kept), low_rank[1])
@@ -66,25 +108,12 @@ def linear_cross_entropy(
         bias,
         *(low_rank or (None, None)),
         targets,
-        _Options(ignore_index, label_smoothing, softcap, scale),
-        max(1, chunk_bytes // (4 * weight.shape[0])),
+        chunk,
+        options,
+        rows,
         torch.is_grad_enabled(),
     )
     return total
-
-
-class _Options:
-    """What the loss of one chunk depends on, besides tensors."""
-
-    __slots__ = ("ignore_index", "scale", "smoothing", "softcap")
-
-    def __init__(
-        self, ignore_index: int, smoothing: float, softcap: float | None, scale: float
-    ) -> None:
-        self.ignore_index = ignore_index
-        self.smoothing = smoothing
-        self.softcap = softcap
-        self.scale = scale
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -97,7 +126,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         low: Tensor | None,
         low_weight: Tensor | None,
         targets: Tensor,
-        options: _Options,
+        chunk: ChunkLoss,
+        options: Options,
         rows: int,
         with_gradients: bool,
     ) -> Tensor:
@@ -117,13 +147,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             if low is not None and low_weight is not None:
                 logits.addmm_(low[part], low_weight.t())
-            losses, gradient = _chunk(logits.to(wide), targets[part], options, any(wanted))
+            losses, gradient = chunk(logits, targets[part], options, any(wanted))
             del logits
             total += losses
             if gradient is None:
                 continue
             if by_bias is not None:
-                by_bias += gradient.sum(0)
+                by_bias += gradient.sum(0, dtype=wide)
             narrow = gradient.to(hidden.dtype)
             products: Any = (
                 (hidden, weight, by_hidden, by_weight),
@@ -150,17 +180,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = (
             None if held is None else held * grad_total.to(held.dtype) for held in ctx.saved_tensors
         )
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 def _chunk(
-    logits: Tensor, targets: Tensor, options: _Options, with_gradient: bool
+    logits: Tensor, targets: Tensor, options: Options, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the losses of some rows, and its gradient by their logits as they were given.
-
-    Args:
-        logits: (n, V), which are overwritten.
-    """
+    """See `ChunkLoss`; gradients are float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counts = targets != options.ignore_index
     targets = targets.where(counts, torch.zeros_like(targets)).unsqueeze(1)
     if options.scale != 1.0:

@@ -37,13 +37,18 @@ def softmax(
     Raises:
         ValueError: `causal_offset` with another `dim`.
     """
-    if causal_offset is not None and dim not in (-1, x.dim() - 1):
-        raise ValueError(f"causal_offset needs the softmax of the last dimension, not of {dim}")
+    check(x, dim, causal_offset)
     if mask is None and causal_offset is None and scale == 1.0:
         # Torch's own accumulates in float32 without a copy of the input in that type.
         return torch.softmax(x, dim)
     result: Tensor = _Softmax.apply(x, dim, mask, scale, causal_offset)
     return result
+
+
+def check(x: Tensor, dim: int, causal_offset: int | None) -> None:
+    """Raises: ValueError: `causal_offset` with another dimension than the last."""
+    if causal_offset is not None and dim not in (-1, x.dim() - 1):
+        raise ValueError(f"causal_offset needs the softmax of the last dimension, not of {dim}")
 
 
 class _Softmax(torch.autograd.Function):

@@ -87,7 +87,8 @@ def test_the_page_is_true_but_for_the_loop(tmp_path: Path) -> None:
     assert page.startswith("# `mine` is not fully tried against anygauge's backend contract")
     assert re.search(r"\d+ checks were not tried: the loop \(all \d+\)\.$", page, re.M)
     assert (desk.folder / "runs/tiny/adapter/adapter_model.safetensors").is_file()
-    asked = ("--backend", "mine", "--set", "kernels.softmax=mine", "--launcher", "polite")
+    asked = ("--backend", "mine", "--launcher", "polite", "--set", "kernels.softmax=mine")
+    asked += ("--set", "kernels.attention=softmax")
     told = desk.run("anygauge", "train", "run.yaml", "--dry-run", *asked)
     assert "softmax: mine, asked for by name" in told
     assert "nice -n 10" in told

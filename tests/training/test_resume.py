@@ -42,8 +42,8 @@ def train_records(run: Run) -> list[dict[str, Any]]:
 
 def test_other_ranks_and_another_strategy(tmp_path: Path) -> None:
     """2 ranks -> 1 -> 4 -> `single`: one curve, with moments, step count and masters intact."""
-    whole = undisturbed(tmp_path, 12)
-    file = run_file(tmp_path, train=lengths(3), checkpoint={"every": 3, "resume": "auto"})
+    whole = undisturbed(tmp_path, 8)
+    file = run_file(tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"})
     parts = [
         Part(
             file=str(file),
@@ -54,16 +54,17 @@ def test_other_ranks_and_another_strategy(tmp_path: Path) -> None:
             ),
         )
         for steps, devices, name in (
-            (3, 2, "zero"),
-            (6, 1, "zero"),
-            (9, 4, "zero"),
-            (12, 1, "single"),
+            (2, 2, "zero"),
+            (4, 1, "zero"),
+            (6, 4, "zero"),
+            (8, 1, "single"),
         )
     ]
     runs = finished(parts)
     assert len({run.folder for run in runs}) == 1
     assert runs[-1].steps("loss") == pytest.approx(whole.steps("loss"), rel=CLOSE)
-    # At this rate sums in another order are soon seen in single norms, also of undisturbed runs.
+    # At this rate differences of rounding grow tenfold every two steps, also of undisturbed runs;
+    # single norms show them first.
     assert runs[-1].steps("grad_norm") == pytest.approx(whole.steps("grad_norm"), rel=0.05)
     assert max(whole.steps("loss")) > 1.001 * min(whole.steps("loss")), "the weights did move"
 

@@ -1,0 +1,142 @@
+"""The loss of an output layer with Triton: logits become their own gradient, in place.
+
+The matrix products are the library's; between them, one kernel reads each row of a chunk's logits
+twice and writes the gradient over them, so that a chunk is never held in float32. Importing this
+module needs Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anygauge_kernels.linear_cross_entropy import Options, linear_cross_entropy, with_chunks
+
+CHUNK_BYTES = 256 * 2**20
+"""Of logits in their own type that are held at once: rows enough for a fast matrix product."""
+BLOCK = 4096
+
+
+def kernel() -> Callable[..., Tensor]:
+    """The implementation."""
+    return triton_cross_entropy
+
+
+def triton_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    skip_ignored: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """See `anygauge_kernels.linear_cross_entropy`; float64 goes through plain torch."""
+    options = Options(ignore_index, label_smoothing, softcap, scale)
+    if hidden.dtype is torch.float64:
+        return linear_cross_entropy(
+            hidden, weight, targets, bias=bias, low_rank=low_rank, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, softcap=softcap, scale=scale,
+            skip_ignored=skip_ignored, chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+    return with_chunks(
+        _chunk,
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        low_rank=low_rank,
+        options=options,
+        skip_ignored=skip_ignored,
+        rows=max(1, chunk_bytes // (hidden.element_size() * weight.shape[0])),
+    )
+
+
+def _chunk(
+    logits: Tensor, targets: Tensor, options: Options, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """See `ChunkLoss`; the gradient is in the logits' type and place."""
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    _rows[(logits.shape[0],)](
+        logits,
+        targets,
+        losses,
+        logits.shape[1],
+        options.ignore_index,
+        options.smoothing,
+        options.scale,
+        options.softcap or 1.0,
+        CAPPED=options.softcap is not None,
+        GRADIENT=with_gradient,
+        BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])),
+        num_warps=8,
+    )
+    return losses.sum(), logits if with_gradient else None
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _final(logits, place, inside, scale, softcap, CAPPED: tl.constexpr):
+    """Logits after scale and cap, float32; -inf outside."""
+    x = tl.load(logits + place, mask=inside, other=0.0).to(tl.float32) * scale
+    if CAPPED:
+        x = _tanh(x / softcap) * softcap
+    return tl.where(inside, x, float("-inf"))
+
+
+@triton.jit
+def _rows(
+    logits, targets, losses, classes, ignore_index, smoothing, scale, softcap,
+    CAPPED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    counts = target != ignore_index
+    first = row * classes
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, classes, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < classes
+        x = _final(logits, first + column, inside, scale, softcap, CAPPED)
+        higher = tl.maximum(largest, x)
+        # Lanes beyond the row's end stay at -inf, whose difference would be nan.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(largest - base) + tl.exp(x - base)
+        largest = higher
+        plain += tl.where(inside, x, 0.0)
+    top = tl.max(largest, axis=0)
+    base = tl.where(largest == float("-inf"), top, largest)
+    normaliser = top + tl.log(tl.sum(total * tl.exp(base - top), axis=0))
+    share = smoothing / classes
+    place = first + tl.where(counts, target, 0)
+    aimed = _final(logits, place, counts, scale, softcap, CAPPED)
+    loss = normaliser - (1.0 - smoothing) * aimed - share * tl.sum(plain, axis=0)
+    tl.store(losses + row, tl.where(counts, loss, 0.0))
+    if GRADIENT:
+        # All must have read the target's logit before one writes over it.
+        tl.debug_barrier()
+        for start in range(0, classes, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < classes
+            x = _final(logits, first + column, inside, scale, softcap, CAPPED)
+            slope = tl.exp(x - normaliser) - share
+            slope = tl.where(column == target, slope - (1.0 - smoothing), slope)
+            if CAPPED:
+                slope = slope * (1.0 - (x / softcap) * (x / softcap))
+            slope = tl.where(counts, slope * scale, 0.0)
+            tl.store(logits + first + column, slope.to(logits.dtype.element_ty), mask=inside)

@@ -1,0 +1,152 @@
+"""Kernels in Triton, in its interpreter where there is no GPU, against float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+from tests.kernels.test_linear_cross_entropy import CLASSES, held, inputs
+from tests.kernels.test_softmax import EPSILON, exact, masks
+
+pytest.importorskip("triton")
+
+from anygauge_kernels import triton_loss, triton_softmax
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def softmax_agrees(
+    x: Tensor, mask: Tensor | None, scale: float, offset: int | None, dtype: str, dim: int = -1
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    upstream = torch.randn(x.shape, generator=generator).to(x.dtype)
+    there = x.to(DEVICE).requires_grad_()
+    moved = None if mask is None else mask.to(DEVICE)
+    found = triton_softmax.softmax(there, dim, moved, scale, causal_offset=offset)
+    assert found.dtype is x.dtype and found.shape == x.shape
+    last = x if mask is None else x.expand(torch.broadcast_shapes(x.shape, mask.shape))
+    wanted = exact(last.movedim(dim, -1), mask, scale, offset).movedim(-1, dim)
+    assert float((found.detach().cpu().double() - wanted).abs().max()) <= EPSILON[dtype]
+    (gradient,) = torch.autograd.grad(found, there, upstream.to(DEVICE))
+    slope = wanted * upstream.double()
+    true = scale * (slope - wanted * slope.sum(dim, keepdim=True))
+    assert float((gradient.cpu().double() - true).abs().max()) <= 8 * EPSILON[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("kind", "scale", "offset"),
+    list(itertools.product(masks((2, 3, 5, 7)), (1.0, 0.3), (None, 0, 2, -2))),
+)
+def test_masks_scales_and_offsets(kind: str, scale: float, offset: int | None, dtype: str) -> None:
+    x = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(3)) * 4
+    mask = masks((2, 3, 5, 7))[kind]
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.float()
+    softmax_agrees(x.to(getattr(torch, dtype)), mask, scale, offset, dtype)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 1000, 4096, 5000, 32768, 32769, 70001, 262144])
+def test_rows_of_any_length(columns: int) -> None:
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(columns)) * 4
+    x[0, columns // 2] = 30.0
+    x[1] = -1e30
+    softmax_agrees(x, None, 1.0, None, "float32")
+    seen = torch.arange(columns) % 3 == 0
+    softmax_agrees(x.bfloat16(), seen, 0.5, None, "bfloat16")
+    softmax_agrees(x, seen, 0.5, columns // 2, "float32")
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_other_dimensions_and_strides(dim: int) -> None:
+    x = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(1))
+    softmax_agrees(x[:, ::2].transpose(0, 2), None, 0.7, None, "float32", dim)
+
+
+def test_what_it_does_not_do_goes_through_torch() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, device=DEVICE)
+    assert torch.equal(triton_softmax.softmax(x), torch.softmax(x, -1))
+    mask = torch.zeros(4, device=DEVICE, requires_grad=True)
+    triton_softmax.softmax(x.float(), mask=mask).square().sum().backward()
+    assert mask.grad is not None and float(mask.grad.abs().sum()) > 0
+    assert triton_softmax.softmax(torch.empty(0, 4, device=DEVICE)).shape == (0, 4)
+    with pytest.raises(ValueError, match="last dimension, not of 0"):
+        triton_softmax.softmax(x.float(), 0, causal_offset=0)
+
+
+def moved(given: dict[str, Any]) -> dict[str, Any]:
+    def there(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(there, value))
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to(DEVICE).requires_grad_(value.requires_grad)
+
+    return {name: there(value) for name, value in given.items()}
+
+
+def loss_gradients(loss: Tensor, given: dict[str, Any]) -> list[Tensor]:
+    wanted = [given[name] for name in ("hidden", "weight", "bias") if given[name] is not None]
+    return list(torch.autograd.grad(loss * 0.7, [*wanted, *(given["low_rank"] or ())]))
+
+
+@pytest.mark.parametrize(
+    ("softcap", "scale", "smoothing", "bias", "low_rank"),
+    list(itertools.product((None, 5.0), (1.0, 0.25), (0.0, 0.1), *[(False, True)] * 2)),
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_is_torchs(
+    softcap: float | None, scale: float, smoothing: float, bias: bool, low_rank: bool, dtype: str
+) -> None:
+    given = inputs(getattr(torch, dtype), bias=bias, low_rank=low_rank)
+    there = moved(given)
+    for skip in (False, True):
+        loss = triton_loss.triton_cross_entropy(
+            **there,
+            softcap=softcap,
+            scale=scale,
+            label_smoothing=smoothing,
+            skip_ignored=skip,
+            chunk_bytes=10 * CLASSES * given["hidden"].element_size(),
+        )
+        true = {
+            name: tuple(v.detach().double().requires_grad_() for v in value)
+            if isinstance(value, tuple)
+            else value.detach().double().requires_grad_()
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+            for name, value in given.items()
+        }
+        wanted = held(true, softcap=softcap, scale=scale, smoothing=smoothing)
+        near = 1e-5 if dtype == "float32" else 2e-2
+        assert loss.item() == pytest.approx(wanted.item(), rel=near)
+        pairs = zip(loss_gradients(loss, there), loss_gradients(wanted, true), strict=True)
+        for found, one in pairs:
+            error = float((found.cpu().double() - one).abs().max() / one.abs().max())
+            assert error <= near
+
+
+@pytest.mark.parametrize("classes", [1, 4096, 4097, 9000])
+def test_any_number_of_classes(classes: int) -> None:
+    generator = torch.Generator().manual_seed(classes)
+    hidden = torch.randn(5, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(classes, 8, generator=generator)
+    targets = torch.tensor([0, classes - 1, -100, classes // 2, 0])
+    there = hidden.detach().to(DEVICE).requires_grad_()
+    loss = triton_loss.triton_cross_entropy(there, weight.to(DEVICE), targets.to(DEVICE))
+    wanted = nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
+    (found,), (true,) = torch.autograd.grad(loss, there), torch.autograd.grad(wanted, hidden)
+    torch.testing.assert_close(loss.cpu(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.cpu(), true, rtol=1e-4, atol=1e-5)
+
+
+def test_float64_goes_through_torch() -> None:
+    given = moved(inputs())
+    loss = triton_loss.triton_cross_entropy(**given)
+    assert loss.dtype is torch.float64
+    assert torch.equal(loss, linear_cross_entropy(**given))
