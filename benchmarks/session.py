@@ -36,6 +36,7 @@ class Settings:
     intermediate: int
     heads: int
     vocabulary: int
+    classes: int
     length: int
     max_length: int
     micro_batch: int
@@ -68,7 +69,7 @@ def prepare(workload: str, settings: Settings) -> tuple[Rows, Plan, str]:
         seed=settings.seed,
     )
     sizes = {
-        "vocabulary": rows.vocabulary,
+        "vocabulary": max(rows.vocabulary, settings.classes),
         "layers": settings.layers,
         "hidden": settings.hidden,
         "intermediate": settings.intermediate,

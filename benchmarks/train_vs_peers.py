@@ -33,8 +33,10 @@ console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isat
 
 def title(workload: str, settings: Settings) -> str:
     """What a table is about."""
+    classes = f"{settings.classes:,} classes, " if settings.classes else ""
     return (
-        f"{workload}: {settings.layers} layers of {settings.hidden}, {settings.dtype}, ZeRO-3 + "
+        f"{workload}: {settings.layers} layers of {settings.hidden}, "
+        f"{classes}{settings.dtype}, ZeRO-3 + "
         f"LoRA r16, {settings.ranks} ranks x {settings.micro_batch} rows x "
         f"{settings.accumulation} micro-batches, {settings.steps} steps ({settings.warmup} "
         f"warm-up), checkpointing {'on' if settings.checkpointing else 'off'}"
@@ -129,6 +131,9 @@ def main(
     intermediate: Annotated[int, typer.Option(min=0, help="0: 2.6875 times hidden.")] = 0,
     heads: Annotated[int, typer.Option(min=1)] = 8,
     vocabulary: Annotated[int, typer.Option(min=300, help="Most tokens.")] = 4096,
+    classes: Annotated[
+        int, typer.Option(min=0, help="Of the model's output; 0: as many as there are tokens.")
+    ] = 0,
     length: Annotated[int, typer.Option(min=8, help="full: tokens of every row.")] = 256,
     max_length: Annotated[
         int, typer.Option(min=8, help="Others: longer rows are left out; capacity of a pack.")
@@ -165,6 +170,7 @@ def main(
         intermediate=intermediate or round(hidden * 2.6875),
         heads=heads,
         vocabulary=vocabulary,
+        classes=classes,
         length=length,
         max_length=max_length,
         micro_batch=micro_batch,

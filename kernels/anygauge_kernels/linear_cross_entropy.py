@@ -97,6 +97,10 @@ def with_chunks(
     rows: int,
 ) -> Tensor:
     """The loss over chunks of `rows` rows, each by `chunk`; the rest as `linear_cross_entropy`."""
+    if weight.requires_grad:
+        # Each chunk adds to the whole weight's gradient: with as many rows as the weight has
+        # columns, logits take no more memory than that gradient, and the sum little time.
+        rows = max(rows, hidden.shape[1])
     if skip_ignored:
         kept = (targets != options.ignore_index).nonzero().squeeze(1)
         hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
@@ -162,7 +166,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for rows_of, shared, by_rows, by_shared in products:
                 if by_rows is not None:
                     torch.mm(narrow, shared, out=by_rows[part])
-                if by_shared is not None:
+                if by_shared is not None and by_shared.dtype is narrow.dtype:
+                    by_shared.addmm_(narrow.t(), rows_of[part])
+                elif by_shared is not None:
                     by_shared += narrow.t() @ rows_of[part]
         ctx.save_for_backward(
             *(

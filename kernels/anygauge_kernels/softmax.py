@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ def softmax(
     if mask is None and causal_offset is None and scale == 1.0:
         # Torch's own accumulates in float32 without a copy of the input in that type.
         return torch.softmax(x, dim)
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        return _learned_mask(x, dim, mask, scale, causal_offset)
     result: Tensor = _Softmax.apply(x, dim, mask, scale, causal_offset)
     return result
 
@@ -64,22 +67,32 @@ class _Softmax(torch.autograd.Function):
         causal_offset: int | None,
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        scores = x.to(wide, copy=True).mul_(scale)
-        if mask is not None and mask.dtype is not torch.bool:
-            scores = scores.add_(mask) if _fits(mask, scores) else scores + mask
-        hidden = _hidden(scores, mask, causal_offset)
-        if hidden is not None:
-            scores = scores.masked_fill_(hidden, -torch.inf)
-        largest = scores.amax(dim, keepdim=True)
-        # A row of -inf alone has nothing to subtract, and a sum of zero to divide by.
-        empty = largest == -torch.inf
-        scores.sub_(largest.masked_fill(empty, 0.0)).exp_()
-        scores.div_(scores.sum(dim, keepdim=True).masked_fill_(empty, 1.0))
-        output = scores.to(x.dtype)
+        if mask is not None:
+            # Broadcast without a copy, so that a piece of it belongs to a piece of x.
+            shape = torch.broadcast_shapes(x.shape, mask.shape)
+            x, mask = x.expand(shape), mask.expand(shape).movedim(dim, -1)
+        source = x.movedim(dim, -1)
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        target = output.movedim(dim, -1)
+        for piece, first_row in _pieces(source):
+            scores = source[piece].to(wide, copy=True)
+            if scale != 1.0:
+                scores.mul_(scale)
+            if mask is not None and mask.dtype is not torch.bool:
+                scores.add_(mask[piece])
+            elif mask is not None:
+                scores.sub_(_infinite_where_hidden(mask[piece], wide))
+            if causal_offset is not None:
+                seen = _seen(scores, causal_offset + first_row)
+                scores.sub_(_infinite_where_hidden(seen, wide))
+            weights = torch.softmax(scores, -1)
+            empty = scores.amax(-1, keepdim=True) == -torch.inf
+            # A row of -inf alone is nan / nan. The host knows whether there is one at all.
+            if x.device.type != "cpu" or empty.any():
+                weights.masked_fill_(empty, 0.0)
+            target[piece] = weights
         ctx.save_for_backward(output)
         ctx.dim, ctx.scale = dim, scale
-        ctx.mask_shape = None if mask is None or mask.dtype is torch.bool else mask.shape
-        ctx.mask_dtype = None if mask is None else mask.dtype
         return output
 
     @staticmethod
@@ -87,25 +100,60 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (output,) = ctx.saved_tensors
         wide = torch.promote_types(output.dtype, torch.float32)
-        product = grad.to(wide) * output
-        by_scores = product - output * product.sum(ctx.dim, keepdim=True)
-        by_mask = None
-        if ctx.mask_shape is not None and ctx.needs_input_grad[2]:
-            by_mask = by_scores.sum_to_size(ctx.mask_shape).to(ctx.mask_dtype)
-        by_x = by_scores.mul_(ctx.scale).to(output.dtype) if ctx.needs_input_grad[0] else None
-        return by_x, None, by_mask, None, None
+        result = torch.empty_like(output)
+        target, weights, upstream = (t.movedim(ctx.dim, -1) for t in (result, output, grad))
+        for piece, _ in _pieces(weights):
+            slopes = torch.ops.aten._softmax_backward_data(
+                upstream[piece].to(wide), weights[piece].to(wide), -1, wide
+            )
+            target[piece] = slopes.mul_(ctx.scale) if ctx.scale != 1.0 else slopes
+        return result, None, None, None, None
 
 
-def _fits(mask: Tensor, scores: Tensor) -> bool:
-    return torch.broadcast_shapes(mask.shape, scores.shape) == scores.shape
+IN_CACHE = 2**18
+"""Elements of a piece on the host: 1 MiB in float32, which a core keeps near."""
 
 
-def _hidden(scores: Tensor, mask: Tensor | None, causal_offset: int | None) -> Tensor | None:
-    """What takes no part, or None."""
-    hidden = ~mask if mask is not None and mask.dtype is torch.bool else None
-    if causal_offset is None:
-        return hidden
-    rows, columns = scores.shape[-2:]
-    later = torch.ones(rows, columns, dtype=torch.bool, device=scores.device)
-    later = later.triu_(causal_offset + 1)
-    return later if hidden is None else hidden | later
+def _pieces(x: Tensor) -> Iterator[tuple[Any, int]]:
+    """Indices that cover all rows (..., columns), each with the number of its first row.
+
+    On the host, piece after piece stays in the cache while several operations go over it; other
+    devices take all at once.
+    """
+    if x.device.type != "cpu" or x.numel() <= IN_CACHE or x.dim() == 1:
+        yield ..., 0
+        return
+    axis, below = x.dim() - 2, x.shape[-1]
+    while axis > 0 and below * x.shape[axis] <= IN_CACHE:
+        below *= x.shape[axis]
+        axis -= 1
+    step = max(1, IN_CACHE // below)
+    for outer in itertools.product(*map(range, x.shape[:axis])):
+        for start in range(0, x.shape[axis], step):
+            first_row = start if axis == x.dim() - 2 else 0
+            yield (*outer, slice(start, start + step)), first_row
+
+
+def _seen(scores: Tensor, offset: int) -> Tensor:
+    """Columns that a row reaches: (rows, columns) bool."""
+    rows, columns = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
+    return columns <= rows[:, None] + offset
+
+
+def _infinite_where_hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where True, inf where False: 1 / 1 - 1 and 1 / 0 - 1.
+
+    By arithmetic, because selecting by a mask takes several times as long on the host.
+    """
+    return seen.view(torch.uint8).to(dtype).reciprocal_().sub_(1)
+
+
+def _learned_mask(x: Tensor, dim: int, mask: Tensor, scale: float, offset: int | None) -> Tensor:
+    """By operations that torch differentiates, for a mask that asks for a gradient."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scores = x.to(wide) * scale + mask
+    if offset is not None:
+        scores = scores.masked_fill(~_seen(scores, offset), -torch.inf)
+    empty = scores.amax(dim, keepdim=True) == -torch.inf
+    weights = torch.softmax(scores.masked_fill(empty, 0.0), dim).masked_fill(empty, 0.0)
+    return weights.to(x.dtype)

@@ -124,7 +124,8 @@ class Largest(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        self.products += function.overloadpacket in products
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor):
                 self.elements = max(self.elements, each.numel())

@@ -1,0 +1,228 @@
+"""Timing of single operations: contenders in alternation, medians, memory, copy bandwidth."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anygauge.interface.files import write_text
+from anygauge.registry import Registry
+from benchmarks.ratios import paired, rotated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """One contender on one size.
+
+    Attributes:
+        forward, backward: median seconds; None where it failed.
+        peak: bytes of all tensors that lived at once, beyond those that were given.
+        ratio: median over rounds of our forward and backward to its own; below 1, ours is faster.
+        problem: why there are no figures.
+    """
+
+    name: str
+    forward: float | None = None
+    backward: float | None = None
+    peak: int | None = None
+    ratio: float | None = None
+    problem: str = ""
+
+
+Operation = Callable[[], Tensor]
+
+
+def compare(
+    contenders: Mapping[str, Operation],
+    upstream: Callable[[Tensor], Tensor],
+    given: Sequence[Tensor],
+    *,
+    rounds: int,
+    device: torch.device,
+) -> list[Timed]:
+    """Time forward and backward of all contenders, round by round.
+
+    Args:
+        contenders: the first is ours. A call computes the result from `given`.
+        upstream: of a result, the gradient to go back with.
+        given: leaves whose gradients are cleared before each call.
+    """
+    problems: dict[str, str] = {}
+    peaks: dict[str, int] = {}
+    for name, operation in contenders.items():
+        try:
+            with peak_bytes(device) as peak:
+                result = operation()
+                result.backward(upstream(result))
+                del result
+            peaks[name] = peak[0]
+        except Exception as error:
+            problems[name] = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        _clear(given)
+    able = [name for name in contenders if name not in problems]
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in able}
+    for round_ in range(rounds + 1):
+        for name in rotated(able, round_):
+            times[name].append(_once(contenders[name], upstream, device))
+            _clear(given)
+    found = []
+    ours = next(iter(contenders))
+    for name in contenders:
+        if name in problems:
+            found.append(Timed(name=name, problem=problems[name]))
+            continue
+        kept = times[name][1:]  # the first is a warm-up
+        mine = [sum(pair) for pair in times.get(ours, times[name])[1:]]
+        found.append(
+            Timed(
+                name=name,
+                forward=median(f for f, _ in kept),
+                backward=median(b for _, b in kept),
+                peak=peaks[name],
+                ratio=paired(mine, [sum(pair) for pair in kept]).median,
+            )
+        )
+    return found
+
+
+def _once(
+    operation: Operation, upstream: Callable[[Tensor], Tensor], device: torch.device
+) -> tuple[float, float]:
+    began = _now(device)
+    result = operation()
+    between = _now(device)
+    gradient = upstream(result)
+    ready = _now(device)
+    result.backward(gradient)
+    return between - began, _now(device) - ready
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def _clear(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None
+
+
+def copy_bandwidth(device: torch.device, elements: int, dtype: torch.dtype, rounds: int) -> float:
+    """Bytes read and written per second by a copy of that many elements."""
+    source = torch.randn(elements, device=device).to(dtype)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(rounds + 2):
+        began = _now(device)
+        target.copy_(source)
+        times.append(_now(device) - began)
+    return 2 * source.nbytes / median(times[2:])
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[list[int]]:
+    """Most bytes that tensors made inside held at once; in the list at the end."""
+    found = [0]
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        yield found
+        torch.accelerator.synchronize()
+        found[0] = torch.accelerator.max_memory_allocated() - before
+        return
+    with _Living() as living:
+        yield found
+    found[0] = living.most
+
+
+class _Living(TorchDispatchMode):
+    """Bytes of storages that operations made and that still live; the host counts none itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in _tensors([args, kwargs]):
+            self._see(tensor, made=False)
+        result = function(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._see(tensor, made=True)
+        return result
+
+    def _see(self, tensor: Tensor, *, made: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if made else 0
+
+        def gone(_: Any, key: int = key, size: int = size) -> None:
+            self.now -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of a name; ``auto`` is the accelerator that torch sees, or the host."""
+    if name != "auto":
+        return torch.device(name)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
+
+
+def chosen_kernel(operation: str, device: torch.device) -> tuple[str, Callable[..., Tensor]]:
+    """Name and kernel of an operation that a run on this device would have."""
+    registry = Registry.load()
+    backends = (registry.create_backend(each.spec.name) for each in registry.backends)
+    backend = next(each for each in backends if each.device_type == device.type)
+    choices = registry.resolve_kernels(backend, {})
+    return choices[operation].name, registry.load_kernel(choices, operation)
+
+
+def record(path: Path, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the figures with what they were measured on."""
+    write_text(
+        path,
+        json.dumps(
+            {
+                "command": sys.argv,
+                "platform": platform.platform(),
+                "torch": torch.__version__,
+                "settings": dict(settings),
+                "rows": [{**row, "timed": [asdict(each) for each in row["timed"]]} for row in rows],
+            },
+            indent=2,
+        ),
+    )

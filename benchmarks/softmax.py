@@ -1,0 +1,158 @@
+"""Softmax side by side: GB/s and share of the copy bandwidth, forward and backward.
+
+    python benchmarks/softmax.py --rounds 7
+
+Each round runs every contender once, beginning one further on than the round before. Bytes are
+those that must be read and written: input and output forward, output, gradient and result backward,
+and a mask. See --help for the settings.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.kernel_timing import (
+    chosen_device,
+    chosen_kernel,
+    compare,
+    copy_bandwidth,
+    record,
+)
+
+COLUMNS = (128, 1024, 4096, 16384, 65536, 131072, 262144)
+SCALE = 0.3
+
+
+def contenders(
+    kernel: Callable[..., Tensor], device: torch.device, *, masked: bool
+) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Ours first; each takes scores and an additive mask."""
+    if not masked:
+        found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+            "anygauge": lambda x, _: kernel(x),
+            "torch": lambda x, _: torch.softmax(x, -1),
+            "torch, to float32": lambda x, _: torch.softmax(x, -1, dtype=torch.float32).to(x.dtype),
+        }
+    else:
+        found = {
+            "anygauge": lambda x, mask: kernel(x, mask=mask, scale=SCALE),
+            "torch": _masked,
+            "torch, in float32": lambda x, mask: torch.softmax(x.float() * SCALE + mask, -1).to(
+                x.dtype
+            ),
+        }
+    compiled = torch.compile(found["torch"], dynamic=False)
+    found["torch.compile"] = compiled
+    if device.type == "cuda" and not masked and find_spec("liger_kernel") is not None:
+        from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+        found["liger"] = lambda x, _: LigerSoftmaxFunction.apply(x)
+    return found
+
+
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
+    """As a model library's plain attention has it: scale and mask in the scores' type."""
+    return torch.softmax(x * SCALE + mask, -1, dtype=torch.float32).to(x.dtype)
+
+
+def measure(
+    columns: int, elements: int, dtype: torch.dtype, device: torch.device, *, masked: bool,
+    rounds: int, kernel: Callable[..., Tensor],
+) -> dict[str, Any]:  # fmt: skip
+    """One size: figures of all contenders."""
+    rows = max(1, elements // columns)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator).to(device, dtype).requires_grad_()
+    upstream = torch.randn(rows, columns, generator=generator).to(device, dtype)
+    hidden = torch.rand(rows, columns, generator=generator) < 0.3
+    mask = torch.zeros(rows, columns).masked_fill(hidden, torch.finfo(dtype).min).to(device, dtype)
+    torch.compiler.reset()  # sizes are compiled for one by one
+    found = compare(
+        {
+            name: functools.partial(operation, x, mask)
+            for name, operation in contenders(kernel, device, masked=masked).items()
+        },
+        lambda _: upstream,
+        [x],
+        rounds=rounds,
+        device=device,
+    )
+    return {
+        "columns": columns,
+        "rows": rows,
+        "masked": masked,
+        "forward_bytes": x.nbytes * (3 if masked else 2),
+        "backward_bytes": x.nbytes * 3,
+        "timed": found,
+    }
+
+
+def table(rows: list[Mapping[str, Any]], bandwidth: float, title: str) -> Table:
+    """Figures of one kind, sizes as rows."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("columns", "contender", "forward", "backward", "of copy", "ours / its time"):
+        made.add_column(column, justify="left" if column == "contender" else "right")
+    for row in rows:
+        for each in row["timed"]:
+            first = f"{row['columns']:,}" if each is row["timed"][0] else ""
+            if each.forward is None:
+                made.add_row(first, each.name, each.problem)
+                continue
+            speeds = row["forward_bytes"] / each.forward, row["backward_bytes"] / each.backward
+            made.add_row(
+                first,
+                each.name,
+                *(f"{speed / 1e9:,.1f} GB/s" for speed in speeds),
+                " / ".join(f"{speed / bandwidth:.0%}" for speed in speeds),
+                f"{each.ratio:.2f}",
+            )
+    return made
+
+
+def main(
+    device: Annotated[str, typer.Option(help="A torch device, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    columns: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(map(str, COLUMNS)),
+    elements: Annotated[
+        int, typer.Option(min=0, help="Of every size; 0: 16 Mi, 256 Mi on an accelerator.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option(min=1)] = 7,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch, on the host.")] = 2,
+    output: Annotated[Path, typer.Option(help="A JSON file.")] = Path("runs/softmax.json"),
+) -> None:
+    """Measure the softmax of this device."""
+    torch.set_num_threads(threads)
+    where = chosen_device(device)
+    count = elements or (2**24 if where.type == "cpu" else 2**28)
+    kind = getattr(torch, dtype)
+    name, kernel = chosen_kernel("softmax", where)
+    bandwidth = copy_bandwidth(where, count, kind, rounds)
+    console = Console(highlight=False, width=110)
+    console.print(
+        f"{where}: kernel {name}; copy of {count:,} {dtype}: {bandwidth / 1e9:,.1f} GB/s; "
+        f"{rounds} rounds"
+    )
+    rows = []
+    for masked in (False, True):
+        found = [
+            measure(int(c), count, kind, where, masked=masked, rounds=rounds, kernel=kernel)
+            for c in columns.split(",")
+        ]
+        rows += found
+        console.print(table(found, bandwidth, "scaled, additive mask" if masked else "plain"))
+    record(output, {"device": str(where), "dtype": dtype, "copy_bytes_per_s": bandwidth}, rows)
+    console.print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

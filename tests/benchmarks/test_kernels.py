@@ -1,0 +1,110 @@
+"""Benchmarks of single operations run, count memory, and say what failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.kernel_timing import chosen_kernel, compare, copy_bandwidth, peak_bytes
+from benchmarks.softmax_accuracy import accumulated_in_bfloat16, error
+from benchmarks.softmax_training import table
+from tests.docs.pages import ROOT
+
+HOST = torch.device("cpu")
+
+
+def test_peak_bytes_are_those_of_tensors_that_lived_together() -> None:
+    given = torch.ones(1000)
+    with peak_bytes(HOST) as peak:
+        one = given * 2  # 4000 bytes
+        two = one + 1  # 8000
+        del one
+        three = two.view(10, 100) + 0  # 8000 again
+        del two
+        three.sum()
+    assert peak[0] == 8000
+    with peak_bytes(HOST) as peak:
+        given.view(10, 100)
+    assert peak[0] == 0
+
+
+def test_contenders_are_compared_and_failures_named() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def broken() -> torch.Tensor:
+        raise RuntimeError("no such row\nsecond line")
+
+    found = compare(
+        {"ours": lambda: x * 2, "theirs": lambda: x.exp(), "broken": broken},
+        torch.ones_like,
+        [x],
+        rounds=3,
+        device=HOST,
+    )
+    ours, theirs, failed = found
+    assert ours.ratio == 1.0 and theirs.ratio is not None and theirs.ratio > 0
+    assert ours.forward is not None and ours.forward > 0
+    assert failed.forward is None and failed.problem == "no such row"
+    assert x.grad is None
+
+
+def test_the_kernel_is_the_one_that_runs_have() -> None:
+    name, kernel = chosen_kernel("linear_cross_entropy", HOST)
+    assert name == "chunked" and callable(kernel)
+    assert copy_bandwidth(HOST, 1000, torch.float32, 2) > 0
+
+
+def test_sums_in_bfloat16_are_told_from_rounding() -> None:
+    x = torch.zeros(4, 2**16, dtype=torch.bfloat16)
+    exact = torch.softmax(x.double(), -1)
+    assert error(torch.softmax(x, -1), exact) < 0.004
+    # A sum of ones stands still at 256, in each of its lanes.
+    assert error(accumulated_in_bfloat16(x), exact) > 0.5
+
+
+def test_losses_of_seeds_are_compared_seed_by_seed() -> None:
+    lines = table(
+        {
+            "softmax in bfloat16": [1.1, 2.1],
+            "softmax in float32": [1.0, 2.0],
+            "all in float32": [1.0, 2.2],
+        }
+    )
+    assert lines[2] == "| softmax in bfloat16 | 1.1000 | 2.1000 | 1.6000 | +0.1000 ± 0.0000 |"
+    assert lines[3].endswith("| 1.5000 |  |")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "operations"),
+    [
+        ("softmax", ("--columns", "64,300", "--elements", "6000"), 4),
+        ("cross_entropy", ("--classes", "90", "--tokens", "32", "--width", "16"), 3),
+    ],
+)
+def test_a_benchmark_runs(
+    script: str, arguments: tuple[str, ...], operations: int, tmp_path: Path
+) -> None:
+    output = tmp_path / "out" / "figures.json"
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}.py", *arguments, "--rounds", "2"]
+        + ["--output", str(output), "--device", "cpu"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == operations
+    for row in rows:
+        names = [each["name"] for each in row["timed"]]
+        assert names[0] == "anygauge" and "torch.compile" in names
+        assert all(each["forward"] for each in row["timed"]), row
+    assert "anygauge" in done.stdout
