@@ -5,6 +5,7 @@
 | ``attention`` | an `AttentionKernel` |
 | ``rms_norm`` | (x (..., D), weight (D,), epsilon) -> weight * x / sqrt(mean(x²) + epsilon), as x |
 | ``softmax`` | (x, dim=-1, mask=None, scale=1.0, *, causal_offset=None), see below |
+| ``lora_linear`` | (output, low, weight, scale) -> output + scale * low @ weight.T |
 | ``linear_cross_entropy`` | (hidden, weight, targets, *, ...), see below |
 | ``adamw`` | (groups, lr, betas, eps) -> a `torch.optim.Optimizer` over float32 parameters |
 | ``clip_grad_norm`` | (parameters, max_norm) -> norm of all their gradients, which are scaled |
@@ -18,6 +19,9 @@ r of the last two dimensions has columns up to r + offset. A row of which nothin
 low_rank ((N, R), (V, R)), whose product is added; ignore_index -100; label_smoothing;
 logits = softcap * tanh(scale * logits / softcap); skip_ignored, that rows which do not count may be
 left out where shapes can follow values.
+
+``lora_linear``: output (..., V) of a frozen layer, low (..., R), weight (V, R), all of one type; the
+result is a new tensor.
 
 ``adamw``: groups have ``params``, ``lr`` and ``weight_decay``, which is decoupled; the state of a
 parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run goes on elsewhere.

@@ -15,6 +15,7 @@ from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import ModelError, Support, UnsupportedError
 from anygauge.models.adapter import add_adapter, borrowed_parameters
 from anygauge.models.files import WeightFiles, match_names
+from anygauge.models.fused_lora import LoraKernel, fuse_lora
 from anygauge.models.fused_loss import LogitsRule, LossKernel, fuse_loss, logits_rule
 from anygauge.models.kernels import NormKernel, replace_norms
 
@@ -87,12 +88,14 @@ class CausalModelFactory:
         gradient_checkpointing: bool,
         norm: NormKernel | None = None,
         loss: LossKernel | None = None,
+        lora: LoraKernel | None = None,
     ) -> None:
         """Args:
         dtype: type of the adapter's factors.
         attention: a resolved implementation.
         norm: computes the RMS norms; None: as the model does.
         loss: makes the loss where the model's logits would be; None: the model gives logits.
+        lora: adds the low-rank products of LoRA layers; None: as peft does.
         """
         self.section = section
         self.adapter = adapter
@@ -102,6 +105,9 @@ class CausalModelFactory:
         self._norm = norm
         self.norms = (0, 0)
         """RMS norms that the kernel computes, and all of them; known once a skeleton is made."""
+        self._lora = lora
+        self.lora_layers = (0, 0)
+        """LoRA layers whose product the kernel adds, and all of them; known once adapted."""
         self._loss = loss
         self._rule = LogitsRule()
         self.loss: Support | None = None
@@ -204,6 +210,8 @@ class CausalModelFactory:
         """See `ModelFactory.adapt`."""
         if self.adapter is not None:
             model = add_adapter(model, self.adapter, dtype=self._dtype, seed=self._seed)
+            if self._lora is not None:
+                self.lora_layers = fuse_lora(model, self._lora)
         if self._loss is not None and self.loss:
             self.loss = fuse_loss(model, self._loss, self._rule)
         return model

@@ -153,6 +153,27 @@ def _mask(kind: str, allowed: torch.Tensor, q: torch.Tensor) -> Any:
     return mask.masked_fill(~allowed, torch.finfo(q.dtype).min)
 
 
+def _lora_trial(on: Opened, kernel: Any, name: str) -> None:
+    """Three dimensions, a scale, and the gradient of each tensor."""
+    dtype = getattr(torch, _kernel_type(on))
+    generator = torch.Generator().manual_seed(6)
+    shapes = ((2, 9, 24), (2, 9, 4), (24, 4))
+    given = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+    there = [each.to(on.device, copy=True).requires_grad_() for each in given]
+    here = [each.double().requires_grad_() for each in given]
+    found = kernel(*there, 1.5)
+    wanted = here[0] + 1.5 * here[1] @ here[2].t()
+    upstream = torch.randn(shapes[0], generator=generator)
+    (found * upstream.to(on.device)).sum().backward()
+    (wanted * upstream.double()).sum().backward()
+    assert found.dtype is dtype, f"lora_linear {name}: {found.dtype} of {dtype}"
+    _agrees(on, found, wanted.detach(), f"lora_linear {name}")
+    for number, (mine, its) in enumerate(zip(there, here, strict=True)):
+        what = f"gradient {number} of lora_linear {name}"
+        assert mine.grad is not None and its.grad is not None, f"there is no {what}"
+        _agrees(on, mine.grad, its.grad, what)
+
+
 def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
     """Three steps of two groups, one with decay, and three more from the state alone."""
     rates, betas, eps = (1e-2, 5e-3), (0.9, 0.99), 1e-8
@@ -214,6 +235,7 @@ KERNEL_TRIALS: Mapping[str, Callable[[Opened, Any, str], None]] = {
     "attention": _attention_trial,
     "clip_grad_norm": _clip_trial,
     "linear_cross_entropy": _loss_trial,
+    "lora_linear": _lora_trial,
     "rms_norm": _rms_norm_trial,
     "softmax": _softmax_trial,
 }

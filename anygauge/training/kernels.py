@@ -17,7 +17,8 @@ from anygauge.training.optimizer import AdamW
 UPDATES = ("adamw", "clip_grad_norm")
 """Operations of an update, which a strategy may leave to its engine."""
 LOSS = "linear_cross_entropy"
-CALLED = {"attention", "rms_norm", LOSS, *UPDATES}
+LORA = "lora_linear"
+CALLED = {"attention", "rms_norm", LORA, LOSS, *UPDATES}
 """What a run calls itself; all else is called by the kernels that use it."""
 
 
@@ -32,7 +33,7 @@ def kernels_of_run(
             `Registry.resolve_kernels`.
     """
     chosen = registry.resolve_kernels(backend, run.kernels, packing=run.data.packing)
-    for operation in UPDATES:
+    for operation in (*UPDATES, LORA):
         if operation not in chosen:
             continue
         unused = _unused(run, strategy, operation)
@@ -62,6 +63,8 @@ def kernels_of_run(
 
 
 def _unused(run: RunFile, strategy: Strategy, operation: str) -> str:
+    if operation == LORA:
+        return "" if run.adapter is not None else "there is no adapter"
     if not strategy.updates_whole:
         return strategy.updates_whole.reason
     if operation == "adamw" and run.train.optimizer.name != "adamw":

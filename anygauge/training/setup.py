@@ -57,6 +57,7 @@ from anygauge.training.checkpoints import (
     settings_of,
 )
 from anygauge.training.kernels import (
+    LORA,
     kernels_of_run,
     load_loss_kernel,
     load_update_kernels,
@@ -181,6 +182,7 @@ def prepare_run(
         gradient_checkpointing=run.train.gradient_checkpointing,
         norm=registry.load_kernel(kernels, "rms_norm"),
         loss=load_loss_kernel(run, backend, registry, kernels),
+        lora=registry.load_kernel(kernels, LORA),
     )
     check_vocabulary(factory.config, tokenizer)
     positions = getattr(factory.config, "max_position_embeddings", None)
@@ -250,6 +252,7 @@ def prepare_run(
         f"{trained:,} trained ({trained / total:.2%}); {precision.compute} ({precision.why}); "
         f"attention {attention.describe()}"
         + (f"; {factory.norms[0]} of {factory.norms[1]} norms fused" if factory.norms[1] else "")
+        + (f"; {factory.lora_layers[0]} LoRA layers fused" if factory.lora_layers[0] else "")
         + f"; loss {loss}"
     )
     peak = backend.placement.peak_flops(precision.compute)

@@ -39,6 +39,7 @@ class CpuBackend(Backend):
     device_type = "cpu"
     placement_class = CpuPlacement
     collectives_class = CpuCollectives
+    kernels: Mapping[str, str] = {"lora_linear": "addmm"}
     attention = "sdpa"
     attention_why = "torch's fused operation, which never holds the scores of all positions"
     known_options = ("bind_cores", "preload_allocator")

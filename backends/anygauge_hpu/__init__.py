@@ -42,6 +42,8 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             ("attention", "gaudi_fused", "kernels:fused_attention"),
             ("attention", "gaudi_softmax_bf16", "kernels:attention_with_softmax_in_bfloat16"),
             ("attention", "gaudi_softmax_fp32", "kernels:attention_with_softmax_in_float32"),
+            ("softmax", "gaudi_bf16", "kernels:softmax_in_bfloat16"),
+            ("softmax", "gaudi_fp32", "kernels:softmax_in_float32"),
             ("rms_norm", "gaudi_fused", "kernels:fused_rms_norm"),
             ("adamw", "gaudi_fused", "updates:fused_adamw"),
             ("clip_grad_norm", "gaudi_fused", "updates:fused_clip_grad_norm"),

@@ -109,6 +109,54 @@ def _with_softmax(softmax_dtype: Callable[[Tensor], torch.dtype]) -> Callable[..
     return forward
 
 
+def softmax_in_bfloat16() -> Callable[..., Tensor]:
+    """The softmax operation in the type of its input; the vector unit accumulates as it does."""
+    return _softmax(lambda x: x.dtype)
+
+
+def softmax_in_float32() -> Callable[..., Tensor]:
+    """The softmax operation in float32, rounded at the end."""
+
+    def float32(x: Tensor) -> torch.dtype:
+        import torch
+
+        return torch.float32
+
+    return _softmax(float32)
+
+
+def _softmax(inner: Callable[[Tensor], torch.dtype]) -> Callable[..., Tensor]:
+    import torch
+
+    def softmax(
+        x: Tensor,
+        dim: int = -1,
+        mask: Tensor | None = None,
+        scale: float = 1.0,
+        *,
+        causal_offset: int | None = None,
+    ) -> Tensor:
+        """See `anygauge.interface.kernels`."""
+        scores = x.to(inner(x))
+        if scale != 1.0:
+            scores = scores * scale
+        if mask is not None and mask.dtype is torch.bool:
+            scores = torch.where(mask, scores, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask.to(scores.dtype)
+        if causal_offset is not None:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device)
+            scores = torch.where(seen.tril(causal_offset), scores, -torch.inf)
+        # The type is named: autocast on this device would choose bfloat16 by itself.
+        if mask is None and causal_offset is None:
+            return torch.softmax(scores, dim=dim, dtype=scores.dtype).to(x.dtype)
+        empty = scores.amax(dim, keepdim=True) == -torch.inf
+        weights = torch.softmax(scores.masked_fill(empty, 0.0), dim=dim, dtype=scores.dtype)
+        return weights.masked_fill(empty, 0.0).to(x.dtype)
+
+    return softmax
+
+
 def fused_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor]:
     """(x (..., D), weight (D,), epsilon) -> weight * x / rms(x), in one kernel."""
     from habana_frameworks.torch.hpex.normalization import FusedRMSNorm

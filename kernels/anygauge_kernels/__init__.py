@@ -61,6 +61,12 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             device_types=frozenset({"cuda"}),
         ),
         KernelSpec(
+            operation="lora_linear",
+            name="addmm",
+            factory="anygauge_kernels.lora:addmm",
+            api_version=WRITTEN_FOR,
+        ),
+        KernelSpec(
             operation="linear_cross_entropy",
             name="chunked",
             factory="anygauge_kernels.linear_cross_entropy:chunked",

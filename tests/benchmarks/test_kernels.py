@@ -92,8 +92,10 @@ def test_a_benchmark_runs(
 ) -> None:
     output = tmp_path / "out" / "figures.json"
     done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}.py", *arguments, "--rounds", "2"]
-        + ["--output", str(output), "--device", "cpu"],
+        [
+            *(sys.executable, f"benchmarks/{script}.py", *arguments, "--rounds", "2"),
+            *("--output", str(output), "--device", "cpu"),
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -12,6 +12,7 @@ from torch import nn
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge.testing.opened import Opened
 from anygauge_cpu.backend import CpuBackend
+from anygauge_hpu.kernels import softmax_in_bfloat16, softmax_in_float32
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.softmax import softmax
 
@@ -156,6 +157,11 @@ def with_nan(x: torch.Tensor, dim: int, mask: Any, scale: float, causal_offset: 
 def test_our_softmax_and_loss_are_right(on: Opened) -> None:
     KERNEL_TRIALS["softmax"](on, softmax, "ours")
     KERNEL_TRIALS["linear_cross_entropy"](on, linear_cross_entropy, "ours")
+
+
+def test_gaudis_softmax_is_right_too(on: Opened) -> None:
+    KERNEL_TRIALS["softmax"](on, softmax_in_bfloat16(), "gaudi_bf16")
+    KERNEL_TRIALS["softmax"](on, softmax_in_float32(), "gaudi_fp32")
 
 
 @pytest.mark.parametrize(
