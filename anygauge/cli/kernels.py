@@ -41,14 +41,12 @@ def listing(
     """Every kernel of every operation, the one that would be chosen first, as plain values."""
     rows = []
     for operation, choice in choices.items():
-        reference = choice.provided is None
-        library = f"{backend.attention}: {backend.attention_why}"
         rows.append(
             {
                 "operation": operation,
                 "kernel": choice.name,
                 "chosen": True,
-                "why": library if reference and operation == "attention" else choice.reason,
+                "why": choice.reason,
                 "from": "the model's own" if choice.provided is None else choice.provided.origin,
             }
         )

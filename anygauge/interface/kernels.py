@@ -20,8 +20,8 @@ low_rank ((N, R), (V, R)), whose product is added; ignore_index -100; label_smoo
 logits = softcap * tanh(scale * logits / softcap); skip_ignored, that rows which do not count may be
 left out where shapes can follow values.
 
-``lora_linear``: output (..., V) of a frozen layer, low (..., R), weight (V, R), all of one type; the
-result is a new tensor.
+``lora_linear``: output (..., V) of a frozen layer, low (..., R), weight (V, R), all of one type;
+the result is a new tensor.
 
 ``adamw``: groups have ``params``, ``lr`` and ``weight_decay``, which is decoupled; the state of a
 parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run goes on elsewhere.

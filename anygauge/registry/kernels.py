@@ -138,7 +138,10 @@ def _choose(
         for d in duplicates
         if d.kind == "kernel" and d.providers[0].spec.operation == operation
     ]
-    return _reference(operation, by_name, "no other kernel is preferred or default here", rejected)
+    reason = "no other kernel is preferred or default here"
+    if operation == "attention" and REFERENCE not in by_name:
+        reason = f"the model library's {backend.attention}: {backend.attention_why}"
+    return _reference(operation, by_name, reason, rejected)
 
 
 def _asked(

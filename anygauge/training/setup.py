@@ -249,8 +249,10 @@ def prepare_run(
     total, trained = parameter_counts(engine)
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
-        f"{trained:,} trained ({trained / total:.2%}); {precision.compute} ({precision.why}); "
-        f"attention {attention.describe()}"
+        f"{trained:,} trained ({trained / total:.2%}); {precision.compute} ({precision.why})"
+    )
+    rank.say(
+        f"kernels: attention {attention.describe()}"
         + (f"; {factory.norms[0]} of {factory.norms[1]} norms fused" if factory.norms[1] else "")
         + (f"; {factory.lora_layers[0]} LoRA layers fused" if factory.lora_layers[0] else "")
         + f"; loss {loss}"

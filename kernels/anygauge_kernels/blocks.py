@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def compiled() -> AttentionKernel:
-    """Compiled for the device, once per shape."""
+    """Compiled for the device; from the second length of rows on, for all lengths."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return block_attention(torch.compile(flex_attention, dynamic=False))
+    return block_attention(torch.compile(flex_attention))
 
 
 def block_attention(flex: Any) -> AttentionKernel:

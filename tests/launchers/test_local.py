@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -140,6 +141,8 @@ def test_a_killed_agent_ends_the_stream(folder: Path, started: list[LocalJob]) -
     running = Local().submit(plan_of(folder, {0: [["touch", "up"], FOREVER]}))
     started.append(running)
     until((folder / "up").exists, "the rank")
+    # Stopped, so that it cannot end by itself before the third.
+    os.kill(running._agent.pid, signal.SIGSTOP)
     for _ in range(3):
         running.cancel()
     assert "ended" not in [event["event"] for event in running.events()]

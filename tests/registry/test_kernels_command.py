@@ -30,7 +30,7 @@ def test_the_others_say_why_not_or_how_to_have_them(capsys: pytest.CaptureFixtur
         "can run here; to have it: kernels.attention: softmax"
     )
     assert found["attention", "blocks"]["why"] == "it serves cuda devices, not 'cpu'"
-    assert found["attention", "reference"]["why"].startswith("sdpa: ")
+    assert found["attention", "reference"]["why"].startswith("the model library's sdpa: ")
 
 
 def test_a_backend_prefers_its_own(capsys: pytest.CaptureFixture[str]) -> None:

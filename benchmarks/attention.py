@@ -1,0 +1,142 @@
+"""Attention side by side on padded and packed rows: time and memory, forward and backward.
+
+    python benchmarks/attention.py --rounds 5
+
+The contenders are the model library's, each with masks of the form that it takes, and the kernels
+that run on the device. Ratios are to the first, which the backends of CPU and CUDA name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from anygauge.models.masks import MaskPlan
+from anygauge_kernels.attention import with_softmax
+from anygauge_kernels.blocks import compiled
+from benchmarks.kernel_timing import chosen_device, chosen_kernel, compare, record
+
+MIB = 2**20
+Forward = Callable[..., tuple[Tensor, Any]]
+
+
+def contenders(device: torch.device) -> dict[str, tuple[Forward, str]]:
+    """Name -> attention and the form of its masks."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    _, softmax = chosen_kernel("softmax", device)
+    found: dict[str, tuple[Forward, str]] = {
+        "sdpa": (sdpa_attention_forward, "boolean"),
+        "eager": (eager_attention_forward, "additive"),
+        "softmax": (with_softmax(softmax).forward, "boolean"),
+    }
+    if device.type == "cuda":
+        found["blocks"] = (compiled().forward, "blocks")
+    return found
+
+
+def measure(
+    length: int, *, documents: int, rows: int, heads: int, groups: int, width: int,
+    dtype: torch.dtype, device: torch.device, rounds: int,
+) -> dict[str, Any]:  # fmt: skip
+    """One size: rows of `documents` documents of one length each, the last padding if one."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, upstream = (
+        torch.randn(rows, h, length, width, generator=generator).to(device, dtype)
+        for h in (heads, groups, groups, heads)
+    )
+    q, k, v = (each.requires_grad_() for each in (q, k, v))
+    segments = (torch.arange(length) * documents // length + 1).expand(rows, -1).clone()
+    if documents == 1:
+        segments[1::2, -length // 4 :] = 0  # every second row is padded
+    segments = segments.to(device)
+    module = nn.Module().train()
+    module.num_key_value_groups = heads // groups  # type: ignore[assignment]
+
+    def run(forward: Forward, mask: Any) -> Tensor:
+        output = forward(module, q, k, v, mask, scaling=width**-0.5, dropout=0.0)[0]
+        return output.transpose(1, 2)
+
+    found = compare(
+        {
+            name: functools.partial(run, forward, MaskPlan(form).masks(segments, dtype))
+            for name, (forward, form) in contenders(device).items()
+        },
+        lambda _: upstream,
+        [q, k, v],
+        rounds=rounds,
+        device=device,
+    )
+    return {"length": length, "documents": documents, "timed": found}
+
+
+def table(rows: list[Mapping[str, Any]]) -> Table:
+    """Figures, cases as rows."""
+    made = Table(box=None, pad_edge=False)
+    for column in ("case", "contender"):
+        made.add_column(column)
+    for column in ("forward", "backward", "memory", "first / its time"):
+        made.add_column(column, justify="right")
+    for row in rows:
+        kind = "padded" if row["documents"] == 1 else f"{row['documents']} documents"
+        for each in row["timed"]:
+            first = f"{row['length']:,} tokens, {kind}" if each is row["timed"][0] else ""
+            if each.forward is None:
+                made.add_row(first, each.name, each.problem)
+                continue
+            made.add_row(
+                first,
+                each.name,
+                f"{each.forward * 1e3:,.1f} ms",
+                f"{each.backward * 1e3:,.1f} ms",
+                f"{each.peak / MIB:,.1f} MiB",
+                f"{each.ratio:.2f}",
+            )
+    return made
+
+
+def main(
+    device: Annotated[str, typer.Option(help="A torch device, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    lengths: Annotated[str, typer.Option(help="Comma-separated.")] = "512,2048",
+    rows: Annotated[int, typer.Option(min=1)] = 2,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch, on the host.")] = 2,
+    output: Annotated[Path, typer.Option(help="A JSON file.")] = Path("runs/attention.json"),
+) -> None:
+    """Measure attention on this device: 16 heads of 64, 4 of them for keys and values."""
+    torch.set_num_threads(threads)
+    where = chosen_device(device)
+    found = [
+        measure(
+            int(length),
+            documents=documents,
+            rows=rows,
+            heads=16,
+            groups=4,
+            width=64,
+            dtype=getattr(torch, dtype),
+            device=where,
+            rounds=rounds,
+        )
+        for length in lengths.split(",")
+        for documents in (1, 8)
+    ]
+    console = Console(highlight=False, width=110)
+    console.print(f"{where}: {rows} rows, 16 heads of 64, {dtype}; {rounds} rounds")
+    console.print(table(found))
+    record(output, {"device": str(where), "dtype": dtype, "rows": rows}, found)
+    console.print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
