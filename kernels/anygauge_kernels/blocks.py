@@ -40,7 +40,10 @@ def block_attention(flex: Any) -> AttentionKernel:
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Query (B, H, T, D), key and value (B, G, S, D), G dividing H -> (B, T, H, D)."""
+        """Query (B, H, T, D), key and value (B, G, S, D), G dividing H -> (B, T, H, D).
+
+        `s_aux`: see `anygauge_kernels.attention`.
+        """
         refuse(module, others)
         if dropout and module.training:
             raise UnsupportedError(
@@ -48,17 +51,12 @@ def block_attention(flex: Any) -> AttentionKernel:
                 "cannot; set kernels.attention to another kernel, or the model's attention dropout "
                 "to 0"
             )
-        if s_aux is not None:
-            raise UnsupportedError(
-                f"{type(module).__name__} has attention sinks, which attention by blocks leaves "
-                "out; set kernels.attention to another kernel"
-            )
 
         def capped(score: Tensor, *_: Tensor) -> Tensor:
             assert softcap is not None
             return torch.tanh(score / softcap) * softcap
 
-        output = flex(
+        found = flex(
             query,
             key,
             value,
@@ -66,7 +64,14 @@ def block_attention(flex: Any) -> AttentionKernel:
             block_mask=attention_mask,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
+            return_lse=s_aux is not None,
         )
+        output = found
+        if s_aux is not None:
+            # A score that takes part and has no value: all weights shrink by one factor.
+            output, normaliser = found
+            share = torch.sigmoid(normaliser - s_aux.float().view(1, -1, 1))
+            output = output * share.unsqueeze(3).to(output.dtype)
         return output.transpose(1, 2).contiguous(), None
 
     return AttentionKernel(

@@ -125,8 +125,6 @@ def results(model: Any, batch: Batch, masks_of: str) -> tuple[Tensor, dict[str, 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_it_equals_eager_attention(case: str, name: str, rows: Any) -> None:
     made = config(case)
-    if name == "blocks" and "sinks" in case:
-        pytest.skip("the kernel refuses sinks, which is tested below")
     chosen = kernel(name)
     served = takes_kernels(made, chosen.mask)
     if not served:
@@ -198,8 +196,6 @@ def test_blocks_refuse_what_they_would_leave_out() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match="drops attention weights"):
         flex(module, q, q, q, None, dropout=0.1)
-    with pytest.raises(UnsupportedError, match="attention sinks"):
-        flex(module, q, q, q, None, s_aux=torch.zeros(2))
     with pytest.raises(UnsupportedError, match="'alibi'"):
         flex(module, q, q, q, None, alibi=torch.zeros(2))
 
