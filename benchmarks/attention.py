@@ -16,15 +16,19 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from anygauge.models.masks import MaskPlan
 from anygauge_kernels.attention import with_softmax
 from anygauge_kernels.blocks import compiled
-from benchmarks.kernel_timing import chosen_device, chosen_kernel, compare, record
+from benchmarks.kernel_timing import (
+    chosen_device,
+    chosen_kernel,
+    compare,
+    figures,
+    record,
+)
 
-MIB = 2**20
 Forward = Callable[..., tuple[Tensor, Any]]
 
 
@@ -79,29 +83,10 @@ def measure(
     return {"length": length, "documents": documents, "timed": found}
 
 
-def table(rows: list[Mapping[str, Any]]) -> Table:
-    """Figures, cases as rows."""
-    made = Table(box=None, pad_edge=False)
-    for column in ("case", "contender"):
-        made.add_column(column)
-    for column in ("forward", "backward", "memory", "first / its time"):
-        made.add_column(column, justify="right")
-    for row in rows:
-        kind = "padded" if row["documents"] == 1 else f"{row['documents']} documents"
-        for each in row["timed"]:
-            first = f"{row['length']:,} tokens, {kind}" if each is row["timed"][0] else ""
-            if each.forward is None:
-                made.add_row(first, each.name, each.problem)
-                continue
-            made.add_row(
-                first,
-                each.name,
-                f"{each.forward * 1e3:,.1f} ms",
-                f"{each.backward * 1e3:,.1f} ms",
-                f"{each.peak / MIB:,.1f} MiB",
-                f"{each.ratio:.2f}",
-            )
-    return made
+def case(row: Mapping[str, Any]) -> str:
+    """One size, in words."""
+    kind = "padded" if row["documents"] == 1 else f"{row['documents']} documents"
+    return f"{row['length']:,} tokens, {kind}"
 
 
 def main(
@@ -133,7 +118,7 @@ def main(
     ]
     console = Console(highlight=False, width=110)
     console.print(f"{where}: {rows} rows, 16 heads of 64, {dtype}; {rounds} rounds")
-    console.print(table(found))
+    console.print(figures([(case(row), row["timed"]) for row in found]))
     record(output, {"device": str(where), "dtype": dtype, "rows": rows}, found)
     console.print(f"written: {output}")
 

@@ -18,13 +18,17 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from benchmarks.kernel_timing import chosen_device, chosen_kernel, compare, record
+from benchmarks.kernel_timing import (
+    chosen_device,
+    chosen_kernel,
+    compare,
+    figures,
+    record,
+)
 
-MIB = 2**20
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -86,30 +90,10 @@ def measure(
     }
 
 
-def table(rows: list[Mapping[str, Any]]) -> Table:
-    """Figures, cases as rows."""
-    made = Table(box=None, pad_edge=False)
-    for column in ("case", "contender"):
-        made.add_column(column)
-    for column in ("forward", "backward", "memory", "ours / its time"):
-        made.add_column(column, justify="right")
-    for row in rows:
-        kind = "trained" if row["trained"] else "frozen"
-        case = f"{row['classes']:,} classes, {kind}, {row['ignored']:.0%} ignored"
-        for each in row["timed"]:
-            first = case if each is row["timed"][0] else ""
-            if each.forward is None:
-                made.add_row(first, each.name, each.problem)
-                continue
-            made.add_row(
-                first,
-                each.name,
-                f"{each.forward * 1e3:,.1f} ms",
-                f"{each.backward * 1e3:,.1f} ms",
-                f"{each.peak / MIB:,.1f} MiB",
-                f"{each.ratio:.2f}",
-            )
-    return made
+def case(row: Mapping[str, Any]) -> str:
+    """One case, in words."""
+    kind = "trained" if row["trained"] else "frozen"
+    return f"{row['classes']:,} classes, {kind}, {row['ignored']:.0%} ignored"
 
 
 def main(
@@ -147,7 +131,7 @@ def main(
         for c in classes.split(",")
         for trained, ignored in ((False, 0.0), (False, 0.5), (True, 0.0))
     ]
-    console.print(table(rows))
+    console.print(figures([(case(row), row["timed"]) for row in rows]))
     record(output, {"device": str(where), "dtype": dtype, "kernel": name}, rows)
     console.print(f"written: {output}")
 

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -209,6 +210,30 @@ def chosen_kernel(operation: str, device: torch.device) -> tuple[str, Callable[.
     backend = next(each for each in backends if each.device_type == device.type)
     choices = registry.resolve_kernels(backend, {})
     return choices[operation].name, registry.load_kernel(choices, operation)
+
+
+def figures(cases: Sequence[tuple[str, Sequence[Timed]]]) -> Table:
+    """Time and memory of each case's contenders; ratios are the first one's time to theirs."""
+    made = Table(box=None, pad_edge=False)
+    for column in ("case", "contender"):
+        made.add_column(column)
+    for column in ("forward", "backward", "memory", "first / its time"):
+        made.add_column(column, justify="right")
+    for case, timed in cases:
+        for each in timed:
+            first = case if each is timed[0] else ""
+            if each.forward is None or each.backward is None or each.peak is None:
+                made.add_row(first, each.name, each.problem)
+                continue
+            made.add_row(
+                first,
+                each.name,
+                f"{each.forward * 1e3:,.1f} ms",
+                f"{each.backward * 1e3:,.1f} ms",
+                f"{each.peak / 2**20:,.1f} MiB",
+                f"{each.ratio:.2f}",
+            )
+    return made
 
 
 def record(path: Path, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -5,21 +5,19 @@ python benchmarks/lora.py --rounds 9
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from anygauge.models.fused_lora import fuse_lora
 from anygauge.registry import Registry
-from benchmarks.kernel_timing import chosen_device, compare, record
+from benchmarks.kernel_timing import chosen_device, compare, figures, record
 
-MIB = 2**20
 SIZES = ((512, 512), (512, 1376), (2048, 2048))
 """(in, out) of the layer."""
 
@@ -62,6 +60,11 @@ def measure(
     return {"width": width, "out": out, "dropout": dropout, "timed": found}
 
 
+def case(row: Mapping[str, Any]) -> str:
+    """One size, in words."""
+    return f"{row['dtype']}, {row['width']:,} to {row['out']:,}, dropout {row['dropout']:g}"
+
+
 def main(
     device: Annotated[str, typer.Option(help="A torch device, or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
@@ -76,11 +79,6 @@ def main(
     registry = Registry.load()
     choices = registry.resolve_kernels(registry.create_backend("cpu"), {"lora_linear": "addmm"})
     kernel = registry.load_kernel(choices, "lora_linear")
-    table = Table(box=None, pad_edge=False)
-    for column in ("case", "contender"):
-        table.add_column(column)
-    for column in ("forward", "backward", "memory", "ours / its time"):
-        table.add_column(column, justify="right")
     rows = []
     for name in dtype.split(","):
         for width, out in SIZES:
@@ -96,19 +94,9 @@ def main(
                     kernel=kernel,
                 )
                 rows.append({**row, "dtype": name})
-                for each in row["timed"]:
-                    first = f"{name}, {width:,} to {out:,}, dropout {dropout:g}"
-                    table.add_row(
-                        first if each is row["timed"][0] else "",
-                        each.name,
-                        f"{each.forward * 1e3:,.1f} ms",
-                        f"{each.backward * 1e3:,.1f} ms",
-                        f"{each.peak / MIB:,.1f} MiB",
-                        f"{each.ratio:.2f}",
-                    )
     console = Console(highlight=False, width=120)
     console.print(f"{where}: {tokens:,} tokens, rank 16; {rounds} rounds")
-    console.print(table)
+    console.print(figures([(case(row), row["timed"]) for row in rows]))
     record(output, {"device": str(where), "tokens": tokens}, rows)
     console.print(f"written: {output}")
 

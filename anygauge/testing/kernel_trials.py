@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,14 @@ def _agrees(
     error = float((got - wanted).abs().max() / wanted.abs().max())
     allowed = 4 * TOLERANCE[dtype or _kernel_type(on)]
     assert error <= allowed, f"{what} differs by {error:.1e} of its largest value; {allowed:.0e}"
+
+
+def _gradients_agree(
+    on: Opened, there: Sequence[torch.Tensor], here: Sequence[torch.Tensor], what: str
+) -> None:
+    for number, (mine, its) in enumerate(zip(there, here, strict=True)):
+        assert mine.grad is not None and its.grad is not None, f"{what} has no gradient {number}"
+        _agrees(on, mine.grad, its.grad, f"gradient {number} of {what}")
 
 
 def _softmax_trial(on: Opened, kernel: Any, name: str) -> None:
@@ -94,10 +102,7 @@ def _loss_trial(on: Opened, kernel: Any, name: str) -> None:
         (found * 0.5).backward()
         (wanted * 0.5).backward()
         _agrees(on, found, wanted.detach(), f"linear_cross_entropy {name}")
-        for number, (mine, its) in enumerate(zip(there, here, strict=True)):
-            what = f"gradient {number} of linear_cross_entropy {name}"
-            assert mine.grad is not None and its.grad is not None, f"there is no {what}"
-            _agrees(on, mine.grad, its.grad, what)
+        _gradients_agree(on, there, here, f"linear_cross_entropy {name}")
 
 
 def _rms_norm_trial(on: Opened, kernel: Any, name: str) -> None:
@@ -168,10 +173,7 @@ def _lora_trial(on: Opened, kernel: Any, name: str) -> None:
     (wanted * upstream.double()).sum().backward()
     assert found.dtype is dtype, f"lora_linear {name}: {found.dtype} of {dtype}"
     _agrees(on, found, wanted.detach(), f"lora_linear {name}")
-    for number, (mine, its) in enumerate(zip(there, here, strict=True)):
-        what = f"gradient {number} of lora_linear {name}"
-        assert mine.grad is not None and its.grad is not None, f"there is no {what}"
-        _agrees(on, mine.grad, its.grad, what)
+    _gradients_agree(on, there, here, f"lora_linear {name}")
 
 
 def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:

@@ -81,14 +81,35 @@ def test_losses_of_seeds_are_compared_seed_by_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "operations"),
+    ("script", "arguments", "cases", "contenders"),
     [
-        ("softmax", ("--columns", "64,300", "--elements", "6000"), 4),
-        ("cross_entropy", ("--classes", "90", "--tokens", "32", "--width", "16"), 3),
+        (
+            "softmax",
+            ("--columns", "64,300", "--elements", "6000"),
+            4,
+            ["anygauge", "torch", None, "torch.compile"],
+        ),
+        (
+            "cross_entropy",
+            ("--classes", "90", "--tokens", "32", "--width", "16"),
+            3,
+            ["anygauge", "torch", "torch.compile"],
+        ),
+        ("attention", ("--lengths", "64", "--rows", "2"), 2, ["sdpa", "eager", "softmax"]),
+        (
+            "lora",
+            ("--tokens", "32", "--dtype", "float32"),
+            6,
+            ["anygauge", "peft", "frozen layer alone"],
+        ),
     ],
 )
 def test_a_benchmark_runs(
-    script: str, arguments: tuple[str, ...], operations: int, tmp_path: Path
+    script: str,
+    arguments: tuple[str, ...],
+    cases: int,
+    contenders: list[str | None],
+    tmp_path: Path,
 ) -> None:
     output = tmp_path / "out" / "figures.json"
     done = subprocess.run(
@@ -104,9 +125,10 @@ def test_a_benchmark_runs(
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text())["rows"]
-    assert len(rows) == operations
+    assert len(rows) == cases
     for row in rows:
         names = [each["name"] for each in row["timed"]]
-        assert names[0] == "anygauge" and "torch.compile" in names
+        assert len(names) == len(contenders)
+        assert all(name == wanted for name, wanted in zip(names, contenders, strict=True) if wanted)
         assert all(each["forward"] for each in row["timed"]), row
-    assert "anygauge" in done.stdout
+    assert str(contenders[0]) in done.stdout
