@@ -28,6 +28,11 @@ ChunkLoss = Callable[[Tensor, Tensor, Options, bool], tuple[Tensor, Tensor | Non
 (sum of the losses (), its gradient by the logits or None)."""
 
 
+LIFT = 1024.0
+"""Factor of float16 gradients by rows until the loss's own gradient is known: probabilities below
+6e-8 would be zero without it, and of a large vocabulary they are many."""
+
+
 def chunked() -> Callable[..., Tensor]:
     """The implementation in plain torch, for every device."""
     return linear_cross_entropy
@@ -145,6 +150,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 given, wanted, (hidden.dtype, wide, wide, hidden.dtype, wide), strict=True
             )
         )
+        lift = LIFT if hidden.dtype is torch.float16 else 1.0
+        ctx.lifts = (lift, 1.0, 1.0, lift, 1.0)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
@@ -165,7 +172,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             for rows_of, shared, by_rows, by_shared in products:
                 if by_rows is not None:
-                    torch.mm(narrow, shared, out=by_rows[part])
+                    lifted = narrow if lift == 1.0 else (gradient * lift).to(hidden.dtype)
+                    torch.mm(lifted, shared, out=by_rows[part])
                 if by_shared is not None and by_shared.dtype is narrow.dtype:
                     by_shared.addmm_(narrow.t(), rows_of[part])
                 elif by_shared is not None:
@@ -184,7 +192,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (
-            None if held is None else held * grad_total.to(held.dtype) for held in ctx.saved_tensors
+            None if held is None else held * (grad_total / lift).to(held.dtype)
+            for held, lift in zip(ctx.saved_tensors, ctx.lifts, strict=True)
         )
         return (*gradients, None, None, None, None, None)
 

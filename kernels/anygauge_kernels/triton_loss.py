@@ -40,9 +40,13 @@ def triton_cross_entropy(
     skip_ignored: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """See `anygauge_kernels.linear_cross_entropy`; float64 goes through plain torch."""
+    """See `anygauge_kernels.linear_cross_entropy`.
+
+    float64 and float16 go through plain torch: in place, float16 has no room for small
+    probabilities.
+    """
     options = Options(ignore_index, label_smoothing, softcap, scale)
-    if hidden.dtype is torch.float64:
+    if hidden.dtype in (torch.float64, torch.float16):
         return linear_cross_entropy(
             hidden, weight, targets, bias=bias, low_rank=low_rank, ignore_index=ignore_index,
             label_smoothing=label_smoothing, softcap=softcap, scale=scale,

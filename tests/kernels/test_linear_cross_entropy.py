@@ -103,6 +103,24 @@ def test_lower_types_are_as_exact_as_with_all_logits(dtype: str, tolerance: floa
         assert error <= max(1.5 * theirs, tolerance)
 
 
+def test_float16_keeps_the_many_small_probabilities() -> None:
+    classes = 50_000
+    hidden = torch.tensor([[1.0, 0.0]], dtype=torch.float16, requires_grad=True)
+    # One class takes all but a share of 2e-8 of each of the others, which together are 1e-3.
+    weight = torch.zeros(classes, 2, dtype=torch.float16)
+    weight[0, 0] = 17.7
+    weight[1:, 1] = 1.0
+    targets = torch.tensor([0])
+    loss = linear_cross_entropy(hidden, weight, targets)
+    (found,) = torch.autograd.grad(loss * 64, hidden)
+    exact = hidden.detach().double().requires_grad_()
+    (true,) = torch.autograd.grad(
+        64 * nn.functional.cross_entropy(exact @ weight.double().t(), targets), exact
+    )
+    assert float(true[0, 1]) > 0.05
+    torch.testing.assert_close(found.double(), true, rtol=2e-3, atol=1e-4)
+
+
 def test_nothing_supervised_is_zero_with_a_gradient() -> None:
     given: Any = inputs()
     given["targets"] = torch.full((ROWS,), -100)
