@@ -243,7 +243,8 @@ def _adapted_head(head: Any, pending: _Pending) -> str:
     scaling = head.scaling[name]
 
     def head_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if pending.targets is None:
+        if pending.targets is None or self.disable_adapters or self.merged:
+            # With targets, the base's layer makes the loss by itself.
             plain: Tensor = type(self).forward(self, x, *args, **kwargs)
             return plain
         low = self.lora_A[name](self.lora_dropout[name](x.to(self.lora_A[name].weight.dtype)))

@@ -190,6 +190,15 @@ def test_lora(model_type: str, targets: list[str]) -> None:
     assert gradients.keys() == exact.keys() and all("lora" in name for name in gradients)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, exact[name], rtol=1e-4, atol=1e-5)
+    given = batch()
+    with model.disable_adapter(), torch.no_grad():
+        logits = model(input_ids=given["input_ids"], use_cache=False).logits
+        base = summed_cross_entropy(logits, given["labels"]).item()
+        assert model(**given, use_cache=False).loss.item() == pytest.approx(base, rel=1e-6)
+        assert base != pytest.approx(wanted, rel=1e-5)
+    model.merge_adapter()
+    with torch.no_grad():
+        assert model(**given, use_cache=False).loss.item() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_dora_on_the_output_layer_keeps_the_logits() -> None:
