@@ -25,7 +25,8 @@ def kernels(
     registry = Registry.load()
     selection = registry.select_backend(backend or AUTO, need_device=False)
     chosen = registry.create_backend(selection)
-    rows = listing(registry, chosen, registry.resolve_kernels(chosen, {}))
+    packed = registry.resolve_kernels(chosen, {}, packing=True)
+    rows = listing(registry, chosen, registry.resolve_kernels(chosen, {}), packed)
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "kernels": rows}, indent=2))
         return
@@ -36,17 +37,29 @@ def kernels(
 
 
 def listing(
-    registry: Registry, backend: Backend, choices: Mapping[str, KernelChoice]
+    registry: Registry,
+    backend: Backend,
+    choices: Mapping[str, KernelChoice],
+    packed: Mapping[str, KernelChoice],
 ) -> list[dict[str, Any]]:
-    """Every kernel of every operation, the one that would be chosen first, as plain values."""
+    """Every kernel of every operation, the one that would be chosen first, as plain values.
+
+    Args:
+        choices: of a run that asks for none.
+        packed: of one whose rows are packed.
+    """
     rows = []
+    inner = {name for p in registry.kernels for name in p.spec.uses}
+    called = {name for c in choices.values() if c.provided for name in c.provided.spec.uses}
     for operation, choice in choices.items():
         rows.append(
             {
                 "operation": operation,
                 "kernel": choice.name,
-                "chosen": True,
-                "why": choice.reason,
+                "chosen": operation not in inner - called,
+                "why": choice.reason
+                if operation not in inner - called
+                else f"for kernels that are made with one ({_users(registry, operation)})",
                 "from": "the model's own" if choice.provided is None else choice.provided.origin,
             }
         )
@@ -56,6 +69,8 @@ def listing(
                 continue
             name = provided.spec.name
             problem = dict(choice.rejected).get(name) or unfit(provided.spec, backend)
+            if packed[operation].name == name:
+                problem = f"for packed rows: {packed[operation].reason}"
             rows.append(
                 {
                     "operation": operation,
@@ -68,14 +83,24 @@ def listing(
     return rows
 
 
+def _users(registry: Registry, operation: str) -> str:
+    return ", ".join(
+        f"kernels.{p.spec.operation}: {p.spec.name}"
+        for p in registry.kernels
+        if operation in p.spec.uses
+    )
+
+
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(no_wrap=True, style="dim")
+    before = None
     for row in rows:
-        if row["chosen"]:
+        if row["operation"] != before:
             table.add_row(Text(row["operation"], style="bold"))
+        before = row["operation"]
         mark = "* " if row["chosen"] else "  "
         style = "green" if row["chosen"] else ""
         table.add_row(Text(f"{mark}{row['kernel']}", style=style), row["why"], row["from"])

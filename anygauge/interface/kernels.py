@@ -12,7 +12,8 @@
 
 ``softmax``: of scale * x along `dim`, in x's type, accumulated in float32 or better. The mask is
 broadcast to x: boolean, True takes part; floating, added after the scale. With a causal offset, row
-r of the last two dimensions has columns up to r + offset. A row of which nothing is left is zero.
+r of the last two dimensions has columns up to r + offset. A row that the mask or the offset leaves
+empty is zero; x itself is finite.
 
 ``linear_cross_entropy``: sum of the cross entropies of hidden (N, D) @ weight.T (V, D) for targets
 (N,) int64, () float32, without holding N x V logits. By keyword, all with defaults: bias (V,);
@@ -48,6 +49,7 @@ class AttentionKernel:
         describe: in a few words, for the run's record: what computes the softmax.
         mask: the library's attention whose masks it takes.
         drops: whether it drops attention weights when it is asked to.
+        smallest_head: least D that it serves.
     """
 
     name: str
@@ -55,6 +57,7 @@ class AttentionKernel:
     describe: str
     mask: str = "eager"
     drops: bool = True
+    smallest_head: int = 1
 
     def __post_init__(self) -> None:
         for word in ("sdpa", "flash", "flex_attention"):

@@ -17,7 +17,7 @@ from anygauge.models.adapter import add_adapter, borrowed_parameters
 from anygauge.models.files import WeightFiles, match_names
 from anygauge.models.fused_lora import LoraKernel, fuse_lora
 from anygauge.models.fused_loss import LogitsRule, LossKernel, fuse_loss, logits_rule
-from anygauge.models.kernels import NormKernel, replace_norms
+from anygauge.models.kernels import NormKernel, refuse_uncalled, replace_norms
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.py", "*.model"]
 
@@ -147,6 +147,7 @@ class CausalModelFactory:
         if self._loss is not None:
             self._rule, self.loss = logits_rule(model)
         refuse_persistent_buffers(model)
+        refuse_uncalled(model, self._attention)
         return model
 
     def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import FULL, AttentionKernel, Level, PluginError, Support
+from anygauge.interface import (
+    FULL,
+    AttentionKernel,
+    Level,
+    PluginError,
+    Support,
+    UnsupportedError,
+)
 
 NormKernel = Callable[[Tensor, Tensor, float], Tensor]
 """(x (..., D), weight (D,), epsilon) -> (..., D), in x's type."""
@@ -31,6 +38,7 @@ def register_attention(kernel: AttentionKernel) -> str:
             f"attention kernel {kernel.name!r} takes masks as for {kernel.mask!r}, which the "
             "installed transformers does not make"
         )
+    _registered.add(kernel.name)
     AttentionInterface.register(kernel.name, kernel.forward)
     # With a name in the first registry alone, models would get no mask: padding would be seen.
     AttentionMaskInterface.register(kernel.name, ALL_MASK_ATTENTION_FUNCTIONS[kernel.mask])
@@ -43,7 +51,7 @@ def takes_kernels(config: Any, mask: str = "eager") -> Support:
     Args:
         mask: of the kernel; see `AttentionKernel`.
     """
-    kind = _model_class(config)
+    kind = model_class(config)
     if kind is None:
         return FULL
     # The library's own flag is not set on all that do.
@@ -61,7 +69,7 @@ def takes_kernels(config: Any, mask: str = "eager") -> Support:
 
 def library_serves(config: Any, attention: str) -> bool:
     """Whether the library has one of its own attentions for a model of this configuration."""
-    kind = _model_class(config)
+    kind = model_class(config)
     known = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
     return kind is None or attention not in known or bool(getattr(kind, known[attention], True))
 
@@ -72,8 +80,30 @@ def drops_attention(config: Any) -> bool:
     return any(isinstance(r := getattr(config, n, 0), int | float) and r > 0 for n in names)
 
 
-def _model_class(config: Any) -> type | None:
-    """Of the library; None for one that comes with a model's files."""
+def head_size(config: Any) -> int | None:
+    """Width of an attention head, where the configuration says."""
+    size, heads = (getattr(config, name, None) for name in ("head_dim", "num_attention_heads"))
+    hidden = getattr(config, "hidden_size", None)
+    return size or (hidden // heads if hidden and heads else None)
+
+
+def refuse_uncalled(model: nn.Module, attention: str) -> None:
+    """Raises: UnsupportedError: a model's own code would never call the attention kernel."""
+    module = sys.modules.get(type(model).__module__)
+    if attention in _registered and not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        raise UnsupportedError(
+            f"kernels.attention: {type(model).__name__} computes attention itself and not through "
+            "the library's interface, so that a kernel would never be called; set "
+            "model.attention: eager, and leave kernels.attention out"
+        )
+
+
+_registered: set[str] = set()
+"""Names of kernels that the library knows by now."""
+
+
+def model_class(config: Any) -> type | None:
+    """The library's class for a configuration; None for one that comes with a model's files."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

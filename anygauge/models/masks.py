@@ -6,6 +6,7 @@ a model library infers from position ids: it holds for every attention that take
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import UnsupportedError
+from anygauge.models.kernels import model_class
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -108,14 +110,49 @@ def plan_masks(config: Any, masks_of: str, max_length: int) -> MaskPlan:
             "apart; set model.attention to eager or sdpa, or data.packing: false"
         )
     kinds = set(getattr(config, "layer_types", None) or ())
-    other = sorted(kinds - {FULL, SLIDING})
+    other = sorted(kinds - {FULL, SLIDING}) + _recurrent(config)
     if other or not getattr(config, "num_attention_heads", None):
         raise UnsupportedError(
             "data.packing: this model has layers of kind "
             f"{', '.join(other) or 'no attention'}, which the mask between packed rows does not "
             "reach; set data.packing: false"
         )
+    if not _takes_masks(config):
+        raise UnsupportedError(
+            f"data.packing: {type(config).__name__.removesuffix('Config')} models make their masks "
+            "in a way of their own, which the mask between packed rows does not fit; set "
+            "data.packing: false"
+        )
     return MaskPlan(FORMS[masks_of], _windows(config, kinds, max_length))
+
+
+def _recurrent(config: Any) -> list[str]:
+    """Fields of a configuration that speak of layers with a state that no mask reaches."""
+    fields = sorted(vars(config)) if hasattr(config, "__dict__") else []
+    lists = ("layers_block_type", "block_types", "hybrid_layer_ids", "attn_layer_indices")
+    return [
+        name
+        for name in fields
+        if (name in lists or name.startswith(("mamba_", "ssm_", "rwkv_", "lru_")))
+        and getattr(config, name)
+    ]
+
+
+def _takes_masks(config: Any) -> bool:
+    """Whether a mask for each pair of positions is used as it is.
+
+    It is where the library's common functions make masks, in their present or their former form.
+    """
+    kind = model_class(config)
+    if kind is None:
+        return True
+    module = sys.modules[kind.__module__]
+    if hasattr(module, "build_alibi_tensor") and getattr(config, "alibi", True):
+        return False  # its position biases are made from a mask of one value per token
+    if any(hasattr(module, name) for name in ("create_causal_mask", "create_masks_for_generate")):
+        return True
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    return any("_update_causal_mask" in vars(each) for each in classes)
 
 
 def _windows(config: Any, kinds: set[str], max_length: int) -> tuple[tuple[str, int | None], ...]:

@@ -9,6 +9,7 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import AttentionKernel, Backend, PluginError, UnsupportedError
 from anygauge.models.kernels import (
     drops_attention,
+    head_size,
     library_serves,
     register_attention,
     takes_kernels,
@@ -105,4 +106,7 @@ def _unfit(kernel: AttentionKernel, config: Any) -> str | None:
         return served.reason
     if not kernel.drops and drops_attention(config):
         return "it drops attention weights in training, which the kernel cannot"
+    size = head_size(config)
+    if size is not None and size < kernel.smallest_head:
+        return f"its heads of {size} are below the {kernel.smallest_head} that the kernel serves"
     return None

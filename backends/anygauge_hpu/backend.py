@@ -195,7 +195,7 @@ def _preferred_kernels(options: Mapping[str, Any]) -> dict[str, str]:
     norm = options.get("rms_norm", "fused")
     return {
         "attention": "gaudi_fused" if attention == "fused" else softmax,
-        "softmax": "gaudi_fp32" if in_float32 else "gaudi_bf16",
+        "softmax": "gaudi_bf16" if options.get("softmax") == "bfloat16" else "gaudi_fp32",
         "rms_norm": "gaudi_fused" if norm == "fused" else "reference",
         **updates,
     }

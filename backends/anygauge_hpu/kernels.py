@@ -110,7 +110,11 @@ def _with_softmax(softmax_dtype: Callable[[Tensor], torch.dtype]) -> Callable[..
 
 
 def softmax_in_bfloat16() -> Callable[..., Tensor]:
-    """The softmax operation in the type of its input; the vector unit accumulates as it does."""
+    """The softmax operation in the type of its input, scale and mask as well.
+
+    An exception from the operation's rule, to be asked for: what the library accumulates in is not
+    known.
+    """
     return _softmax(lambda x: x.dtype)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterable
 from importlib.util import find_spec
 
@@ -16,6 +18,15 @@ def why_no_triton() -> str | None:
     if find_spec("triton") is not None:
         return None
     return "triton is not installed; it comes with the CUDA builds of torch"
+
+
+def why_no_compiler() -> str | None:
+    """Why nothing can be compiled for a GPU here, or None."""
+    if why_no_triton() is not None:
+        return why_no_triton()
+    if not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
+        return "there is no C compiler (CC, cc, gcc, clang), which torch.compile needs"
+    return None
 
 
 @hookimpl
@@ -59,6 +70,7 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             factory="anygauge_kernels.blocks:compiled",
             api_version=WRITTEN_FOR,
             device_types=frozenset({"cuda"}),
+            missing=why_no_compiler,
         ),
         KernelSpec(
             operation="lora_linear",

@@ -25,7 +25,7 @@ def block_attention(flex: Any) -> AttentionKernel:
     """Attention by torch's `flex_attention`, or a compiled one.
 
     A `BlockMask` says which blocks of queries and keys see each other at all: the others are not
-    computed, and no mask of all positions is held.
+    computed. Torch makes it from a mask of all positions, which it then drops.
     """
 
     def forward(
@@ -45,6 +45,8 @@ def block_attention(flex: Any) -> AttentionKernel:
         `s_aux`: see `anygauge_kernels.attention`.
         """
         refuse(module, others)
+        if attention_mask is None and getattr(module, "is_causal", True):
+            attention_mask = _causal(query.shape[2], key.shape[2], query.device)
         if dropout and module.training:
             raise UnsupportedError(
                 f"{type(module).__name__} drops attention weights, which attention by blocks "
@@ -80,4 +82,15 @@ def block_attention(flex: Any) -> AttentionKernel:
         describe="compiled; blocks that see nothing are skipped",
         mask="flex_attention",
         drops=False,
+        smallest_head=16,
     )
+
+
+def _causal(length: int, seen: int, device: torch.device) -> BlockMask:
+    """The last query beside the last key, as of an attention without a mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key <= query + (seen - length)
+
+    return create_block_mask(visible, None, None, length, seen, device=str(device))

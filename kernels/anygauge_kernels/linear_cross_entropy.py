@@ -28,6 +28,9 @@ ChunkLoss = Callable[[Tensor, Tensor, Options, bool], tuple[Tensor, Tensor | Non
 (sum of the losses (), its gradient by the logits or None)."""
 
 
+AT_MOST = 4
+"""Times `CHUNK_BYTES` of logits that are held where the weight is trained."""
+
 LIFT = 1024.0
 """Factor of float16 gradients by rows until the loss's own gradient is known: probabilities below
 6e-8 would be zero without it, and of a large vocabulary they are many."""
@@ -102,10 +105,10 @@ def with_chunks(
     rows: int,
 ) -> Tensor:
     """The loss over chunks of `rows` rows, each by `chunk`; the rest as `linear_cross_entropy`."""
-    if weight.requires_grad:
-        # Each chunk adds to the whole weight's gradient: with as many rows as the weight has
-        # columns, logits take no more memory than that gradient, and the sum little time.
-        rows = max(rows, hidden.shape[1])
+    if weight.requires_grad and torch.is_grad_enabled():
+        # Each chunk adds to the whole weight's gradient, which takes as long as a product with as
+        # many rows as the weight has columns: fewer and larger chunks, within bounds.
+        rows = max(rows, min(hidden.shape[1], AT_MOST * rows))
     if skip_ignored:
         kept = (targets != options.ignore_index).nonzero().squeeze(1)
         hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
@@ -174,26 +177,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if by_rows is not None:
                     lifted = narrow if lift == 1.0 else (gradient * lift).to(hidden.dtype)
                     torch.mm(lifted, shared, out=by_rows[part])
-                if by_shared is not None and by_shared.dtype is narrow.dtype:
-                    by_shared.addmm_(narrow.t(), rows_of[part])
-                elif by_shared is not None:
+                if by_shared is None:
+                    continue
+                if hidden.dtype in (wide, torch.float16):
+                    # A sum over tokens has no room in float16, nor have its smallest parts.
+                    by_shared.addmm_(gradient.to(wide).t(), rows_of[part].to(wide))
+                else:
                     by_shared += narrow.t() @ rows_of[part]
-        ctx.save_for_backward(
-            *(
-                None if gradient is None else gradient.to(each.dtype)
-                for each, gradient in zip(
-                    given, (by_hidden, by_weight, by_bias, by_low, by_low_weight), strict=True
-                )
-            )
-        )
+        ctx.save_for_backward(by_hidden, by_weight, by_bias, by_low, by_low_weight)
+        ctx.dtypes = tuple(None if each is None else each.dtype for each in given)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        # The factor stays wide: of float16, it may be too small for the type.
         gradients = (
-            None if held is None else held * (grad_total / lift).to(held.dtype)
-            for held, lift in zip(ctx.saved_tensors, ctx.lifts, strict=True)
+            None if held is None else held.to(grad_total.dtype).mul(grad_total / lift).to(dtype)
+            for held, lift, dtype in zip(ctx.saved_tensors, ctx.lifts, ctx.dtypes, strict=True)
         )
         return (*gradients, None, None, None, None, None)
 

@@ -44,6 +44,8 @@ def softmax(
     if learned or x.dtype is torch.float64 or x.dim() > 4 or x.numel() == 0:
         return plain.softmax(x, dim, mask, scale, causal_offset=causal_offset)
     plain.check(x, dim, causal_offset)
+    if mask is not None:
+        x = x.expand(torch.broadcast_shapes(x.shape, mask.shape))
     result: Tensor = _Softmax.apply(x, dim, mask, scale, causal_offset)
     return result
 

@@ -157,20 +157,22 @@ def test_kernels_follow_the_options() -> None:
     update = {"adamw": "gaudi_fused", "clip_grad_norm": "gaudi_fused"}
     assert HpuBackend().kernels == {
         "attention": "gaudi_fused",
-        "softmax": "gaudi_bf16",
+        "softmax": "gaudi_fp32",
         "rms_norm": "gaudi_fused",
         **update,
     }
     softmax = HpuBackend({"attention": "softmax", "rms_norm": "reference"})
     assert softmax.kernels == {
         "attention": "gaudi_softmax_bf16",
-        "softmax": "gaudi_bf16",
+        "softmax": "gaudi_fp32",
         "rms_norm": "reference",
         **update,
     }
     exact = HpuBackend({"attention": "softmax", "softmax": "float32"})
     assert exact.kernels["attention"] == "gaudi_softmax_fp32"
     assert exact.kernels["softmax"] == "gaudi_fp32"
+    narrow = HpuBackend({"attention": "softmax", "softmax": "bfloat16"})
+    assert narrow.kernels["softmax"] == "gaudi_bf16"
     assert HpuBackend({"optimum_habana": True}).kernels == update
 
 

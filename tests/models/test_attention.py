@@ -169,6 +169,42 @@ def test_a_packed_document_is_what_it_is_alone(case: str) -> None:
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("model_type", OUTSIDE)
+def test_packed_rows_of_the_others_are_right_or_refused(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    made = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+    batch = packed()
+    assert batch.segment_ids is not None
+    here = batch.segment_ids[0] == 2
+    try:
+        plan = plan_masks(made, "eager", LENGTH)
+    except UnsupportedError as refused:
+        assert "make their masks in a way of their own" in str(refused)
+        return
+    model = build(made, "eager").eval()
+    with torch.no_grad():
+        together = model(**model_inputs(batch, torch.float32, plan)).logits[0, here]
+        alone = model(input_ids=batch.input_ids[:1, here], use_cache=False).logits[0]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "bamba", "falcon_h1", "zamba", "recurrent_gemma"])
+def test_packed_rows_of_recurrent_models_are_refused(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    with pytest.raises(UnsupportedError, match=r"data.packing: this model has layers of kind"):
+        plan_masks(AutoConfig.for_model(model_type), "eager", LENGTH)
+
+
+def test_blocks_without_a_mask_are_causal() -> None:
+    module = torch.nn.Module().eval()
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 5, 5))
+    found = kernel("blocks").forward(module, q, k, v, None)[0]
+    wanted = kernel("softmax").forward(module, q, k, v, None)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_weights_are_dropped_in_training_alone() -> None:
     made = config("llama")
     made.attention_dropout = 0.5
