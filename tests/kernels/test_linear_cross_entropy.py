@@ -121,6 +121,51 @@ def test_float16_keeps_the_many_small_probabilities() -> None:
     torch.testing.assert_close(found.double(), true, rtol=2e-3, atol=1e-4)
 
 
+def test_a_factor_that_float16_cannot_hold_is_not_lost() -> None:
+    given = inputs(torch.float16)
+    loss = linear_cross_entropy(**given, chunk_bytes=10 * CLASSES * 4)
+    (plain,) = torch.autograd.grad(loss, given["hidden"], retain_graph=True)
+    (found,) = torch.autograd.grad(loss * 1e-3, given["hidden"])
+    torch.testing.assert_close(found.float(), plain.float() * 1e-3, rtol=1e-2, atol=1e-6)
+    loss = linear_cross_entropy(**given, chunk_bytes=10 * CLASSES * 4)
+    # 3e-5 / 1024 would be nothing in float16.
+    (found,) = torch.autograd.grad(loss * 3e-5, given["hidden"])
+    torch.testing.assert_close(found.float(), plain.float() * 3e-5, rtol=2e-2, atol=1e-7)
+
+
+def test_weights_gradients_of_float16_are_summed_in_float32() -> None:
+    hidden = torch.full((4096, 4), 60.0, dtype=torch.float16)
+    weight = torch.zeros(3, 4, dtype=torch.float16, requires_grad=True)
+    targets = torch.zeros(4096, dtype=torch.long)
+    # The sum over tokens, 60 * 4096 * 2 / 3, is beyond float16; what is asked for is not.
+    loss = linear_cross_entropy(hidden, weight, targets)
+    (found,) = torch.autograd.grad(loss / 4096, weight)
+    assert torch.allclose(found[0].float(), torch.tensor(-40.0), rtol=2e-3)
+
+
+def test_one_factor_for_all_gradients_is_not_rounded_to_bfloat16() -> None:
+    given = inputs(torch.bfloat16)
+    loss = linear_cross_entropy(**given)
+    (one,) = torch.autograd.grad(loss, given["hidden"], retain_graph=True)
+    factor = 1.00195  # halfway between two numbers of bfloat16
+    (found,) = torch.autograd.grad(loss * factor, given["hidden"])
+    assert torch.equal(found, (one.float() * torch.tensor(factor)).bfloat16())
+
+
+def test_a_trained_layer_as_wide_as_there_are_tokens_is_chunked_too() -> None:
+    rows, width, classes = 40, 64, 500
+    hidden = torch.randn(rows, width, requires_grad=True)
+    weight = torch.randn(classes, width, requires_grad=True)
+    with Largest() as seen:
+        loss = linear_cross_entropy(hidden, weight, torch.arange(rows), chunk_bytes=4 * 2 * classes)
+        loss.backward()
+    # Logits of four chunks; the weight's own gradient is the largest.
+    assert seen.logits(classes) == 4 * 2
+    with torch.no_grad(), Largest() as unlearned:
+        linear_cross_entropy(hidden, weight, torch.arange(rows), chunk_bytes=4 * 2 * classes)
+    assert unlearned.logits(classes) == 2
+
+
 def test_nothing_supervised_is_zero_with_a_gradient() -> None:
     given: Any = inputs()
     given["targets"] = torch.full((ROWS,), -100)
@@ -137,6 +182,12 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.elements = 0
         self.products = 0
+        self._shapes: set[tuple[int, ...]] = set()
+
+    def logits(self, classes: int) -> int:
+        """Most rows of a tensor with so many columns, but for the weight on its side (64)."""
+        wide = {shape[0] for shape in self._shapes if shape[1:] == (classes,)}
+        return max(wide - {64})
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -147,6 +198,7 @@ class Largest(TorchDispatchMode):
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor):
                 self.elements = max(self.elements, each.numel())
+                self._shapes.add(tuple(each.shape))
         return result
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.interface import AttentionKernel
-from anygauge.models.kernels import register_attention, replace_norms
+from anygauge.interface import AttentionKernel, UnsupportedError
+from anygauge.models.kernels import refuse_uncalled, register_attention, replace_norms
 from anygauge_hpu.kernels import (
     attention_with_softmax_in_bfloat16,
     attention_with_softmax_in_float32,
@@ -54,6 +54,17 @@ def test_a_softmax_in_bfloat16_is_near_and_not_the_same() -> None:
         wanted = model().bfloat16()(**inputs).logits
         found = model(name).bfloat16()(**inputs).logits
     assert torch.allclose(found, wanted, atol=0.05)
+
+
+def test_code_that_would_not_call_a_kernel_is_refused_once_it_is_there() -> None:
+    name = register_attention(attention_with_softmax_in_float32())
+    made = model(name)
+    refuse_uncalled(made, name)
+    kind = type("OfItsOwn", (type(made),), {"__module__": __name__})
+    made.__class__ = kind
+    refuse_uncalled(made, "sdpa")
+    with pytest.raises(UnsupportedError, match="OfItsOwn computes attention itself"):
+        refuse_uncalled(made, name)
 
 
 def test_a_name_that_the_library_takes_for_its_own_is_refused() -> None:

@@ -21,6 +21,7 @@ from anygauge.strategies import create_strategy
 from anygauge.training.attention import choose_attention
 from anygauge.training.kernels import kernels_of_run, load_loss_kernel, settle_loss
 from anygauge_cpu.backend import CpuBackend
+from anygauge_kernels import why_no_compiler
 
 LLAMA = {"model_type": "llama"}
 GPTJ = {"model_type": "gptj"}
@@ -106,6 +107,22 @@ def test_packed_rows_may_prefer_another_kernel() -> None:
     # Preferred, not asked for: it gives way.
     choice = attention_of(run_file(data=data), GPTJ, Blocks())
     assert choice.name == "eager"
+
+
+def test_heads_that_a_kernel_does_not_serve_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = AttentionKernel(name="wide_heads", forward=print, describe="-", smallest_head=16)
+    monkeypatch.setattr(Registry, "load_kernel", lambda *_: made)
+    run = run_file(kernels={"attention": "softmax"})
+    assert attention_of(run, {**LLAMA, "head_dim": 16}).name == "wide_heads"
+    with pytest.raises(UnsupportedError, match="heads of 8 are below the 16"):
+        attention_of(run, {**LLAMA, "head_dim": 8})
+
+
+def test_nothing_is_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert "no C compiler" in str(why_no_compiler())
+    monkeypatch.setattr("anygauge_kernels.find_spec", lambda _: None)
+    assert "triton is not installed" in str(why_no_compiler())
 
 
 def test_what_cannot_drop_weights_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
