@@ -65,8 +65,9 @@ def test_the_optimizer_hands_nothing_to_the_host_for_each_parameter(
 ) -> None:
     handed = steps(runs[LIMITS[-1]], "graph_host_operations")
     parameters = 2 * 2 * 7  # two matrices beside each of seven linear layers in two layers
-    # Each gradient's norm is handed over; AdamW's lerp would be a second one.
-    assert handed[-1] - handed[-2] < 2 * parameters
+    # Each gradient's norm is handed over, and some operations of the loss and the layers, 34 by
+    # count; AdamW's lerp would be a second one of each parameter.
+    assert handed[-1] - handed[-2] < parameters + 34 + parameters / 2
 
 
 def test_weights_are_copies_of_their_masters() -> None:
