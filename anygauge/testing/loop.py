@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from anygauge.interface import HOST_DEVICE
+from anygauge.interface import HOST_DEVICE, Backend
 from anygauge.registry import Registry
 from anygauge.testing.process import Subject
 
@@ -109,6 +109,17 @@ def prepare(folder: Path) -> None:
             rows.write(json.dumps(row) + "\n")
 
 
+def _kernels_for_both(backend: Backend) -> dict[str, str]:
+    """What the host must compute with to round as the subject does."""
+    choices = Registry.load().resolve_kernels(backend, {})
+    return {
+        name: choice.name
+        for name, choice in choices.items()
+        if name in ("linear_cross_entropy", "lora_linear")
+        and (choice.provided is None or not choice.provided.spec.device_types)
+    }
+
+
 def train(
     subject: Subject,
     folder: Path,
@@ -124,7 +135,8 @@ def train(
     """Train the tiny model; `prepare` has been called.
 
     Args:
-        host: on the host's own backend instead, for comparison; attention stays the subject's.
+        host: on the host's own backend instead, for comparison; attention and kernels that serve
+            every device stay the subject's.
         changes: sections of the run file that replace the usual ones.
 
     Raises:
@@ -156,6 +168,7 @@ def train(
         "precision": {"compute": dtype},
         "strategy": {"name": strategy},
         "launch": {"devices": ranks},
+        **({"kernels": _kernels_for_both(backend)} if host else {}),
         **(changes or {}),
     }
     path = folder / f"{name}.yaml"
