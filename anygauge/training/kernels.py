@@ -93,7 +93,8 @@ def load_loss_kernel(
     kernel: LossKernel | None = registry.load_kernel(kernels, LOSS)
     compiler = backend.graph.compiler
     if kernel is not None and compiler is not None and compiler.regions == "model":
-        hold_logits(run, kernels, "the device compiles the whole model, its output layer with it")
+        reason = "the device compiles the whole model, its output layer with it"
+        give_up(run, kernels, LOSS, reason)
         return None
     if kernel is None:
         return None
@@ -109,20 +110,39 @@ def settle_loss(run: RunFile, kernels: dict[str, KernelChoice], served: Support 
         UnsupportedError: the run file asks for the kernel, and the model cannot have it.
     """
     if served is not None and not served:
-        hold_logits(run, kernels, served.reason)
+        give_up(run, kernels, LOSS, served.reason)
     if LOSS not in kernels or kernels[LOSS].name == REFERENCE:
         return f"all logits held ({kernels[LOSS].reason})" if LOSS in kernels else "all logits held"
     return f"{kernels[LOSS].name}, without holding the logits"
 
 
-def hold_logits(run: RunFile, kernels: dict[str, KernelChoice], reason: str) -> None:
-    """Record that the loss is computed from logits, and why.
+def settle_lora(run: RunFile, kernels: dict[str, KernelChoice], layers: tuple[int, int]) -> str:
+    """Once the model is built: record whether its LoRA layers have the kernel; returns it in words.
+
+    Args:
+        layers: (served by the kernel, in all).
 
     Raises:
-        UnsupportedError: the run file asks for another way.
+        UnsupportedError: the run file asks for the kernel, and no layer can have it.
     """
-    if run.kernels.get(LOSS, REFERENCE) != REFERENCE:
+    if LORA not in kernels or kernels[LORA].name == REFERENCE:
+        return ""
+    served, total = layers
+    if not served:
+        give_up(run, kernels, LORA, f"none of the {total} adapted layers is plain LoRA")
+        return ""
+    return f"{served} of {total} LoRA layers fused"
+
+
+def give_up(run: RunFile, kernels: dict[str, KernelChoice], operation: str, reason: str) -> None:
+    """Record that an operation is the model's own, and why.
+
+    Raises:
+        UnsupportedError: the run file asks for a kernel.
+    """
+    if run.kernels.get(operation, REFERENCE) != REFERENCE:
         raise UnsupportedError(
-            f"kernels.{LOSS}: {run.kernels[LOSS]!r} cannot serve this run: {reason}. Leave it out"
+            f"kernels.{operation}: {run.kernels[operation]!r} cannot serve this run: {reason}. "
+            "Leave it out"
         )
-    kernels[LOSS] = KernelChoice(operation=LOSS, name=REFERENCE, reason=reason)
+    kernels[operation] = KernelChoice(operation=operation, name=REFERENCE, reason=reason)

@@ -61,6 +61,7 @@ from anygauge.training.kernels import (
     kernels_of_run,
     load_loss_kernel,
     load_update_kernels,
+    settle_lora,
     settle_loss,
 )
 from anygauge.training.loop import Loop
@@ -246,6 +247,7 @@ def prepare_run(
     if start is not None:
         engine.import_state(start)
     loss = settle_loss(run, kernels, factory.loss)
+    lora = settle_lora(run, kernels, factory.lora_layers)
     total, trained = parameter_counts(engine)
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
@@ -254,7 +256,7 @@ def prepare_run(
     rank.say(
         f"kernels: attention {attention.describe()}"
         + (f"; {factory.norms[0]} of {factory.norms[1]} norms fused" if factory.norms[1] else "")
-        + (f"; {factory.lora_layers[0]} LoRA layers fused" if factory.lora_layers[0] else "")
+        + (f"; {lora}" if lora else "")
         + f"; loss {loss}"
     )
     peak = backend.placement.peak_flops(precision.compute)

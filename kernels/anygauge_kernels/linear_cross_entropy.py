@@ -54,6 +54,7 @@ def linear_cross_entropy(
     scale: float = 1.0,
     skip_ignored: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    chunk: ChunkLoss | None = None,
 ) -> Tensor:
     """Sum of the cross entropies of ``hidden @ weight.T + bias``, without holding these logits.
 
@@ -75,36 +76,13 @@ def linear_cross_entropy(
         skip_ignored: leave out rows that do not count, before anything is computed. How many are
             left is then known only at run time, which a device with fixed shapes cannot have.
         chunk_bytes: of float32 logits at once.
+        chunk: computes the loss of one chunk; None: in plain torch.
 
     Returns:
         () float32, or float64 for float64.
     """
-    return with_chunks(
-        _chunk,
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        low_rank=low_rank,
-        options=Options(ignore_index, label_smoothing, softcap, scale),
-        skip_ignored=skip_ignored,
-        rows=max(1, chunk_bytes // (4 * weight.shape[0])),
-    )
-
-
-def with_chunks(
-    chunk: ChunkLoss,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    low_rank: tuple[Tensor, Tensor] | None,
-    options: Options,
-    skip_ignored: bool,
-    rows: int,
-) -> Tensor:
-    """The loss over chunks of `rows` rows, each by `chunk`; the rest as `linear_cross_entropy`."""
+    options = Options(ignore_index, label_smoothing, softcap, scale)
+    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
     if weight.requires_grad and torch.is_grad_enabled():
         # Each chunk adds to the whole weight's gradient, which takes as long as a product with as
         # many rows as the weight has columns: fewer and larger chunks, within bounds.
@@ -120,7 +98,7 @@ def with_chunks(
         bias,
         *(low_rank or (None, None)),
         targets,
-        chunk,
+        chunk or plain_chunk,
         options,
         rows,
         torch.is_grad_enabled(),
@@ -199,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _chunk(
+def plain_chunk(
     logits: Tensor, targets: Tensor, options: Options, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """See `ChunkLoss`; gradients are float32 at least."""

@@ -7,6 +7,7 @@ module needs Triton.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,61 +15,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anygauge_kernels.linear_cross_entropy import Options, linear_cross_entropy, with_chunks
+from anygauge_kernels.linear_cross_entropy import Options, linear_cross_entropy, plain_chunk
 
-CHUNK_BYTES = 256 * 2**20
-"""Of logits in their own type that are held at once: rows enough for a fast matrix product."""
+CHUNK_BYTES = 512 * 2**20
+"""Of logits if they were float32; as bfloat16, they are half: rows enough for a fast product."""
 BLOCK = 4096
 
 
 def kernel() -> Callable[..., Tensor]:
-    """The implementation."""
-    return triton_cross_entropy
-
-
-def triton_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    low_rank: tuple[Tensor, Tensor] | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    skip_ignored: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> Tensor:
-    """See `anygauge_kernels.linear_cross_entropy`.
-
-    float64 and float16 go through plain torch: in place, float16 has no room for small
-    probabilities.
-    """
-    options = Options(ignore_index, label_smoothing, softcap, scale)
-    if hidden.dtype in (torch.float64, torch.float16):
-        return linear_cross_entropy(
-            hidden, weight, targets, bias=bias, low_rank=low_rank, ignore_index=ignore_index,
-            label_smoothing=label_smoothing, softcap=softcap, scale=scale,
-            skip_ignored=skip_ignored, chunk_bytes=chunk_bytes,
-        )  # fmt: skip
-    return with_chunks(
-        _chunk,
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        low_rank=low_rank,
-        options=options,
-        skip_ignored=skip_ignored,
-        rows=max(1, chunk_bytes // (hidden.element_size() * weight.shape[0])),
-    )
+    """The implementation: `linear_cross_entropy` with chunks of its own."""
+    return functools.partial(linear_cross_entropy, chunk=_chunk, chunk_bytes=CHUNK_BYTES)
 
 
 def _chunk(
     logits: Tensor, targets: Tensor, options: Options, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """See `ChunkLoss`; the gradient is in the logits' type and place."""
+    """See `ChunkLoss`; the gradient is in the logits' type and place.
+
+    float64 and float16 go through plain torch: in place, float16 has no room for small
+    probabilities.
+    """
+    if logits.dtype in (torch.float64, torch.float16):
+        return plain_chunk(logits, targets, options, with_gradient)
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     _rows[(logits.shape[0],)](
         logits,

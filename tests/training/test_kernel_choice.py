@@ -19,7 +19,12 @@ from anygauge.interface import (
 from anygauge.registry import Registry
 from anygauge.strategies import create_strategy
 from anygauge.training.attention import choose_attention
-from anygauge.training.kernels import kernels_of_run, load_loss_kernel, settle_loss
+from anygauge.training.kernels import (
+    kernels_of_run,
+    load_loss_kernel,
+    settle_lora,
+    settle_loss,
+)
 from anygauge_cpu.backend import CpuBackend
 from anygauge_kernels import why_no_compiler
 
@@ -148,6 +153,20 @@ def test_a_loss_that_was_asked_for_never_gives_way() -> None:
     run = run_file(kernels={"linear_cross_entropy": "chunked"})
     with pytest.raises(UnsupportedError, match=r"'chunked' cannot serve this run: it has none"):
         settle_loss(run, chosen(run), Support(Level.NOT_WRITTEN_YET, "it has none"))
+
+
+def test_a_kernel_that_no_lora_layer_can_have_is_not_said_to_be_there() -> None:
+    run = run_file(adapter={"rank": 4})
+    kernels = chosen(run)
+    assert settle_lora(run, kernels, (12, 14)) == "12 of 14 LoRA layers fused"
+    assert settle_lora(run, kernels, (0, 14)) == ""
+    assert kernels["lora_linear"].name == "reference"
+    assert kernels["lora_linear"].reason == "none of the 14 adapted layers is plain LoRA"
+    asked = run_file(adapter={"rank": 4}, kernels={"lora_linear": "addmm"})
+    with pytest.raises(UnsupportedError, match="none of the 14 adapted layers is plain LoRA"):
+        settle_lora(asked, chosen(asked), (0, 14))
+    with pytest.raises(UnsupportedError, match="there is no adapter"):
+        chosen(run_file(kernels={"lora_linear": "addmm"}))
 
 
 def test_logits_can_be_asked_for() -> None:
