@@ -1,11 +1,11 @@
-"""A LoRA layer side by side: peft's own forward and backward, and with the product added at once.
+"""LoRA layers of one input side by side: peft's forward and backward, and with fused products.
 
 python benchmarks/lora.py --rounds 9
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,37 +14,50 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
+from anygauge.interface import LoraKernel
 from anygauge.models.fused_lora import fuse_lora
 from anygauge.registry import Registry
 from benchmarks.kernel_timing import chosen_device, compare, figures, record
 
-SIZES = ((512, 512), (512, 1376), (2048, 2048))
-"""(in, out) of the layer."""
+SIZES = ((512, (512,)), (512, (1376,)), (2048, (2048,)), (2048, (2048, 512, 512)))
+"""(in, out of each layer of this input)."""
+
+NAMES = [str(index) for index in range(max(len(outs) for _, outs in SIZES))]
 
 
-def layer(width: int, out: int, dropout: float, dtype: torch.dtype, device: torch.device) -> Any:
-    """A frozen linear layer with factors of rank 16, as peft makes it."""
+class Side(nn.ModuleList):
+    """Layers side by side, as those of queries, keys and values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(tokens, in) -> (tokens, all outs)."""
+        return torch.cat([each(x) for each in self], dim=-1)
+
+
+def layers(
+    width: int, outs: Sequence[int], dropout: float, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Frozen linear layers with factors of rank 16, as peft makes them."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
     made: Any = get_peft_model(
-        nn.Sequential(nn.Linear(width, out, bias=False)),  # type: ignore[arg-type]
-        LoraConfig(r=16, lora_dropout=dropout, target_modules=["0"], init_lora_weights=False),
+        Side([nn.Linear(width, out, bias=False) for out in outs]),  # type: ignore[arg-type]
+        LoraConfig(r=16, lora_dropout=dropout, target_modules=NAMES, init_lora_weights=False),
         autocast_adapter_dtype=False,
     )
     return made.to(device, dtype).train()
 
 
 def measure(
-    width: int, out: int, *, dropout: float, tokens: int, dtype: torch.dtype,
-    device: torch.device, rounds: int, kernel: Callable[..., Tensor],
+    width: int, outs: Sequence[int], *, dropout: float, tokens: int, dtype: torch.dtype,
+    device: torch.device, rounds: int, kernel: LoraKernel,
 ) -> dict[str, Any]:  # fmt: skip
     """One size: figures of both, and of the frozen layer alone."""
-    fused, plain = (layer(width, out, dropout, dtype, device) for _ in range(2))
-    assert fuse_lora(fused, kernel) == (1, 1)
-    base = plain.base_model.model[0].base_layer
+    fused, plain = (layers(width, outs, dropout, dtype, device) for _ in range(2))
+    assert fuse_lora(fused, kernel) == (len(outs), len(outs))
+    base = Side([each.base_layer for each in plain.base_model.model])
     x = torch.randn(tokens, width).to(device, dtype).requires_grad_()
-    upstream = torch.randn(tokens, out).to(device, dtype)
+    upstream = torch.randn(tokens, sum(outs)).to(device, dtype)
     given = [x, *(p for m in (fused, plain) for p in m.parameters() if p.requires_grad)]
     found = compare(
         {
@@ -57,12 +70,13 @@ def measure(
         rounds=rounds,
         device=device,
     )
-    return {"width": width, "out": out, "dropout": dropout, "timed": found}
+    return {"width": width, "out": outs, "dropout": dropout, "timed": found}
 
 
 def case(row: Mapping[str, Any]) -> str:
     """One size, in words."""
-    return f"{row['dtype']}, {row['width']:,} to {row['out']:,}, dropout {row['dropout']:g}"
+    outs = ", ".join(f"{out:,}" for out in row["out"])
+    return f"{row['dtype']}, {row['width']:,} to {outs}, dropout {row['dropout']:g}"
 
 
 def main(
@@ -78,14 +92,14 @@ def main(
     where = chosen_device(device)
     registry = Registry.load()
     choices = registry.resolve_kernels(registry.create_backend("cpu"), {"lora_linear": "addmm"})
-    kernel = registry.load_kernel(choices, "lora_linear")
+    kernel: LoraKernel = registry.load_kernel(choices, "lora_linear")
     rows = []
     for name in dtype.split(","):
-        for width, out in SIZES:
+        for width, outs in SIZES:
             for dropout in (0.0, 0.1):
                 row = measure(
                     width,
-                    out,
+                    outs,
                     dropout=dropout,
                     tokens=tokens,
                     dtype=getattr(torch, name),

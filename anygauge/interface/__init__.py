@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from anygauge.interface.graph import Compiler, Graph, Phase, ShapeKind, ShapePolicy
     from anygauge.interface.hooks import hookimpl
     from anygauge.interface.job import Job, NetworkInterface, Node, RdmaDevice
-    from anygauge.interface.kernels import AttentionKernel
+    from anygauge.interface.kernels import AttentionKernel, LoraKernel
     from anygauge.interface.placement import HOST_DEVICE, MemoryStats, PeakFlops, Placement
     from anygauge.interface.plugins import (
         KernelSpec,
@@ -87,6 +87,7 @@ __all__ = [
     "Launcher",
     "LauncherSpec",
     "Level",
+    "LoraKernel",
     "MemoryStats",
     "ModelError",
     "NetworkInterface",
@@ -154,6 +155,7 @@ _HOMES = {
     "Launcher": "plugins",
     "LauncherSpec": "plugins",
     "Level": "support",
+    "LoraKernel": "kernels",
     "MemoryStats": "placement",
     "ModelError": "errors",
     "NetworkInterface": "job",

@@ -5,7 +5,7 @@
 | ``attention`` | an `AttentionKernel` |
 | ``rms_norm`` | (x (..., D), weight (D,), epsilon) -> weight * x / sqrt(mean(x²) + epsilon), as x |
 | ``softmax`` | (x, dim=-1, mask=None, scale=1.0, *, causal_offset=None), see below |
-| ``lora_linear`` | (output, low, weight, scale) -> output + scale * low @ weight.T |
+| ``lora_linear`` | a `LoraKernel` |
 | ``linear_cross_entropy`` | (hidden, weight, targets, *, ...), see below |
 | ``adamw`` | (groups, lr, betas, eps) -> a `torch.optim.Optimizer` over float32 parameters |
 | ``clip_grad_norm`` | (parameters, max_norm) -> norm of all their gradients, which are scaled |
@@ -21,9 +21,6 @@ low_rank ((N, R), (V, R)), whose product is added; ignore_index -100; label_smoo
 logits = softcap * tanh(scale * logits / softcap); skip_ignored, that rows which do not count may be
 left out where shapes can follow values.
 
-``lora_linear``: output (..., V) of a frozen layer, low (..., R), weight (V, R), all of one type;
-the result is a new tensor.
-
 ``adamw``: groups have ``params``, ``lr`` and ``weight_decay``, which is decoupled; the state of a
 parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run goes on elsewhere.
 ``clip_grad_norm``: in place; the norm is a tensor, of the gradients before; max_norm is above 0.
@@ -33,7 +30,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,3 +66,18 @@ class AttentionKernel:
                     f"attention kernel {self.name!r}: the model library takes names with {word!r} "
                     "for its own; choose another"
                 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraKernel:
+    """Both products of a LoRA layer. All tensors of a call have one type, and so has its result.
+
+    Attributes:
+        down: (x (..., D), weight (R, D), dropout) -> dropout(x) @ weight.T; dropout is the
+            probability of a zero, 0 outside training; its draws are those of `torch.nn.Dropout`.
+        up: (output (..., V) of the frozen layer, low (..., R), weight (V, R), scale) ->
+            output + scale * low @ weight.T, a new tensor.
+    """
+
+    down: Callable[[Tensor, Tensor, float], Tensor]
+    up: Callable[[Tensor, Tensor, Tensor, float], Tensor]

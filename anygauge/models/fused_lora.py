@@ -1,7 +1,8 @@
-"""LoRA layers whose low-rank product is added by a kernel, without copies of the layer's output.
+"""LoRA layers whose two products a kernel makes, without the copies that peft makes of tensors.
 
 peft multiplies the second factor's output by the scale and adds it to the base's: three tensors of
-the output's size forward, one backward, for a product of a few columns.
+the output's size forward, one backward, for a product of a few columns. With dropout, each layer
+keeps an input of its own for backward.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-LoraKernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""``lora_linear`` of `anygauge.interface.kernels`."""
+from anygauge.interface import LoraKernel
 
 
 def fuse_lora(model: nn.Module, kernel: LoraKernel) -> tuple[int, int]:
-    """Let a kernel add the low-rank product of each LoRA layer; returns (served, LoRA layers).
+    """Let a kernel make the products of each LoRA layer; returns (served, LoRA layers).
 
     Layers whose factors are of another kind (DoRA, embeddings, a bias) stay as they are, as do
     calls with arguments of their own.
@@ -32,8 +32,9 @@ def fuse_lora(model: nn.Module, kernel: LoraKernel) -> tuple[int, int]:
         name = _served(module)
         if name is not None:
             any_module: Any = module
+            first, second = any_module.lora_A[name], any_module.lora_B[name]
             any_module.forward = types.MethodType(_forward(name), module)
-            second = any_module.lora_B[name]
+            first.forward = types.MethodType(_first(kernel), first)
             second.forward = types.MethodType(_second(kernel), second)
             served += 1
     return served, total
@@ -48,6 +49,8 @@ def _served(module: Any) -> str | None:
     (name,) = module.lora_A
     if name in module.lora_variant or module.lora_B[name].bias is not None:
         return None
+    if type(module.lora_dropout[name]) not in (nn.Dropout, nn.Identity):
+        return None
     return str(name)
 
 
@@ -57,10 +60,19 @@ def _forward(name: str) -> Callable[..., Tensor]:
         if self.disable_adapters or self.merged or args or kwargs or x.dtype != first.weight.dtype:
             plain: Tensor = type(self).forward(self, x, *args, **kwargs)
             return plain
-        low = first(self.lora_dropout[name](x))
-        # Called as a module: a strategy that shards its weight brings it back there.
+        dropout = self.lora_dropout[name]
+        drop = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
+        # Called as modules: a strategy that shards weights brings them back there.
+        low = first(x, drop)
         result: Tensor = self.lora_B[name](low, onto=self.base_layer(x), scale=self.scaling[name])
         return result
+
+    return forward
+
+
+def _first(kernel: LoraKernel) -> Callable[..., Tensor]:
+    def forward(self: Any, input: Tensor, dropout: float = 0.0) -> Tensor:
+        return kernel.down(input, self.weight, dropout)
 
     return forward
 
@@ -70,6 +82,6 @@ def _second(kernel: LoraKernel) -> Callable[..., Tensor]:
         if onto is None:
             plain: Tensor = type(self).forward(self, input)
             return plain
-        return kernel(onto, input, self.weight, scale)
+        return kernel.up(onto, input, self.weight, scale)
 
     return forward

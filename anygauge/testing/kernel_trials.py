@@ -159,21 +159,30 @@ def _mask(kind: str, allowed: torch.Tensor, q: torch.Tensor) -> Any:
 
 
 def _lora_trial(on: Opened, kernel: Any, name: str) -> None:
-    """Three dimensions, a scale, and the gradient of each tensor."""
+    """Three dimensions, a scale, and the gradient of each tensor; what is dropped is the rest's."""
     dtype = getattr(torch, _kernel_type(on))
     generator = torch.Generator().manual_seed(6)
-    shapes = ((2, 9, 24), (2, 9, 4), (24, 4))
+    shapes = ((2, 9, 24), (2, 9, 12), (4, 12), (24, 4))
     given = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
     there = [each.to(on.device, copy=True).requires_grad_() for each in given]
     here = [each.double().requires_grad_() for each in given]
-    found = kernel(*there, 1.5)
-    wanted = here[0] + 1.5 * here[1] @ here[2].t()
+    found = kernel.up(there[0], kernel.down(there[1], there[2], 0.0), there[3], 1.5)
+    wanted = here[0] + 1.5 * (here[1] @ here[2].t()) @ here[3].t()
     upstream = torch.randn(shapes[0], generator=generator)
     (found * upstream.to(on.device)).sum().backward()
     (wanted * upstream.double()).sum().backward()
     assert found.dtype is dtype, f"lora_linear {name}: {found.dtype} of {dtype}"
     _agrees(on, found, wanted.detach(), f"lora_linear {name}")
     _gradients_agree(on, there, here, f"lora_linear {name}")
+    # Products with a unit matrix show which inputs were dropped; the others are scaled.
+    x = torch.ones(1, 64, dtype=dtype, device=on.device).requires_grad_()
+    unit = torch.eye(64, dtype=dtype).to(on.device)
+    kept = kernel.down(x, unit, 0.5)
+    kept.sum().backward()
+    assert x.grad is not None, f"lora_linear {name}: no gradient of what was dropped"
+    drawn = set(kept.detach().float().cpu().unique().tolist())
+    assert drawn == {0.0, 2.0}, f"lora_linear {name}: ones with dropout 0.5 became {drawn}"
+    _agrees(on, x.grad, kept.detach().cpu().double(), f"gradient of dropout in lora_linear {name}")
 
 
 def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:

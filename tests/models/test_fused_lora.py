@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge.models.fused_lora import fuse_lora
-from anygauge_kernels.lora import lora_linear
+from anygauge_kernels.lora import addmm
 from tests.models.test_fused_loss import batch, build
 
 
@@ -38,7 +38,7 @@ def result(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def test_it_is_pefts_result(model_type: str, options: dict[str, Any]) -> None:
     model = adapted(model_type, **options)
     wanted, exact = result(model)
-    served, total = fuse_lora(model, lora_linear)
+    served, total = fuse_lora(model, addmm())
     assert served == total > 0
     found, gradients = result(model)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
@@ -70,7 +70,7 @@ def test_fewer_tensors_of_the_output_s_size() -> None:
     counts = []
     for fused in (False, True):
         if fused:
-            fuse_lora(layer, lora_linear)
+            fuse_lora(layer, addmm())
         with Made((7, 32)) as made:
             layer(x).sum().backward()
         counts.append(made.count)
@@ -79,11 +79,40 @@ def test_fewer_tensors_of_the_output_s_size() -> None:
     assert counts[0] - counts[1] == 3
 
 
+class Kept:
+    """Bytes of the distinct tensors of (7, 32) that autograd keeps."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 7 * 32:
+            self.held[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+
+def test_layers_of_one_input_keep_it_once() -> None:
+    block = adapted(target_modules=["q_proj", "k_proj", "v_proj"], lora_dropout=0.5)
+    attention = block.base_model.model.model.layers[0].self_attn
+    x = torch.randn(7, 32).requires_grad_()
+    kept = []
+    for fused in (False, True):
+        if fused:
+            fuse_lora(attention, addmm())
+        counter = Kept()
+        with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda t: t):
+            outputs = [each(x) for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        kept.append(len(counter.held))
+        del outputs
+    # The factors that dropout draws, one for each; and three inputs, or the one.
+    assert kept == [6, 4]
+
+
 def test_what_is_not_plain_lora_stays_as_it_is() -> None:
-    assert fuse_lora(adapted(use_dora=True), lora_linear) == (0, 4)
-    assert fuse_lora(adapted(lora_bias=True), lora_linear) == (0, 4)
+    assert fuse_lora(adapted(use_dora=True), addmm()) == (0, 4)
+    assert fuse_lora(adapted(lora_bias=True), addmm()) == (0, 4)
     model = adapted(target_modules=["q_proj", "embed_tokens"])
-    assert fuse_lora(model, lora_linear) == (2, 3)
+    assert fuse_lora(model, addmm()) == (2, 3)
     with model.disable_adapter(), torch.no_grad():
         base = model(input_ids=batch()["input_ids"]).logits
     assert not torch.allclose(base, result(model)[0], atol=1e-4)
@@ -91,7 +120,7 @@ def test_what_is_not_plain_lora_stays_as_it_is() -> None:
 
 def test_a_merged_layer_is_its_base() -> None:
     model = adapted()
-    fuse_lora(model, lora_linear)
+    fuse_lora(model, addmm())
     wanted = result(model)[0]
     model.merge_adapter()
     with torch.no_grad():

@@ -25,7 +25,7 @@ from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
-from anygauge_kernels.lora import lora_linear
+from anygauge_kernels.lora import addmm
 from tests.strategies.count_rank import CONFIG, Counters
 
 STEPS = 2
@@ -88,7 +88,7 @@ def main(output: Path) -> None:
                     seed=0,
                     gradient_checkpointing=recompute,
                     loss=loss,
-                    lora=None if loss is None else lora_linear,
+                    lora=None if loss is None else addmm(),
                 ),
                 optimizer=optimizer_factory(OptimizerSection()),
                 precision=Precision(compute="float32", reduce="float32"),

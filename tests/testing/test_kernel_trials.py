@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from anygauge.interface import LoraKernel
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge.testing.opened import Opened
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.kernels import softmax_in_bfloat16, softmax_in_float32
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+from anygauge_kernels.lora import addmm, down, up
 from anygauge_kernels.softmax import softmax
 
 
@@ -189,3 +191,43 @@ def test_a_wrong_loss_is_found(on: Opened, deaf_to: str) -> None:
 
     with pytest.raises(AssertionError, match="linear_cross_entropy wrong"):
         KERNEL_TRIALS["linear_cross_entropy"](on, wrong, "wrong")
+
+
+class DroppedTwice(torch.autograd.Function):
+    """Backward draws anew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, dropout: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dropout = dropout
+        return nn.functional.dropout(x, dropout) @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return nn.functional.dropout(grad @ weight, ctx.dropout), of_weight, None
+
+
+def test_our_lora_is_right(on: Opened) -> None:
+    KERNEL_TRIALS["lora_linear"](on, addmm(), "ours")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"up": lambda output, low, weight, scale: up(output, low, weight, 1.0)},
+        {"up": lambda output, low, weight, scale: up(output.detach(), low, weight, scale)},
+        {"up": lambda output, low, weight, scale: up(output, low, weight, scale).double()},
+        {"down": lambda x, weight, dropout: down(x, weight, 0.0)},
+        {"down": lambda x, weight, dropout: down(x, weight, dropout) * (1 - dropout)},
+        {"down": lambda x, weight, dropout: down(x.detach(), weight, dropout)},
+        {"down": DroppedTwice.apply},
+    ],
+    ids=["no scale", "no base gradient", "another type", "no dropout", "not scaled up",
+         "no gradient", "drawn twice"],
+)  # fmt: skip
+def test_wrong_lora_is_found(on: Opened, wrong: dict[str, Any]) -> None:
+    kernel = LoraKernel(**{"down": down, "up": up, **wrong})
+    with pytest.raises(AssertionError, match="lora_linear wrong"):
+        KERNEL_TRIALS["lora_linear"](on, kernel, "wrong")
