@@ -1,7 +1,8 @@
 """Softmax in Triton: scale and mask in the same pass, rows of any length.
 
 Rows that fit are read once and kept in registers; longer ones are read twice, with a running
-maximum and sum (online softmax), so that no length is too long. Importing this module needs Triton.
+maximum and sum (online softmax), so that no length is too long. Where there are too few long rows
+to occupy a device, several programs share each. Importing this module needs Triton.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ TILE = 2048
 """Elements that one program takes at least, as several short rows."""
 STEP = 8192
 """Columns that a program reads at a time of a row that does not fit."""
+PROGRAMS = 512
+"""Long rows below which each is shared: a few programs for each multiprocessor of a large GPU."""
+WHOLE, SUM, WRITE = 0, 1, 2
+"""What a program does of a long row: all; or its part of the sum, and of the rest afterwards."""
 
 NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
 
@@ -84,7 +89,7 @@ class _Softmax(torch.autograd.Function):
                 *arguments, **meta, ROWS=tile, BLOCK=block, num_warps=warps
             )
         else:
-            _forward_long[(count,)](*arguments, **meta, BLOCK=STEP, num_warps=16)
+            _long(_forward_long, count, columns, arguments, meta, rows.device)
         ctx.save_for_backward(output)
         ctx.dim, ctx.scale = dim, scale
         return output.movedim(-1, dim)
@@ -104,7 +109,7 @@ class _Softmax(torch.autograd.Function):
                 *arguments, ROWS=tile, BLOCK=block, num_warps=warps
             )
         else:
-            _backward_long[(count,)](*arguments, BLOCK=STEP, num_warps=16)
+            _long(_backward_long, count, columns, arguments, {}, output.device)
         return result.movedim(-1, ctx.dim), None, None, None, None
 
 
@@ -113,6 +118,24 @@ def _tile(columns: int) -> tuple[int, int, int]:
     block = triton.next_power_of_2(columns)
     rows = max(1, TILE // block)
     return rows, block, min(32, max(4, rows * block // 1024))
+
+
+def _long(
+    kernel: Any,
+    count: int,
+    columns: int,
+    arguments: tuple[Any, ...],
+    meta: dict[str, Any],
+    device: torch.device,
+) -> None:
+    """Launch a kernel for rows that do not fit: once, or twice where programs share a row."""
+    parts = min(triton.cdiv(PROGRAMS, count), triton.cdiv(columns, STEP))
+    span = triton.cdiv(triton.cdiv(columns, parts), STEP) * STEP
+    parts = triton.cdiv(columns, span)
+    found = torch.empty(2, count, parts, device=device, dtype=torch.float32)
+    meta = {**meta, "BLOCK": STEP, "PARTS": triton.next_power_of_2(parts), "num_warps": 16}
+    for phase in (WHOLE,) if parts == 1 else (SUM, WRITE):
+        kernel[(count, parts)](*arguments, found, parts, span, **meta, PHASE=phase)
 
 
 @triton.jit
@@ -156,36 +179,50 @@ def _forward_rows(
 
 @triton.jit
 def _forward_long(
-    output, x, mask, count, columns, B, C, sa, sb, sc, sd, scale, offset,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+    output, x, mask, count, columns, B, C, sa, sb, sc, sd, scale, offset, found, parts, span,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    # A maximum and a sum for each lane: they meet once, at the end.
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        score = _scores(
-            x, mask, row, column, column < columns, columns, B, C, sa, sb, sc, sd, scale, offset,
-            MASK, CAUSAL,
-        )  # fmt: skip
-        higher = tl.maximum(largest, score)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(largest - base) + tl.exp(score - base)
-        largest = higher
+    part = tl.program_id(1)
+    first = part * span
+    end = tl.minimum(first + span, columns)
+    if PHASE != 2:
+        largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        # A maximum and a sum for each lane: they meet once, at the end.
+        for start in range(first, end, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            score = _scores(
+                x, mask, row, column, column < end, columns, B, C, sa, sb, sc, sd, scale, offset,
+                MASK, CAUSAL,
+            )  # fmt: skip
+            higher = tl.maximum(largest, score)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(largest - base) + tl.exp(score - base)
+            largest = higher
+    else:
+        each = tl.arange(0, PARTS)
+        tops = found + row * parts + each
+        largest = tl.load(tops, mask=each < parts, other=float("-inf"))
+        total = tl.load(tops + count * parts, mask=each < parts, other=0.0)
     top = tl.max(largest, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     whole = tl.sum(total * tl.exp(largest - base), axis=0)
-    inverse = 1.0 / tl.where(whole == 0.0, 1.0, whole)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        score = _scores(
-            x, mask, row, column, column < columns, columns, B, C, sa, sb, sc, sd, scale, offset,
-            MASK, CAUSAL,
-        )  # fmt: skip
-        weight = tl.exp(score - base) * inverse
-        place = output + row * columns + column
-        tl.store(place, weight.to(output.dtype.element_ty), mask=column < columns)
+    if PHASE == 1:
+        tl.store(found + row * parts + part, top)
+        tl.store(found + (count + row) * parts + part, whole)
+    else:
+        inverse = 1.0 / tl.where(whole == 0.0, 1.0, whole)
+        for start in range(first, end, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            score = _scores(
+                x, mask, row, column, column < end, columns, B, C, sa, sb, sc, sd, scale, offset,
+                MASK, CAUSAL,
+            )  # fmt: skip
+            weight = tl.exp(score - base) * inverse
+            place = output + row * columns + column
+            tl.store(place, weight.to(output.dtype.element_ty), mask=column < end)
 
 
 @triton.jit
@@ -203,19 +240,33 @@ def _backward_rows(
 
 
 @triton.jit
-def _backward_long(result, output, upstream, count, columns, scale, BLOCK: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * columns
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < columns
-        y = tl.load(output + first + column, mask=inside, other=0.0).to(tl.float32)
-        total += y * tl.load(upstream + first + column, mask=inside, other=0.0).to(tl.float32)
+def _backward_long(
+    result, output, upstream, count, columns, scale, found, parts, span,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    first = part * span
+    end = tl.minimum(first + span, columns)
+    begin = row * columns
+    if PHASE != 2:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(first, end, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < end
+            y = tl.load(output + begin + column, mask=inside, other=0.0).to(tl.float32)
+            total += y * tl.load(upstream + begin + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        each = tl.arange(0, PARTS)
+        total = tl.load(found + row * parts + each, mask=each < parts, other=0.0)
     whole = tl.sum(total, axis=0)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < columns
-        y = tl.load(output + first + column, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(upstream + first + column, mask=inside, other=0.0).to(tl.float32)
-        slope = y * (g - whole) * scale
-        tl.store(result + first + column, slope.to(result.dtype.element_ty), mask=inside)
+    if PHASE == 1:
+        tl.store(found + row * parts + part, whole)
+    else:
+        for start in range(first, end, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < end
+            y = tl.load(output + begin + column, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(upstream + begin + column, mask=inside, other=0.0).to(tl.float32)
+            slope = y * (g - whole) * scale
+            tl.store(result + begin + column, slope.to(result.dtype.element_ty), mask=inside)

@@ -22,6 +22,7 @@ from anygauge_kernels import triton_loss, triton_softmax
 
 INTEGERS = {
     "count", "columns", "B", "C", "sa", "sb", "sc", "sd", "offset", "classes", "ignore_index",
+    "parts", "span",
 }  # fmt: skip
 NUMBERS = {"scale", "smoothing", "softcap"}
 
@@ -37,10 +38,11 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], int]]:
             yield triton_softmax._backward_rows, {"ROWS": rows, "BLOCK": block}, warps
     half = triton_softmax._tile(triton_softmax.ONE_PASS // 2)
     yield triton_softmax._backward_rows, {"ROWS": half[0], "BLOCK": half[1]}, half[2]
-    for mask in (0, 1, 2):
-        flags = {"MASK": mask, "CAUSAL": mask == 1, "BLOCK": triton_softmax.STEP}
-        yield triton_softmax._forward_long, flags, 16
-    yield triton_softmax._backward_long, {"BLOCK": triton_softmax.STEP}, 16
+    for phase in (triton_softmax.WHOLE, triton_softmax.SUM, triton_softmax.WRITE):
+        long = {"BLOCK": triton_softmax.STEP, "PARTS": 32 if phase else 1, "PHASE": phase}
+        for mask in (0, 1, 2):
+            yield triton_softmax._forward_long, {**long, "MASK": mask, "CAUSAL": mask == 1}, 16
+        yield triton_softmax._backward_long, long, 16
     for capped in (False, True):
         for gradient in (False, True):
             flags = {"CAPPED": capped, "GRADIENT": gradient, "BLOCK": triton_loss.BLOCK}
@@ -49,7 +51,7 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], int]]:
 
 def signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
     """Types of the arguments: bfloat16 tensors, but for those that are not."""
-    known = {"losses": "*fp32", "targets": "*i64"}
+    known = {"losses": "*fp32", "found": "*fp32", "targets": "*i64"}
     if constants.get("MASK") == 1:
         known["mask"] = "*u8"
     found = {}

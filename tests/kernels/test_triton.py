@@ -62,6 +62,34 @@ def test_rows_of_any_length(columns: int) -> None:
     softmax_agrees(x, seen, 0.5, columns // 2, "float32")
 
 
+@pytest.mark.parametrize("programs", [1, 7, 512])
+@pytest.mark.parametrize("columns", [32769, 70001])
+def test_long_rows_of_one_program_and_of_several(
+    columns: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_softmax, "PROGRAMS", programs)
+    launched = []
+    launch = triton_softmax._long
+
+    def counted(kernel: Any, *arguments: Any) -> None:
+        class Watched:
+            def __getitem__(self, grid: tuple[int, int]) -> Any:
+                launched.append(grid)
+                return kernel[grid]
+
+        launch(Watched(), *arguments)
+
+    monkeypatch.setattr(triton_softmax, "_long", counted)
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(columns)) * 4
+    x[2, : columns // 2] = -1e30
+    mask = torch.ones(3, columns).bool()
+    mask[1] = False  # of which nothing is left
+    mask[0, 8192:] = False  # parts of which nothing is left
+    softmax_agrees(x, mask, 0.5, None, "float32")
+    parts = {1: 1, 7: 3, 512: -(-columns // 8192)}[programs]
+    assert launched == [(3, parts)] * (2 if parts == 1 else 4)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_other_dimensions_and_strides(dim: int) -> None:
     x = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(1))
