@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from anygauge.agent.identity import read_head, read_node_rank
 from anygauge.agent.inherited import scrub
+from anygauge.agent.nodes import Introduction, Nodes, Order
 from anygauge.agent.outbox import Outbox
+from anygauge.agent.parent import obey_standard_input
 from anygauge.agent.supervisor import GRACE_S, Supervisor
+from anygauge.agent.verdict import Ending, Report
 from anygauge.interface import AnygaugeError, Job
-from anygauge.interface.files import write_text
 from anygauge.interface.processes import die_with_parent
-
-if TYPE_CHECKING:
-    from anygauge.registry import ResolvedSetting
 
 RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> the whole environment of that rank, but for its identity."""
+
+_REPORTING_S = 30.0
 
 
 def main(
@@ -47,69 +49,119 @@ def main(
     die_with_parent(signal.SIGTERM)
     arguments = _parse(argv)
     outbox = Outbox(sys.stdout.fileno())
+    nodes: Nodes | None = None
+    node_rank, host = -1, socket.gethostname()
     try:
+        if arguments.stdin:
+            obey_standard_input()
+        inherited = scrub(os.environ)
+        node_rank = read_node_rank(arguments.node_rank, os.environ)
         job = Job.load(arguments.job)
-        hostname = socket.gethostname()
+        if job.nodes > 1:
+            _keep_log(Path(job.run_directory) / "logs" / f"agent{node_rank}.log")
+        if job.working_directory:
+            os.chdir(job.working_directory)
+        settings: dict[str, str] = {}
+        if rank_environment is None:
+            from anygauge.agent.environment import NodeEnvironment
+
+            own = NodeEnvironment(job, node_rank, inherited)
+            settings, rank_environment = own.digests(), own.of_rank
+        nodes = meet(job, outbox, node_rank, host, arguments.head, settings)
         supervisor = Supervisor(
-            job,
-            node_rank=arguments.node_rank,
-            hostname=hostname,
+            replace(job, rendezvous=nodes.rendezvous),
+            node_rank=node_rank,
+            hostname=host,
             rank_argv=rank_argv
-            or (sys.executable, "-m", "anygauge.training.worker", "--job", arguments.job),
-            rank_environment=rank_environment or backend_environment(job, arguments.node_rank),
-            outbox=outbox,
+            or (
+                *(sys.executable, "-m", "anygauge.training.worker", "--job", arguments.job),
+                *("--rendezvous", nodes.rendezvous),
+            ),
+            rank_environment=rank_environment,
+            nodes=nodes,
             grace_s=arguments.grace,
         )
         status = supervisor.run()
-    except AnygaugeError as error:
+    except (AnygaugeError, OSError) as error:
+        status = error.exit_status if isinstance(error, AnygaugeError) else 1
         print(error, file=sys.stderr)
-        status = error.exit_status
-        _report(outbox, arguments.node_rank, status, str(error))
+        _report(outbox, nodes, node_rank, host, status, str(error))
     except Exception as error:
         traceback.print_exc()
         status = 1
-        text = f"the agent of node {arguments.node_rank} failed: {type(error).__name__}: {error}"
-        _report(outbox, arguments.node_rank, status, text)
+        text = f"the agent of node {node_rank} failed: {type(error).__name__}: {error}"
+        _report(outbox, nodes, node_rank, host, status, text)
+    if nodes is not None:
+        nodes.close()
     outbox.close()
     return status
 
 
-def backend_environment(job: Job, node_rank: int) -> RankEnvironment:
-    """The environment that the job's backend, site and run file ask for.
+def meet(
+    job: Job, outbox: Outbox, node_rank: int, host: str, head: str, settings: dict[str, str]
+) -> Nodes:
+    """Find the job's other nodes.
+
+    Args:
+        head: ``host:port`` of node 0's agent, or ``$NAME:port``.
+        settings: digest of each variable that must be the same on every node.
 
     Raises:
-        PluginError: the backend cannot be found or made.
+        AnygaugeError: they cannot be found, or do not belong together.
     """
-    from anygauge.agent.node import inspect_node
-    from anygauge.registry import Registry, applied, resolve_environment
+    if job.nodes == 1:
+        return Nodes(job, outbox)
+    from importlib.metadata import version
 
-    registry = Registry.load()
-    backend = registry.create_backend(job.backend, job.backend_options)
-    inherited = scrub(os.environ)
-    node = inspect_node(rank=node_rank, backend=backend, environ=inherited)
-    write_provenance(
-        Path(job.run_directory) / f"environment-node{node_rank}.json",
-        {
-            rank: resolve_environment(registry, backend, job, node, rank, inherited)
-            for rank in range(job.devices_per_node)
-        },
+    from anygauge.agent.head import Head
+    from anygauge.agent.member import Member
+
+    own = Introduction(
+        node_rank=node_rank,
+        host=host,
+        nodes=job.nodes,
+        devices_per_node=job.devices_per_node,
+        version=version("anygauge"),
+        settings=settings,
+    )
+    address = read_head(head, os.environ)
+    if not 0 <= node_rank < job.nodes:
+        raise AnygaugeError(
+            f"{host} was told to be node {node_rank}; the job has nodes 0 to {job.nodes - 1}"
+        )
+    return (
+        Head(job, outbox, own, address[1]) if node_rank == 0 else Member(job, outbox, own, address)
     )
 
-    def of_rank(local_rank: int) -> dict[str, str]:
-        resolved = resolve_environment(registry, backend, job, node, local_rank, inherited)
-        return applied(resolved, inherited)
 
-    return of_rank
+def _report(
+    outbox: Outbox, nodes: Nodes | None, node_rank: int, host: str, status: int, text: str
+) -> None:
+    """Tell the follower, and the other nodes if they were met, why this agent ends."""
+    if nodes is None or nodes.over:
+        outbox.send("ended", state="failed", exit_status=status, cause=text, node_rank=node_rank)
+        return
+    ending = Ending(time=time.time(), text=text, exit_status=status, final=True)
+    nodes.tell(Order.END)
+    nodes.report(Report(node_rank=node_rank, host=host, endings=(ending,)))
+    deadline = time.monotonic() + _REPORTING_S
+    while not nodes.over and time.monotonic() < deadline:
+        nodes.turn()
+        time.sleep(0.05)
+    nodes.send("ended", state="failed", exit_status=status, cause=text, node_rank=node_rank)
 
 
-def write_provenance(path: Path, by_rank: Mapping[int, Sequence[ResolvedSetting]]) -> None:
-    """Record what each local rank's environment was, why, and who won; secrets are hidden."""
-    records = {str(rank): [one.record() for one in found] for rank, found in by_rank.items()}
-    write_text(path, json.dumps(records, indent=2) + "\n")
-
-
-def _report(outbox: Outbox, node_rank: int, status: int, text: str) -> None:
-    outbox.send("ended", state="failed", exit_status=status, cause=text, node_rank=node_rank)
+def _keep_log(path: Path) -> None:
+    """Have this process's standard error go to a file that stays with the run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            os.dup2(log.fileno(), sys.stderr.fileno())
+    except OSError as error:
+        raise AnygaugeError(
+            f"{path} cannot be written on {socket.gethostname()}: {error.strerror}. The folder of "
+            "a run must be on storage that all its nodes share (--output)"
+        ) from error
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -117,7 +169,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m anygauge.agent", description="Run the ranks of one node of a job."
     )
     parser.add_argument("--job", required=True, help="the job file")
-    parser.add_argument("--node-rank", type=int, default=0, help="which machine this is, from 0")
+    parser.add_argument(
+        "--node-rank", default="0", help="which machine this is, from 0; or $NAME of a variable"
+    )
+    parser.add_argument(
+        "--head", default="", help="host:port of node 0; or $NAME:port, with NAME of a variable"
+    )
+    parser.add_argument(
+        "--stdin",
+        action="store_true",
+        help="read variables (JSON, one line) from standard input, and end when it is closed",
+    )
     parser.add_argument(
         "--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL"
     )

@@ -92,11 +92,6 @@ def from_exit(
     )
 
 
-def earliest(failures: list[Failure]) -> Failure | None:
-    """The failure that caused the others; of two at the same time, a death by signal."""
-    return min(failures, key=lambda f: (f.time, not f.by_signal, f.rank), default=None)
-
-
 def cause(failure: Failure, *, host: str, world_size: int, log: Path, log_offset: int) -> str:
     """The failure in words: who, what, where to read more.
 

@@ -1,7 +1,8 @@
 """Watches the ranks of one node from start to end: all of them do their work, or none goes on.
 
 One thread, one loop: it wakes for events, ends of processes and signals, forwards what ranks
-report, and ends the others when one fails. Nothing it starts outlives it.
+report, and ends the others when one fails. Nothing it starts outlives it. What other nodes do, it
+learns from `Nodes`, at each turn.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from anygauge.agent.failures import Failure, cause, earliest
-from anygauge.agent.outbox import Outbox
+from anygauge.agent.failures import Failure, cause
+from anygauge.agent.nodes import Nodes, Order
 from anygauge.agent.ranks import Rank
-from anygauge.interface import STOPPED, AnygaugeError, Job
+from anygauge.agent.verdict import Ending, Report, Verdict
+from anygauge.interface import AnygaugeError, Job
 from anygauge.interface.processes import END_AT_ONCE
 
 GRACE_S = 5.0
@@ -48,7 +50,7 @@ class Supervisor:
     Args:
         rank_argv: the command of a rank; all ranks run the same.
         rank_environment: local rank -> its whole environment, but for its identity.
-        outbox: where events go.
+        nodes: the job's other nodes, and where events go.
         grace_s: seconds between `END_AT_ONCE` and SIGKILL when ranks are ended.
     """
 
@@ -60,7 +62,7 @@ class Supervisor:
         hostname: str,
         rank_argv: Sequence[str],
         rank_environment: Callable[[int], dict[str, str]],
-        outbox: Outbox,
+        nodes: Nodes,
         grace_s: float = GRACE_S,
     ) -> None:
         self._job = job
@@ -68,7 +70,7 @@ class Supervisor:
         self._hostname = hostname
         self._argv = rank_argv
         self._environment = rank_environment
-        self._outbox = outbox
+        self._nodes = nodes
         self._grace_s = grace_s
         self._ranks: list[Rank] = []
         self._selector = selectors.DefaultSelector()
@@ -78,10 +80,14 @@ class Supervisor:
         self._kill_at: float | None = None  # monotonic, as are the next two
         self._killed_at: float | None = None
         self._first_finish: float | None = None
+        self._finish_told = 0.0
+        self._reported = False
+        self._cancelled_by: int | None = None
         self._cancelled_at: float | None = None  # since the epoch: compared with failures
 
     def run(self) -> int:
-        """Start the ranks, watch them to their end, report; call it from the main thread.
+        """Start the ranks, watch them and the other nodes to their end; call it from the main
+        thread.
 
         Returns:
             The exit status: 0, that of the earliest failure, or 128 + the signal received.
@@ -91,14 +97,25 @@ class Supervisor:
         """
         try:
             with self._wakened_by_signals():
+                self._nodes.attach(self._selector)
                 self._start()
-                while any(rank.running for rank in self._ranks) and not self._given_up():
+                while not self._over():
                     self._turn()
         finally:
             for rank in self._ranks:
                 rank.abandon()
             self._selector.close()
-        return self._conclude()
+        assert self._nodes.verdict is not None
+        return self._conclude(self._nodes.verdict)
+
+    def _over(self) -> bool:
+        """Whether all ranks have ended, here and elsewhere; reports once those here have."""
+        if any(rank.running for rank in self._ranks) and not self._given_up():
+            return False
+        if not self._reported:
+            self._reported = True
+            self._nodes.report(self._report())
+        return self._nodes.over
 
     def _start(self) -> None:
         directory = Path(self._job.run_directory)
@@ -127,10 +144,12 @@ class Supervisor:
         for key, _ in self._selector.select(_TURN_WITHOUT_HANDLES_S if polled else _TURN_S):
             if isinstance(key.data, Rank):
                 self._read(key.data)
-            elif key.data is not None:
+            elif key.data == _SIGNALLED:
                 os.read(key.fd, 512)  # the signal itself is in self._signals
         self._check_all()
         self._act_on_signals()
+        for order in self._nodes.turn():
+            self._obey(order)
         self._keep_time()
         self._balance_reading()
 
@@ -145,24 +164,45 @@ class Supervisor:
                 self._selector.unregister(rank.handle)
             rank.release()
             _note(f"rank {rank.rank} ended with code {rank.code}")
-            self._outbox.send("rank_exited", rank=rank.rank, code=rank.code, log=str(rank.log))
+            self._nodes.send("rank_exited", rank=rank.rank, code=rank.code, log=str(rank.log))
             if not (rank.ok or rank.stopped_in_order):
-                self._end_ranks(END_AT_ONCE, self._grace_s)
+                self._fail()
 
     def _read(self, rank: Rank) -> None:
         for event, line in rank.read_events():
             if event is None:
                 _note(f"rank {rank.rank} sent what is no event: {line[:500]!r}")
                 continue
-            self._outbox.forward(line)
+            self._nodes.forward(line)
             if self._first_finish is not None:
-                self._first_finish = time.monotonic()  # who reports is not stuck
+                self._finishing()  # who reports is not stuck
         if rank.silent:
             self._listen(rank, False)
         if rank.failure is not None:
-            self._end_ranks(END_AT_ONCE, self._grace_s)
+            self._fail()
         if (rank.finished_at is not None or rank.stopped) and self._first_finish is None:
+            self._finishing()
+
+    def _finishing(self) -> None:
+        """Ranks have nothing more to do but to wait for the last; other nodes' have not, either."""
+        self._first_finish = now = time.monotonic()
+        if now - self._finish_told > 1:
+            self._finish_told = now
+            self._nodes.tell(Order.FINISH)
+
+    def _fail(self) -> None:
+        self._end_ranks(END_AT_ONCE, self._grace_s)
+        self._nodes.tell(Order.END)
+
+    def _obey(self, order: Order) -> None:
+        if order is Order.FINISH:
             self._first_finish = time.monotonic()
+        elif order is Order.END:
+            self._end_ranks(END_AT_ONCE, self._grace_s)
+        elif order is Order.STOP:
+            self._stop(self._nodes.signum or signal.SIGTERM, time.time())
+        else:
+            self._kill_ranks()
 
     def _end_ranks(self, signum: int, grace_s: float) -> None:
         """Send all that run a signal to end, and SIGKILL after a while.
@@ -191,14 +231,21 @@ class Supervisor:
     def _act_on_signals(self) -> None:
         if not self._signals:
             return
+        signum, at = self._signals[0]
         if self._cancelled_at is None:
-            self._cancelled_at = self._signals[0][1]
-            name = signal.Signals(self._signals[0][0]).name
-            _note(f"received {name}: ending the ranks")
-            self._end_ranks(signal.SIGTERM, self._job.stop_grace_s)
+            _note(f"received {signal.Signals(signum).name}: ending the ranks")
+            self._stop(signum, at)
+            self._nodes.tell(Order.STOP, signum)
+        assert self._cancelled_at is not None
         # Schedulers deliver one request twice in a row, to the step and to its processes.
         if self._signals[-1][1] - self._cancelled_at > _REPEATED_SIGNAL_S:
             self._kill_ranks()
+            self._nodes.tell(Order.KILL)
+
+    def _stop(self, signum: int, at: float) -> None:
+        if self._cancelled_at is None:
+            self._cancelled_at, self._cancelled_by = at, signum
+            self._end_ranks(signal.SIGTERM, self._job.stop_grace_s)
 
     def _keep_time(self) -> None:
         now = time.monotonic()
@@ -222,10 +269,11 @@ class Supervisor:
             )
             self._ended_with, self._kill_at = END_AT_ONCE, now
             self._kill_ranks()
+            self._nodes.tell(Order.END)
 
     def _balance_reading(self) -> None:
         """Let ranks wait with their events while the follower is far behind."""
-        if self._reading is not self._outbox.full:
+        if self._reading is not self._nodes.full:
             return
         self._reading = not self._reading
         for rank in self._ranks:
@@ -243,53 +291,55 @@ class Supervisor:
         """Whether a killed rank does not die: it waits inside the kernel, for a device say."""
         return self._killed_at is not None and time.monotonic() - self._killed_at > _UNKILLABLE_S
 
-    def _conclude(self) -> int:
-        failures = [rank.failure for rank in self._ranks if rank.failure is not None]
-        first = earliest(failures)
-        cancelled = self._cancelled_at is not None and not (
-            first is not None and first.time < self._cancelled_at
-        )
+    def _report(self) -> Report:
+        """What became of the ranks."""
         complete = len(self._ranks) == self._job.devices_per_node
-        text = None
-        if complete and all(rank.ok for rank in self._ranks):
-            state, status = "ok", 0
-        elif complete and all(rank.stopped_in_order for rank in self._ranks):
-            state, status = "stopped", STOPPED
-            text = self._where_stopped()
-        elif cancelled:
-            state, status = "cancelled", 128 + self._signals[0][0]
-            text = f"ended by {signal.Signals(self._signals[0][0]).name}"
-        else:
-            assert first is not None, "a rank that is not ok has failed, or was ended for another"
-            state, status = "failed", first.exit_status
-            failed = next(rank for rank in self._ranks if rank.rank == first.rank)
-            text = cause(
-                first,
+        in_order = complete and all(rank.stopped_in_order for rank in self._ranks)
+        return Report(
+            node_rank=self._node_rank,
+            host=self._hostname,
+            ok=complete and all(rank.ok for rank in self._ranks),
+            stopped=(self._ranks[0].stopped or {}) if in_order else None,
+            endings=tuple(self._ending(r, r.failure) for r in self._ranks if r.failure is not None),
+            signalled_at=self._cancelled_at,
+            signum=self._cancelled_by,
+        )
+
+    def _ending(self, rank: Rank, failure: Failure) -> Ending:
+        return Ending(
+            time=failure.time,
+            rank=rank.rank,
+            by_signal=failure.by_signal,
+            exit_status=failure.exit_status,
+            final=failure.for_user,
+            text=cause(
+                failure,
                 host=self._hostname,
                 world_size=self._job.world_size,
-                log=failed.log,
-                log_offset=failed.log_offset,
-            )
+                log=rank.log,
+                log_offset=rank.log_offset,
+            ),
+        )
+
+    def _conclude(self, verdict: Verdict) -> int:
+        text = verdict.cause
         stuck = [rank for rank in self._ranks if rank.running]
         if stuck:
             text = f"{text}\nprocesses that SIGKILL does not end: {[rank.pid for rank in stuck]}"
         for rank in self._ranks:
             try:
-                rank.write_result(self._state_of(rank, state), self._hostname)
+                rank.write_result(self._state_of(rank, verdict.state), self._hostname)
             except OSError as error:
                 _note(f"{rank.result} cannot be written: {error}")
-        _note(f"ended: {state}, exit status {status}")
-        self._outbox.send(
-            "ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank
+        _note(f"ended: {verdict.state}, exit status {verdict.exit_status}")
+        self._nodes.send(
+            "ended",
+            state=verdict.state,
+            exit_status=verdict.exit_status,
+            cause=text,
+            node_rank=self._node_rank,
         )
-        return status
-
-    def _where_stopped(self) -> str:
-        event = self._ranks[0].stopped or {}
-        return (
-            f"stopped at request after step {event.get('step')}; checkpoint: "
-            f"{event.get('checkpoint')}"
-        )
+        return verdict.exit_status
 
     def _state_of(self, rank: Rank, state: str) -> str:
         if rank.ok:
@@ -312,7 +362,7 @@ class Supervisor:
         def collect(signum: int, frame: FrameType | None) -> None:
             self._signals.append((signum, time.time()))
 
-        self._selector.register(reader, selectors.EVENT_READ, "signals")
+        self._selector.register(reader, selectors.EVENT_READ, _SIGNALLED)
         before = {number: signal.signal(number, collect) for number in _SIGNALS}
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         try:
@@ -327,6 +377,7 @@ class Supervisor:
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALLED = "signals"
 
 
 def _note(text: str) -> None:

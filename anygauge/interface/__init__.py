@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         others_up,
     )
     from anygauge.interface.errors import (
+        LOST,
         STOPPED,
         AnygaugeError,
         DataError,
@@ -66,6 +67,7 @@ __all__ = [
     "CAPABILITIES",
     "FULL",
     "HOST_DEVICE",
+    "LOST",
     "ONE_NODE",
     "STOPPED",
     "THREADS",
@@ -131,6 +133,7 @@ _HOMES = {
     "API_VERSION": "backend",
     "AnygaugeError": "errors",
     "AttentionKernel": "kernels",
+    "LOST": "errors",
     "STOPPED": "errors",
     "Backend": "backend",
     "BackendSpec": "backend",

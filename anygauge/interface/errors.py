@@ -18,6 +18,9 @@ STOPPED = 75
 """Exit status of a run that was asked to end and wrote a checkpoint to go on from: "temporary
 failure, try again" in <sysexits.h>."""
 
+LOST = 69
+"""Exit status of a run that lost a node: "unavailable" in <sysexits.h>. It may be resumed."""
+
 
 class AnygaugeError(Exception):
     """Base of all errors meant for the user.

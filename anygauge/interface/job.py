@@ -23,7 +23,13 @@ class Job:
         strategy: name of the strategy.
         nodes: number of machines.
         devices_per_node: ranks started on each machine.
-        rendezvous: where ranks meet: ``file:///path`` (one machine) or ``tcp://host:port``.
+        rendezvous: where the ranks of one machine meet: ``file:///path`` or ``tcp://host:port``.
+            Those of several meet where the agents agree.
+        working_directory: absolute path that relative ones in the run file start from; every node
+            sees it. Empty: that of the agent.
+        token: by which the agents of a job know each other; a secret.
+        join_timeout_s: seconds that agents have to find each other.
+        lost_after_s: seconds of silence after which a node is lost.
         collective_timeout_s: seconds after which a collective that hangs ends the run.
         stop_grace_s: seconds that ranks get to end a step and write a checkpoint when the job is
             asked to end.
@@ -41,6 +47,10 @@ class Job:
     rendezvous: str
     collective_timeout_s: float = 600.0
     stop_grace_s: float = 60.0
+    working_directory: str = ""
+    token: str = ""
+    join_timeout_s: float = 300.0
+    lost_after_s: float = 60.0
     environment: Mapping[str, str] = field(default_factory=dict)
     backend_options: Mapping[str, Any] = field(default_factory=dict)
 

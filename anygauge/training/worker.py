@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,13 @@ def main() -> int:
     die_with_parent()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", required=True)
-    job = Job.load(parser.parse_args().job)
+    parser.add_argument(
+        "--rendezvous", default=None, help="where ranks meet; None: as the job says"
+    )
+    arguments = parser.parse_args()
+    job = Job.load(arguments.job)
+    if arguments.rendezvous is not None:
+        job = replace(job, rendezvous=arguments.rendezvous)
     index = int(os.environ["RANK"])
     events = EventWriter.of_rank(index)
     opened = contextlib.ExitStack()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from anygauge.agent.failures import Failure, cause, earliest, from_event, from_exit, tail
+from anygauge.agent.failures import Failure, cause, from_event, from_exit, tail
+from anygauge.agent.verdict import Ending, Report, settle
 
 
 def exit_of(rank: int, code: int, *, seen_alive: float, observed: float) -> Failure:
@@ -15,6 +16,16 @@ def exit_of(rank: int, code: int, *, seen_alive: float, observed: float) -> Fail
 def report(rank: int, time: float) -> Failure:
     event = {"error": "RuntimeError", "message": "Connection closed by peer", "time": time}
     return from_event(rank, event, received=time)
+
+
+def earliest(failures: list[Failure]) -> Failure:
+    endings = tuple(
+        Ending(time=f.time, rank=f.rank, by_signal=f.by_signal, text=str(index))
+        for index, f in enumerate(failures)
+    )
+    verdict = settle([Report(node_rank=0, host="h", endings=endings)])
+    assert verdict.state == "failed" and verdict.cause is not None
+    return failures[int(verdict.cause)]
 
 
 def test_a_kill_noticed_after_a_peers_report_is_still_the_cause() -> None:
@@ -38,10 +49,6 @@ def test_a_death_by_signal_precedes_an_exit_seen_in_the_same_moment() -> None:
     exited = exit_of(0, 1, seen_alive=10.0, observed=10.1)
     killed = exit_of(1, -signal.SIGSEGV, seen_alive=10.0, observed=10.1)
     assert earliest([exited, killed]) is killed
-
-
-def test_no_failure_is_no_cause() -> None:
-    assert earliest([]) is None
 
 
 def test_a_report_without_a_usable_time_or_status_gets_those_of_its_arrival() -> None:

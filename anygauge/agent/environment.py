@@ -1,0 +1,52 @@
+"""The environment of one node's ranks: decided by the job's backend, its site and its run file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from anygauge.agent.node import inspect_node
+from anygauge.interface import Job, Scope
+from anygauge.interface.files import write_text
+from anygauge.registry import Registry, ResolvedSetting, applied, resolve_environment
+
+
+class NodeEnvironment:
+    """What each rank of this node gets; recorded with the run.
+
+    Raises:
+        PluginError: the backend cannot be found or made.
+    """
+
+    def __init__(self, job: Job, node_rank: int, inherited: Mapping[str, str]) -> None:
+        registry = Registry.load()
+        backend = registry.create_backend(job.backend, job.backend_options)
+        node = inspect_node(rank=node_rank, backend=backend, environ=inherited)
+        self._inherited = inherited
+        self._by_rank = {
+            rank: resolve_environment(registry, backend, job, node, rank, inherited)
+            for rank in range(job.devices_per_node)
+        }
+        write_provenance(
+            Path(job.run_directory) / f"environment-node{node_rank}.json", self._by_rank
+        )
+
+    def of_rank(self, local_rank: int) -> dict[str, str]:
+        """All variables of a rank, but for its identity."""
+        return applied(self._by_rank[local_rank], self._inherited)
+
+    def digests(self) -> dict[str, str]:
+        """Variable -> digest of its value, of those that all nodes must have alike."""
+        return {
+            one.name: hashlib.sha256(repr(one.value).encode()).hexdigest()
+            for one in self._by_rank[0]
+            if one.setting.scope is Scope.JOB
+        }
+
+
+def write_provenance(path: Path, by_rank: Mapping[int, Sequence[ResolvedSetting]]) -> None:
+    """Record what each local rank's environment was, why, and who won; secrets are hidden."""
+    records = {str(rank): [one.record() for one in found] for rank, found in by_rank.items()}
+    write_text(path, json.dumps(records, indent=2) + "\n")

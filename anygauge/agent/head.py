@@ -1,0 +1,252 @@
+"""The agent of node 0: gathers the others, passes on what happens, decides how the job ended."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from anygauge.agent.link import Link
+from anygauge.agent.nodes import BEAT_S, ORDERS, Introduction, Nodes, Order
+from anygauge.agent.outbox import Outbox
+from anygauge.agent.verdict import Ending, Report, parse_report, settle
+from anygauge.interface import AnygaugeError, Job
+
+
+class Head(Nodes):
+    """The agent of node 0: gathers the others, and decides."""
+
+    def __init__(self, job: Job, outbox: Outbox, own: Introduction, port: int) -> None:
+        """Wait for all nodes.
+
+        Args:
+            port: where the others find this one.
+
+        Raises:
+            AnygaugeError: nodes are missing when the time is up, or do not belong together.
+        """
+        super().__init__(job, outbox)
+        self._job = job
+        self._reports: dict[int, Report] = {}
+        self._members: dict[int, _Joined] = {}
+        self._told: set[Order] = set()
+        self._beat = time.monotonic()
+        with _listening(port) as listener:
+            try:
+                self._gather(listener, own)
+            except AnygaugeError as error:
+                for member in self._members.values():
+                    member.link.send("refused", reason=str(error))
+                    member.link.shut()
+                raise
+        address = next(iter(self._members.values())).link.own_address
+        self.rendezvous = f"tcp://{_bracketed(address)}:{_free_port(address)}"
+        for member in self._members.values():
+            member.link.send("start", rendezvous=self.rendezvous)
+
+    def attach(self, selector: selectors.BaseSelector) -> None:
+        """See `Nodes.attach`."""
+        for member in self._members.values():
+            if not member.link.closed:
+                selector.register(member.link, selectors.EVENT_READ, self)
+
+    def turn(self) -> list[Order]:
+        """See `Nodes.turn`."""
+        now = time.monotonic()
+        if now - self._beat >= BEAT_S:
+            self._beat = now
+            self._send_all("beat")
+        for rank, member in self._members.items():
+            member.link.flush()
+            for message in member.link.receive():
+                self._take(rank, member, message)
+            if rank not in self._reports:
+                self._look_after(rank, member, now)
+        if self.verdict is None and len(self._reports) == self._job.nodes:
+            self.verdict = settle([self._reports[rank] for rank in sorted(self._reports)])
+            self._send_all("verdict", **asdict(self.verdict))
+        return super().turn()
+
+    def tell(self, order: Order, signum: int | None = None) -> None:
+        """See `Nodes.tell`."""
+        if order in self._told and order is not Order.FINISH:
+            return
+        self._told.add(order)
+        self._send_all(order.value, signum=signum)
+
+    def report(self, report: Report) -> None:
+        """See `Nodes.report`."""
+        self._reports[report.node_rank] = report
+
+    def close(self) -> None:
+        """See `Nodes.close`."""
+        for member in self._members.values():
+            member.link.shut()
+
+    def _send_all(self, kind: str, **fields: Any) -> None:
+        for member in self._members.values():
+            member.link.send(kind, **fields)
+
+    def _gather(self, listener: socket.socket, own: Introduction) -> None:
+        deadline = time.monotonic() + self._job.join_timeout_s
+        unknown: list[Link] = []
+        while len(self._members) < self._job.nodes - 1:
+            now = time.monotonic()
+            if now > deadline:
+                raise AnygaugeError(self._missing())
+            if now - self._beat >= BEAT_S:
+                self._beat = now
+                self._send_all("beat")
+            with contextlib.suppress(TimeoutError):
+                connection, address = listener.accept()
+                unknown.append(Link(connection, str(address[0])))
+            for link in list(unknown):
+                messages = link.receive()
+                if not messages and not link.closed:
+                    continue
+                unknown.remove(link)
+                if messages:
+                    self._admit(link, messages[0], own)
+        for link in unknown:
+            link.shut(0)
+
+    def _admit(self, link: Link, message: Mapping[str, Any], own: Introduction) -> None:
+        token = str(message.get("token", ""))
+        if message["kind"] != "join" or not hmac.compare_digest(token, self._job.token):
+            link.send("refused", reason="that agent is of another job")
+            link.shut()
+            return
+        other = Introduction(**message["introduction"])
+        link.peer = f"node {other.node_rank} ({other.host})"
+        known = {0: own.host, **{rank: each.host for rank, each in self._members.items()}}
+        try:
+            _check(own, other, known)
+        except AnygaugeError as error:
+            link.send("refused", reason=str(error))
+            link.shut()
+            raise
+        offset = time.time() - float(message["clock"])
+        self._members[other.node_rank] = _Joined(link, other.host, offset)
+
+    def _missing(self) -> str:
+        missing = [r for r in range(1, self._job.nodes) if r not in self._members]
+        here = ", ".join(f"node {rank} ({m.host})" for rank, m in sorted(self._members.items()))
+        return (
+            f"{len(missing)} of {self._job.nodes} nodes did not join within "
+            f"{self._job.join_timeout_s:g} s (launch.join_timeout_s): "
+            f"{', '.join(f'node {rank}' for rank in missing)} missing"
+            + (f"; {here} joined" if here else "")
+            + ". Their logs (logs/agentN.log) say whether they started; if they did, they cannot "
+            "reach this node's port"
+        )
+
+    def _take(self, rank: int, member: _Joined, message: Mapping[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "beat":
+            # The least delayed message tells the clocks' difference best.
+            member.offset = min(member.offset, time.time() - float(message["clock"]))
+        elif kind == "event":
+            self._outbox.forward(str(message["line"]).encode() + b"\n")
+        elif kind == "report":
+            self._reports[rank] = parse_report(message["report"], member.offset)
+        elif kind in ORDERS:
+            order = Order(kind)
+            self.signum = message.get("signum") or self.signum
+            self._orders.append(order)
+            self.tell(order, self.signum)
+
+    def _look_after(self, rank: int, member: _Joined, now: float) -> None:
+        link, limit = member.link, self._job.lost_after_s
+        silent = now - link.heard
+        if not link.closed and silent <= limit:
+            return
+        who = f"node {rank} ({member.host})"
+        if link.closed:
+            text = (
+                f"{who} is lost: its agent ended without a word ({link.why}). The machine may "
+                "have gone down, or the agent was killed; its ranks end with it"
+            )
+        else:
+            text = (
+                f"{who} is lost: nothing was heard from it for {limit:g} s (launch.lost_after_s). "
+                "The machine or the network between it and the head is down"
+            )
+            link.shut(0)
+        # It was there when it was last heard; what others say since may be its doing.
+        ending = Ending(time=time.time() - silent, text=text, by_signal=True, lost=True)
+        self._reports[rank] = Report(node_rank=rank, host=member.host, endings=(ending,))
+        self._orders.append(Order.END)
+        self.tell(Order.END)
+
+
+@dataclass(slots=True)
+class _Joined:
+    """A node as the head knows it; `offset`: seconds to add to its clock."""
+
+    link: Link
+    host: str
+    offset: float
+
+
+def _check(own: Introduction, other: Introduction, known: Mapping[int, str]) -> None:
+    """Refuse a node that does not fit.
+
+    Raises:
+        AnygaugeError: it is there twice, or was started for another job or from another version.
+    """
+    who = f"node {other.node_rank} ({other.host})"
+    if other.node_rank in known:
+        raise AnygaugeError(
+            f"two agents say that they are node {other.node_rank}: {known[other.node_rank]} and "
+            f"{other.host}. Each machine must be given a number of its own, from 0 to "
+            f"{own.nodes - 1}"
+        )
+    if not 0 <= other.node_rank < own.nodes:
+        raise AnygaugeError(f"{who}: the job has nodes 0 to {own.nodes - 1}")
+    for name, mine, theirs in (
+        ("launch.nodes", own.nodes, other.nodes),
+        ("launch.devices", own.devices_per_node, other.devices_per_node),
+        ("the version of anygauge", own.version, other.version),
+    ):
+        if mine != theirs:
+            raise AnygaugeError(
+                f"{who} has {theirs} for {name}, the head ({own.host}) {mine}: all nodes must "
+                "have the same"
+            )
+    names = sorted({*own.settings, *other.settings})
+    differ = [name for name in names if own.settings.get(name) != other.settings.get(name)]
+    if differ:
+        raise AnygaugeError(
+            f"{', '.join(differ)}: {who} has another value than the head ({own.host}), and the "
+            "whole job needs one. Set it in the run file (environment), which wins on every node"
+        )
+
+
+@contextlib.contextmanager
+def _listening(port: int) -> Iterator[socket.socket]:
+    try:
+        listener = socket.create_server(("", port), backlog=128)
+    except OSError as error:
+        raise AnygaugeError(
+            f"the agent of node 0 cannot listen at port {port} on {socket.gethostname()}: "
+            f"{error.strerror or error}. If another job has it, give this one launch.port"
+        ) from error
+    listener.settimeout(0.05)
+    with listener:
+        yield listener
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server(
+        (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+    ) as found:
+        return int(found.getsockname()[1])
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,43 @@
+"""Which node an agent is, and where the head is: told outright, or by a variable of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anygauge.interface import AnygaugeError
+
+
+def read_node_rank(text: str, environ: Mapping[str, str]) -> int:
+    """A number, or ``$NAME`` of the variable that holds it.
+
+    Raises:
+        AnygaugeError: the variable is unset, or it is no number.
+    """
+    value = _value(text, environ, "the number of this node")
+    if not value.isascii() or not value.isdecimal():
+        raise AnygaugeError(f"the number of this node: {text} is {value!r}, not a number from 0")
+    return int(value)
+
+
+def read_head(text: str, environ: Mapping[str, str]) -> tuple[str, int]:
+    """``host:port``; the host may be ``$NAME`` of the variable that holds it.
+
+    Raises:
+        AnygaugeError: the variable is unset, or there is no port.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise AnygaugeError(f"the head of the job: {text!r} is not host:port")
+    return _value(host, environ, "the head of the job").strip("[]"), int(port)
+
+
+def _value(text: str, environ: Mapping[str, str], what: str) -> str:
+    if not text.startswith("$"):
+        return text
+    value = environ.get(text[1:], "")
+    if not value:
+        raise AnygaugeError(
+            f"{what}: the variable {text[1:]} is not set here. This agent was started by something "
+            "else than its launcher expected"
+        )
+    return value

@@ -1,0 +1,163 @@
+"""The agent of any node but the first: joins the head, and does what it says."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from anygauge.agent.link import Link
+from anygauge.agent.nodes import BEAT_S, ORDERS, Introduction, Nodes, Order
+from anygauge.agent.outbox import Outbox
+from anygauge.agent.verdict import Report, Verdict
+from anygauge.interface import LOST, AnygaugeError, Job
+
+_RETRY_S = 0.5
+_VERDICT_S = 30.0
+
+
+class Member(Nodes):
+    """The agent of another node: does what the head says."""
+
+    def __init__(self, job: Job, outbox: Outbox, own: Introduction, head: tuple[str, int]) -> None:
+        """Join the head.
+
+        Raises:
+            AnygaugeError: it cannot be reached in time, or refuses this node.
+        """
+        super().__init__(job, outbox)
+        self._job = job
+        self._own = own
+        self._reported_at: float | None = None
+        self._lost: str | None = None
+        self._beat = time.monotonic()
+        self._link = self._join(head)
+
+    def attach(self, selector: selectors.BaseSelector) -> None:
+        """See `Nodes.attach`."""
+        if not self._link.closed:
+            selector.register(self._link, selectors.EVENT_READ, self)
+
+    def turn(self) -> list[Order]:
+        """See `Nodes.turn`."""
+        now = time.monotonic()
+        if now - self._beat >= BEAT_S:
+            self._beat = now
+            self._link.send("beat", clock=time.time())
+        self._link.flush()
+        for message in self._link.receive():
+            self._take(message)
+        if self.verdict is None:
+            self._look_after(now)
+        return super().turn()
+
+    def forward(self, line: bytes) -> None:
+        """See `Nodes.forward`."""
+        self._link.send("event", line=line.decode(errors="replace").rstrip("\n"))
+
+    def send(self, event: str, **fields: Any) -> None:
+        """See `Nodes.send`."""
+        if event == "ended":
+            # The head says the same. Where it is lost, this is all that a follower hears.
+            self._outbox.send(event, **fields)
+        else:
+            record = {"event": event, "time": time.time(), **fields}
+            self.forward(json.dumps(record).encode())
+
+    @property
+    def full(self) -> bool:
+        """See `Nodes.full`."""
+        return self._link.waiting > 1000
+
+    def tell(self, order: Order, signum: int | None = None) -> None:
+        """See `Nodes.tell`."""
+        self._link.send(order.value, signum=signum)
+
+    def report(self, report: Report) -> None:
+        """See `Nodes.report`."""
+        self._reported_at = time.monotonic()
+        self._link.send("report", report=report.record())
+
+    def close(self) -> None:
+        """See `Nodes.close`."""
+        self._link.shut()
+
+    def _join(self, head: tuple[str, int]) -> Link:
+        deadline = time.monotonic() + self._job.join_timeout_s
+        trouble = "nothing answered"
+        while time.monotonic() < deadline:
+            try:
+                connection = socket.create_connection(head, timeout=5.0)
+            except OSError as error:
+                trouble = str(error)
+                time.sleep(_RETRY_S)
+                continue
+            link = Link(connection, "the head")
+            link.send(
+                "join",
+                token=self._job.token,
+                clock=time.time(),
+                introduction=asdict(self._own),
+            )
+            answer = _answer(link, self._job.lost_after_s)
+            if answer is None:
+                trouble = link.why or "it did not answer"
+                link.shut(0)
+                time.sleep(_RETRY_S)
+                continue
+            if answer["kind"] == "start":
+                self.rendezvous = str(answer["rendezvous"])
+                return link
+            raise AnygaugeError(
+                f"the head at {head[0]}:{head[1]} refused this node: {answer.get('reason')}"
+            )
+        raise AnygaugeError(
+            f"node {self._own.node_rank} ({self._own.host}) could not join the head at "
+            f"{head[0]}:{head[1]} within {self._job.join_timeout_s:g} s "
+            f"(launch.join_timeout_s): {trouble}. Is the agent of node 0 running, and may this "
+            "node connect to that port?"
+        )
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "verdict":
+            fields = {key: value for key, value in message.items() if key != "kind"}
+            self.verdict = Verdict(**fields)
+        elif kind in ORDERS:
+            self.signum = message.get("signum") or self.signum
+            self._orders.append(Order(kind))
+
+    def _look_after(self, now: float) -> None:
+        """Without its head, a node ends."""
+        link, limit = self._link, self._job.lost_after_s
+        if self._lost is not None:
+            text = self._lost
+        elif link.closed:
+            text = f"the head is lost: its agent ended without a word ({link.why})"
+        elif now - link.heard > limit:
+            text = f"the head is lost: nothing was heard from it for {limit:g} s"
+        elif self._reported_at is not None and now - self._reported_at > limit + _VERDICT_S:
+            text = "the head says nothing of how the job ended"
+        else:
+            return
+        if self._lost is None:
+            self._lost = text
+            link.shut(0)
+            self._orders.append(Order.END)
+        if self._reported_at is not None:
+            self.verdict = Verdict(state="lost", exit_status=LOST, cause=text)
+
+
+def _answer(link: Link, limit_s: float) -> dict[str, Any] | None:
+    """The head's first word but for its beats; None if it falls silent before."""
+    while not link.closed and time.monotonic() - link.heard < limit_s:
+        link.flush()
+        for message in link.receive():
+            if message["kind"] in ("start", "refused"):
+                return message
+        time.sleep(0.02)
+    return None

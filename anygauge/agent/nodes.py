@@ -1,0 +1,107 @@
+"""The agents of a job's nodes: what they say to each other, and the case of a single one.
+
+They meet before anything starts, and end together. The agent of node 0 is the head: the others
+connect to it, and to nobody else. What one node does (a rank fails, a signal arrives) the head
+tells all; a node that falls silent is lost, whatever cut it off. `Supervisor` asks its `Nodes` for
+orders at each turn of its loop, and gives it its report.
+"""
+
+from __future__ import annotations
+
+import enum
+import selectors
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anygauge.agent.outbox import Outbox
+from anygauge.agent.verdict import Report, Verdict, settle
+from anygauge.interface import Job
+
+BEAT_S = 1.0
+"""How often an agent says that it lives."""
+
+
+class Order(enum.Enum):
+    """What other nodes demand of this one's supervisor."""
+
+    END = "end"
+    """A rank or node has failed: nobody can go on."""
+    STOP = "stop"
+    """The job was asked to end: a checkpoint may be written."""
+    KILL = "kill"
+    """It was asked twice."""
+    FINISH = "finish"
+    """Ranks elsewhere have finished, or save: those that are still at work should be done soon."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Introduction:
+    """What an agent says of itself when it joins.
+
+    Attributes:
+        settings: digest of each variable that must be the same on every node.
+    """
+
+    node_rank: int
+    host: str
+    nodes: int
+    devices_per_node: int
+    version: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+class Nodes:
+    """The only node of its job; what `Head` and `Member` build on.
+
+    Attributes:
+        rendezvous: where the ranks meet.
+        signum: the signal that came with `Order.STOP`.
+        verdict: how the job ended, once `over`.
+    """
+
+    def __init__(self, job: Job, outbox: Outbox) -> None:
+        self.rendezvous = job.rendezvous
+        self.verdict: Verdict | None = None
+        self.signum: int | None = None
+        self._outbox = outbox
+        self._orders: list[Order] = []
+
+    def attach(self, selector: selectors.BaseSelector) -> None:
+        """Have the supervisor's loop wake when another node speaks."""
+
+    def turn(self) -> list[Order]:
+        """Read and answer the others; what they demand."""
+        found, self._orders = self._orders, []
+        return found
+
+    def forward(self, line: bytes) -> None:
+        """Pass on a rank's event."""
+        self._outbox.forward(line)
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Report an event of the agent's own."""
+        self._outbox.send(event, **fields)
+
+    @property
+    def full(self) -> bool:
+        """Whether ranks should wait with their events."""
+        return self._outbox.full
+
+    def tell(self, order: Order, signum: int | None = None) -> None:
+        """Pass on what happened here."""
+
+    def report(self, report: Report) -> None:
+        """All ranks of this node have ended."""
+        self.verdict = settle([report])
+
+    @property
+    def over(self) -> bool:
+        """Whether there is a verdict."""
+        return self.verdict is not None
+
+    def close(self) -> None:
+        """Let go of the others."""
+
+
+ORDERS = {order.value for order in Order}

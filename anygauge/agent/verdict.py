@@ -1,0 +1,127 @@
+"""How a job ended, from what the agents of its nodes report: one cause, one exit status."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from anygauge.interface import LOST, STOPPED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """One rank's or node's end before its time, as the whole job sees it.
+
+    Attributes:
+        time: seconds since the epoch, by the head's clock; see `anygauge.agent.failures`.
+        text: who, what, and the last lines of its log.
+        rank: None for a whole node.
+        by_signal: nobody in the run can have caused it.
+        exit_status: what the job should exit with.
+        final: another attempt would end the same way: the message is for the user.
+        lost: a node that is not heard from any more.
+    """
+
+    time: float
+    text: str
+    rank: int | None = None
+    by_signal: bool = False
+    exit_status: int = 1
+    final: bool = False
+    lost: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What became of one node's ranks.
+
+    Attributes:
+        ok: all did their work and left in order.
+        stopped: the event of one that was asked to end and did so, if all were.
+        endings: of those that failed on their own account.
+        signalled_at: when this node was asked to end, in seconds since the epoch.
+        signum: by which signal.
+    """
+
+    node_rank: int
+    host: str
+    ok: bool = False
+    stopped: Mapping[str, Any] | None = None
+    endings: tuple[Ending, ...] = ()
+    signalled_at: float | None = None
+    signum: int | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Plain values; `parse_report` reads them back."""
+        return asdict(self)
+
+
+def parse_report(record: Mapping[str, Any], offset: float) -> Report:
+    """A report from another node.
+
+    Args:
+        offset: seconds to add to its clock's times.
+    """
+    endings = tuple(
+        Ending(**{**ending, "time": ending["time"] + offset}) for ending in record["endings"]
+    )
+    at = record["signalled_at"]
+    return Report(
+        **{**record, "endings": endings, "signalled_at": None if at is None else at + offset}
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """How the job ended.
+
+    Attributes:
+        state: ``ok``, ``stopped`` (at request, with a checkpoint), ``cancelled``, ``failed``, or
+            ``lost`` (a node is gone).
+        cause: in words, where it is not ok.
+        final: another attempt would not help.
+    """
+
+    state: str
+    exit_status: int
+    cause: str | None = None
+    final: bool = True
+
+
+def settle(reports: Sequence[Report]) -> Verdict:
+    """The verdict over the reports of all nodes; a lost node's is made by those who lost it."""
+    endings = [ending for report in reports for ending in report.endings]
+    first = min(endings, key=_order, default=None)
+    asked = [r for r in reports if r.signalled_at is not None]
+    request = min(asked, key=lambda report: report.signalled_at or 0.0, default=None)
+    if all(report.ok for report in reports):
+        return Verdict(state="ok", exit_status=0)
+    if all(report.stopped is not None for report in reports):
+        event = next((r.stopped for r in reports if r.stopped and "checkpoint" in r.stopped), {})
+        text = (
+            f"stopped at request after step {event.get('step')}; checkpoint: "
+            f"{event.get('checkpoint')}"
+        )
+        return Verdict(state="stopped", exit_status=STOPPED, cause=text)
+    if request is not None and not (
+        first is not None and first.time < (request.signalled_at or 0.0)
+    ):
+        number = request.signum or signal.SIGTERM
+        text = f"ended by {signal.Signals(number).name}"
+        return Verdict(state="cancelled", exit_status=128 + number, cause=text)
+    if first is None:
+        names = ", ".join(f"node {r.node_rank} ({r.host})" for r in reports if not r.ok)
+        text = f"the ranks of {names} ended before their work was done, and nothing says why"
+        return Verdict(state="failed", exit_status=1, cause=text)
+    if first.lost:
+        return Verdict(state="lost", exit_status=LOST, cause=first.text)
+    return Verdict(
+        state="failed", exit_status=first.exit_status, cause=first.text, final=first.final
+    )
+
+
+def _order(ending: Ending) -> tuple[float, bool, int]:
+    """The earliest caused the others; of two at the same time, a death by signal."""
+    return (ending.time, not ending.by_signal, -1 if ending.rank is None else ending.rank)

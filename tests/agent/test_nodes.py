@@ -1,0 +1,322 @@
+"""Several nodes: real agents and fake ranks on one machine, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.agent.link import Link
+from anygauge.interface import LOST, STOPPED, Job
+from tests.agent.fakes import (
+    FAKE_AGENT,
+    FINISHED,
+    FOREVER,
+    PATIENCE_S,
+    alive,
+    read_pid,
+    sends,
+    until,
+    write_script,
+)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+class Cluster:
+    """Agents of one job, each as if on a machine of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.agents: dict[int, subprocess.Popen[str]] = {}
+        self.job = folder / "run" / "job.json"
+
+    def prepare(self, ranks: dict[int, list[Any]], nodes: int, **options: Any) -> None:
+        self.script = write_script(self.folder, ranks)
+        self.job.parent.mkdir(exist_ok=True)
+        job = Job(
+            name="t",
+            run_directory=str(self.job.parent),
+            run_file=str(self.job.parent / "run.yaml"),
+            backend="cpu",
+            strategy="single",
+            nodes=nodes,
+            devices_per_node=len(ranks) // nodes,
+            rendezvous="file:///nowhere",
+            **{"token": "of this job", "join_timeout_s": 30.0, "lost_after_s": 30.0, **options},
+        )
+        self.job.write_text(job.dump())
+
+    def start(self, node: int, *extra: str, key: int | None = None, **popen: Any) -> None:
+        self.agents[node if key is None else key] = subprocess.Popen(
+            [
+                *(sys.executable, FAKE_AGENT, str(self.script), "--job", str(self.job)),
+                *("--node-rank", str(node), "--head", f"127.0.0.1:{self.port}"),
+                *("--grace", "0.5", *extra),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **popen,
+        )
+
+    def run(self, ranks: dict[int, list[Any]], nodes: int = 2, **options: Any) -> None:
+        self.prepare(ranks, nodes, **options)
+        for node in range(nodes):
+            self.start(node)
+
+    def end(self, key: int = 0) -> dict[str, Any]:
+        """Wait for one agent; its last event."""
+        out, err = self.agents[key].communicate(timeout=PATIENCE_S)
+        self.events = [json.loads(line) for line in out.splitlines()]
+        assert self.events and self.events[-1]["event"] == "ended", err
+        assert self.events[-1]["exit_status"] == self.agents[key].returncode
+        return self.events[-1]
+
+    def started(self, *ranks: int) -> list[int]:
+        return [read_pid(self.folder / f"pid{rank}") for rank in ranks]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    one = Cluster(tmp_path)
+    yield one
+    for agent in one.agents.values():
+        if agent.poll() is None:
+            agent.kill()
+            agent.communicate()
+
+
+def test_all_nodes_finish_and_the_head_tells_of_all_ranks(cluster: Cluster) -> None:
+    cluster.run({rank: [sends("step", step=rank), FINISHED] for rank in range(6)}, nodes=3)
+    ended = cluster.end()
+    assert (ended["state"], ended["exit_status"], ended["cause"]) == ("ok", 0, None)
+    assert {e["rank"] for e in cluster.events if e["event"] == "step"} == set(range(6))
+    assert {e["rank"] for e in cluster.events if e["event"] == "rank_exited"} == set(range(6))
+    assert [cluster.end(node)["state"] for node in (1, 2)] == ["ok", "ok"]
+    for rank in range(6):
+        result = json.loads((cluster.job.parent / "ranks" / f"rank{rank}.json").read_text())
+        assert (result["state"], result["local_rank"]) == ("ok", rank % 2)
+    assert (cluster.job.parent / "logs" / "agent2.log").read_text().count("started") == 2
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_failure_on_one_node_ends_the_others(cluster: Cluster, broken: int) -> None:
+    failing = [["wait", "go"], sends("failed", error="E", message="oh", time=0), ["exit", 3]]
+    cluster.run({broken: failing, 1 - broken: [FOREVER]})
+    pids = cluster.started(0, 1)
+    (cluster.folder / "go").touch()
+    ends = [cluster.end(node) for node in (0, 1)]
+    for ended in ends:
+        assert (ended["state"], ended["exit_status"]) == ("failed", 1)
+        assert f"rank {broken} on" in ended["cause"] and "E: oh" in ended["cause"]
+    assert not any(map(alive, pids))
+
+
+def test_the_earliest_is_named_though_its_node_reports_last(cluster: Cluster) -> None:
+    # Rank 0 reports a broken connection; rank 1 had broken it by its death.
+    cluster.run(
+        {
+            0: [["wait", "go"], sends("failed", error="E", message="connection closed"), FOREVER],
+            1: [["ignore", signal.SIGTERM], FOREVER],
+        }
+    )
+    _, killed = cluster.started(0, 1)
+    time.sleep(0.5)
+    os.kill(killed, signal.SIGKILL)
+    (cluster.folder / "go").touch()
+    ended = cluster.end()
+    assert "rank 1 on" in ended["cause"] and "SIGKILL" in ended["cause"]
+
+
+def test_a_killed_agent_is_a_lost_node_and_takes_its_ranks_along(cluster: Cluster) -> None:
+    cluster.run({0: [FOREVER], 1: [FOREVER]})
+    pids = cluster.started(0, 1)
+    cluster.agents[1].kill()
+    ended = cluster.end()
+    assert (ended["state"], ended["exit_status"]) == ("lost", LOST)
+    assert ended["cause"].startswith("node 1 (") and "without a word" in ended["cause"]
+    until(lambda: not any(map(alive, pids)), "the end of all ranks")
+
+
+def test_without_its_head_a_node_ends(cluster: Cluster) -> None:
+    cluster.run({0: [FOREVER], 1: [FOREVER]})
+    pids = cluster.started(0, 1)
+    cluster.agents[0].kill()
+    ended = cluster.end(1)
+    assert (ended["state"], ended["exit_status"]) == ("lost", LOST)
+    assert "the head is lost" in ended["cause"]
+    until(lambda: not any(map(alive, pids)), "the end of all ranks")
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_node_that_falls_silent_is_lost(cluster: Cluster, silent: int) -> None:
+    cluster.run({0: [FOREVER], 1: [FOREVER]}, lost_after_s=2.5)
+    pids = cluster.started(0, 1)
+    cluster.agents[silent].send_signal(signal.SIGSTOP)  # as behind a cut cable
+    ended = cluster.end(1 - silent)
+    assert (ended["state"], ended["exit_status"]) == ("lost", LOST)
+    assert "nothing was heard" in ended["cause"]
+    assert not alive(pids[1 - silent])
+    cluster.agents[silent].send_signal(signal.SIGCONT)
+    assert cluster.end(silent)["state"] == "lost"
+    assert not alive(pids[silent])
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_request_to_one_node_stops_all(cluster: Cluster, asked: int) -> None:
+    stopping = [["on_term_stop", {"step": 4, "checkpoint": "/c"}], ["touch", "ready"], FOREVER]
+    cluster.run({0: stopping, 1: [stopping[0], ["touch", "ready1"], FOREVER]})
+    for name in ("ready", "ready1"):
+        until((cluster.folder / name).exists, name)
+    cluster.agents[asked].terminate()
+    for node in (0, 1):
+        ended = cluster.end(node)
+        assert (ended["state"], ended["exit_status"]) == ("stopped", STOPPED)
+        assert ended["cause"] == "stopped at request after step 4; checkpoint: /c"
+
+
+def test_a_second_request_kills(cluster: Cluster) -> None:
+    stubborn = [["ignore", signal.SIGTERM], ["touch", "ready"], FOREVER]
+    cluster.run({0: stubborn, 1: [stubborn[0], ["touch", "ready1"], FOREVER]})
+    for name in ("ready", "ready1"):
+        until((cluster.folder / name).exists, name)
+    cluster.agents[1].send_signal(signal.SIGINT)
+    time.sleep(1)
+    cluster.agents[1].send_signal(signal.SIGINT)
+    ended = cluster.end()
+    assert (ended["state"], ended["exit_status"]) == ("cancelled", 130)
+
+
+def test_ranks_that_never_finish_are_ended_though_they_are_on_another_node(
+    cluster: Cluster,
+) -> None:
+    cluster.run({0: [FINISHED], 1: [FOREVER]}, collective_timeout_s=1.0)
+    ended = cluster.end()
+    assert ended["state"] == "failed" and "rank 1" in ended["cause"]
+    assert "did not finish within 1.5 s" in ended["cause"]
+
+
+def test_a_missing_node_is_named(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED], 2: [FINISHED]}, 3, join_timeout_s=2.0)
+    cluster.start(0)
+    cluster.start(2)
+    for node in (0, 2):
+        ended = cluster.end(node)
+        assert ended["state"] == "failed"
+        assert "1 of 3 nodes did not join within 2 s (launch.join_timeout_s)" in ended["cause"]
+        assert "node 1 missing; node 2 (" in ended["cause"]
+    assert not (cluster.folder / "pid0").exists()
+
+
+def test_two_agents_of_one_number_are_refused(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED], 2: [FINISHED]}, 3)
+    cluster.start(0)
+    cluster.start(1)
+    cluster.start(1, key=5)
+    for key in (0, 1, 5):
+        assert "two agents say that they are node 1" in cluster.end(key)["cause"]
+
+
+def test_an_agent_of_another_job_is_turned_away(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    cluster.start(0)
+    until((cluster.job.parent / "logs" / "agent0.log").exists, "the head")
+    own = cluster.job.read_text()
+    other = cluster.folder / "other.json"
+    other.write_text(own.replace("of this job", "of another"))
+    cluster.job, mine = other, cluster.job
+    cluster.start(1, key=7)
+    assert "that agent is of another job" in cluster.end(7)["cause"]
+    cluster.job = mine
+    with socket.create_connection(("127.0.0.1", cluster.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")  # neither does noise disturb it
+        cluster.start(1)
+        assert cluster.end()["state"] == "ok"
+
+
+def test_other_numbers_and_settings_are_refused(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    cluster.start(0)
+    job = json.loads(cluster.job.read_text())
+    other = cluster.folder / "other.json"
+    other.write_text(json.dumps({**job, "devices_per_node": 2}))
+    cluster.job = other
+    cluster.start(1)
+    for node in (0, 1):
+        cause = cluster.end(node)["cause"]
+        assert "has 2 for launch.devices, the head (" in cause and ") 1: all nodes must" in cause
+
+
+def test_a_taken_port_is_named(cluster: Cluster) -> None:
+    with socket.create_server(("", cluster.port)):
+        cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+        cluster.start(0)
+        cause = cluster.end()["cause"]
+    assert f"cannot listen at port {cluster.port}" in cause and "launch.port" in cause
+
+
+def test_the_end_of_standard_input_ends_the_job(cluster: Cluster) -> None:
+    cluster.prepare({0: [["environment", "seen"], FOREVER], 1: [FOREVER]}, 2)
+    cluster.start(0)
+    cluster.start(1, "--stdin", stdin=subprocess.PIPE)
+    given = {"MINE": 'a "b" $HOME\nü', "HOME": None}
+    pipe = cluster.agents[1].stdin
+    assert pipe is not None
+    pipe.write(json.dumps(given) + "\n")
+    pipe.flush()
+    cluster.started(0, 1)
+    pipe.close()
+    cluster.agents[1].stdin = None
+    assert cluster.end()["state"] == "cancelled"
+    assert cluster.end(1)["state"] == "cancelled"
+
+
+def test_a_node_may_be_told_by_variables(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    cluster.start(0)
+    given = {"NODE": "1", "FIRST": "127.0.0.1"}
+    cluster.agents[1] = subprocess.Popen(
+        [
+            *(sys.executable, FAKE_AGENT, str(cluster.script), "--job", str(cluster.job)),
+            *("--node-rank", "$NODE", "--head", f"$FIRST:{cluster.port}"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **given},
+    )
+    assert cluster.end()["state"] == "ok"
+
+
+def test_a_variable_that_is_not_set_is_named(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    cluster.start(0, "--node-rank", "$ABSENT_NUMBER")
+    assert "the variable ABSENT_NUMBER is not set here" in cluster.end()["cause"]
+
+
+def test_a_link_keeps_what_the_other_end_does_not_take_yet() -> None:
+    one, two = (Link(each, "other") for each in socket.socketpair())
+    for number in range(500):
+        one.send("n", number=number, text="x" * 2000)
+    assert one.waiting
+    found: list[int] = []
+    while len(found) < 500:
+        found += [message["number"] for message in two.receive()]
+        one.flush()
+    assert found == list(range(500))
+    one.shut()
+    assert two.receive() == [] and two.closed

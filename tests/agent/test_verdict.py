@@ -1,0 +1,63 @@
+"""One verdict over the reports of all nodes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+
+from anygauge.agent.verdict import Ending, Report, parse_report, settle
+from anygauge.interface import LOST, STOPPED
+
+FINE = [Report(node_rank=rank, host=f"h{rank}", ok=True) for rank in range(3)]
+
+
+def failed(node: int, time: float, **fields: object) -> Report:
+    ending = Ending(time=time, text=f"node {node} at {time}", **fields)  # type: ignore[arg-type]
+    return Report(node_rank=node, host=f"h{node}", endings=(ending,))
+
+
+def test_all_must_have_done_their_work() -> None:
+    assert settle(FINE).state == "ok" and settle(FINE).exit_status == 0
+    verdict = settle([*FINE[:2], Report(node_rank=2, host="h2")])
+    assert (verdict.state, verdict.exit_status) == ("failed", 1)
+    assert verdict.cause is not None and "node 2 (h2)" in verdict.cause
+
+
+def test_the_earliest_is_the_cause_whichever_node_it_is_on() -> None:
+    verdict = settle([failed(0, 10.2), failed(1, 10.1, exit_status=2, final=True), FINE[2]])
+    assert (verdict.cause, verdict.exit_status, verdict.final) == ("node 1 at 10.1", 2, True)
+
+
+def test_a_lost_node_is_a_state_of_its_own() -> None:
+    verdict = settle([failed(0, 10.2), failed(1, 10.1, lost=True, by_signal=True)])
+    assert (verdict.state, verdict.exit_status, verdict.final) == ("lost", LOST, True)
+    # What broke before was not caused by the loss.
+    assert settle([failed(0, 10.0), failed(1, 10.1, lost=True)]).state == "failed"
+
+
+def test_a_request_is_the_cause_of_what_comes_after_it() -> None:
+    asked = Report(node_rank=1, host="h1", signalled_at=10.0, signum=signal.SIGINT)
+    verdict = settle([failed(0, 10.1), asked])
+    assert (verdict.state, verdict.exit_status) == ("cancelled", 130)
+    assert verdict.cause == "ended by SIGINT"
+    assert settle([failed(0, 9.9), asked]).state == "failed"
+
+
+def test_a_job_has_stopped_if_all_nodes_have() -> None:
+    event = {"event": "stopped", "step": 7, "checkpoint": "/c/7"}
+    reports = [
+        Report(node_rank=0, host="h0", stopped=event, signalled_at=1.0, signum=15),
+        Report(node_rank=1, host="h1", stopped={"event": "stopped"}, signalled_at=1.1, signum=15),
+    ]
+    verdict = settle(reports)
+    assert (verdict.state, verdict.exit_status) == ("stopped", STOPPED)
+    assert verdict.cause == "stopped at request after step 7; checkpoint: /c/7"
+    assert settle([reports[0], replace(reports[1], stopped=None)]).state == "cancelled"
+
+
+def test_a_report_arrives_with_the_times_of_the_head() -> None:
+    sent = replace(failed(1, 100.0, rank=3), signalled_at=101.0, signum=15)
+    found = parse_report(json.loads(json.dumps(sent.record())), offset=-40.0)
+    assert found.endings[0].time == 60.0 and found.signalled_at == 61.0
+    assert replace(found, endings=sent.endings, signalled_at=101.0) == sent
