@@ -47,13 +47,14 @@ def main(
     """
     # SIGTERM rather than SIGKILL: the agent has ranks to end in order.
     die_with_parent(signal.SIGTERM)
-    arguments = _parse(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
     outbox = Outbox(sys.stdout.fileno())
     nodes: Nodes | None = None
     node_rank, host = -1, socket.gethostname()
     try:
-        if arguments.stdin:
-            obey_standard_input()
+        if "--stdin" in argv:
+            argv += obey_standard_input()
+        arguments = _parse(argv)
         inherited = scrub(os.environ)
         node_rank = read_node_rank(arguments.node_rank, os.environ)
         job = Job.load(arguments.job)
@@ -178,7 +179,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stdin",
         action="store_true",
-        help="read variables (JSON, one line) from standard input, and end when it is closed",
+        help="read further arguments and variables from standard input, and end with it",
     )
     parser.add_argument(
         "--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL"

@@ -10,13 +10,19 @@ import threading
 from anygauge.interface import AnygaugeError
 
 LONGEST_LINE = 16 * 1024 * 1024
+_SIGNALS = {b"SIGTERM": signal.SIGTERM, b"SIGINT": signal.SIGINT}
 
 
-def obey_standard_input() -> None:
-    """Take variables from the first line of standard input; its end, later on, ends the agent.
+def obey_standard_input() -> list[str]:
+    """Take arguments and variables from the first line of standard input, then signals.
 
-    The line is a JSON object, name -> value, or null to unset. A parent that dies closes its end,
-    whatever killed it; ssh passes that on. The ranks then get the time of a regular stop.
+    The line is a JSON object: ``arguments``, a list, and ``environment``, name -> value or null to
+    unset. Nothing of it passes through a shell. Each later line names a signal for this agent. The
+    end of the input is one, too (SIGHUP): a parent that dies closes its end, whatever killed it,
+    and ssh passes that on.
+
+    Returns:
+        The arguments.
 
     Raises:
         AnygaugeError: the line is none.
@@ -25,27 +31,35 @@ def obey_standard_input() -> None:
     while not line.endswith(b"\n") and len(line) < LONGEST_LINE:
         byte = os.read(0, 1)  # no more than the line: the rest is for the watcher
         if not byte:
-            raise AnygaugeError("standard input ended before the line of variables")
+            raise AnygaugeError("standard input ended before the line of arguments")
         line += byte
     try:
-        variables = json.loads(line)
-        for name, value in variables.items():
+        given = json.loads(line)
+        arguments = [str(each) for each in given["arguments"]]
+        for name, value in given["environment"].items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise AnygaugeError(
-            f"standard input: the line of variables cannot be read: {error}"
+            f"standard input: the line of arguments cannot be read: {error!r}"
         ) from error
     threading.Thread(target=_watch, name="standard-input", daemon=True).start()
+    return arguments
 
 
 def _watch() -> None:
+    pending = b""
     while True:
         try:
-            if not os.read(0, 4096):
-                break
+            chunk = os.read(0, 4096)
         except OSError:
-            break
-    os.kill(os.getpid(), signal.SIGTERM)
+            chunk = b""
+        if not chunk:
+            os.kill(os.getpid(), signal.SIGHUP)
+            return
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            if line in _SIGNALS:
+                os.kill(os.getpid(), _SIGNALS[line])

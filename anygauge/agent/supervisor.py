@@ -236,9 +236,10 @@ class Supervisor:
             _note(f"received {signal.Signals(signum).name}: ending the ranks")
             self._stop(signum, at)
             self._nodes.tell(Order.STOP, signum)
-        assert self._cancelled_at is not None
-        # Schedulers deliver one request twice in a row, to the step and to its processes.
-        if self._signals[-1][1] - self._cancelled_at > _REPEATED_SIGNAL_S:
+        # Schedulers deliver one request twice in a row, to the step and to its processes; and a
+        # terminal that closes asks for nothing more than the Ctrl-C before it.
+        again, later = self._signals[-1]
+        if later - at > _REPEATED_SIGNAL_S and again != signal.SIGHUP:
             self._kill_ranks()
             self._nodes.tell(Order.KILL)
 
@@ -354,7 +355,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _wakened_by_signals(self) -> Iterator[None]:
-        """Collect SIGTERM and SIGINT, and have them wake the loop."""
+        """Collect requests to end, and have them wake the loop."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
@@ -376,7 +377,7 @@ class Supervisor:
             os.close(writer)
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SIGNALLED = "signals"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,12 @@ def read_intent(
         rendezvous=f"file://{folder / RENDEZVOUS}",
         collective_timeout_s=run.launch.collective_timeout_s,
         stop_grace_s=run.checkpoint.grace_s,
+        working_directory=str(Path.cwd()),
+        token=secrets.token_hex(16) if ranks > run.launch.devices else "",
+        port=run.launch.port,
+        pass_environment=tuple(run.launch.pass_environment),
+        join_timeout_s=run.launch.join_timeout_s,
+        lost_after_s=min(run.launch.lost_after_s, 2 * run.launch.collective_timeout_s),
         environment=run.environment,
         backend_options=run.backend_options,
     )

@@ -78,6 +78,21 @@ class LaunchSection(Section):
     collective_timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0, description="A collective that hangs longer ends the run."
     )
+    join_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        300.0, description="Seconds that the agents of all machines have to find each other."
+    )
+    lost_after_s: Annotated[float, Field(gt=0)] = Field(
+        60.0,
+        description="Silence after which a machine is lost; counts no more than twice "
+        "collective_timeout_s.",
+    )
+    port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        29400, description="Where the first machine's agent listens for the others."
+    )
+    pass_environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
+        default_factory=list,
+        description="Variables of the shell that starts the run, passed on to every machine.",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="For the launcher alone.")
 
 

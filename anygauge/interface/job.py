@@ -28,6 +28,8 @@ class Job:
         working_directory: absolute path that relative ones in the run file start from; every node
             sees it. Empty: that of the agent.
         token: by which the agents of a job know each other; a secret.
+        port: where the head's agent listens for the others.
+        pass_environment: names of variables of the submitting process that go to every agent.
         join_timeout_s: seconds that agents have to find each other.
         lost_after_s: seconds of silence after which a node is lost.
         collective_timeout_s: seconds after which a collective that hangs ends the run.
@@ -49,6 +51,8 @@ class Job:
     stop_grace_s: float = 60.0
     working_directory: str = ""
     token: str = ""
+    port: int = 29400
+    pass_environment: tuple[str, ...] = ()
     join_timeout_s: float = 300.0
     lost_after_s: float = 60.0
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -71,8 +75,9 @@ class Job:
             AnygaugeError: the file is missing or is no job file of this version.
         """
         try:
-            return cls(**json.loads(Path(path).read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            fields = json.loads(Path(path).read_text())
+            return cls(**{**fields, "pass_environment": tuple(fields["pass_environment"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise AnygaugeError(f"{path} is not a job file of this anygauge: {error}") from error
 
 

@@ -51,22 +51,30 @@ class PlannedProcess:
     Attributes:
         node_rank: which machine of the job.
         host: where; None is this machine.
-        argv: the arguments, never through a shell.
+        argv: the arguments, never through a shell here.
         environment: variables by value, besides those inherited.
+        arguments: of an agent that reads them from standard input (``--stdin``), where a shell on
+            the way to it must not see them.
     """
 
     node_rank: int
     argv: tuple[str, ...]
     host: str | None = None
+    arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a launcher would do: files to write, then processes to start."""
+    """What a launcher would do: files to write, then processes to start.
+
+    Attributes:
+        pass_environment: variables whose values, at the time of submission, all processes get.
+    """
 
     files: tuple[PlannedFile, ...] = ()
     processes: tuple[PlannedProcess, ...] = ()
+    pass_environment: tuple[str, ...] = ()
 
 
 class RunningJob(Protocol):

@@ -17,5 +17,11 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             api_version=API_VERSION,
             fidelity="real",
             max_nodes=1,
-        )
+        ),
+        LauncherSpec(
+            name="ssh",
+            factory="anygauge_launchers.ssh:Ssh",
+            api_version=API_VERSION,
+            fidelity="real",
+        ),
     ]

@@ -17,14 +17,11 @@ from anygauge.interface import (
     Plan,
     PlannedFile,
     PlannedProcess,
-    RunFileError,
     UnsupportedError,
 )
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import parent_environment
-
-OPTIONS = ("grace_s",)
-"""Names that ``launch.options`` may hold: seconds from SIGTERM to SIGKILL when ranks are ended."""
+from anygauge_launchers.options import Options, read_options
 
 
 class Local:
@@ -37,11 +34,12 @@ class Local:
             UnsupportedError: the job wants more than one machine.
             RunFileError: an option that this launcher does not have, or a bad value.
         """
+        own = read_options(Options, "local", options)
         if job.nodes != 1:
             raise UnsupportedError(
                 f"launch.launcher: 'local' starts ranks on this machine only, and launch.nodes is "
                 f"{job.nodes}. Set launch.nodes to 1, or name a launcher for several machines, "
-                "which comes as a plugin."
+                "such as ssh."
             )
         job_file = str(Path(job.run_directory) / "job.json")
         return Plan(
@@ -53,7 +51,7 @@ class Local:
                     argv=(
                         *(sys.executable, "-m", "anygauge.agent"),
                         *("--job", job_file, "--node-rank", "0"),
-                        *_grace(options),
+                        *("--grace", f"{own.grace_s:g}"),
                     ),
                 ),
             ),
@@ -131,24 +129,6 @@ class LocalJob:
         """Exit status of the agent; 128 + signal if it was killed."""
         code = self._agent.wait()
         return code if code >= 0 else 128 - code
-
-
-def _grace(options: Mapping[str, Any]) -> tuple[str, ...]:
-    for name in options:
-        if name not in OPTIONS:
-            raise RunFileError(
-                f"launch.options.{name}: the local launcher has no such option; "
-                f"it has: {', '.join(OPTIONS)}"
-            )
-    if "grace_s" not in options:
-        return ()
-    value = options["grace_s"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 86400:
-        raise RunFileError(
-            f"launch.options.grace_s: {value!r} is not a number of seconds from 0 to 86400; "
-            "5 is the default"
-        )
-    return ("--grace", f"{value:g}")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

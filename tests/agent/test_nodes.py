@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -270,19 +270,62 @@ def test_a_taken_port_is_named(cluster: Cluster) -> None:
 
 
 def test_the_end_of_standard_input_ends_the_job(cluster: Cluster) -> None:
-    cluster.prepare({0: [["environment", "seen"], FOREVER], 1: [FOREVER]}, 2)
+    cluster.prepare({0: [FOREVER], 1: [FOREVER]}, 2)
     cluster.start(0)
     cluster.start(1, "--stdin", stdin=subprocess.PIPE)
-    given = {"MINE": 'a "b" $HOME\nü', "HOME": None}
-    pipe = cluster.agents[1].stdin
-    assert pipe is not None
-    pipe.write(json.dumps(given) + "\n")
-    pipe.flush()
+    pipe = give(cluster.agents[1], [])
     cluster.started(0, 1)
     pipe.close()
     cluster.agents[1].stdin = None
     assert cluster.end()["state"] == "cancelled"
     assert cluster.end(1)["state"] == "cancelled"
+
+
+def test_standard_input_brings_arguments_variables_and_signals(cluster: Cluster) -> None:
+    folder = cluster.folder / "a \"b\" $HOME 'c'\nü"
+    folder.mkdir()
+    cluster.prepare({0: [["environment", "seen"], ["touch", "ready"], FOREVER]}, 1)
+    moved = folder / "job.json"
+    moved.write_text(cluster.job.read_text())
+    cluster.agents[0] = subprocess.Popen(
+        [sys.executable, FAKE_AGENT, str(cluster.script), "--stdin"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TAKEN": "away"},
+    )
+    variables = {"MINE": 'a "b" $HOME\nü', "TAKEN": None}
+    pipe = give(cluster.agents[0], ["--job", str(moved), "--grace", "0.5"], variables)
+    until((cluster.folder / "ready").exists, "the rank")
+    seen = json.loads((cluster.folder / "seen").read_text())
+    assert seen["MINE"] == variables["MINE"] and "TAKEN" not in seen
+    pipe.write("SIGINT\n")
+    pipe.flush()
+    ended = cluster.end()
+    assert (ended["state"], ended["exit_status"]) == ("cancelled", 130)
+
+
+def test_standard_input_without_arguments_is_refused(cluster: Cluster) -> None:
+    for text, said in (("", "ended before the line"), ("[]\n", "cannot be read")):
+        done = subprocess.run(
+            [sys.executable, "-m", "anygauge.agent", "--stdin"],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert done.returncode == 1 and said in json.loads(done.stdout)["cause"]
+
+
+def give(
+    agent: subprocess.Popen[str], arguments: list[str], variables: dict[str, Any] | None = None
+) -> IO[str]:
+    assert agent.stdin is not None
+    agent.stdin.write(json.dumps({"arguments": arguments, "environment": variables or {}}) + "\n")
+    agent.stdin.flush()
+    return agent.stdin
 
 
 def test_a_node_may_be_told_by_variables(cluster: Cluster) -> None:

@@ -78,7 +78,7 @@ def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path
     assert process.host is None
     assert process.argv == (
         *(sys.executable, "-m", "anygauge.agent"),
-        *("--job", str(run / "job.json"), "--node-rank", "0"),
+        *("--job", str(run / "job.json"), "--node-rank", "0", "--grace", "5"),
     )
 
 

@@ -1,0 +1,75 @@
+"""Machines as users list them: host names, or a host file of Open MPI or DeepSpeed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from anygauge.interface import Job, RunFileError
+
+_HOST = re.compile(r"^(?!-)[A-Za-z0-9_.:@\[\]%-]+$")
+
+
+def hosts_of(job: Job, hosts: Sequence[str], hostfile: str | None) -> tuple[str, ...]:
+    """One host for each node, in order; the first is the head.
+
+    Raises:
+        RunFileError: none or both are given, a name is none, or there are not as many as nodes.
+    """
+    if bool(hosts) is (hostfile is not None):
+        raise RunFileError(
+            "launch.options: list the machines, either as hosts ([node1, node2]) or as hostfile "
+            "(a path; lines `node1 slots=8`)"
+        )
+    found = tuple(hosts) if hostfile is None else read_hostfile(job, Path(hostfile))
+    where = "hosts" if hostfile is None else f"hostfile ({hostfile})"
+    for host in found:
+        if not _HOST.match(host):
+            raise RunFileError(f"launch.options.{where}: {host!r} is no host name")
+    twice = sorted({host for host in found if found.count(host) > 1})
+    if twice:
+        raise RunFileError(f"launch.options.{where}: {', '.join(twice)} is listed twice")
+    if len(found) != job.nodes:
+        raise RunFileError(
+            f"launch.options.{where}: {len(found)} machines are listed ({', '.join(found)}), and "
+            f"launch.nodes is {job.nodes}. They must be the same; --nodes {len(found)} takes all"
+        )
+    return found
+
+
+def read_hostfile(job: Job, path: Path) -> tuple[str, ...]:
+    """The hosts of a file; ``slots``, where given, must be enough for a node's ranks.
+
+    Raises:
+        RunFileError: it cannot be read, or a line is none.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunFileError(f"launch.options.hostfile: {path} cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        host, *rest = words
+        for word in rest:
+            name, _, value = word.partition("=")
+            if name not in ("slots", "max_slots", "max-slots") or not value.isdecimal():
+                raise RunFileError(
+                    f"launch.options.hostfile: {path}, line {number}: {line.strip()!r} is not "
+                    "`host` or `host slots=N`"
+                )
+            if name == "slots" and int(value) < job.devices_per_node:
+                raise RunFileError(
+                    f"launch.options.hostfile: {path}, line {number}: {host} has {value} slots, "
+                    f"and launch.devices is {job.devices_per_node}"
+                )
+        found.append(host)
+    return tuple(found)
+
+
+def bare(host: str) -> str:
+    """The host as other nodes reach it: without the user."""
+    return host.rpartition("@")[2]

@@ -1,0 +1,194 @@
+"""A job whose agents are at the far end of processes that this one holds: one for each node."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from anygauge.interface import LOST, AnygaugeError, Plan, PlannedProcess
+from anygauge.interface.files import write_text
+from anygauge.interface.processes import describe_exit
+
+Event = Mapping[str, Any]
+
+LEFT_ALONE_S = 5.0
+"""Seconds in which the other nodes may end by themselves once one is gone."""
+
+
+class RemoteJob:
+    """Agents that are tied to this process by their standard input."""
+
+    def __init__(self, processes: list[_Connection]) -> None:
+        self._connections = processes
+        self._arrived: queue.SimpleQueue[tuple[_Connection, Event | None]] = queue.SimpleQueue()
+        self._cancellations = 0
+        self._status = 1
+
+    @classmethod
+    def start(cls, plan: Plan) -> RemoteJob:
+        """Write the files, start the processes, and give each agent its arguments.
+
+        Raises:
+            AnygaugeError: a file cannot be written, or a process cannot be started.
+        """
+        logs = Path(plan.files[0].path).parent / "logs"
+        passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
+        started: list[_Connection] = []
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            for file in plan.files:
+                write_text(file.path, file.text, file.mode)
+            for process in plan.processes:
+                log = logs / f"{Path(process.argv[0]).name}{process.node_rank}.log"
+                started.append(_Connection(process, passed, log))
+        except OSError as error:
+            for connection in started:
+                connection.kill()
+            raise AnygaugeError(f"cannot start the run in {logs.parent}: {error}") from error
+        job = cls(started)
+        for connection in started:
+            threading.Thread(target=job._read, args=(connection,), daemon=True).start()
+        return job
+
+    def events(self) -> Iterator[Event]:
+        """What the agents report, until all have ended; how the job ended comes last, once."""
+        endings: dict[int, Event] = {}
+        trouble: Event | None = None
+        part_from: float | None = None
+        live = set(self._connections)
+        began = False
+        while live:
+            try:
+                connection, event = self._arrived.get(timeout=0.2)
+            except queue.Empty:
+                if part_from is not None and time.monotonic() > part_from:
+                    part_from = None
+                    for other in live:
+                        other.hang_up()
+                continue
+            if event is not None:
+                if event["event"] == "ended":
+                    endings[connection.node_rank] = event
+                else:
+                    began = True
+                    yield event
+                continue
+            live.discard(connection)
+            if connection.node_rank not in endings and not self._cancellations:
+                text = connection.why_it_ended()
+                part_from = part_from or time.monotonic() + LEFT_ALONE_S
+                state, status = ("lost", LOST) if began else ("failed", 1)
+                trouble = trouble or {
+                    "event": "ended", "state": state, "exit_status": status, "cause": text,
+                }  # fmt: skip
+        final = endings.get(0) or trouble or next(iter(endings.values()), _CANCELLED)
+        self._status = int(str(final["exit_status"]))
+        yield final
+
+    def cancel(self) -> None:
+        """Ask the head to end all ranks; again to kill them; a third time, let go of all."""
+        self._cancellations += 1
+        head = self._connections[0]
+        for connection in self._connections:
+            if self._cancellations > 2:
+                connection.kill()
+            elif connection is head or not head.running:
+                connection.say("SIGTERM")
+
+    def wait(self) -> int:
+        """Exit status of the job, once its events have ended."""
+        return self._status
+
+    def _read(self, connection: _Connection) -> None:
+        for event in connection.events():
+            self._arrived.put((connection, event))
+        self._arrived.put((connection, None))
+
+
+class _Connection:
+    """The process that leads to one node's agent."""
+
+    def __init__(self, planned: PlannedProcess, passed: Mapping[str, str], log: Path) -> None:
+        self.node_rank = planned.node_rank
+        self._host = planned.host
+        self._name = Path(planned.argv[0]).name
+        self._log = log
+        with log.open("ab") as stderr:
+            self._log_begin = stderr.seek(0, 2)
+            self._process = subprocess.Popen(
+                planned.argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                # Ctrl-C reaches the command line alone, which then ends the job in order.
+                start_new_session=True,
+            )
+        given = {
+            "arguments": planned.arguments,
+            "environment": {**passed, **planned.environment},
+        }
+        self.say(json.dumps(given))
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    def say(self, line: str) -> None:
+        """One line for the agent."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def hang_up(self) -> None:
+        """Let the agent know that nobody is there any more."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End the process; the agent's standard input ends with it."""
+        self._process.kill()
+
+    def events(self) -> Iterator[Event]:
+        """What the agent reports; what is no event goes to the log (greetings of a shell)."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            event = _parse(line)
+            if event is not None:
+                yield event
+                continue
+            with self._log.open("ab") as log:
+                log.write(line)
+
+    def why_it_ended(self) -> str:
+        """Once its output has ended: its exit and its last words."""
+        code = self._process.wait()
+        with self._log.open("rb") as file:
+            file.seek(self._log_begin)
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if line]
+        words = f": {lines[-1].strip()}" if lines else ""
+        return (
+            f"node {self.node_rank} ({self._host}): {self._name} ended with {describe_exit(code)}"
+            f"{words}\nits log: {self._log}"
+        )
+
+
+_CANCELLED = {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": "let go"}
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None

@@ -1,0 +1,97 @@
+"""One agent on each of several machines, each started by an ssh that lives as long as the job.
+
+The command that ssh hands to the remote shell holds nothing but the interpreter's path. Arguments
+and variables go through standard input, so no shell reads them; and since standard input ends when
+this process does, whatever ended it, no agent stays behind.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
+from anygauge_launchers.hosts import bare, hosts_of
+from anygauge_launchers.options import Options, read_options
+from anygauge_launchers.remote import RemoteJob
+
+_ALIVE_S = 5
+
+
+def _plain(path: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_./+~-]+", path):
+        raise ValueError(
+            "a remote shell reads this path, so it may hold letters, digits and _./+~- alone; "
+            "make a link without other characters"
+        )
+    return path
+
+
+class SshOptions(Options):
+    """Options of the ssh launcher.
+
+    Attributes:
+        hosts: the machines, ``host`` or ``user@host``; the first is the head.
+        hostfile: a file of them instead, with lines ``host slots=N``.
+        config: ssh's configuration file (``ssh -F``) instead of the user's.
+        head: address of the first machine for the others, where it is not its name.
+        python: the interpreter on the machines; this one's path by default.
+    """
+
+    hosts: list[str] = Field(default_factory=list)
+    hostfile: str | None = None
+    config: str | None = None
+    head: str | None = None
+    python: Annotated[str, AfterValidator(_plain)] = Field(
+        default=sys.executable, validate_default=True
+    )
+
+
+class Ssh:
+    """Starts an agent on each host."""
+
+    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+        """One job file in the shared run directory, and one ssh for each node.
+
+        Raises:
+            RunFileError: an option is wrong, or the hosts are not as many as the nodes.
+        """
+        own = read_options(SshOptions, "ssh", options)
+        hosts = hosts_of(job, own.hosts, own.hostfile)
+        job_file = str(Path(job.run_directory) / "job.json")
+        head = f"{own.head or bare(hosts[0])}:{job.port}"
+        alive = max(1, int(job.lost_after_s // _ALIVE_S))
+        command = (
+            *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
+            *("-o", f"ServerAliveInterval={_ALIVE_S}", "-o", f"ServerAliveCountMax={alive}"),
+            *(() if own.config is None else ("-F", own.config)),
+        )
+        return Plan(
+            files=(PlannedFile(path=job_file, text=job.dump(), mode=0o600),),
+            processes=tuple(
+                PlannedProcess(
+                    node_rank=rank,
+                    host=host,
+                    argv=(*command, host, f"exec {own.python} -m anygauge.agent --stdin"),
+                    arguments=(
+                        *("--job", job_file, "--node-rank", str(rank), "--head", head),
+                        *("--grace", f"{own.grace_s:g}"),
+                    ),
+                )
+                for rank, host in enumerate(hosts)
+            ),
+            pass_environment=job.pass_environment,
+        )
+
+    def submit(self, plan: Plan) -> RemoteJob:
+        """Write the job file and start every ssh.
+
+        Raises:
+            AnygaugeError: a file cannot be written, or ssh cannot be started.
+        """
+        return RemoteJob.start(plan)
