@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from anygauge.agent.identity import read_head, read_node_rank
+from anygauge.agent.identity import read_head, read_number, read_variables
 from anygauge.agent.inherited import scrub
 from anygauge.agent.nodes import Introduction, Nodes, Order
 from anygauge.agent.outbox import Outbox
@@ -21,7 +21,7 @@ from anygauge.agent.parent import obey_standard_input
 from anygauge.agent.supervisor import GRACE_S, Supervisor
 from anygauge.agent.verdict import Ending, Report
 from anygauge.interface import AnygaugeError, Job
-from anygauge.interface.processes import die_with_parent
+from anygauge.interface.processes import die_with_parent, tie_to_parent
 
 RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> the whole environment of that rank, but for its identity."""
@@ -55,8 +55,17 @@ def main(
         if "--stdin" in argv:
             argv += obey_standard_input()
         arguments = _parse(argv)
+        if arguments.tied:
+            tie_to_parent(signal.SIGTERM)
+        if arguments.variables is not None:
+            os.environ.update(read_variables(arguments.variables))
         inherited = scrub(os.environ)
-        node_rank = read_node_rank(arguments.node_rank, os.environ)
+        node_rank = read_number(arguments.node_rank, os.environ, "the number of this node")
+        if arguments.events is not None and node_rank == 0:
+            outbox = Outbox(
+                os.open(arguments.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            )
+        again = read_number(arguments.attempt, os.environ, "the attempt", absent=0) > 0
         job = Job.load(arguments.job)
         if job.nodes > 1:
             _keep_log(Path(job.run_directory) / "logs" / f"agent{node_rank}.log")
@@ -76,7 +85,7 @@ def main(
             rank_argv=rank_argv
             or (
                 *(sys.executable, "-m", "anygauge.training.worker", "--job", arguments.job),
-                *("--rendezvous", nodes.rendezvous),
+                *("--rendezvous", nodes.rendezvous, *(("--resume",) if again else ())),
             ),
             rank_environment=rank_environment,
             nodes=nodes,
@@ -180,6 +189,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--stdin",
         action="store_true",
         help="read further arguments and variables from standard input, and end with it",
+    )
+    parser.add_argument("--events", help="a file for the head's events, instead of its output")
+    parser.add_argument("--variables", help="a JSON file of variables: name -> value")
+    parser.add_argument(
+        "--attempt", default="0", help="above 0: go on from a checkpoint; or $NAME of a variable"
+    )
+    parser.add_argument(
+        "--tied", action="store_true", help="end with the process that started this one"
     )
     parser.add_argument(
         "--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL"

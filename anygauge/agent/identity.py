@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from anygauge.interface import AnygaugeError
 
 
-def read_node_rank(text: str, environ: Mapping[str, str]) -> int:
+def read_number(
+    text: str, environ: Mapping[str, str], what: str, *, absent: int | None = None
+) -> int:
     """A number, or ``$NAME`` of the variable that holds it.
+
+    Args:
+        what: in words, for errors.
+        absent: what an unset variable means; None: an error.
 
     Raises:
         AnygaugeError: the variable is unset, or it is no number.
     """
-    value = _value(text, environ, "the number of this node")
+    if absent is not None and text.startswith("$") and not environ.get(text[1:]):
+        return absent
+    value = _value(text, environ, what)
     if not value.isascii() or not value.isdecimal():
-        raise AnygaugeError(f"the number of this node: {text} is {value!r}, not a number from 0")
+        raise AnygaugeError(f"{what}: {text} is {value!r}, not a number from 0")
     return int(value)
+
+
+def read_variables(path: str) -> dict[str, str]:
+    """Variables by value from a file of JSON.
+
+    Raises:
+        AnygaugeError: it cannot be read.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+        return {str(name): str(value) for name, value in found.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise AnygaugeError(f"{path}: no file of variables: {error}") from error
 
 
 def read_head(text: str, environ: Mapping[str, str]) -> tuple[str, int]:

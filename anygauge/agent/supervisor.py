@@ -239,7 +239,7 @@ class Supervisor:
         # Schedulers deliver one request twice in a row, to the step and to its processes; and a
         # terminal that closes asks for nothing more than the Ctrl-C before it.
         again, later = self._signals[-1]
-        if later - at > _REPEATED_SIGNAL_S and again != signal.SIGHUP:
+        if later - at > _REPEATED_SIGNAL_S and again in (signal.SIGTERM, signal.SIGINT):
             self._kill_ranks()
             self._nodes.tell(Order.KILL)
 
@@ -377,7 +377,8 @@ class Supervisor:
             os.close(writer)
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# SIGUSR1: schedulers send it before the time is up.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SIGNALLED = "signals"
 
 

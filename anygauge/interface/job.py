@@ -35,6 +35,7 @@ class Job:
         collective_timeout_s: seconds after which a collective that hangs ends the run.
         stop_grace_s: seconds that ranks get to end a step and write a checkpoint when the job is
             asked to end.
+        resume: go on from the newest checkpoint, whatever the run file says: another attempt.
         environment: variables that the run file asks for.
         backend_options: the run file's ``backend_options``, for the backend alone to read.
     """
@@ -50,6 +51,7 @@ class Job:
     collective_timeout_s: float = 600.0
     stop_grace_s: float = 60.0
     working_directory: str = ""
+    resume: bool = False
     token: str = ""
     port: int = 29400
     pass_environment: tuple[str, ...] = ()

@@ -45,7 +45,17 @@ def die_with_parent(signum: int = signal.SIGKILL) -> bool:
     expected = os.environ.pop(PARENT_PID, None)
     if expected is None:
         return False
-    parent = int(expected)
+    tie_to_parent(signum, int(expected))
+    return True
+
+
+def tie_to_parent(signum: int, parent: int | None = None) -> None:
+    """Have this process receive `signum` when its parent ends, and at once if it already has.
+
+    Args:
+        parent: its process id; None for the one that there is now.
+    """
+    parent = os.getppid() if parent is None else parent
     if not _signal_at_parent_death(signum):
         threading.Thread(
             target=_watch_parent, args=(parent, signum), name="parent-watch", daemon=True
@@ -53,7 +63,6 @@ def die_with_parent(signum: int = signal.SIGKILL) -> bool:
     # The parent may have ended before the request was made: then nothing would ever arrive.
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
-    return True
 
 
 def describe_exit(code: int) -> str:

@@ -216,7 +216,10 @@ def prepare_run(
         held_out = EvaluationBatches(data.eval, layout)
         evaluations["eval"] = (held_out, data.eval.report.supervised_tokens)
     resumed = find_checkpoint(
-        run.checkpoint.resume, Path(job.run_directory), rank.index, backend.collectives
+        "auto" if job.resume else run.checkpoint.resume,
+        Path(job.run_directory),
+        rank.index,
+        backend.collectives,
     )
     for text in resumed.passed_over:
         rank.warn(text)

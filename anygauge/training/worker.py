@@ -36,10 +36,13 @@ def main() -> int:
     parser.add_argument(
         "--rendezvous", default=None, help="where ranks meet; None: as the job says"
     )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     arguments = parser.parse_args()
     job = Job.load(arguments.job)
     if arguments.rendezvous is not None:
         job = replace(job, rendezvous=arguments.rendezvous)
+    if arguments.resume:
+        job = replace(job, resume=True)
     index = int(os.environ["RANK"])
     events = EventWriter.of_rank(index)
     opened = contextlib.ExitStack()

@@ -24,4 +24,10 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             api_version=API_VERSION,
             fidelity="real",
         ),
+        LauncherSpec(
+            name="slurm",
+            factory="anygauge_launchers.slurm:Slurm",
+            api_version=API_VERSION,
+            fidelity="real",
+        ),
     ]

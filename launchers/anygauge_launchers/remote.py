@@ -76,13 +76,13 @@ class RemoteJob:
                 continue
             if event is not None:
                 if event["event"] == "ended":
-                    endings[connection.node_rank] = event
+                    endings[int(event.get("node_rank", connection.node_rank))] = event
                 else:
                     began = True
                     yield event
                 continue
             live.discard(connection)
-            if connection.node_rank not in endings and not self._cancellations:
+            if not endings and not self._cancellations:
                 text = connection.why_it_ended()
                 part_from = part_from or time.monotonic() + LEFT_ALONE_S
                 state, status = ("lost", LOST) if began else ("failed", 1)

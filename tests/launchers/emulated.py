@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 LOGIN = "login"
@@ -82,7 +82,7 @@ class Machines:
             shutil.rmtree(self._files(name), ignore_errors=True)
         subprocess.run(["ip", "link", "del", f"{self._tag}br"], capture_output=True, check=False)
 
-    def command(self, name: str, argv: Sequence[str | Path]) -> list[str]:
+    def command(self, name: str, argv: Sequence[object]) -> list[str]:
         """What runs a command on a machine that is up: with its network, name and hosts."""
         return [
             *("nsenter", f"--net=/run/netns/{self._space(name)}"),
@@ -240,3 +240,115 @@ def _run(*argv: str) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
+
+
+class SlurmCluster:
+    """Slurm over the nodes: the controller on the login machine, one slurmd on each node."""
+
+    def __init__(self, machines: Machines, folder: Path) -> None:
+        self._machines = machines
+        self.folder = folder
+        self._others: list[subprocess.Popen[bytes]] = []
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def __enter__(self) -> SlurmCluster:
+        folder, nodes = self.folder, [n for n in self._machines.names if n != LOGIN]
+        for part in ("state", "log", "run", *(f"spool.{name}" for name in nodes)):
+            (folder / part).mkdir(parents=True)
+        for part in (folder, folder / "run"):
+            part.chmod(0o755)
+        (folder / "cgroup.conf").touch()
+        (folder / "munge.key").write_bytes(os.urandom(1024))
+        (folder / "munge.key").chmod(0o600)
+        (folder / "slurm.conf").write_text(
+            f"""ClusterName=emulated
+SlurmctldHost={LOGIN}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/run/munge.sock
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd.%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0
+KillWait=5
+SlurmdTimeout=10
+SlurmctldTimeout=30
+NodeName={",".join(nodes)} CPUs=4 State=UNKNOWN
+PartitionName=debug Nodes=ALL Default=YES MaxTime=30 State=UP
+"""
+        )
+        run = folder / "run"
+        # Needs no network: one daemon and its socket stand for the same key everywhere.
+        self._start(
+            [
+                *("munged", "--foreground", "--force", f"--key-file={folder}/munge.key"),
+                *(f"--socket={run}/munge.sock", f"--pid-file={run}/munged.pid"),
+                *(f"--log-file={folder}/log/munged.log", f"--seed-file={run}/munged.seed"),
+            ]
+        )
+        _wait_for((run / "munge.sock").exists, "munged")
+        self._start(
+            self._machines.command(
+                LOGIN, ["slurmctld", "-D", "-f", folder / "slurm.conf", "-c", "-i"]
+            )
+        )
+        for name in nodes:
+            self.boot(name)
+        _wait_for(
+            lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(nodes)), "nodes"
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._others):
+            process.kill()
+            process.wait()
+
+    def boot(self, name: str) -> None:
+        """Switch a node on, with its slurmd."""
+        self._machines.boot(
+            name,
+            ["slurmd", "-D", "-f", self.folder / "slurm.conf", "-N", name],
+            self.folder / "log" / f"{name}.out",
+        )
+
+    def ask(self, *argv: str) -> str:
+        """What one of Slurm's commands prints on the login machine."""
+        done = subprocess.run(
+            self._machines.command(LOGIN, argv),
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **self.environment},
+        )
+        return done.stdout.strip()
+
+    def _start(self, argv: Sequence[str]) -> None:
+        with (self.folder / "log" / "daemons.out").open("ab") as output:
+            self._others.append(
+                subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+
+
+def _wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what} did not come up")
+        time.sleep(0.1)

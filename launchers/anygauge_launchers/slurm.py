@@ -1,0 +1,140 @@
+"""Slurm: one agent on each node of an allocation, a new one (sbatch) or the one we are in (salloc).
+
+The batch script is the same for every job: it finds the first node and hands its arguments to srun
+as they are. What belongs to a job is in sbatch's arguments and in the job file, never in a script.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from anygauge.interface import STOPPED, Job, Plan, PlannedFile, PlannedProcess
+from anygauge_launchers.options import Options, read_options
+from anygauge_launchers.remote import RemoteJob
+from anygauge_launchers.slurm_job import SlurmJob
+
+SCRIPT = f"""#!/bin/sh
+# One agent on each node. The first argument is a file: a job that ends to be continued (exit status
+# {STOPPED}) is put back into the queue while it does not exist; empty: never. The rest is srun's.
+again=$1
+shift
+ANYGAUGE_HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export ANYGAUGE_HEAD
+srun "$@"
+status=$?
+if [ "$status" -eq {STOPPED} ] && [ -n "$again" ] && [ ! -e "$again" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+class SlurmOptions(Options):
+    """Options of the slurm launcher; most are sbatch's own, under its names.
+
+    Attributes:
+        allocation: ``new`` submits a job, ``current`` uses the one that this shell is in; ``auto``:
+            the current one if there is one.
+        cpus_per_task: cores for all ranks of a node; without it, whole nodes are taken.
+        requeue: go on from the newest checkpoint in a new job when the time is up, when the job is
+            preempted, and when a node fails.
+        warn_s: seconds before the time limit at which ranks are asked to write a checkpoint.
+        extra: further arguments for sbatch, each as one text.
+        python: the interpreter on the nodes; this one's path by default.
+    """
+
+    allocation: Literal["auto", "new", "current"] = "auto"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    gres: str | None = None
+    gpus_per_node: str | int | None = None
+    cpus_per_task: Annotated[int, Field(ge=1)] | None = None
+    mem: str | None = None
+    requeue: bool = False
+    warn_s: Annotated[int, Field(ge=0, le=65535)] = 120
+    extra: list[str] = Field(default_factory=list)
+    python: str = sys.executable
+
+
+_SBATCH = ("partition", "account", "qos", "time", "constraint", "reservation", "gres", "mem")
+
+
+class Slurm:
+    """Starts an agent on each node by srun."""
+
+    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+        """The job file, the script, and the command that takes it.
+
+        Raises:
+            RunFileError: an option is wrong.
+        """
+        own = read_options(SlurmOptions, "slurm", options)
+        folder = Path(job.run_directory)
+        script, job_file = str(folder / "slurm.sh"), str(folder / "job.json")
+        inside = own.allocation == "current" or (
+            own.allocation == "auto" and "SLURM_JOB_ID" in os.environ
+        )
+        agent = (
+            *("--job", job_file, "--node-rank", "$SLURM_NODEID"),
+            *("--head", f"$ANYGAUGE_HEAD:{job.port}", "--grace", f"{own.grace_s:g}", "--tied"),
+        )
+        step = (
+            *(f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1"),
+            # Agents end each other, and agree on why before they do.
+            *("--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--export=ALL"),
+            *(() if own.cpus_per_task is None else (f"--cpus-per-task={own.cpus_per_task}",)),
+        )
+        start = (own.python, "-m", "anygauge.agent")
+        files = (
+            PlannedFile(path=job_file, text=job.dump(), mode=0o600),
+            PlannedFile(path=script, text=SCRIPT, mode=0o755),
+        )
+        if inside:
+            argv = ("sh", script, "", *step, "--input=all", *start, "--stdin")
+            process = PlannedProcess(
+                node_rank=0, host="this allocation", argv=argv, arguments=agent
+            )
+        else:
+            argv = (
+                *self._sbatch(own, job, folder),
+                *(script, str(folder / "cancelled") if own.requeue else ""),
+                *(*step, *start, *agent, "--attempt", "$SLURM_RESTART_COUNT"),
+                *("--events", str(folder / "events.jsonl")),
+                *("--variables", str(folder / "variables.json")),
+            )
+            process = PlannedProcess(node_rank=0, argv=argv)
+        return Plan(files=files, processes=(process,), pass_environment=job.pass_environment)
+
+    def submit(self, plan: Plan) -> RemoteJob | SlurmJob:
+        """Write the files, and submit the job or start the step.
+
+        Raises:
+            AnygaugeError: Slurm refuses the job, or a file cannot be written.
+        """
+        if plan.processes[0].argv[0] == "sbatch":
+            return SlurmJob.start(plan)
+        return RemoteJob.start(plan)
+
+    def _sbatch(self, own: SlurmOptions, job: Job, folder: Path) -> tuple[str, ...]:
+        log = str(folder / "logs" / "slurm").replace("%", "%%")
+        asked = {name: getattr(own, name) for name in _SBATCH}
+        return (
+            *("sbatch", "--parsable", f"--job-name={job.name}"),
+            *(f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--output={log}-%j.log"),
+            *("--open-mode=append", "--export=NIL", f"--signal=USR1@{own.warn_s}"),
+            "--requeue" if own.requeue else "--no-requeue",
+            *(f"--{name}={value}" for name, value in asked.items() if value is not None),
+            *(() if own.gpus_per_node is None else (f"--gpus-per-node={own.gpus_per_node}",)),
+            "--exclusive" if own.cpus_per_task is None else f"--cpus-per-task={own.cpus_per_task}",
+            *own.extra,
+        )

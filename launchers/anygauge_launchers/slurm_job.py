@@ -1,0 +1,197 @@
+"""A job in Slurm's queue, followed through its file of events and what Slurm says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from anygauge.interface import LOST, AnygaugeError, Plan
+from anygauge.interface.files import write_text
+
+Event = Mapping[str, Any]
+
+ASK_S = 2.0
+"""How often Slurm is asked about the job."""
+_GLANCE_S = 0.2
+_SETTLING_S = 5.0
+_LIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD",
+         "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING", "REQUEUE_FED", "SPECIAL_EXIT"}  # fmt: skip
+_WORDS = {
+    "NODE_FAIL": ("lost", LOST, "a node of the job failed"),
+    "BOOT_FAIL": ("lost", LOST, "a node of the job did not start"),
+    "PREEMPTED": ("lost", LOST, "Slurm preempted the job"),
+    "TIMEOUT": ("lost", LOST, "the job's time limit was reached"),
+    "CANCELLED": ("cancelled", 143, "the job was cancelled"),
+    "OUT_OF_MEMORY": ("failed", 1, "a process of the job was killed, out of memory"),
+    "DEADLINE": ("failed", 1, "the job's deadline passed"),
+}
+
+
+class SlurmJob:
+    """A submitted job. It goes on when this process ends."""
+
+    def __init__(self, number: str, folder: Path, offset: int) -> None:
+        self.number = number
+        self._folder = folder
+        self._events = folder / "events.jsonl"
+        self._offset = offset
+        self._pending = b""
+        self._cancellations = 0
+        self._status = 1
+
+    @classmethod
+    def start(cls, plan: Plan) -> SlurmJob:
+        """Write the files and submit.
+
+        Raises:
+            AnygaugeError: Slurm refuses the job, or a file cannot be written.
+        """
+        folder = Path(plan.files[0].path).parent
+        passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
+        events = folder / "events.jsonl"
+        try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            (folder / "cancelled").unlink(missing_ok=True)
+            for file in plan.files:
+                write_text(file.path, file.text, file.mode)
+            write_text(folder / "variables.json", json.dumps(passed), 0o600)
+            offset = events.stat().st_size if events.exists() else 0
+        except OSError as error:
+            raise AnygaugeError(f"cannot start the run in {folder}: {error}") from error
+        done = _ask(plan.processes[0].argv)
+        if done.returncode:
+            raise AnygaugeError(
+                f"sbatch refused the job: {_last(done.stderr) or _last(done.stdout)}\n"
+                f"it was given: {' '.join(plan.processes[0].argv[1:12])} ..."
+            )
+        number = done.stdout.strip().split(";")[0]
+        return cls(number, folder, offset)
+
+    def events(self) -> Iterator[Event]:
+        """What the agents report and how the job fares, until it is over."""
+        yield _message(f"slurm: job {self.number} submitted; logs: {self._folder / 'logs'}")
+        said, asked, ended, gone_at = "", 0.0, None, None
+        while True:
+            for event in self._new():
+                if event["event"] == "ended":
+                    # The last word of this attempt; the job may be put back into the queue.
+                    ended = event
+                else:
+                    ended = None
+                    yield event
+            now = time.monotonic()
+            if now - asked >= ASK_S or (ended is not None and now - asked >= _GLANCE_S):
+                asked = now
+                state, reason = self._state()
+                if state in _LIVE:
+                    gone_at = None
+                    word = f"{state.lower()}" + (f" ({reason})" if state == "PENDING" else "")
+                    if state in ("PENDING", "RUNNING", "SUSPENDED") and word != said:
+                        said = word
+                        yield _message(f"slurm: job {self.number} is {word}")
+                else:
+                    # What the agents wrote last may still be on its way through the file system.
+                    gone_at = gone_at or now
+                    if ended is not None or now - gone_at > _SETTLING_S:
+                        final = ended or self._without_a_word(state, reason)
+                        self._status = int(str(final["exit_status"]))
+                        yield final
+                        return
+            time.sleep(_GLANCE_S)
+
+    def cancel(self) -> None:
+        """Ask the ranks to write a checkpoint and end; a second time, end the job."""
+        self._cancellations += 1
+        (self._folder / "cancelled").touch()
+        state, _ = self._state()
+        if self._cancellations == 1 and state == "RUNNING":
+            _ask(("scancel", "--signal=INT", self.number))
+        else:
+            _ask(("scancel", self.number))
+
+    def wait(self) -> int:
+        """Exit status of the job, once its events have ended."""
+        return self._status
+
+    def _new(self) -> Iterator[Event]:
+        try:
+            with self._events.open("rb") as file:
+                file.seek(self._offset)
+                chunk = file.read(1 << 20)
+        except FileNotFoundError:
+            return
+        self._offset += len(chunk)
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                yield event
+
+    def _state(self) -> tuple[str, str]:
+        """State and reason as Slurm has them; UNKNOWN where it has forgotten the job."""
+        done = _ask(("scontrol", "show", "job", "--oneliner", self.number))
+        if done.returncode:
+            if "Invalid job id" in done.stderr:
+                return "UNKNOWN", ""
+            return "RUNNING", ""  # the controller is away for a while: the job is not
+        words = dict(w.split("=", 1) for w in done.stdout.split() if "=" in w)
+        return words.get("JobState", "UNKNOWN"), words.get("Reason", "")
+
+    def _without_a_word(self, state: str, reason: str) -> Event:
+        kind, status, text = _WORDS.get(
+            state, ("failed", 1, f"the job ended ({state.lower()}) before its agents could report")
+        )
+        if self._cancellations:
+            kind, status = "cancelled", 143
+        log = self._folder / "logs" / f"slurm-{self.number}.log"
+        tail = "\n".join(f"  | {line}" for line in _lines(log)[-10:])
+        return {
+            "event": "ended",
+            "state": kind,
+            "exit_status": status,
+            "cause": f"slurm job {self.number}: {text}"
+            + (f" ({reason})" if reason not in ("", "None") else "")
+            + (f"\nits log: {log}\n{tail}" if tail else ""),
+        }
+
+
+def _message(text: str) -> Event:
+    return {"event": "message", "time": time.time(), "text": text, "level": "info"}
+
+
+def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands.
+
+    Raises:
+        AnygaugeError: it is not installed.
+    """
+    try:
+        return subprocess.run(
+            argv, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError as error:
+        raise AnygaugeError(
+            f"{argv[0]} is not installed here: submit from a machine that has Slurm's commands"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise AnygaugeError(f"{argv[0]} did not answer within {error.timeout:g} s") from error
+
+
+def _last(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return []
