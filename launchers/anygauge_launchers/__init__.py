@@ -30,4 +30,10 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             api_version=API_VERSION,
             fidelity="real",
         ),
+        LauncherSpec(
+            name="mpi",
+            factory="anygauge_launchers.mpi:Mpi",
+            api_version=API_VERSION,
+            fidelity="real",
+        ),
     ]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 from anygauge.interface import LOST, AnygaugeError, Plan, PlannedProcess
 from anygauge.interface.files import write_text
-from anygauge.interface.processes import describe_exit
+from anygauge.interface.processes import describe_exit, parent_environment
 
 Event = Mapping[str, Any]
 
@@ -46,8 +47,9 @@ class RemoteJob:
             logs.mkdir(parents=True, exist_ok=True)
             for file in plan.files:
                 write_text(file.path, file.text, file.mode)
+            write_text(logs.parent / "variables.json", json.dumps(passed), 0o600)
             for process in plan.processes:
-                log = logs / f"{Path(process.argv[0]).name}{process.node_rank}.log"
+                log = logs / f"{_program(process)}{process.node_rank}.log"
                 started.append(_Connection(process, passed, log))
         except OSError as error:
             for connection in started:
@@ -70,13 +72,14 @@ class RemoteJob:
                 connection, event = self._arrived.get(timeout=0.2)
             except queue.Empty:
                 if part_from is not None and time.monotonic() > part_from:
-                    part_from = None
+                    part_from = time.monotonic() + LEFT_ALONE_S
                     for other in live:
-                        other.hang_up()
+                        other.part()
                 continue
             if event is not None:
                 if event["event"] == "ended":
                     endings[int(event.get("node_rank", connection.node_rank))] = event
+                    part_from = part_from or time.monotonic() + LEFT_ALONE_S
                 else:
                     began = True
                     yield event
@@ -101,7 +104,7 @@ class RemoteJob:
             if self._cancellations > 2:
                 connection.kill()
             elif connection is head or not head.running:
-                connection.say("SIGTERM")
+                connection.ask_to_end()
 
     def wait(self) -> int:
         """Exit status of the job, once its events have ended."""
@@ -119,45 +122,65 @@ class _Connection:
     def __init__(self, planned: PlannedProcess, passed: Mapping[str, str], log: Path) -> None:
         self.node_rank = planned.node_rank
         self._host = planned.host
-        self._name = Path(planned.argv[0]).name
+        self._name = _program(planned)
+        self._speaks = bool(planned.arguments)
+        self._asked = self._parting = 0
         self._log = log
         with log.open("ab") as stderr:
             self._log_begin = stderr.seek(0, 2)
             self._process = subprocess.Popen(
                 planned.argv,
-                stdin=subprocess.PIPE,
+                env={**os.environ, **passed, **planned.environment, **parent_environment()},
+                stdin=subprocess.PIPE if self._speaks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 # Ctrl-C reaches the command line alone, which then ends the job in order.
                 start_new_session=True,
             )
-        given = {
-            "arguments": planned.arguments,
-            "environment": {**passed, **planned.environment},
-        }
-        self.say(json.dumps(given))
+        if self._speaks:
+            given = {
+                "arguments": planned.arguments,
+                "environment": {**passed, **planned.environment},
+            }
+            self._say(json.dumps(given))
 
     @property
     def running(self) -> bool:
         """Whether the process has not ended."""
         return self._process.poll() is None
 
-    def say(self, line: str) -> None:
-        """One line for the agent."""
+    def ask_to_end(self) -> None:
+        """Have the agents end their ranks; again: at once."""
+        self._asked += 1
+        if self._speaks:
+            self._say("SIGTERM")
+        else:
+            self._process.send_signal(signal.SIGUSR1 if self._asked == 1 else signal.SIGTERM)
+
+    def part(self) -> None:
+        """Let go of a process that has nothing more to do, more and more firmly."""
+        self._parting += 1
+        if self._parting > 2:
+            self._process.kill()
+        elif self._speaks and self._parting == 1:
+            self._hang_up()
+        else:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End the process; the agent's standard input ends with it."""
+        self._process.kill()
+
+    def _say(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
-    def hang_up(self) -> None:
-        """Let the agent know that nobody is there any more."""
+    def _hang_up(self) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-
-    def kill(self) -> None:
-        """End the process; the agent's standard input ends with it."""
-        self._process.kill()
 
     def events(self) -> Iterator[Event]:
         """What the agent reports; what is no event goes to the log (greetings of a shell)."""
@@ -181,6 +204,11 @@ class _Connection:
             f"node {self.node_rank} ({self._host}): {self._name} ended with {describe_exit(code)}"
             f"{words}\nits log: {self._log}"
         )
+
+
+def _program(planned: PlannedProcess) -> str:
+    """What is started: the name in front of its log's."""
+    return next((n for n in ("ssh", "mpirun", "srun") if n in planned.argv[:8]), "srun")
 
 
 _CANCELLED = {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": "let go"}

@@ -19,8 +19,10 @@ ASK_S = 2.0
 """How often Slurm is asked about the job."""
 _GLANCE_S = 0.2
 _SETTLING_S = 5.0
-_LIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD",
-         "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING", "REQUEUE_FED", "SPECIAL_EXIT"}  # fmt: skip
+_LIVE = {
+    *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"),
+    *("SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING", "REQUEUE_FED", "SPECIAL_EXIT"),
+}
 _WORDS = {
     "NODE_FAIL": ("lost", LOST, "a node of the job failed"),
     "BOOT_FAIL": ("lost", LOST, "a node of the job did not start"),

@@ -179,8 +179,8 @@ class SshServers:
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
         (folder / "sshd_config").write_text(
             f"""Port 22
-HostKey {folder}/hostkey
-AuthorizedKeysFile {folder}/id.pub
+HostKey "{folder}/hostkey"
+AuthorizedKeysFile "{folder}/id.pub"
 PasswordAuthentication no
 PermitRootLogin prohibit-password
 StrictModes no
@@ -196,9 +196,9 @@ MaxStartups 50
         self.config.write_text(
             f"""Host *
   User root
-  IdentityFile {folder}/id
+  IdentityFile "{folder}/id"
   IdentitiesOnly yes
-  UserKnownHostsFile {folder}/known_hosts
+  UserKnownHostsFile "{folder}/known_hosts"
   StrictHostKeyChecking yes
 """
         )
@@ -255,8 +255,8 @@ class SlurmCluster:
         folder, nodes = self.folder, [n for n in self._machines.names if n != LOGIN]
         for part in ("state", "log", "run", *(f"spool.{name}" for name in nodes)):
             (folder / part).mkdir(parents=True)
-        for part in (folder, folder / "run"):
-            part.chmod(0o755)
+        for public in (folder, folder / "run"):
+            public.chmod(0o755)
         (folder / "cgroup.conf").touch()
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o600)

@@ -1,0 +1,98 @@
+"""Open MPI: one agent on each host, started by mpirun, which passes signals and output on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
+from anygauge_launchers.hosts import bare, hosts_of
+from anygauge_launchers.options import Options, read_options
+from anygauge_launchers.remote import RemoteJob
+
+
+def _whole(path: str) -> str:
+    if len(path.split()) != 1:
+        raise ValueError("mpirun splits this path at spaces; make a link without them")
+    return path
+
+
+class MpiOptions(Options):
+    """Options of the mpi launcher.
+
+    Attributes:
+        hosts: the machines; the first is the head.
+        hostfile: a file of them instead, with lines ``host slots=N``.
+        config: ssh's configuration file for mpirun's own daemons.
+        head: address of the first machine for the others, where it is not its name.
+        interface: network that mpirun's daemons meet on, such as ``eth0``; Open MPI's choice
+            without it.
+        extra: further arguments for mpirun, each as one text.
+        python: the interpreter on the machines; this one's path by default.
+    """
+
+    hosts: list[str] = Field(default_factory=list)
+    hostfile: str | None = None
+    config: Annotated[str, AfterValidator(_whole)] | None = None
+    head: str | None = None
+    interface: str | None = None
+    extra: list[str] = Field(default_factory=list)
+    python: str = sys.executable
+
+
+class Mpi:
+    """Starts an agent on each host by mpirun."""
+
+    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+        """One job file in the shared run directory, and one mpirun.
+
+        Raises:
+            RunFileError: an option is wrong, or the hosts are not as many as the nodes.
+        """
+        own = read_options(MpiOptions, "mpi", options)
+        hosts = hosts_of(job, own.hosts, own.hostfile)
+        folder = Path(job.run_directory)
+        settings = {
+            # So that a daemon behind a cut cable notices, too: otherwise it stays for minutes.
+            "oob_tcp_keepalive_time": "10",
+            "oob_tcp_keepalive_intvl": "5",
+            "oob_tcp_keepalive_probes": "3",
+        }
+        if own.config is not None:
+            settings["plm_rsh_args"] = f"-F {own.config}"
+        if own.interface is not None:
+            settings["btl_tcp_if_include"] = settings["oob_tcp_if_include"] = own.interface
+        argv = (
+            *(sys.executable, "-m", "anygauge_launchers.tied", "mpirun"),
+            *("-np", str(job.nodes), "--host", ",".join(f"{host}:1" for host in hosts)),
+            # An agent starts and places its ranks itself.
+            *("--map-by", "ppr:1:node", "--bind-to", "none"),
+            *(word for name, value in settings.items() for word in ("--mca", name, value)),
+            *own.extra,
+            *(own.python, "-m", "anygauge.agent"),
+            *("--job", str(folder / "job.json"), "--node-rank", "$OMPI_COMM_WORLD_RANK"),
+            *("--head", f"{own.head or bare(hosts[0])}:{job.port}", "--grace", f"{own.grace_s:g}"),
+            *("--variables", str(folder / "variables.json"), "--tied"),
+        )
+        return Plan(
+            files=(PlannedFile(path=str(folder / "job.json"), text=job.dump(), mode=0o600),),
+            processes=(PlannedProcess(node_rank=0, host=hosts[0], argv=argv),),
+            pass_environment=job.pass_environment,
+        )
+
+    def submit(self, plan: Plan) -> RemoteJob:
+        """Write the files and start mpirun.
+
+        Raises:
+            AnygaugeError: a file cannot be written, or mpirun cannot be started.
+        """
+        if os.geteuid() == 0:
+            # It refuses to, without a word to us; whoever starts a job as root has decided.
+            os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
+            os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        return RemoteJob.start(plan)
