@@ -49,7 +49,7 @@ plugins: $(BUILT)
 # Each plugin's tests have a process of their own: a device that torch has loaded is there for good.
 test: lint $(BUILT)
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -m "not slow and not launchers" -n $(JOBS) --dist loadfile
 	@for plugin in $(PLUGINS); do \
 	    echo "==> tests of $$plugin"; \
 	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile) \
@@ -58,7 +58,7 @@ test: lint $(BUILT)
 
 test-slow: $(STAMP) $(BUILT)
 	@echo "==> slow tests"
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m "slow and not launchers"
 	@for plugin in $(PLUGINS); do \
 	    echo "==> slow tests of $$plugin"; \
 	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m slow) || exit 1; \

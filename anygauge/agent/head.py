@@ -116,8 +116,8 @@ class Head(Nodes):
             link.shut(0)
 
     def _admit(self, link: Link, message: Mapping[str, Any], own: Introduction) -> None:
-        token = str(message.get("token", ""))
-        if message["kind"] != "join" or not hmac.compare_digest(token, self._job.token):
+        token = str(message.get("token", "")).encode(errors="replace")
+        if message["kind"] != "join" or not hmac.compare_digest(token, self._job.token.encode()):
             link.send("refused", reason="that agent is of another job")
             link.shut()
             return

@@ -20,10 +20,13 @@ from anygauge_launchers.remote import RemoteJob
 from anygauge_launchers.slurm_job import SlurmJob
 
 SCRIPT = f"""#!/bin/sh
-# One agent on each node. The first argument is a file: a job that ends to be continued (exit status
-# {STOPPED}) is put back into the queue while it does not exist; empty: never. The rest is srun's.
-again=$1
-shift
+# One agent on each node. The first argument is the log, or empty for none of its own. The second is
+# a file: a job that ends to be continued (exit status {STOPPED}) is put back into the queue while it
+# does not exist; empty: never. The rest is srun's.
+log=$1
+again=$2
+shift 2
+[ -z "$log" ] || exec >>"$log" 2>&1
 ANYGAUGE_HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export ANYGAUGE_HEAD
 srun "$@"
@@ -100,14 +103,15 @@ class Slurm:
             PlannedFile(path=script, text=SCRIPT, mode=0o755),
         )
         if inside:
-            argv = ("sh", script, "", *step, "--input=all", *start, "--stdin")
+            argv = ("sh", script, "", "", *step, "--input=all", *start, "--stdin")
             process = PlannedProcess(
                 node_rank=0, host="this allocation", argv=argv, arguments=agent
             )
         else:
             argv = (
-                *self._sbatch(own, job, folder),
-                *(script, str(folder / "cancelled") if own.requeue else ""),
+                *self._sbatch(own, job),
+                *(script, str(folder / "logs" / "slurm.log")),
+                str(folder / "cancelled") if own.requeue else "",
                 *(*step, *start, *agent, "--attempt", "$SLURM_RESTART_COUNT"),
                 *("--events", str(folder / "events.jsonl")),
                 *("--variables", str(folder / "variables.json")),
@@ -125,13 +129,13 @@ class Slurm:
             return SlurmJob.start(plan)
         return RemoteJob.start(plan)
 
-    def _sbatch(self, own: SlurmOptions, job: Job, folder: Path) -> tuple[str, ...]:
-        log = str(folder / "logs" / "slurm").replace("%", "%%")
+    def _sbatch(self, own: SlurmOptions, job: Job) -> tuple[str, ...]:
         asked = {name: getattr(own, name) for name in _SBATCH}
         return (
             *("sbatch", "--parsable", f"--job-name={job.name}"),
-            *(f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--output={log}-%j.log"),
-            *("--open-mode=append", "--export=NIL", f"--signal=USR1@{own.warn_s}"),
+            # Slurm reads % and \\ in the path of a log; the script has one of its own.
+            *(f"--nodes={job.nodes}", "--ntasks-per-node=1", "--chdir=/", "--output=/dev/null"),
+            *("--export=NIL", f"--signal=USR1@{own.warn_s}"),
             "--requeue" if own.requeue else "--no-requeue",
             *(f"--{name}={value}" for name, value in asked.items() if value is not None),
             *(() if own.gpus_per_node is None else (f"--gpus-per-node={own.gpus_per_node}",)),

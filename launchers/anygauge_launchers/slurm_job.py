@@ -153,7 +153,7 @@ class SlurmJob:
         )
         if self._cancellations:
             kind, status = "cancelled", 143
-        log = self._folder / "logs" / f"slurm-{self.number}.log"
+        log = self._folder / "logs" / "slurm.log"
         tail = "\n".join(f"  | {line}" for line in _lines(log)[-10:])
         return {
             "event": "ended",

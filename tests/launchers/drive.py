@@ -1,0 +1,27 @@
+"""Render, submit and follow a job without the command line: `drive.py LAUNCHER JOB OPTIONS`.
+
+Prints each event as a line; the exit status is the job's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from anygauge.interface import Job
+from anygauge.registry import Registry
+
+
+def main() -> int:
+    name, job_file, options_file = sys.argv[1:]
+    launcher = Registry.load().launcher(name)()
+    plan = launcher.render(Job.load(job_file), json.loads(Path(options_file).read_text()))
+    running = launcher.submit(plan)
+    for event in running.events():
+        print(json.dumps(event), flush=True)
+    return int(running.wait())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The same job on every target: two emulated nodes, reached by ssh, Open MPI or Slurm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.launchers.emulated import LOGIN, Machines, SlurmCluster, SshServers, why_not
+
+PROGRAMS = {
+    "ssh": ("ssh", "sshd", "ssh-keygen"),
+    "mpi": ("ssh", "sshd", "ssh-keygen", "mpirun"),
+    "slurm": ("slurmctld", "slurmd", "sbatch", "munged"),
+}
+NODES = ("node1", "node2")
+
+
+@dataclass(kw_only=True)
+class Target:
+    """One target that is up.
+
+    Attributes:
+        options: what the launcher needs to know of it.
+        environment: what the login shell needs to know of it.
+    """
+
+    name: str
+    machines: Machines
+    options: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    power_on: Any = None
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def launch(self, nodes: int = 2, **more: Any) -> dict[str, Any]:
+        """The run file's section ``launch``."""
+        passed = ["PATH", "OMP_NUM_THREADS", "PYTHONPATH"]
+        section = {"launcher": self.name, "nodes": nodes, "devices": 1, "pass_environment": passed}
+        return {**section, "options": dict(self.options), **more}
+
+    def start(self, *argv: object, cwd: Path | None = None) -> subprocess.Popen[str]:
+        """A command on the login machine; it leads a session of its own, as in a terminal."""
+        process = subprocess.Popen(
+            self.machines.command(LOGIN, argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+        )
+        self.started.append(process)
+        return process
+
+    def train(self, path: Path, *options: str) -> subprocess.Popen[str]:
+        """``anygauge train`` on the login machine."""
+        return self.start(sys.executable, "-m", "anygauge.cli", "train", path, *options)
+
+    def of_job(self) -> dict[str, dict[int, str]]:
+        """Agents and ranks, machine by machine."""
+        return {name: self.machines.of_job(name) for name in (*NODES, LOGIN)}
+
+    def tidy(self) -> None:
+        """End what a failed test has left."""
+        for process in self.started:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        self.started.clear()
+        for found in self.of_job().values():
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def reason(name: str) -> str | None:
+    """Why a target cannot be emulated here, or None."""
+    return why_not(*PROGRAMS[name])
+
+
+@contextlib.contextmanager
+def target(name: str, folder: Path) -> Iterator[Target]:
+    """Bring a target up, and down again."""
+    with Machines(folder) as machines:
+        if name == "slurm":
+            with SlurmCluster(machines, folder / "slurm") as slurm:
+                made = Target(
+                    name=name,
+                    machines=machines,
+                    options={},
+                    environment=slurm.environment,
+                    power_on=slurm.boot,
+                )
+                yield made
+                made.tidy()
+            return
+        ssh = SshServers(machines, folder / "ssh")
+        options: dict[str, Any] = {"hosts": list(NODES), "config": str(ssh.config)}
+        if name == "mpi":
+            options["interface"] = "eth0"
+        made = Target(name=name, machines=machines, options=options, power_on=ssh.start)
+        yield made
+        made.tidy()
+
+
+def until(condition: Any, what: str, limit_s: float = 120) -> float:
+    """Wait for something that must come; seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > limit_s:
+            raise AssertionError(f"waited {limit_s:g} s in vain for {what}")
+        time.sleep(0.05)
+    return time.monotonic() - began
