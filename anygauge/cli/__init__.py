@@ -12,6 +12,8 @@ from anygauge.interface.errors import AnygaugeError
 
 COMMANDS = {
     "train": "Fine-tune a model as a run file says.",
+    "launch": "Start a run on other machines, or write what a launcher would do.",
+    "job": "Follow, show or end a job that was started elsewhere.",
     "data": "Show what a run's data becomes: counts, lengths, padding, learned tokens.",
     "generate": "Let a model answer, with or without an adapter.",
     "merge": "Fold an adapter into its base model.",

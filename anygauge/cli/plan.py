@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anygauge.interface import Job
+from anygauge.interface import Job, RunFileError
 
 if TYPE_CHECKING:
     from anygauge.config import LoadedRun
@@ -76,7 +76,13 @@ def read_intent(
     check_name(run.strategy.name, ranks)
     peek(run.data)
     registry = Registry.load()
-    registry.find_launcher(run.launch.launcher)
+    elsewhere = registry.find_launcher(run.launch.launcher).spec.elsewhere
+    if elsewhere and run.backend == "auto":
+        raise RunFileError(
+            f"backend: auto looks at this machine, and the {run.launch.launcher} launcher starts "
+            "ranks on others. Name the backend (--backend)"
+        )
+    need_device = need_device and not elsewhere
     check_optimizer(run, need_software=need_device)
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
     accumulation(run.train.global_batch, run.train.sequences_at_once(ranks), ranks)

@@ -11,6 +11,8 @@ from anygauge.interface import AnygaugeError
 
 RUN_FILE = "run.yaml"
 RENDEZVOUS = "rendezvous"
+LAUNCHED = "launched.json"
+"""Which launcher has the job, and how it finds it again."""
 _LOCK = ".lock"
 
 

@@ -32,6 +32,9 @@ def follow(
 ) -> int:
     """Show a job until it ends. Ctrl-C ends its ranks in order, a second time kills them.
 
+    A job that can go on by itself (`RunningJob.record`) is left to itself by SIGTERM; on a terminal
+    Ctrl-C asks what is meant.
+
     Args:
         quiet: only warnings and how it ended.
         console: where the run is shown; None for standard output, with a bar on a terminal.
@@ -50,8 +53,12 @@ def follow(
             told = 0
             for event in _stream(running):
                 if len(signals) > told:
+                    if running.record is not None and _leave(running, signals, view):
+                        console.print(f"to see it again: anygauge job follow {run_directory}")
+                        return 0
                     told = len(signals)
-                    view.line(_ENDING if told == 1 else _KILLING, "notice")
+                    if told:
+                        view.line(_ENDING if told == 1 else _KILLING, "notice")
                 if event is None:
                     continue
                 if event["event"] == "ended":
@@ -84,6 +91,22 @@ def follow(
 _ENDING = "ending: the step under way is finished and a checkpoint written (Ctrl-C again to kill)"
 _KILLING = "killing the ranks"
 _GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
+
+
+def _leave(running: RunningJob, signals: list[int], view: _View) -> bool:
+    """What a signal means for a job that can go on by itself: True to leave it."""
+    if signals[-1] == signal.SIGTERM:
+        return True
+    answer = "c"
+    if len(signals) == 1 and sys.stdin.isatty():
+        answer = view.ask("d to detach (the job goes on), c to cancel it, Enter to go on: ")
+    if answer == "d":
+        return True
+    if answer == "c":
+        running.cancel()
+    else:
+        signals.clear()
+    return False
 
 
 class _View:
@@ -124,6 +147,18 @@ class _View:
             text = f"warning: {text}"
         style = "" if level == "info" else "yellow"
         self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def ask(self, question: str) -> str:
+        """A letter from the terminal; Ctrl-C and the end of input are c."""
+        if self._bar is not None:
+            self._bar.stop()
+        try:
+            return input(question).strip().lower()[:1]
+        except (EOFError, KeyboardInterrupt):
+            return "c"
+        finally:
+            if self._bar is not None:
+                self._bar.start()
 
     def show(self, event: Event) -> None:
         """What one event has to say; rank 0 speaks for all but in messages."""
@@ -204,7 +239,8 @@ def _interruptible(running: RunningJob) -> Iterator[list[int]]:
 
     def cancel(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        running.cancel()
+        if running.record is None:
+            running.cancel()
 
     before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {
         number: signal.signal(number, cancel) for number in (signal.SIGINT, signal.SIGTERM)

@@ -63,22 +63,42 @@ def train(
     raise typer.Exit(start(intent, quiet=quiet))
 
 
-def start(intent: Intent, *, quiet: bool) -> int:
-    """Write the resolved run file, submit the job and follow it; returns the exit status."""
+def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
+    """Write the resolved run file, submit the job and follow it; returns the exit status.
+
+    Args:
+        detach: leave once it is submitted.
+    """
+    import json
     from pathlib import Path
 
-    from anygauge.cli.run_folder import claimed
+    from anygauge.cli.run_folder import LAUNCHED, claimed
     from anygauge.cli.terminal import follow
     from anygauge.config import dump_run
+    from anygauge.interface import UnsupportedError
     from anygauge.interface.files import write_text
     from anygauge.registry import is_secret
 
     job, run = intent.job, intent.run
-    launcher = intent.registry.launcher(run.launch.launcher)()
+    name = run.launch.launcher
+    if detach and "detach" not in intent.registry.find_launcher(name).spec.can:
+        raise UnsupportedError(
+            f"--detach: a job of the {name} launcher ends with the command that started it"
+        )
+    launcher = intent.registry.launcher(name)()
     plan = launcher.render(job, run.launch.options)
     chosen = run.model_copy(update={"backend": job.backend})
     secret = any(is_secret(name) for name in run.environment)
-    with claimed(Path(job.run_directory)):
+    folder = Path(job.run_directory)
+    with claimed(folder):
         write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
         running = launcher.submit(plan)
-        return follow(running, run_directory=job.run_directory, quiet=quiet)
+        if running.record is not None:
+            record = {"launcher": name, "record": dict(running.record)}
+            write_text(folder / LAUNCHED, json.dumps(record, indent=2) + "\n")
+        if detach:
+            typer.echo(
+                f"submitted: {dict(running.record or {})}; to see it: anygauge job follow {folder}"
+            )
+            return 0
+        return follow(running, run_directory=folder, quiet=quiet)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from anygauge.interface.kernels import AttentionKernel, LoraKernel
     from anygauge.interface.placement import HOST_DEVICE, MemoryStats, PeakFlops, Placement
     from anygauge.interface.plugins import (
+        ABILITIES,
         KernelSpec,
         Launcher,
         LauncherSpec,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from anygauge.interface.support import FULL, Level, Support
 
 __all__ = [
+    "ABILITIES",
     "API_VERSION",
     "CAPABILITIES",
     "FULL",
@@ -130,6 +132,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ABILITIES": "plugins",
     "API_VERSION": "backend",
     "AnygaugeError": "errors",
     "AttentionKernel": "kernels",

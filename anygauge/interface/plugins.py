@@ -70,18 +70,31 @@ class Plan:
 
     Attributes:
         pass_environment: variables whose values, at the time of submission, all processes get.
+        operations: what to type by hand, for readers: ``submit``, ``status``, ``logs``, ``cancel``;
+            ``{id}`` stands for the job's number.
     """
 
     files: tuple[PlannedFile, ...] = ()
     processes: tuple[PlannedProcess, ...] = ()
     pass_environment: tuple[str, ...] = ()
+    operations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class RunningJob(Protocol):
-    """A job that was submitted."""
+    """A job that was submitted.
+
+    Attributes:
+        record: by which `Launcher.attach` finds it again, as plain values; None where the job ends
+            with this process.
+    """
+
+    record: Mapping[str, Any] | None
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """Everything the agents report, until the job ends."""
+
+    def status(self) -> str:
+        """How it fares, in a line."""
 
     def cancel(self) -> None:
         """Ask every agent to end its ranks, a second time to kill them; does not wait."""
@@ -99,6 +112,9 @@ class Launcher(Protocol):
     def submit(self, plan: Plan) -> RunningJob:
         """Do it."""
 
+    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
+        """A job that an earlier process submitted; only where jobs have a `record`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherSpec:
@@ -107,6 +123,8 @@ class LauncherSpec:
     Attributes:
         fidelity: how far it was proven: ``real``, ``emulated`` or ``schema``.
         max_nodes: most machines it can start on; None for no limit.
+        elsewhere: ranks run on other machines than this one.
+        can: what its jobs can do, of `ABILITIES`.
     """
 
     name: str
@@ -114,6 +132,16 @@ class LauncherSpec:
     api_version: int
     fidelity: str
     max_nodes: int | None = None
+    elsewhere: bool = False
+    can: frozenset[str] = frozenset()
+
+
+ABILITIES: Mapping[str, str] = {
+    "detach": "goes on when the command line ends",
+    "warn": "is told before its time is up",
+    "requeue": "is started again when its time is up, when it is preempted, or loses a node",
+}
+"""What a launcher's jobs may be able to do."""
 
 
 RunStatus = Literal["finished", "failed", "stopped"]

@@ -23,17 +23,21 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             factory="anygauge_launchers.ssh:Ssh",
             api_version=API_VERSION,
             fidelity="real",
+            elsewhere=True,
         ),
         LauncherSpec(
             name="slurm",
             factory="anygauge_launchers.slurm:Slurm",
             api_version=API_VERSION,
             fidelity="real",
+            elsewhere=True,
+            can=frozenset({"detach", "warn", "requeue"}),
         ),
         LauncherSpec(
             name="mpi",
             factory="anygauge_launchers.mpi:Mpi",
             api_version=API_VERSION,
             fidelity="real",
+            elsewhere=True,
         ),
     ]

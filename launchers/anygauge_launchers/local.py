@@ -17,6 +17,7 @@ from anygauge.interface import (
     Plan,
     PlannedFile,
     PlannedProcess,
+    RunningJob,
     UnsupportedError,
 )
 from anygauge.interface.files import write_text
@@ -94,9 +95,21 @@ class Local:
             ) from error
         return LocalJob(agent, log)
 
+    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
+        """Its jobs end with the process that started them: there is none to attach to.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{run_directory}: a job of the local launcher ends with the command that started it"
+        )
+
 
 class LocalJob:
     """A job whose agent is a child of this process."""
+
+    record = None
 
     def __init__(self, agent: subprocess.Popen[bytes], log: Path) -> None:
         self._agent = agent
@@ -118,6 +131,10 @@ class LocalJob:
                     log.write(line)
             else:
                 yield event
+
+    def status(self) -> str:
+        """Whether its agent runs."""
+        return "running" if self._agent.poll() is None else "ended"
 
     def cancel(self) -> None:
         """End the ranks in order; the second call ends them at once, the third ends the agent."""

@@ -25,7 +25,9 @@ LEFT_ALONE_S = 5.0
 
 
 class RemoteJob:
-    """Agents that are tied to this process by their standard input."""
+    """Agents that are tied to this process, by their standard input or by a signal."""
+
+    record = None
 
     def __init__(self, processes: list[_Connection]) -> None:
         self._connections = processes
@@ -95,6 +97,11 @@ class RemoteJob:
         final = endings.get(0) or trouble or next(iter(endings.values()), _CANCELLED)
         self._status = int(str(final["exit_status"]))
         yield final
+
+    def status(self) -> str:
+        """How many of its connections are open."""
+        count = sum(connection.running for connection in self._connections)
+        return f"{count} of {len(self._connections)} nodes connected"
 
     def cancel(self) -> None:
         """Ask the head to end all ranks; again to kill them; a third time, let go of all."""

@@ -21,8 +21,8 @@ from anygauge_launchers.slurm_job import SlurmJob
 
 SCRIPT = f"""#!/bin/sh
 # One agent on each node. The first argument is the log, or empty for none of its own. The second is
-# a file: a job that ends to be continued (exit status {STOPPED}) is put back into the queue while it
-# does not exist; empty: never. The rest is srun's.
+# a file: a job that ends to be continued (exit status {STOPPED}) is put back into the queue while
+# it does not exist; empty: never. The rest is srun's.
 log=$1
 again=$2
 shift 2
@@ -117,7 +117,18 @@ class Slurm:
                 *("--variables", str(folder / "variables.json")),
             )
             process = PlannedProcess(node_rank=0, argv=argv)
-        return Plan(files=files, processes=(process,), pass_environment=job.pass_environment)
+        operations = {
+            "submit": process.argv,
+            "status": ("scontrol", "show", "job", "{id}"),
+            "logs": ("tail", "-F", str(folder / "logs" / "rank0.log")),
+            "cancel": ("scancel", "{id}"),
+        }
+        return Plan(
+            files=files,
+            processes=(process,),
+            pass_environment=job.pass_environment,
+            operations={} if inside else operations,
+        )
 
     def submit(self, plan: Plan) -> RemoteJob | SlurmJob:
         """Write the files, and submit the job or start the step.
@@ -128,6 +139,14 @@ class Slurm:
         if plan.processes[0].argv[0] == "sbatch":
             return SlurmJob.start(plan)
         return RemoteJob.start(plan)
+
+    def attach(self, record: Mapping[str, Any], run_directory: Path) -> SlurmJob:
+        """A job that was submitted before.
+
+        Raises:
+            UnsupportedError: the record is not one of this launcher.
+        """
+        return SlurmJob.attach(record, run_directory)
 
     def _sbatch(self, own: SlurmOptions, job: Job) -> tuple[str, ...]:
         asked = {name: getattr(own, name) for name in _SBATCH}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import LOST, AnygaugeError, Plan
+from anygauge.interface import LOST, AnygaugeError, Plan, UnsupportedError
 from anygauge.interface.files import write_text
 
 Event = Mapping[str, Any]
@@ -39,6 +39,7 @@ class SlurmJob:
 
     def __init__(self, number: str, folder: Path, offset: int) -> None:
         self.number = number
+        self.record: Mapping[str, Any] = {"job": number, "offset": offset}
         self._folder = folder
         self._events = folder / "events.jsonl"
         self._offset = offset
@@ -74,9 +75,21 @@ class SlurmJob:
         number = done.stdout.strip().split(";")[0]
         return cls(number, folder, offset)
 
+    @classmethod
+    def attach(cls, record: Mapping[str, Any], folder: Path) -> SlurmJob:
+        """A job that was submitted before.
+
+        Raises:
+            UnsupportedError: the record is none of a job of Slurm's.
+        """
+        try:
+            return cls(str(record["job"]), folder, int(record["offset"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UnsupportedError(f"{folder}: {dict(record)} is no record of a job") from error
+
     def events(self) -> Iterator[Event]:
         """What the agents report and how the job fares, until it is over."""
-        yield _message(f"slurm: job {self.number} submitted; logs: {self._folder / 'logs'}")
+        yield _message(f"slurm: job {self.number}; logs: {self._folder / 'logs'}")
         said, asked, ended, gone_at = "", 0.0, None, None
         while True:
             for event in self._new():
@@ -105,6 +118,12 @@ class SlurmJob:
                         yield final
                         return
             time.sleep(_GLANCE_S)
+
+    def status(self) -> str:
+        """What Slurm says of it."""
+        state, reason = self._state()
+        why = f" ({reason})" if reason not in ("", "None") else ""
+        return f"slurm job {self.number}: {state.lower()}{why}"
 
     def cancel(self) -> None:
         """Ask the ranks to write a checkpoint and end; a second time, end the job."""

@@ -15,7 +15,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
+from anygauge.interface import (
+    Job,
+    Plan,
+    PlannedFile,
+    PlannedProcess,
+    RunningJob,
+    UnsupportedError,
+)
 from anygauge_launchers.hosts import bare, hosts_of
 from anygauge_launchers.options import Options, read_options
 from anygauge_launchers.remote import RemoteJob
@@ -95,3 +102,13 @@ class Ssh:
             AnygaugeError: a file cannot be written, or ssh cannot be started.
         """
         return RemoteJob.start(plan)
+
+    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
+        """Its jobs end with the process that started them: there is none to attach to.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{run_directory}: a job of the ssh launcher ends with the command that started it"
+        )

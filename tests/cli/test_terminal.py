@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
 from anygauge.cli.lines import evaluation_line, size, step_line, summary_lines
 from anygauge.cli.terminal import follow
+from anygauge.interface import STOPPED
 from tests.agent.fakes import (
     FAKE_CLI,
     FOREVER,
@@ -43,12 +47,17 @@ FAILED = {"event": "ended", "state": "failed", "exit_status": 2, "cause": "rank 
 class Played:
     """A job that reports what it is told."""
 
+    record: Mapping[str, Any] | None = None
+
     def __init__(self, events: list[Mapping[str, Any]], status: int = 0) -> None:
         self._events = events
         self._status = status
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
+
+    def status(self) -> str:
+        return "played"
 
     def cancel(self) -> None:
         raise AssertionError("nobody asked for the end")
@@ -178,6 +187,64 @@ def test_an_error_of_the_launcher_is_not_swallowed() -> None:
 
     with pytest.raises(LookupError, match="gone"):
         follow(Broken([]), run_directory="/runs/one", console=Console(file=io.StringIO()))
+
+
+class Elsewhere(Played):
+    """A job that goes on by itself, and ends only if it is asked to."""
+
+    record = {"job": 7}
+
+    def __init__(self, signum: int) -> None:
+        super().__init__([], STOPPED)
+        self.signum = signum
+        self.cancelled = 0
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        os.kill(os.getpid(), self.signum)
+        deadline = time.monotonic() + 1.5
+        while not self.cancelled and time.monotonic() < deadline:
+            time.sleep(0.02)
+        state = {"state": "stopped", "exit_status": STOPPED, "cause": "stopped at request"}
+        yield {"event": "ended", **(state if self.cancelled else {"state": "ok"})}
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+@pytest.mark.parametrize(
+    ("signum", "answer", "status", "cancelled"),
+    [
+        (signal.SIGTERM, None, 0, 0),
+        (signal.SIGINT, None, STOPPED, 1),  # nobody can be asked
+        (signal.SIGINT, "d", 0, 0),
+        (signal.SIGINT, "c", STOPPED, 1),
+        (signal.SIGINT, "", 0, 0),
+    ],
+)
+def test_a_job_elsewhere_is_left_or_cancelled(
+    signum: int, answer: str | None, status: int, cancelled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def replies(question: str) -> str:
+        asked.append(question)
+        assert answer is not None
+        return answer
+
+    monkeypatch.setattr("builtins.input", replies)
+    monkeypatch.setattr("sys.stdin", mock.Mock(isatty=lambda: answer is not None))
+    running = Elsewhere(signum)
+    out = io.StringIO()
+    found = follow(
+        running,
+        run_directory="/runs/one",
+        console=Console(file=out, width=120),
+        errors=Console(file=io.StringIO()),
+    )
+    assert (found, running.cancelled) == (status, cancelled)
+    assert len(asked) == (answer is not None)
+    left = signum == signal.SIGTERM or answer == "d"
+    assert ("anygauge job follow /runs/one" in out.getvalue()) is left
 
 
 def command_line(folder: Path, ranks: dict[int, list[Any]], grace: str) -> subprocess.Popen[str]:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.launchers
 ODD = 'it\'s a "test" $HOME `id` $(id) \\ \n %j;&|<>*?[~]!#ü 雪 \t'
 # Neither a path nor a variable can hold NUL, and half a character is no text.
 VALUES = st.text(
-    st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1, max_size=40
+    st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=40
 )
 NAMES = VALUES.map(lambda text: text.replace("/", "_")).filter(
     lambda text: text not in (".", "..") and len(text.encode()) <= 100

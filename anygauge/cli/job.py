@@ -1,0 +1,81 @@
+"""``anygauge job ACTION RUN_DIRECTORY``: a job that goes on without the command that started it."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anygauge.cli.run_folder import LAUNCHED
+from anygauge.interface import AnygaugeError, RunningJob
+
+
+class Action(enum.StrEnum):
+    """What to do with it."""
+
+    STATUS = "status"
+    FOLLOW = "follow"
+    LOGS = "logs"
+    CANCEL = "cancel"
+
+
+def job(
+    action: Annotated[Action, typer.Argument(help="What to do.")],
+    run_directory: Annotated[Path, typer.Argument(help="The run's folder.")],
+    lines: Annotated[int, typer.Option("--lines", min=1, help="Of each log, for logs.")] = 20,
+) -> None:
+    """Follow, show or end a job that was started on other machines."""
+    if action is Action.LOGS:
+        show_logs(run_directory, lines)
+        return
+    running = find(run_directory)
+    if action is Action.CANCEL:
+        running.cancel()
+        typer.echo("asked to end; its ranks write a checkpoint if they can")
+    elif action is Action.STATUS:
+        typer.echo(running.status())
+    else:
+        from anygauge.cli.terminal import follow
+
+        raise typer.Exit(follow(running, run_directory=run_directory))
+
+
+def find(folder: Path) -> RunningJob:
+    """The job of a run.
+
+    Raises:
+        AnygaugeError: there is no record of one.
+    """
+    from anygauge.registry import Registry
+
+    try:
+        launched = json.loads((folder / LAUNCHED).read_text())
+        name, record = launched["launcher"], launched["record"]
+    except FileNotFoundError as error:
+        raise AnygaugeError(
+            f"{folder} has no {LAUNCHED}: no job was started there that goes on by itself"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AnygaugeError(f"{folder / LAUNCHED} cannot be read: {error}") from error
+    return Registry.load().launcher(name)().attach(record, folder.absolute())
+
+
+def show_logs(folder: Path, lines: int) -> None:
+    """The end of every log.
+
+    Raises:
+        AnygaugeError: there is none.
+    """
+    found = sorted((folder / "logs").glob("*.log"))
+    if not found:
+        raise AnygaugeError(
+            f"{folder / 'logs'} has no logs: is it a run's folder, and did it start?"
+        )
+    for log in found:
+        typer.echo(f"==> {log}")
+        text = log.read_text(errors="replace").splitlines()
+        for line in text[-lines:]:
+            typer.echo(line)

@@ -1,0 +1,128 @@
+"""``anygauge launch`` and ``anygauge job``: plans to read, and jobs that go on by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from anygauge.interface import Job
+from tests.helpers.runs import anygauge, run_file
+
+# Stand-ins for Slurm's commands: they keep a job's state in a file. What Slurm itself does is
+# tested on an emulated cluster.
+SBATCH = '#!/bin/sh\necho "$@" > "$SLURM_TEST/asked"; echo PENDING > "$SLURM_TEST/state"; echo 42\n'
+SCONTROL = '#!/bin/sh\necho "JobId=42 JobState=$(cat "$SLURM_TEST/state") Reason=Resources"\n'
+SCANCEL = '#!/bin/sh\necho "$@" >> "$SLURM_TEST/cancelled"; echo CANCELLED > "$SLURM_TEST/state"\n'
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    return {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_TEST": str(tmp_path)}
+
+
+def test_a_plan_is_written_for_reading_without_secrets(tmp_path: Path) -> None:
+    path = run_file(
+        tmp_path, launch={"launcher": "slurm", "nodes": 2}, environment={"HF_TOKEN": "hf_xyz"}
+    )
+    folder = tmp_path / "plan"
+    done = anygauge(["launch", path, "--render", folder])
+    assert done.returncode == 0, done.stderr
+    names = {entry.name for entry in folder.iterdir()}
+    assert names == {"job.json", "slurm.sh", "run.yaml", "plan.json"}
+    assert not any("hf_xyz" in entry.read_text() for entry in folder.iterdir())
+    plan = json.loads((folder / "plan.json").read_text())
+    assert (plan["launcher"], plan["proven"]) == ("slurm", "real")
+    assert plan["can"] == ["detach", "requeue", "warn"]
+    assert plan["operations"]["submit"][0] == "sbatch"
+    assert plan["operations"]["cancel"] == ["scancel", "{id}"]
+    job = Job.load(folder / "job.json")
+    assert (job.nodes, job.token, job.environment["HF_TOKEN"]) == (2, "", "***")
+    assert not (tmp_path / "out").exists()
+    again = anygauge(["launch", path, "--render", folder])
+    assert again.returncode == 1 and "not an empty folder" in again.stderr
+
+
+def test_jobs_elsewhere_need_the_name_of_their_backend(tmp_path: Path) -> None:
+    path = run_file(tmp_path, backend="auto", launch={"launcher": "slurm", "nodes": 2})
+    done = anygauge(["launch", path, "--dry-run"])
+    assert done.returncode == 2
+    assert "backend: auto looks at this machine" in done.stderr and "--backend" in done.stderr
+    assert anygauge(["launch", path, "--dry-run", "--backend", "cpu"]).returncode == 0
+
+
+def test_a_job_is_submitted_left_seen_again_and_cancelled(
+    tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
+    folder = tmp_path / "out" / "tiny"
+    done = anygauge(["launch", path, "--detach"], environment=slurm)
+    assert done.returncode == 0, done.stderr
+    assert f"anygauge job follow {folder}" in done.stdout
+    assert str(folder / "slurm.sh") in (tmp_path / "asked").read_text()
+    assert (folder / "job.json").stat().st_mode & 0o777 == 0o600
+    assert len(Job.load(folder / "job.json").token) == 32
+
+    seen = anygauge(["job", "status", folder], environment=slurm)
+    assert seen.stdout == "slurm job 42: pending (Resources)\n"
+    assert anygauge(["job", "cancel", folder], environment=slurm).returncode == 0
+    assert (tmp_path / "cancelled").read_text() == "42\n"
+    followed = anygauge(["job", "follow", folder], environment=slurm)
+    assert followed.returncode == 143, followed.stdout + followed.stderr
+    assert "slurm job 42: the job was cancelled (Resources)" in followed.stdout + followed.stderr
+
+
+def test_what_the_head_wrote_is_what_is_followed(tmp_path: Path, slurm: dict[str, str]) -> None:
+    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
+    folder = tmp_path / "out" / "tiny"
+    assert anygauge(["launch", path, "--detach"], environment=slurm).returncode == 0
+    (tmp_path / "state").write_text("COMPLETED")
+    events = [
+        {"event": "message", "text": "hello from rank 0", "level": "info"},
+        {"event": "ended", "state": "lost", "exit_status": 69, "cause": "node 1 is lost"},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    followed = anygauge(["job", "follow", folder], environment=slurm)
+    assert "hello from rank 0" in followed.stdout
+    assert followed.returncode == 69 and "node 1 is lost" in followed.stderr
+
+
+def test_a_refusal_of_sbatch_is_quoted(tmp_path: Path, slurm: dict[str, str]) -> None:
+    (tmp_path / "bin" / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpuu' >&2; exit 1\n"
+    )
+    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
+    done = anygauge(["launch", path], environment=slurm)
+    assert done.returncode == 1
+    assert "sbatch refused the job: sbatch: error: invalid partition" in done.stderr
+
+
+def test_without_slurm_its_absence_is_named(tmp_path: Path) -> None:
+    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
+    done = anygauge(["launch", path], environment={"PATH": str(tmp_path)})
+    assert done.returncode == 1 and "sbatch is not installed here" in done.stderr
+
+
+def test_a_tied_job_cannot_be_detached_from(tmp_path: Path) -> None:
+    path = run_file(tmp_path)
+    done = anygauge(["launch", path, "--detach"])
+    assert done.returncode == 1
+    assert "--detach: a job of the local launcher ends with the command" in done.stderr
+
+
+def test_logs_are_shown_and_missing_ones_named(tmp_path: Path) -> None:
+    done = anygauge(["job", "logs", tmp_path])
+    assert done.returncode == 1 and "has no logs" in done.stderr
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text("one\ntwo\nthree\n")
+    done = anygauge(["job", "logs", tmp_path, "--lines", "2"])
+    assert done.stdout == f"==> {tmp_path}/logs/rank0.log\ntwo\nthree\n"
+    done = anygauge(["job", "status", tmp_path])
+    assert done.returncode == 1 and "has no launched.json" in done.stderr

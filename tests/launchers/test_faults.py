@@ -1,0 +1,233 @@
+"""What may go wrong on a cluster: the job ends everywhere, the cause is named, nothing stays.
+
+A real fine-tuning over two nodes is hit once it has done some steps. With ANYGAUGE_FAULTS=FILE, the
+seconds until each node was empty are added to a file, for the table in docs/launchers.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from anygauge.interface import LOST, STOPPED
+from tests.helpers.runs import run_file
+from tests.launchers.emulated import LOGIN
+from tests.launchers.targets import NODES, PROGRAMS, Target, reason, target, until
+
+pytestmark = pytest.mark.launchers
+
+LOST_AFTER_S = 8.0
+ENDS_WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module", params=sorted(PROGRAMS))
+def up(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
+    why = reason(request.param)
+    if why is not None:
+        pytest.skip(why)
+    with target(request.param, tmp_path_factory.mktemp("faults")) as made:
+        yield made
+
+
+class Hit:
+    """A run that has done some steps."""
+
+    def __init__(self, up: Target, name: str) -> None:
+        self.up = up
+        path = run_file(
+            up.machines.folder,
+            name=name,
+            strategy={"name": "zero"},
+            train={"steps": 100_000},
+            checkpoint={"grace_s": 20},
+            launch=up.launch(lost_after_s=LOST_AFTER_S, collective_timeout_s=40),
+        )
+        self.folder = up.machines.folder / "out" / name
+        self.command = up.train(path)
+        until(lambda: self.steps() >= 2, f"steps of {name}: {self.trouble()}")
+        assert all(self.of(node, "anygauge.agent") for node in NODES)
+
+    def steps(self) -> int:
+        """Steps done."""
+        metrics = self.folder / "metrics.jsonl"
+        assert self.command.poll() is None, self.command.communicate()
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def trouble(self) -> str:
+        """What the agents say, for a failing test."""
+        return "".join(p.read_text()[-500:] for p in self.folder.glob("logs/agent*.log"))
+
+    def of(self, machine: str, what: str) -> list[int]:
+        """Processes of the job on a machine."""
+        return [pid for pid, text in self.up.machines.of_job(machine).items() if what in text]
+
+    def rank(self, node: str) -> int:
+        """The process of a node's rank: the one whose parent is the agent."""
+        (found,) = self.of(node, "anygauge.training.worker")[:1]
+        return found
+
+    def agent(self, node: str) -> int:
+        """The process of a node's agent."""
+        return self.of(node, "anygauge.agent")[-1]
+
+    def ends(self) -> dict[str, float]:
+        """Seconds until nothing of the job was left, machine by machine."""
+        began = time.monotonic()
+        found: dict[str, float] = {}
+        while len(found) < len(NODES):
+            for node in NODES:
+                if node not in found and not self.up.machines.of_job(node):
+                    found[node] = round(time.monotonic() - began, 1)
+            assert time.monotonic() - began < ENDS_WITHIN_S, self.up.of_job()
+            time.sleep(0.05)
+        return found
+
+    def said(self) -> tuple[int, str]:
+        """Exit status and standard error of the command."""
+        _, err = self.command.communicate(timeout=ENDS_WITHIN_S)
+        assert "Traceback" not in err
+        return self.command.returncode, err
+
+
+def kept(up: Target, fault: str, seconds: dict[str, float], said: str) -> None:
+    """Add a line for the table."""
+    file = os.environ.get("ANYGAUGE_FAULTS")
+    if file:
+        line = {"target": up.name, "fault": fault, "seconds": seconds, "said": said[:400]}
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+
+def hurt(node: str, what: str, signum: int) -> Callable[[Hit], None]:
+    """A signal to the rank or the agent of a node."""
+
+    def do(hit: Hit) -> None:
+        os.kill(hit.rank(node) if what == "rank" else hit.agent(node), signum)
+
+    return do
+
+
+@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize(
+    ("fault", "signum", "said"),
+    [
+        ("worker exits", signal.SIGINT, "failed with KeyboardInterrupt"),
+        ("worker killed", signal.SIGKILL, "was killed (signal 9, SIGKILL)"),
+    ],
+)
+def test_a_rank_fails(up: Target, fault: str, signum: int, said: str, node: str) -> None:
+    hit = Hit(up, f"{fault.replace(' ', '-')}-{node}")
+    hurt(node, "rank", signum)(hit)
+    seconds = hit.ends()
+    status, err = hit.said()
+    kept(up, f"{fault} on {node}", seconds, err)
+    assert status == 1
+    assert f"rank {NODES.index(node)} on {node} {said}" in err
+    assert not up.machines.of_job(LOGIN)
+
+
+def test_an_agent_is_killed(up: Target) -> None:
+    hit = Hit(up, "agent-killed")
+    hurt("node2", "agent", signal.SIGKILL)(hit)
+    seconds = hit.ends()
+    status, err = hit.said()
+    kept(up, "agent killed on node2", seconds, err)
+    assert status == LOST and "node 1 (node2) is lost" in err
+    assert not up.machines.of_job(LOGIN)
+
+
+def test_the_head_agent_is_killed(up: Target) -> None:
+    hit = Hit(up, "head-killed")
+    hurt("node1", "agent", signal.SIGKILL)(hit)
+    seconds = hit.ends()
+    status, err = hit.said()
+    kept(up, "agent killed on node1", seconds, err)
+    assert status == LOST and ("head is lost" in err or "node 0 (node1)" in err), err
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_host_is_powered_off(up: Target, node: str) -> None:
+    hit = Hit(up, f"power-{node}")
+    up.machines.power_off(node)
+    try:
+        seconds = hit.ends()
+        status, err = hit.said()
+    finally:
+        up.power_on(node)
+    kept(up, f"{node} powered off", seconds, err)
+    assert status == LOST, err
+    assert (f"({node}) is lost" if node == "node2" else "lost") in err or node in err
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_link_is_cut(up: Target, node: str) -> None:
+    hit = Hit(up, f"cut-{node}")
+    up.machines.cut(node)
+    try:
+        seconds = hit.ends()
+        status, err = hit.said()
+    finally:
+        up.machines.mend(node)
+    kept(up, f"cable of {node} cut", seconds, err)
+    assert status == LOST, err
+
+
+@pytest.mark.parametrize(
+    ("fault", "signum"), [("launcher killed", signal.SIGKILL), ("terminal closed", signal.SIGHUP)]
+)
+def test_the_command_line_ends(up: Target, fault: str, signum: int) -> None:
+    hit = Hit(up, fault.replace(" ", "-"))
+    os.killpg(hit.command.pid, signum)
+    if up.name == "slurm":
+        # The job is Slurm's: it goes on, and can be ended.
+        hit.command.communicate(timeout=ENDS_WITHIN_S)
+        before = len((hit.folder / "metrics.jsonl").read_text().splitlines())
+        until(
+            lambda: len((hit.folder / "metrics.jsonl").read_text().splitlines()) > before + 2,
+            "further steps",
+        )
+        number = squeue(up)
+        subprocess.run(
+            up.machines.command(LOGIN, ["scancel", number]),
+            env={**os.environ, **up.environment},
+            check=True,
+        )
+        seconds = hit.ends()
+        kept(up, f"{fault}, then scancel", seconds, "")
+    else:
+        seconds = hit.ends()
+        hit.command.communicate(timeout=ENDS_WITHIN_S)
+        kept(up, fault, seconds, "")
+        assert list(hit.folder.glob("checkpoints/*")), "no checkpoint was written"
+    until(lambda: not up.machines.of_job(LOGIN), "an empty login machine")
+
+
+def test_ctrl_c_writes_a_checkpoint_from_which_the_job_goes_on(up: Target) -> None:
+    hit = Hit(up, "ctrl-c")
+    hit.command.send_signal(signal.SIGINT)
+    seconds = hit.ends()
+    status, err = hit.said()
+    kept(up, "Ctrl-C", seconds, err)
+    assert status == STOPPED, err
+    assert "stopped at request after step" in err
+
+
+def squeue(up: Target) -> str:
+    """The number of the only job."""
+    done = subprocess.run(
+        up.machines.command(LOGIN, ["squeue", "-h", "-o", "%i"]),
+        env={**os.environ, **up.environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()[0]
