@@ -17,10 +17,10 @@ from anygauge.agent.identity import read_head, read_number, read_variables
 from anygauge.agent.inherited import scrub
 from anygauge.agent.nodes import Introduction, Nodes, Order
 from anygauge.agent.outbox import Outbox
-from anygauge.agent.parent import obey_standard_input
+from anygauge.agent.parent import end_parent, obey_standard_input
 from anygauge.agent.supervisor import GRACE_S, Supervisor
 from anygauge.agent.verdict import Ending, Report
-from anygauge.interface import AnygaugeError, Job
+from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.interface.processes import die_with_parent, tie_to_parent
 
 RankEnvironment = Callable[[int], dict[str, str]]
@@ -50,6 +50,7 @@ def main(
     argv = sys.argv[1:] if argv is None else list(argv)
     outbox = Outbox(sys.stdout.fileno())
     nodes: Nodes | None = None
+    arguments: argparse.Namespace | None = None
     node_rank, host = -1, socket.gethostname()
     try:
         if "--stdin" in argv:
@@ -104,6 +105,8 @@ def main(
     if nodes is not None:
         nodes.close()
     outbox.close()
+    if status == LOST and arguments is not None and arguments.parent_too:
+        end_parent()
     return status
 
 
@@ -197,6 +200,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tied", action="store_true", help="end with the process that started this one"
+    )
+    parser.add_argument(
+        "--parent-too",
+        action="store_true",
+        help="when a node is lost, end the process that started this one: a daemon of this job "
+        "that would wait for the rest of it",
     )
     parser.add_argument(
         "--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL"

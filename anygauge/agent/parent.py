@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
+import time
 
 from anygauge.interface import AnygaugeError
 
 LONGEST_LINE = 16 * 1024 * 1024
+PARENT_SPEAKS_S = 2.0
+PARENT_ENDS_S = 2.0
 _SIGNALS = {b"SIGTERM": signal.SIGTERM, b"SIGINT": signal.SIGINT}
 
 
@@ -47,6 +51,21 @@ def obey_standard_input() -> list[str]:
         ) from error
     threading.Thread(target=_watch, name="standard-input", daemon=True).start()
     return arguments
+
+
+def end_parent() -> None:
+    """End the process that started this one, first in order.
+
+    It gets some time before that, to pass on what this one has said last.
+    """
+    parent = os.getppid()
+    time.sleep(PARENT_SPEAKS_S)
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(parent, signum)
+        deadline = time.monotonic() + PARENT_ENDS_S
+        while os.getppid() == parent and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def _watch() -> None:

@@ -81,14 +81,13 @@ class Plan:
 
 
 class RunningJob(Protocol):
-    """A job that was submitted.
+    """A job that was submitted."""
 
-    Attributes:
-        record: by which `Launcher.attach` finds it again, as plain values; None where the job ends
-            with this process.
-    """
-
-    record: Mapping[str, Any] | None
+    @property
+    def record(self) -> Mapping[str, Any] | None:
+        """By which `Launcher.attach` finds it again, as plain values; None where the job ends with
+        this process.
+        """
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """Everything the agents report, until the job ends."""

@@ -64,14 +64,13 @@ class Mpi:
         own = read_options(MpiOptions, "mpi", options)
         hosts = hosts_of(job, own.hosts, own.hostfile)
         folder = Path(job.run_directory)
-        settings = {
-            # So that a daemon behind a cut cable notices, too: otherwise it stays for minutes.
-            "oob_tcp_keepalive_time": "10",
-            "oob_tcp_keepalive_intvl": "5",
-            "oob_tcp_keepalive_probes": "3",
-        }
+        settings: dict[str, str] = {}
+        # The ssh that leads to a daemon must notice, too, that nobody is there any more.
+        alive = max(1, int(job.lost_after_s // 5))
+        ssh = ["-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={alive}"]
         if own.config is not None:
-            settings["plm_rsh_args"] = f"-F {own.config}"
+            ssh += ["-F", own.config]
+        settings["plm_rsh_args"] = " ".join(ssh)
         if own.interface is not None:
             settings["btl_tcp_if_include"] = settings["oob_tcp_if_include"] = own.interface
         argv = (
@@ -85,6 +84,8 @@ class Mpi:
             *("--job", str(folder / "job.json"), "--node-rank", "$OMPI_COMM_WORLD_RANK"),
             *("--head", f"{own.head or bare(hosts[0])}:{job.port}", "--grace", f"{own.grace_s:g}"),
             *("--variables", str(folder / "variables.json"), "--tied"),
+            # mpirun's daemons behind a cut cable would wait for each other.
+            "--parent-too",
         )
         return Plan(
             files=(PlannedFile(path=str(folder / "job.json"), text=job.dump(), mode=0o600),),

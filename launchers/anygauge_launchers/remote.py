@@ -24,6 +24,9 @@ LEFT_ALONE_S = 5.0
 """Seconds in which the other nodes may end by themselves once one is gone."""
 
 
+_FIRMNESS = 3
+
+
 class RemoteJob:
     """Agents that are tied to this process, by their standard input or by a signal."""
 
@@ -77,6 +80,8 @@ class RemoteJob:
                     part_from = time.monotonic() + LEFT_ALONE_S
                     for other in live:
                         other.part()
+                    # What it leaves behind may hold its output open, but has nothing to say.
+                    live = {other for other in live if not other.parted}
                 continue
             if event is not None:
                 if event["event"] == "ended":
@@ -164,10 +169,15 @@ class _Connection:
         else:
             self._process.send_signal(signal.SIGUSR1 if self._asked == 1 else signal.SIGTERM)
 
+    @property
+    def parted(self) -> bool:
+        """Whether it was let go of at last, and has ended."""
+        return self._parting > _FIRMNESS and not self.running
+
     def part(self) -> None:
         """Let go of a process that has nothing more to do, more and more firmly."""
         self._parting += 1
-        if self._parting > 2:
+        if self._parting >= _FIRMNESS:
             self._process.kill()
         elif self._speaks and self._parting == 1:
             self._hang_up()
@@ -205,8 +215,10 @@ class _Connection:
         code = self._process.wait()
         with self._log.open("rb") as file:
             file.seek(self._log_begin)
-            lines = [line for line in file.read().decode(errors="replace").splitlines() if line]
-        words = f": {lines[-1].strip()}" if lines else ""
+            text = file.read().decode(errors="replace")
+        # Open MPI frames what it says with dashes.
+        lines = [line.strip() for line in text.splitlines() if line.strip(" -")]
+        words = f": {lines[-1]}" if lines else ""
         return (
             f"node {self.node_rank} ({self._host}): {self._name} ended with {describe_exit(code)}"
             f"{words}\nits log: {self._log}"

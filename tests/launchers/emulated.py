@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 LOGIN = "login"
+OF_JOB = ("anygauge.agent", "anygauge.training", "fake_", "orted", "mpirun", "srun", "slurm.sh")
+"""In the command lines of what belongs to a job, wherever it runs."""
 
 
 def why_not(*programs: str) -> str | None:
@@ -146,7 +148,7 @@ class Machines:
         return {
             pid: text
             for pid, text in self.commands(name).items()
-            if "anygauge.agent" in text or "anygauge.training" in text or "fake_" in text
+            if any(word in text for word in OF_JOB)
         }
 
     def _space(self, name: str) -> str:
