@@ -62,10 +62,9 @@ def main(
             os.environ.update(read_variables(arguments.variables))
         inherited = scrub(os.environ)
         node_rank = read_number(arguments.node_rank, os.environ, "the number of this node")
-        if arguments.events is not None and node_rank == 0:
-            outbox = Outbox(
-                os.open(arguments.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            )
+        if arguments.events is not None:
+            mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            outbox = Outbox(os.open(arguments.events, mode, 0o644), shared=True)
         again = read_number(arguments.attempt, os.environ, "the attempt", absent=0) > 0
         job = Job.load(arguments.job)
         if job.nodes > 1:
@@ -193,7 +192,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="read further arguments and variables from standard input, and end with it",
     )
-    parser.add_argument("--events", help="a file for the head's events, instead of its output")
+    parser.add_argument("--events", help="a file for events, instead of standard output")
     parser.add_argument("--variables", help="a JSON file of variables: name -> value")
     parser.add_argument(
         "--attempt", default="0", help="above 0: go on from a checkpoint; or $NAME of a variable"

@@ -63,7 +63,8 @@ class Member(Nodes):
         """See `Nodes.send`."""
         if event == "ended":
             # The head says the same. Where it is lost, this is all that a follower hears.
-            self._outbox.send(event, **fields)
+            if fields.get("state") == "lost" or not self._outbox.shared:
+                self._outbox.send(event, **fields)
         else:
             record = {"event": event, "time": time.time(), **fields}
             self.forward(json.dumps(record).encode())

@@ -18,9 +18,14 @@ CAPACITY = 100_000
 
 
 class Outbox:
-    """Writes whole lines to a file descriptor in order, from a thread of its own."""
+    """Writes whole lines to a file descriptor in order, from a thread of its own.
 
-    def __init__(self, descriptor: int) -> None:
+    Attributes:
+        shared: the agents of other nodes write to the same file.
+    """
+
+    def __init__(self, descriptor: int, *, shared: bool = False) -> None:
+        self.shared = shared
         self._descriptor = descriptor
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="outbox", daemon=True)

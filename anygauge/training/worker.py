@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,6 +32,9 @@ SIGN_OF_LIFE_S = 5.0
 def main() -> int:
     """Run one rank; returns the exit status."""
     die_with_parent()
+    # Schedulers send these to every process of a job. What they mean, the agent tells its ranks.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", required=True)
     parser.add_argument(

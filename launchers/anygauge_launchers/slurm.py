@@ -93,8 +93,9 @@ class Slurm:
         )
         step = (
             *(f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1"),
-            # Agents end each other, and agree on why before they do.
-            *("--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--export=ALL"),
+            # Agents end each other, and agree on why before they do. One behind a cut cable ends by
+            # itself, but srun does not hear of it.
+            *("--kill-on-bad-exit=0", "--wait=15", "--cpu-bind=none", "--export=ALL"),
             *(() if own.cpus_per_task is None else (f"--cpus-per-task={own.cpus_per_task}",)),
         )
         start = (own.python, "-m", "anygauge.agent")

@@ -300,8 +300,10 @@ def test_standard_input_brings_arguments_variables_and_signals(cluster: Cluster)
     until((cluster.folder / "ready").exists, "the rank")
     seen = json.loads((cluster.folder / "seen").read_text())
     assert seen["MINE"] == variables["MINE"] and "TAKEN" not in seen
+    (pid,) = cluster.started(0)
     pipe.write("SIGINT\n")
     pipe.flush()
+    until(lambda: not alive(pid), "the end of the rank")  # the end of the pipe is a signal, too
     ended = cluster.end()
     assert (ended["state"], ended["exit_status"]) == ("cancelled", 130)
 

@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 LOGIN = "login"
-OF_JOB = ("anygauge.agent", "anygauge.training", "fake_", "orted", "mpirun", "srun", "slurm.sh")
-"""In the command lines of what belongs to a job, wherever it runs."""
+OF_JOB = (
+    *("anygauge.agent", "anygauge.training", "fake_"),
+    *("orted", "mpirun", "srun", "slurm_script"),
+)
+"""In the command lines of all that belongs to a job, wherever it runs."""
 
 
 def why_not(*programs: str) -> str | None:
@@ -143,12 +146,17 @@ class Machines:
                 found[pid] = text.strip()
         return found
 
-    def of_job(self, name: str) -> dict[int, str]:
-        """Agents and ranks on a machine."""
+    def of_job(self, name: str, *, own: bool = False) -> dict[int, str]:
+        """What belongs to a job on a machine.
+
+        Args:
+            own: agents and ranks alone, without what started them.
+        """
         return {
             pid: text
             for pid, text in self.commands(name).items()
             if any(word in text for word in OF_JOB)
+            and not (own and "python" not in text.split(" ")[0])
         }
 
     def _space(self, name: str) -> str:

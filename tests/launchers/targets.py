@@ -55,7 +55,12 @@ class Target:
             text=True,
             start_new_session=True,
             cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(self.machines.folder),
+                **self.environment,
+            },
         )
         self.started.append(process)
         return process
