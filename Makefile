@@ -4,6 +4,8 @@
 #   make plugins     build and install the devices of examples/plugins (C++: two minutes)
 #   make test        lint, types, import contracts, and the tests but the slow ones
 #   make test-slow   the slow tests
+#   make test-launchers     ssh, Open MPI and Slurm over emulated machines; as root, on Debian; installs
+#                    what is missing (20 minutes)
 #   make test-gaudi-stack   the tests of what touches transformers, peft and DeepSpeed, with the versions
 #                    that go with Gaudi, in an environment of their own (.venv-gaudi; docs/stacks.md)
 #   make lint        lint, types and import contracts alone
@@ -39,7 +41,7 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: demo plugins test test-slow test-gaudi-stack test-core lint format clean .venv
+.PHONY: demo plugins test test-slow test-launchers test-gaudi-stack test-core lint format clean .venv
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/demo.py
@@ -63,6 +65,20 @@ test-slow: $(STAMP) $(BUILT)
 	    echo "==> slow tests of $$plugin"; \
 	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m slow) || exit 1; \
 	done
+
+CLUSTER := openssh-server openssh-client openmpi-bin slurmctld slurmd slurm-client munge iproute2
+
+test-launchers: $(STAMP)
+	@for program in sshd mpirun slurmctld slurmd sbatch munged ip; do \
+	    PATH=$$PATH:/usr/sbin:/sbin command -v $$program >/dev/null || missing=1; \
+	done; \
+	if [ -n "$$missing" ]; then \
+	    echo "==> installing $(CLUSTER)"; \
+	    apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(CLUSTER); \
+	fi
+	@echo "==> tests of the launchers"
+	@PATH=$$PATH:/usr/sbin:/sbin $(BIN)/python -m pytest -m launchers
 
 # Not what reads no model: the command line's pages, run files, the build, the benchmarks.
 CORE := $(addprefix tests/,agent backends cli data gaudi_stack interface models strategies training)

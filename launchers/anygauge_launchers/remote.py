@@ -142,7 +142,13 @@ class _Connection:
             self._log_begin = stderr.seek(0, 2)
             self._process = subprocess.Popen(
                 planned.argv,
-                env={**os.environ, **passed, **planned.environment, **parent_environment()},
+                env={
+                    **os.environ,
+                    **passed,
+                    **planned.environment,
+                    # For `tied`; where standard input is the tie, nobody on the way takes it out.
+                    **({} if self._speaks else parent_environment()),
+                },
                 stdin=subprocess.PIPE if self._speaks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

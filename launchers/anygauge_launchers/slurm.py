@@ -95,7 +95,7 @@ class Slurm:
             *(f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1"),
             # Agents end each other, and agree on why before they do. One behind a cut cable ends by
             # itself, but srun does not hear of it.
-            *("--kill-on-bad-exit=0", "--wait=15", "--cpu-bind=none", "--export=ALL"),
+            *("--kill-on-bad-exit=0", "--wait=15", "--cpu-bind=none", "--export=ANYGAUGE_HEAD"),
             *(() if own.cpus_per_task is None else (f"--cpus-per-task={own.cpus_per_task}",)),
         )
         start = (own.python, "-m", "anygauge.agent")
