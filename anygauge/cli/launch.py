@@ -13,6 +13,8 @@ from anygauge.cli.plan import (
     Intent,
     LauncherOption,
     NodesOption,
+    OutputOption,
+    ResumeOption,
     RunFileArgument,
     SetOption,
     read_intent,
@@ -25,9 +27,8 @@ def launch(
     devices: DevicesOption = None,
     nodes: NodesOption = None,
     launcher: LauncherOption = None,
-    output: Annotated[
-        str | None, typer.Option("--output", help="Folder for run directories.")
-    ] = None,
+    output: OutputOption = None,
+    resume: ResumeOption = None,
     render: Annotated[
         Path | None,
         typer.Option("--render", help="Write the plan to this folder; start nothing."),
@@ -48,6 +49,7 @@ def launch(
         "launch.nodes": nodes,
         "launch.launcher": launcher,
         "output": output,
+        "checkpoint.resume": resume,
     }
     described = dry_run or render is not None
     intent = read_intent(run_file, set_, flags, need_device=not described)

@@ -27,6 +27,16 @@ DevicesOption = Annotated[
 ]
 NodesOption = Annotated[int | None, typer.Option("--nodes", min=1, help="Machines.")]
 LauncherOption = Annotated[str | None, typer.Option("--launcher", help="How ranks are started.")]
+OutputOption = Annotated[str | None, typer.Option("--output", help="Folder for run directories.")]
+ResumeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        help="auto: go on from this run's newest sound checkpoint, or begin if there is none; "
+        "or the folder of a checkpoint.",
+        metavar="auto|FOLDER",
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Change a field: a.b=value. May be repeated.", metavar="A.B=VALUE"),

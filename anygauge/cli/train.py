@@ -12,6 +12,8 @@ from anygauge.cli.plan import (
     Intent,
     LauncherOption,
     NodesOption,
+    OutputOption,
+    ResumeOption,
     RunFileArgument,
     SetOption,
     read_intent,
@@ -24,18 +26,8 @@ def train(
     devices: DevicesOption = None,
     nodes: NodesOption = None,
     launcher: LauncherOption = None,
-    output: Annotated[
-        str | None, typer.Option("--output", help="Folder for run directories.")
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            help="auto: go on from this run's newest sound checkpoint, or begin if there is none; "
-            "or the folder of a checkpoint.",
-            metavar="auto|FOLDER",
-        ),
-    ] = None,
+    output: OutputOption = None,
+    resume: ResumeOption = None,
     set_: SetOption = None,
     dry_run: Annotated[
         bool,
