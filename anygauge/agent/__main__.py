@@ -78,20 +78,22 @@ def main(
             own = NodeEnvironment(job, node_rank, inherited)
             settings, rank_environment = own.digests(), own.of_rank
         nodes = meet(job, outbox, node_rank, host, arguments.head, settings)
-        supervisor = Supervisor(
-            replace(job, rendezvous=nodes.rendezvous),
-            node_rank=node_rank,
-            hostname=host,
-            rank_argv=rank_argv
-            or (
-                *(sys.executable, "-m", "anygauge.training.worker", "--job", arguments.job),
-                *("--rendezvous", nodes.rendezvous, *(("--resume",) if again else ())),
-            ),
-            rank_environment=rank_environment,
-            nodes=nodes,
-            grace_s=arguments.grace,
-        )
-        status = supervisor.run()
+        while True:
+            status = Supervisor(
+                replace(job, rendezvous=nodes.rendezvous),
+                node_rank=node_rank,
+                hostname=host,
+                rank_argv=rank_argv or worker_argv(arguments.job, nodes, again=again),
+                rank_environment=rank_environment,
+                nodes=nodes,
+                grace_s=arguments.grace,
+            ).run()
+            if nodes.verdict is None or nodes.verdict.state != "again":
+                break
+            if node_rank == 0:
+                nodes.send("message", level="warning", text=_once_more(job, nodes))
+            nodes.begin_again()
+            again = True
     except (AnygaugeError, OSError) as error:
         status = error.exit_status if isinstance(error, AnygaugeError) else 1
         print(error, file=sys.stderr)
@@ -107,6 +109,26 @@ def main(
     if status == LOST and arguments is not None and arguments.parent_too:
         end_parent()
     return status
+
+
+def worker_argv(job_file: str, nodes: Nodes, *, again: bool) -> tuple[str, ...]:
+    """The command of a rank.
+
+    Args:
+        again: it goes on from the newest checkpoint.
+    """
+    return (
+        *(sys.executable, "-m", "anygauge.training.worker", "--job", job_file),
+        *("--rendezvous", nodes.rendezvous, *(("--resume",) if again else ())),
+    )
+
+
+def _once_more(job: Job, nodes: Nodes) -> str:
+    assert nodes.verdict is not None
+    return (
+        f"{nodes.verdict.cause}\nstarting again from the newest checkpoint (restart "
+        f"{nodes.restarts + 1} of {job.max_restarts}, launch.max_restarts)"
+    )
 
 
 def meet(

@@ -31,7 +31,6 @@ class Head(Nodes):
             AnygaugeError: nodes are missing when the time is up, or do not belong together.
         """
         super().__init__(job, outbox)
-        self._job = job
         self._reports: dict[int, Report] = {}
         self._members: dict[int, _Joined] = {}
         self._told: set[Order] = set()
@@ -44,8 +43,8 @@ class Head(Nodes):
                     member.link.send("refused", reason=str(error))
                     member.link.shut()
                 raise
-        address = next(iter(self._members.values())).link.own_address
-        self.rendezvous = f"tcp://{_bracketed(address)}:{_free_port(address)}"
+        self._address = next(iter(self._members.values())).link.own_address
+        self.rendezvous = self._next_rendezvous()
         for member in self._members.values():
             member.link.send("start", rendezvous=self.rendezvous)
 
@@ -68,7 +67,8 @@ class Head(Nodes):
             if rank not in self._reports:
                 self._look_after(rank, member, now)
         if self.verdict is None and len(self._reports) == self._job.nodes:
-            self.verdict = settle([self._reports[rank] for rank in sorted(self._reports)])
+            reports = [self._reports[rank] for rank in sorted(self._reports)]
+            self.verdict = self._once_more(settle(reports))
             self._send_all("verdict", **asdict(self.verdict))
         return super().turn()
 
@@ -83,10 +83,19 @@ class Head(Nodes):
         """See `Nodes.report`."""
         self._reports[report.node_rank] = report
 
+    def begin_again(self) -> None:
+        """See `Nodes.begin_again`."""
+        super().begin_again()
+        self._reports.clear()
+        self._told.clear()
+
     def close(self) -> None:
         """See `Nodes.close`."""
         for member in self._members.values():
             member.link.shut()
+
+    def _next_rendezvous(self) -> str:
+        return f"tcp://{_bracketed(self._address)}:{_free_port(self._address)}"
 
     def _send_all(self, kind: str, **fields: Any) -> None:
         for member in self._members.values():

@@ -30,7 +30,6 @@ class Member(Nodes):
             AnygaugeError: it cannot be reached in time, or refuses this node.
         """
         super().__init__(job, outbox)
-        self._job = job
         self._own = own
         self._reported_at: float | None = None
         self._lost: str | None = None
@@ -82,6 +81,11 @@ class Member(Nodes):
         """See `Nodes.report`."""
         self._reported_at = time.monotonic()
         self._link.send("report", report=report.record())
+
+    def begin_again(self) -> None:
+        """See `Nodes.begin_again`."""
+        super().begin_again()
+        self._reported_at = None
 
     def close(self) -> None:
         """See `Nodes.close`."""

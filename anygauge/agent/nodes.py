@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import selectors
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anygauge.agent.outbox import Outbox
@@ -57,13 +57,16 @@ class Nodes:
     Attributes:
         rendezvous: where the ranks meet.
         signum: the signal that came with `Order.STOP`.
-        verdict: how the job ended, once `over`.
+        verdict: how the attempt ended, once `over`.
+        restarts: attempts that failed and were followed by another.
     """
 
     def __init__(self, job: Job, outbox: Outbox) -> None:
         self.rendezvous = job.rendezvous
         self.verdict: Verdict | None = None
         self.signum: int | None = None
+        self.restarts = 0
+        self._job = job
         self._outbox = outbox
         self._orders: list[Order] = []
 
@@ -93,15 +96,32 @@ class Nodes:
 
     def report(self, report: Report) -> None:
         """All ranks of this node have ended."""
-        self.verdict = settle([report])
+        self.verdict = self._once_more(settle([report]))
 
     @property
     def over(self) -> bool:
         """Whether there is a verdict."""
         return self.verdict is not None
 
+    def begin_again(self) -> None:
+        """After a verdict of ``again``: be ready for the next attempt."""
+        assert self.verdict is not None
+        self.rendezvous = self.verdict.rendezvous
+        self.restarts += 1
+        self.verdict = self.signum = None
+        self._orders.clear()
+
     def close(self) -> None:
         """Let go of the others."""
+
+    def _once_more(self, verdict: Verdict) -> Verdict:
+        """The verdict, or ``again`` in its place where the ranks may be started once more."""
+        if verdict.state != "failed" or verdict.final or self.restarts >= self._job.max_restarts:
+            return verdict
+        return replace(verdict, state="again", rendezvous=self._next_rendezvous())
+
+    def _next_rendezvous(self) -> str:
+        return f"{self._job.rendezvous}-{self.restarts + 1}"
 
 
 ORDERS = {order.value for order in Order}

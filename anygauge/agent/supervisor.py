@@ -333,6 +333,8 @@ class Supervisor:
             except OSError as error:
                 _note(f"{rank.result} cannot be written: {error}")
         _note(f"ended: {verdict.state}, exit status {verdict.exit_status}")
+        if verdict.state == "again":
+            return verdict.exit_status
         self._nodes.send(
             "ended",
             state=verdict.state,

@@ -78,16 +78,18 @@ class Verdict:
     """How the job ended.
 
     Attributes:
-        state: ``ok``, ``stopped`` (at request, with a checkpoint), ``cancelled``, ``failed``, or
-            ``lost`` (a node is gone).
+        state: ``ok``, ``stopped`` (at request, with a checkpoint), ``cancelled``, ``failed``,
+            ``lost`` (a node is gone), or ``again`` (failed, and the ranks start once more).
         cause: in words, where it is not ok.
         final: another attempt would not help.
+        rendezvous: where the ranks of the next attempt meet.
     """
 
     state: str
     exit_status: int
     cause: str | None = None
     final: bool = True
+    rendezvous: str = ""
 
 
 def settle(reports: Sequence[Report]) -> Verdict:

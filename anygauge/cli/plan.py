@@ -111,6 +111,7 @@ def read_intent(
         stop_grace_s=run.checkpoint.grace_s,
         working_directory=str(Path.cwd()),
         token=secrets.token_hex(16) if ranks > run.launch.devices else "",
+        max_restarts=run.launch.max_restarts,
         port=run.launch.port,
         pass_environment=tuple(run.launch.pass_environment),
         join_timeout_s=run.launch.join_timeout_s,

@@ -86,6 +86,10 @@ class LaunchSection(Section):
         description="Silence after which a machine is lost; counts no more than twice "
         "collective_timeout_s.",
     )
+    max_restarts: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="How often ranks are started again from the newest checkpoint after a failure.",
+    )
     port: Annotated[int, Field(ge=1, le=65535)] = Field(
         29400, description="Where the first machine's agent listens for the others."
     )

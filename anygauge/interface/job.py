@@ -28,6 +28,7 @@ class Job:
         working_directory: absolute path that relative ones in the run file start from; every node
             sees it. Empty: that of the agent.
         token: by which the agents of a job know each other; a secret.
+        max_restarts: how often the ranks are started again after a failure.
         port: where the head's agent listens for the others.
         pass_environment: names of variables of the submitting process that go to every agent.
         join_timeout_s: seconds that agents have to find each other.
@@ -53,6 +54,7 @@ class Job:
     working_directory: str = ""
     resume: bool = False
     token: str = ""
+    max_restarts: int = 0
     port: int = 29400
     pass_environment: tuple[str, ...] = ()
     join_timeout_s: float = 300.0

@@ -14,25 +14,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from anygauge.interface import STOPPED, Job, Plan, PlannedFile, PlannedProcess
+from anygauge.interface import LOST, STOPPED, Job, Plan, PlannedFile, PlannedProcess
 from anygauge_launchers.options import Options, read_options
 from anygauge_launchers.remote import RemoteJob
 from anygauge_launchers.slurm_job import SlurmJob
 
 SCRIPT = f"""#!/bin/sh
-# One agent on each node. The first argument is the log, or empty for none of its own. The second is
-# a file: a job that ends to be continued (exit status {STOPPED}) is put back into the queue while
-# it does not exist; empty: never. The rest is srun's.
+# One agent on each node. Arguments: a log, or empty for none of its own; a file, or empty;
+# a number; the rest is srun's. While the file does not exist, a job goes back into the queue:
+# one that ended to be continued (exit status {STOPPED}), and, so many times, one that lost a node
+# ({LOST}, or 137 where an agent was killed).
 log=$1
 again=$2
-shift 2
+restarts=$3
+shift 3
 [ -z "$log" ] || exec >>"$log" 2>&1
 ANYGAUGE_HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export ANYGAUGE_HEAD
 srun "$@"
 status=$?
-if [ "$status" -eq {STOPPED} ] && [ -n "$again" ] && [ ! -e "$again" ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+if [ -n "$again" ] && [ ! -e "$again" ]; then
+    case $status in
+        {STOPPED}) scontrol requeue "$SLURM_JOB_ID" ;;
+        {LOST}|137)
+            if [ "${{SLURM_RESTART_COUNT:-0}}" -lt "$restarts" ]; then
+                scontrol requeue "$SLURM_JOB_ID"
+            fi ;;
+    esac
 fi
 exit "$status"
 """
@@ -104,7 +112,7 @@ class Slurm:
             PlannedFile(path=script, text=SCRIPT, mode=0o755),
         )
         if inside:
-            argv = ("sh", script, "", "", *step, "--input=all", *start, "--stdin")
+            argv = ("sh", script, "", "", "0", *step, "--input=all", *start, "--stdin")
             process = PlannedProcess(
                 node_rank=0, host="this allocation", argv=argv, arguments=agent
             )
@@ -112,7 +120,7 @@ class Slurm:
             argv = (
                 *self._sbatch(own, job),
                 *(script, str(folder / "logs" / "slurm.log")),
-                str(folder / "cancelled") if own.requeue else "",
+                *(str(folder / "cancelled") if own.requeue else "", str(max(1, job.max_restarts))),
                 *(*step, *start, *agent, "--attempt", "$SLURM_RESTART_COUNT"),
                 *("--events", str(folder / "events.jsonl")),
                 *("--variables", str(folder / "variables.json")),

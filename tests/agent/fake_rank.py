@@ -39,6 +39,10 @@ def main() -> None:
             print(argument)
         elif action == "exit":
             os._exit(argument)
+        elif action == "once":
+            if not (here / argument).exists():
+                (here / argument).touch()
+                os._exit(7)
         elif action == "die":
             os.kill(os.getpid(), argument)
         elif action == "ignore":

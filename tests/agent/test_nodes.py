@@ -365,3 +365,35 @@ def test_a_link_keeps_what_the_other_end_does_not_take_yet() -> None:
     assert found == list(range(500))
     one.shut()
     assert two.receive() == [] and two.closed
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_failed_ranks_are_started_again(cluster: Cluster, nodes: int) -> None:
+    ranks = {rank: [["wait", "go"], FINISHED] for rank in range(nodes)}
+    ranks[nodes - 1] = [["once", "hit"], FINISHED]
+    (cluster.folder / "go").touch()
+    cluster.run(ranks, nodes=nodes, max_restarts=2)
+    ended = cluster.end()
+    assert (ended["state"], ended["exit_status"]) == ("ok", 0)
+    (told,) = [e for e in cluster.events if e["event"] == "message"]
+    assert "ended with exit status 7" in told["text"]
+    assert "starting again from the newest checkpoint (restart 1 of 2" in told["text"]
+    assert [e["code"] for e in cluster.events if e["event"] == "rank_exited"].count(7) == 1
+    if nodes == 2:
+        assert cluster.end(1)["state"] == "ok"
+
+
+def test_restarts_come_to_an_end(cluster: Cluster) -> None:
+    cluster.run({0: [FOREVER], 1: [["exit", 7]]}, max_restarts=2)
+    ended = cluster.end()
+    assert ended["state"] == "failed" and "exit status 7" in ended["cause"]
+    assert len([e for e in cluster.events if e["event"] == "message"]) == 2
+    assert [e["code"] for e in cluster.events if e["event"] == "rank_exited"].count(7) == 3
+
+
+def test_an_error_of_the_user_is_not_tried_again(cluster: Cluster) -> None:
+    failing = [sends("failed", message="no such file", for_user=True, exit_status=2), ["exit", 2]]
+    cluster.run({0: [FOREVER], 1: failing}, max_restarts=5)
+    ended = cluster.end()
+    assert (ended["state"], ended["exit_status"]) == ("failed", 2)
+    assert not [e for e in cluster.events if e["event"] == "message"]

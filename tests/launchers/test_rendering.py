@@ -139,7 +139,7 @@ def test_the_batch_script_is_the_same_for_every_job(monkeypatch: pytest.MonkeyPa
     assert "--exclusive" in process.argv and "--no-requeue" in process.argv
     assert "--export=NIL" in process.argv
     place = process.argv.index(f"{ODD}/slurm.sh")
-    assert process.argv[place + 1 : place + 3] == (f"{ODD}/logs/slurm.log", "")
+    assert process.argv[place + 1 : place + 4] == (f"{ODD}/logs/slurm.log", "", "1")
 
 
 def test_what_sbatch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,21 @@ class TestSlurm:
         steps = [record["step"] for record in records if "loss" in record]
         assert steps == list(range(1, 41))
 
+    def test_a_job_that_lost_a_machine_goes_on_when_it_is_back(self, up: Target) -> None:
+        folder = up.machines.folder
+        path = run_file(folder, name="back", strategy={"name": "zero"},
+                        train={"steps": 60}, checkpoint={"every": 5},
+                        launch=up.launch(options={"requeue": True}, lost_after_s=8))  # fmt: skip
+        process = up.train(path)
+        metrics = folder / "out" / "back" / "metrics.jsonl"
+        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 12, "steps")
+        up.machines.power_off("node2")
+        time.sleep(1)
+        up.power_on("node2")
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, f"{out}\n{err}"
+        assert "resumed: " in out and "steps         60" in out
+
     def test_a_cancelled_job_is_not_started_again(self, up: Target) -> None:
         folder = up.machines.folder
         path = run_file(folder, name="ended", strategy={"name": "zero"}, train={"steps": 100_000},
