@@ -71,6 +71,7 @@ def first_step(argv: Sequence[str], run: Path) -> float:
         RuntimeError: it failed.
     """
     metrics, log = run / "metrics.jsonl", run.parent / f"{run.name}.log"
+    log.parent.mkdir(exist_ok=True)
     began = time.monotonic()
     found: float | None = None
     with log.open("w") as output:

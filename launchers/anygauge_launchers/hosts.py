@@ -6,7 +6,34 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import Field
+
 from anygauge.interface import Job, RunFileError
+from anygauge_launchers.options import Options
+
+
+class HostsOptions(Options):
+    """Options of launchers that are told the machines.
+
+    Attributes:
+        hosts: the machines, ``host`` or ``user@host``; the first is the head.
+        hostfile: a file of them instead, with lines ``host slots=N``.
+        head: address of the first machine for the others, where it is not its name.
+    """
+
+    hosts: list[str] = Field(default_factory=list)
+    hostfile: str | None = None
+    head: str | None = None
+
+    def settled(self, job: Job) -> tuple[tuple[str, ...], str]:
+        """One host for each node, and ``host:port`` of the head's agent.
+
+        Raises:
+            RunFileError: see `hosts_of`.
+        """
+        found = hosts_of(job, self.hosts, self.hostfile)
+        return found, f"{self.head or bare(found[0])}:{job.port}"
+
 
 _HOST = re.compile(r"^(?!-)[A-Za-z0-9_.:@\[\]%-]+$")
 

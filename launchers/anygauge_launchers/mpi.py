@@ -10,17 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from anygauge.interface import (
-    Job,
-    Plan,
-    PlannedFile,
-    PlannedProcess,
-    RunningJob,
-    UnsupportedError,
-)
-from anygauge_launchers.hosts import bare, hosts_of
-from anygauge_launchers.options import Options, read_options
-from anygauge_launchers.remote import RemoteJob
+from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
+from anygauge_launchers.hosts import HostsOptions
+from anygauge_launchers.options import read_options
+from anygauge_launchers.remote import RemoteJob, TiedLauncher
 
 
 def _whole(path: str) -> str:
@@ -29,30 +22,24 @@ def _whole(path: str) -> str:
     return path
 
 
-class MpiOptions(Options):
+class MpiOptions(HostsOptions):
     """Options of the mpi launcher.
 
     Attributes:
-        hosts: the machines; the first is the head.
-        hostfile: a file of them instead, with lines ``host slots=N``.
         config: ssh's configuration file for mpirun's own daemons.
-        head: address of the first machine for the others, where it is not its name.
         interface: network that mpirun's daemons meet on, such as ``eth0``; Open MPI's choice
             without it.
         extra: further arguments for mpirun, each as one text.
         python: the interpreter on the machines; this one's path by default.
     """
 
-    hosts: list[str] = Field(default_factory=list)
-    hostfile: str | None = None
     config: Annotated[str, AfterValidator(_whole)] | None = None
-    head: str | None = None
     interface: str | None = None
     extra: list[str] = Field(default_factory=list)
     python: str = sys.executable
 
 
-class Mpi:
+class Mpi(TiedLauncher):
     """Starts an agent on each host by mpirun."""
 
     def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
@@ -62,7 +49,7 @@ class Mpi:
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
         own = read_options(MpiOptions, "mpi", options)
-        hosts = hosts_of(job, own.hosts, own.hostfile)
+        hosts, head = own.settled(job)
         folder = Path(job.run_directory)
         settings: dict[str, str] = {}
         # The ssh that leads to a daemon must notice, too, that nobody is there any more.
@@ -82,7 +69,7 @@ class Mpi:
             *own.extra,
             *(own.python, "-m", "anygauge.agent"),
             *("--job", str(folder / "job.json"), "--node-rank", "$OMPI_COMM_WORLD_RANK"),
-            *("--head", f"{own.head or bare(hosts[0])}:{job.port}", "--grace", f"{own.grace_s:g}"),
+            *("--head", head, "--grace", f"{own.grace_s:g}"),
             *("--variables", str(folder / "variables.json"), "--tied"),
             # mpirun's daemons behind a cut cable would wait for each other.
             "--parent-too",
@@ -103,14 +90,4 @@ class Mpi:
             # It refuses to, without a word to us; whoever starts a job as root has decided.
             os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
             os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-        return RemoteJob.start(plan)
-
-    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
-        """Its jobs end with the process that started them: there is none to attach to.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            f"{run_directory}: a job of the mpi launcher ends with the command that started it"
-        )
+        return super().submit(plan)

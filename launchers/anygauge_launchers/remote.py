@@ -14,7 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import LOST, AnygaugeError, Plan, PlannedProcess
+from anygauge.interface import (
+    LOST,
+    AnygaugeError,
+    Plan,
+    PlannedProcess,
+    RunningJob,
+    UnsupportedError,
+)
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import describe_exit, parent_environment
 
@@ -126,6 +133,29 @@ class RemoteJob:
         for event in connection.events():
             self._arrived.put((connection, event))
         self._arrived.put((connection, None))
+
+
+class TiedLauncher:
+    """What launchers share whose jobs end with the command that started them."""
+
+    def submit(self, plan: Plan) -> RemoteJob:
+        """Write the files and start every process.
+
+        Raises:
+            AnygaugeError: a file cannot be written, or a process cannot be started.
+        """
+        return RemoteJob.start(plan)
+
+    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
+        """There is none to attach to.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{run_directory}: a job of the {type(self).__name__.lower()} launcher ends with the "
+            "command that started it"
+        )
 
 
 class _Connection:

@@ -15,17 +15,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from anygauge.interface import (
-    Job,
-    Plan,
-    PlannedFile,
-    PlannedProcess,
-    RunningJob,
-    UnsupportedError,
-)
-from anygauge_launchers.hosts import bare, hosts_of
-from anygauge_launchers.options import Options, read_options
-from anygauge_launchers.remote import RemoteJob
+from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
+from anygauge_launchers.hosts import HostsOptions
+from anygauge_launchers.options import read_options
+from anygauge_launchers.remote import TiedLauncher
 
 _ALIVE_S = 5
 
@@ -39,27 +32,21 @@ def _plain(path: str) -> str:
     return path
 
 
-class SshOptions(Options):
+class SshOptions(HostsOptions):
     """Options of the ssh launcher.
 
     Attributes:
-        hosts: the machines, ``host`` or ``user@host``; the first is the head.
-        hostfile: a file of them instead, with lines ``host slots=N``.
         config: ssh's configuration file (``ssh -F``) instead of the user's.
-        head: address of the first machine for the others, where it is not its name.
         python: the interpreter on the machines; this one's path by default.
     """
 
-    hosts: list[str] = Field(default_factory=list)
-    hostfile: str | None = None
     config: str | None = None
-    head: str | None = None
     python: Annotated[str, AfterValidator(_plain)] = Field(
         default=sys.executable, validate_default=True
     )
 
 
-class Ssh:
+class Ssh(TiedLauncher):
     """Starts an agent on each host."""
 
     def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
@@ -69,9 +56,8 @@ class Ssh:
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
         own = read_options(SshOptions, "ssh", options)
-        hosts = hosts_of(job, own.hosts, own.hostfile)
+        hosts, head = own.settled(job)
         job_file = str(Path(job.run_directory) / "job.json")
-        head = f"{own.head or bare(hosts[0])}:{job.port}"
         alive = max(1, int(job.lost_after_s // _ALIVE_S))
         command = (
             *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
@@ -93,22 +79,4 @@ class Ssh:
                 for rank, host in enumerate(hosts)
             ),
             pass_environment=job.pass_environment,
-        )
-
-    def submit(self, plan: Plan) -> RemoteJob:
-        """Write the job file and start every ssh.
-
-        Raises:
-            AnygaugeError: a file cannot be written, or ssh cannot be started.
-        """
-        return RemoteJob.start(plan)
-
-    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
-        """Its jobs end with the process that started them: there is none to attach to.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            f"{run_directory}: a job of the ssh launcher ends with the command that started it"
         )

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.launchers.emulated import LOGIN, Machines, SlurmCluster, SshServers, why_not
 
 PROGRAMS = {
@@ -115,6 +117,15 @@ def target(name: str, folder: Path) -> Iterator[Target]:
         made = Target(name=name, machines=machines, options=options, power_on=ssh.start)
         yield made
         made.tidy()
+
+
+def brought_up(request: pytest.FixtureRequest, folder: Path) -> Iterator[Target]:
+    """The body of a fixture over all targets; skips where one cannot be emulated."""
+    why = reason(request.param)
+    if why is not None:
+        pytest.skip(why)
+    with target(request.param, folder) as made:
+        yield made
 
 
 def until(condition: Any, what: str, limit_s: float = 120) -> float:

@@ -19,7 +19,7 @@ import pytest
 from anygauge.interface import LOST, STOPPED
 from tests.helpers.runs import run_file
 from tests.launchers.emulated import LOGIN
-from tests.launchers.targets import NODES, PROGRAMS, Target, reason, target, until
+from tests.launchers.targets import NODES, PROGRAMS, Target, brought_up, until
 
 pytestmark = pytest.mark.launchers
 
@@ -31,11 +31,7 @@ ENDS_WITHIN_S = 60.0
 def up(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Target]:
-    why = reason(request.param)
-    if why is not None:
-        pytest.skip(why)
-    with target(request.param, tmp_path_factory.mktemp("faults")) as made:
-        yield made
+    yield from brought_up(request, tmp_path_factory.mktemp("faults"))
 
 
 TOLD_TO_FAIL = """

@@ -16,7 +16,7 @@ import pytest
 from anygauge.interface import LOST, STOPPED
 from tests.helpers.runs import Run, run_file, trained
 from tests.launchers.emulated import LOGIN
-from tests.launchers.targets import PROGRAMS, Target, reason, target, until
+from tests.launchers.targets import PROGRAMS, Target, brought_up, until
 
 pytestmark = pytest.mark.launchers
 
@@ -38,11 +38,7 @@ def gsm8k(folder: Path) -> dict[str, Any]:
 def up(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Target]:
-    why = reason(request.param)
-    if why is not None:
-        pytest.skip(why)
-    with target(request.param, tmp_path_factory.mktemp("runs")) as made:
-        yield made
+    yield from brought_up(request, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
