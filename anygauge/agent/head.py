@@ -46,6 +46,8 @@ class Head(Nodes):
         self._address = next(iter(self._members.values())).link.own_address
         self.rendezvous = self._next_rendezvous()
         for member in self._members.values():
+            # Those who joined early have waited in silence for the last.
+            member.link.heard = time.monotonic()
             member.link.send("start", rendezvous=self.rendezvous)
 
     def attach(self, selector: selectors.BaseSelector) -> None:

@@ -32,6 +32,7 @@ LEFT_ALONE_S = 5.0
 
 
 _FIRMNESS = 3
+_LAST_WORDS = 8
 
 
 class RemoteJob:
@@ -59,7 +60,9 @@ class RemoteJob:
             logs.mkdir(parents=True, exist_ok=True)
             for file in plan.files:
                 write_text(file.path, file.text, file.mode)
-            write_text(logs.parent / "variables.json", json.dumps(passed), 0o600)
+            if not all(process.arguments for process in plan.processes):
+                # What does not go through standard input waits in a file for the agents.
+                write_text(logs.parent / "variables.json", json.dumps(passed), 0o600)
             for process in plan.processes:
                 log = logs / f"{_program(process)}{process.node_rank}.log"
                 started.append(_Connection(process, passed, log))
@@ -254,10 +257,10 @@ class _Connection:
             text = file.read().decode(errors="replace")
         # Open MPI frames what it says with dashes.
         lines = [line.strip() for line in text.splitlines() if line.strip(" -")]
-        words = f": {lines[-1]}" if lines else ""
+        words = "".join(f"\n  | {line}" for line in lines[-_LAST_WORDS:])
         return (
             f"node {self.node_rank} ({self._host}): {self._name} ended with {describe_exit(code)}"
-            f"{words}\nits log: {self._log}"
+            f"\nits log: {self._log}{words}"
         )
 
 

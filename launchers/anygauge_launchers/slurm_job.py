@@ -19,7 +19,10 @@ ASK_S = 2.0
 """How often Slurm is asked about the job."""
 _GLANCE_S = 0.2
 _SETTLING_S = 5.0
+_UNREACHABLE = "UNREACHABLE"
+_TOLD = ("PENDING", "RUNNING", "SUSPENDED", _UNREACHABLE)
 _LIVE = {
+    _UNREACHABLE,
     *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"),
     *("SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING", "REQUEUE_FED", "SPECIAL_EXIT"),
 }
@@ -105,8 +108,9 @@ class SlurmJob:
                 state, reason = self._state()
                 if state in _LIVE:
                     gone_at = None
-                    word = f"{state.lower()}" + (f" ({reason})" if state == "PENDING" else "")
-                    if state in ("PENDING", "RUNNING", "SUSPENDED") and word != said:
+                    why = state in ("PENDING", _UNREACHABLE)
+                    word = state.lower() + (f" ({reason})" if why else "")
+                    if state in _TOLD and word != said:
                         said = word
                         yield _message(f"slurm: job {self.number} is {word}")
                 else:
@@ -158,11 +162,14 @@ class SlurmJob:
 
     def _state(self) -> tuple[str, str]:
         """State and reason as Slurm has them; UNKNOWN where it has forgotten the job."""
-        done = _ask(("scontrol", "show", "job", "--oneliner", self.number))
-        if done.returncode:
-            if "Invalid job id" in done.stderr:
-                return "UNKNOWN", ""
-            return "RUNNING", ""  # the controller is away for a while: the job is not
+        try:
+            done = _ask(("scontrol", "show", "job", "--oneliner", self.number))
+        except AnygaugeError as error:
+            return _UNREACHABLE, str(error)
+        if done.returncode and "Invalid job id" in done.stderr:
+            return "UNKNOWN", ""
+        if done.returncode:  # the controller is away for a while: the job is not
+            return _UNREACHABLE, _last(done.stderr)
         words = dict(w.split("=", 1) for w in done.stdout.split() if "=" in w)
         return words.get("JobState", "UNKNOWN"), words.get("Reason", "")
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import IO, Any
 
 import pytest
 
+from anygauge.agent.__main__ import meet
 from anygauge.agent.link import Link
-from anygauge.interface import LOST, STOPPED, Job
+from anygauge.agent.outbox import Outbox
+from anygauge.interface import LOST, STOPPED, AnygaugeError, Job
 from tests.agent.fakes import (
     FAKE_AGENT,
     FINISHED,
@@ -210,6 +213,16 @@ def test_ranks_that_never_finish_are_ended_though_they_are_on_another_node(
     assert "did not finish within 1.5 s" in ended["cause"]
 
 
+def test_who_joins_early_is_not_lost_for_waiting(cluster: Cluster) -> None:
+    cluster.prepare({rank: [FINISHED] for rank in range(3)}, 3, lost_after_s=2.0)
+    cluster.start(0)
+    cluster.start(1)
+    time.sleep(5)
+    cluster.start(2)
+    for node in range(3):
+        assert cluster.end(node)["state"] == "ok"
+
+
 def test_a_missing_node_is_named(cluster: Cluster) -> None:
     cluster.prepare({0: [FINISHED], 1: [FINISHED], 2: [FINISHED]}, 3, join_timeout_s=2.0)
     cluster.start(0)
@@ -248,7 +261,30 @@ def test_an_agent_of_another_job_is_turned_away(cluster: Cluster) -> None:
         assert cluster.end()["state"] == "ok"
 
 
-def test_other_numbers_and_settings_are_refused(cluster: Cluster) -> None:
+def test_settings_that_all_must_share_are_compared(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    job = Job.load(cluster.job)
+    causes: dict[int, str] = {}
+
+    def join(node: int) -> None:
+        settings = {"ALIKE": "1", "MODE": f"digest {node}"}
+        silent = Outbox(os.open(os.devnull, os.O_WRONLY))
+        try:
+            meet(job, silent, node, f"host{node}", f"127.0.0.1:{cluster.port}", settings)
+        except AnygaugeError as error:
+            causes[node] = str(error)
+
+    threads = [threading.Thread(target=join, args=(node,)) for node in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    for node in (0, 1):
+        assert "MODE: node 1 (host1) has another value than the head (host0)" in causes[node]
+        assert "ALIKE" not in causes[node]
+
+
+def test_other_numbers_are_refused(cluster: Cluster) -> None:
     cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
     cluster.start(0)
     job = json.loads(cluster.job.read_text())

@@ -94,6 +94,15 @@ def test_what_the_head_wrote_is_what_is_followed(tmp_path: Path, slurm: dict[str
     assert followed.returncode == 69 and "node 1 is lost" in followed.stderr
 
 
+def test_a_controller_that_is_away_is_told_of(tmp_path: Path, slurm: dict[str, str]) -> None:
+    path = run_file(tmp_path, launch={"launcher": "slurm", "nodes": 2})
+    folder = tmp_path / "out" / "tiny"
+    assert anygauge(["launch", path, "--detach"], environment=slurm).returncode == 0
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'no contact' >&2; exit 1\n")
+    seen = anygauge(["job", "status", folder], environment=slurm)
+    assert seen.stdout == "slurm job 42: unreachable (no contact)\n"
+
+
 def test_a_refusal_of_sbatch_is_quoted(tmp_path: Path, slurm: dict[str, str]) -> None:
     (tmp_path / "bin" / "sbatch").write_text(
         "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpuu' >&2; exit 1\n"

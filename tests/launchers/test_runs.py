@@ -104,10 +104,7 @@ def test_a_machine_that_cannot_be_reached_is_named(up: Target) -> None:
     began = time.monotonic()
     status, out, err = ended(up, path)
     assert status == 1, f"{out}\n{err}"
-    assert (
-        "node7" in err
-        or "node7" in (up.machines.folder / "out" / "away" / "logs" / "mpirun0.log").read_text()
-    )
+    assert "node7" in err, err
     assert time.monotonic() - began < 60
     assert not any(up.of_job().values())
 
