@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -12,7 +13,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from anygauge.agent.delivery import put_in_place, read_secrets
 from anygauge.agent.identity import read_head, read_number, read_variables
 from anygauge.agent.inherited import scrub
 from anygauge.agent.nodes import Introduction, Nodes, Order
@@ -27,6 +30,7 @@ RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> the whole environment of that rank, but for its identity."""
 
 _REPORTING_S = 30.0
+_CAUSE_SIZE = 4000
 
 
 def main(
@@ -60,6 +64,8 @@ def main(
             tie_to_parent(signal.SIGTERM)
         if arguments.variables is not None:
             os.environ.update(read_variables(arguments.variables))
+        if arguments.secrets is not None:
+            os.environ.update(read_secrets(arguments.secrets))
         inherited = scrub(os.environ)
         node_rank = read_number(arguments.node_rank, os.environ, "the number of this node")
         if arguments.events is not None:
@@ -67,6 +73,9 @@ def main(
             outbox = Outbox(os.open(arguments.events, mode, 0o644), shared=True)
         again = read_number(arguments.attempt, os.environ, "the attempt", absent=0) > 0
         job = Job.load(arguments.job)
+        if job.run_text:
+            put_in_place(job, node_rank)
+            again = True
         if job.nodes > 1:
             _keep_log(Path(job.run_directory) / "logs" / f"agent{node_rank}.log")
         if job.working_directory:
@@ -106,6 +115,8 @@ def main(
     if nodes is not None:
         nodes.close()
     outbox.close()
+    if arguments is not None and arguments.cause_file is not None and status:
+        _leave_cause(Path(arguments.cause_file), outbox.last)
     if status == LOST and arguments is not None and arguments.parent_too:
         end_parent()
     return status
@@ -185,6 +196,13 @@ def _report(
     nodes.send("ended", state="failed", exit_status=status, cause=text, node_rank=node_rank)
 
 
+def _leave_cause(path: Path, last: dict[str, Any]) -> None:
+    """Where a cluster looks for it. Its beginning matters: clusters keep no more than so much."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(last.get("cause") or "the agent ended without a cause")[:_CAUSE_SIZE])
+
+
 def _keep_log(path: Path) -> None:
     """Have this process's standard error go to a file that stays with the run."""
     try:
@@ -216,6 +234,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--events", help="a file for events, instead of standard output")
     parser.add_argument("--variables", help="a JSON file of variables: name -> value")
+    parser.add_argument("--secrets", help="a folder with a file for each of more variables")
+    parser.add_argument("--cause-file", help="where to write why the job failed")
     parser.add_argument(
         "--attempt", default="0", help="above 0: go on from a checkpoint; or $NAME of a variable"
     )

@@ -22,10 +22,12 @@ class Outbox:
 
     Attributes:
         shared: the agents of other nodes write to the same file.
+        last: what was said of the job's end.
     """
 
     def __init__(self, descriptor: int, *, shared: bool = False) -> None:
         self.shared = shared
+        self.last: dict[str, Any] = {}
         self._descriptor = descriptor
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="outbox", daemon=True)
@@ -43,6 +45,8 @@ class Outbox:
     def send(self, event: str, **fields: Any) -> None:
         """Add an event of the agent's own."""
         record = {"event": event, "time": time.time(), **fields}
+        if event == "ended":
+            self.last = fields
         self._lines.put((json.dumps(record) + "\n").encode())
 
     def close(self, timeout_s: float = 30.0) -> None:

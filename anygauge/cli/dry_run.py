@@ -10,7 +10,7 @@ from rich.console import Console
 
 from anygauge.agent.supervisor import rank_numbers
 from anygauge.cli.env import environment_table, rank_environments
-from anygauge.cli.plan import Intent
+from anygauge.cli.plan import Intent, rendered
 from anygauge.interface import AnygaugeError, Backend, NotAvailableError
 from anygauge.registry import KernelChoice
 
@@ -34,8 +34,7 @@ def show(intent: Intent) -> None:
     backend = intent.registry.create_backend(intent.selection, run.backend_options)
     _show_kernels(console, intent, backend)
     console.print("\n[bold]Processes[/bold]")
-    launcher = intent.registry.launcher(run.launch.launcher)()
-    plan = launcher.render(job, run.launch.options)
+    plan = rendered(intent)
     for file in plan.files:
         console.print(f"  writes {file.path}", markup=False)
     for process in plan.processes:

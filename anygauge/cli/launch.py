@@ -18,6 +18,7 @@ from anygauge.cli.plan import (
     RunFileArgument,
     SetOption,
     read_intent,
+    rendered,
 )
 
 
@@ -88,22 +89,31 @@ def write_plan(intent: Intent, folder: Path) -> None:
     shown = {n: HIDDEN if is_secret(n) else v for n, v in run.environment.items()}
     job = dataclasses.replace(intent.job, token="", environment=shown)
     spec = intent.registry.find_launcher(run.launch.launcher).spec
-    plan = intent.registry.launcher(spec.name)().render(job, run.launch.options)
+    plan = rendered(dataclasses.replace(intent, job=job))
+    home = Path(job.run_directory)
+
+    def inside(path: str) -> str:
+        return str(Path(path).relative_to(home)) if home in Path(path).parents else path
+
+    def here(word: str) -> str:
+        # Machines apart get the files from this folder, the others from the run directory.
+        return word.replace(f"{home}/", "") if spec.apart else word
+
     described: dict[str, Any] = {
         "launcher": spec.name,
         "proven": spec.fidelity,
         "can": sorted(spec.can),
         "pass_environment": list(plan.pass_environment),
         "files": [
-            {"path": f.path, "mode": f"{f.mode:o}", "text": Path(f.path).name} for f in plan.files
+            {"path": f.path, "mode": f"{f.mode:o}", "text": inside(f.path)} for f in plan.files
         ],
         "processes": [dataclasses.asdict(process) for process in plan.processes],
-        "operations": {name: list(argv) for name, argv in plan.operations.items()},
+        "operations": {n: [here(word) for word in argv] for n, argv in plan.operations.items()},
     }
     chosen = run.model_copy(update={"backend": job.backend, "environment": shown})
     folder.mkdir(parents=True, exist_ok=True)
     for file in plan.files:
-        write_text(folder / Path(file.path).name, file.text, file.mode)
+        write_text(folder / inside(file.path), file.text, file.mode)
     write_text(folder / "run.yaml", dump_run(chosen))
     write_text(folder / "plan.json", json.dumps(described, indent=2) + "\n")
     typer.echo(f"written: {folder} ({', '.join(sorted(p.name for p in folder.iterdir()))})")

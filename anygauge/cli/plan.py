@@ -15,6 +15,7 @@ from anygauge.interface import Job, RunFileError
 
 if TYPE_CHECKING:
     from anygauge.config import LoadedRun
+    from anygauge.interface import Plan
     from anygauge.registry import Registry, Selection
 
 RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
@@ -72,7 +73,7 @@ def read_intent(
         need_device: ranks will be started here, so the device must be there.
     """
     from anygauge.cli.run_folder import RENDEZVOUS, run_folder
-    from anygauge.config import check_paths, load_run_file
+    from anygauge.config import check_paths, dump_run, load_run_file
     from anygauge.data import accumulation, peek
     from anygauge.registry import Registry
     from anygauge.strategies import check_name
@@ -81,12 +82,16 @@ def read_intent(
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
     run = loaded.run
-    check_paths(loaded)
+    registry = Registry.load()
+    launcher = registry.find_launcher(run.launch.launcher).spec
+    if launcher.apart:
+        refuse_secrets(run)
+    else:
+        check_paths(loaded)
+        peek(run.data)
     ranks = run.launch.nodes * run.launch.devices
     check_name(run.strategy.name, ranks)
-    peek(run.data)
-    registry = Registry.load()
-    elsewhere = registry.find_launcher(run.launch.launcher).spec.elsewhere
+    elsewhere = launcher.elsewhere
     if elsewhere and run.backend == "auto":
         raise RunFileError(
             f"backend: auto looks at this machine, and the {run.launch.launcher} launcher starts "
@@ -97,6 +102,7 @@ def read_intent(
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
     accumulation(run.train.global_batch, run.train.sequences_at_once(ranks), ranks)
     selection = registry.select_backend(run.backend, need_device=need_device)
+    profile = registry.create_backend(selection, run.backend_options).launch
     folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")
     job = Job(
         name=run.name,
@@ -109,14 +115,59 @@ def read_intent(
         rendezvous=f"file://{folder / RENDEZVOUS}",
         collective_timeout_s=run.launch.collective_timeout_s,
         stop_grace_s=run.checkpoint.grace_s,
-        working_directory=str(Path.cwd()),
-        token=secrets.token_hex(16) if ranks > run.launch.devices else "",
+        working_directory="" if launcher.apart else str(Path.cwd()),
+        token=secrets.token_hex(16) if ranks > run.launch.devices or launcher.apart else "",
         max_restarts=run.launch.max_restarts,
         port=run.launch.port,
         pass_environment=tuple(run.launch.pass_environment),
         join_timeout_s=run.launch.join_timeout_s,
         lost_after_s=min(run.launch.lost_after_s, 2 * run.launch.collective_timeout_s),
+        takes_over=run.checkpoint.resume == "auto",
+        run_text=dump_run(run.model_copy(update={"backend": selection.spec.name}))
+        if launcher.apart
+        else "",
+        profile=profile,
         environment=run.environment,
         backend_options=run.backend_options,
     )
     return Intent(loaded=loaded, registry=registry, selection=selection, job=job)
+
+
+def refuse_secrets(run: Any) -> None:
+    """A job that is handed to a cluster's service must not carry secrets by value.
+
+    Raises:
+        RunFileError: a variable with a secret's name is in it.
+    """
+    from anygauge.registry import is_secret
+
+    name = next((n for n in (*run.environment, *run.launch.pass_environment) if is_secret(n)), None)
+    if name is not None:
+        where = "environment" if name in run.environment else "launch.pass_environment"
+        raise RunFileError(
+            f"{where}: {name} looks like a secret, and the {run.launch.launcher} launcher would "
+            "hand its value to the cluster. Name where the cluster keeps it: launch.options.secrets"
+        )
+
+
+def rendered(intent: Intent) -> Plan:
+    """What the launcher would do.
+
+    Raises:
+        RunFileError: an option of the launcher is wrong, or a path of the run file leads nowhere on
+            the machines of the job.
+    """
+    from anygauge.config import check_folders
+
+    run = intent.run
+    launcher = intent.registry.launcher(run.launch.launcher)()
+    plan = launcher.render(intent.job, run.launch.options)
+    if plan.folders:
+        check_folders(intent.loaded, plan.folders, _ADVICE)
+    return plan
+
+
+_ADVICE = (
+    " and what their image holds: mount it (launch.options), or name a folder of the image in "
+    "launch.options.in_image"
+)

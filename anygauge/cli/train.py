@@ -17,6 +17,7 @@ from anygauge.cli.plan import (
     RunFileArgument,
     SetOption,
     read_intent,
+    rendered,
 )
 
 
@@ -78,7 +79,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
             f"--detach: a job of the {name} launcher ends with the command that started it"
         )
     launcher = intent.registry.launcher(name)()
-    plan = launcher.render(job, run.launch.options)
+    plan = rendered(intent)
     chosen = run.model_copy(update={"backend": job.backend})
     secret = any(is_secret(name) for name in run.environment)
     folder = Path(job.run_directory)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anygauge.config.dump import dump_run
-    from anygauge.config.load import LoadedRun, check_paths, load_run_file
+    from anygauge.config.load import LoadedRun, check_folders, check_paths, load_run_file
     from anygauge.config.origin import Origin
     from anygauge.config.reference import reference_markdown
     from anygauge.config.schema import RunFile
@@ -20,6 +20,7 @@ __all__ = [
     "LoadedRun",
     "Origin",
     "RunFile",
+    "check_folders",
     "check_paths",
     "dump_run",
     "load_run_file",
@@ -30,6 +31,7 @@ _HOMES = {
     "LoadedRun": "load",
     "Origin": "origin",
     "RunFile": "schema",
+    "check_folders": "load",
     "check_paths": "load",
     "dump_run": "dump",
     "load_run_file": "load",

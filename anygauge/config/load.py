@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,10 +17,12 @@ from anygauge.config.messages import explain, received
 from anygauge.config.origin import Origin, Problem, dotted, run_file_error
 from anygauge.config.overrides import command_line
 from anygauge.config.paths import (
+    CACHE,
     OUTPUT,
     Place,
     complaint_about,
     expand,
+    holds_template,
     locate,
     places_of_paths,
     resolve_paths,
@@ -108,6 +110,32 @@ def check_paths(loaded: LoadedRun) -> None:
     Raises:
         RunFileError: "FILE:LINE: data.train.path: no such file: /abs/path", a line for each.
     """
+    _check(loaded, complaint_about)
+
+
+def check_folders(loaded: LoadedRun, folders: Sequence[str], advice: str) -> None:
+    """Refuses local paths that are in none of the folders that another machine has.
+
+    Args:
+        advice: what to do about one.
+
+    Raises:
+        RunFileError: as of `check_paths`.
+    """
+    roots = [Path(folder) for folder in folders]
+
+    def complaint(path: Place, text: str) -> str:
+        target = Path(text)
+        if path in (OUTPUT, CACHE) or holds_template(path, text) or not target.is_absolute():
+            return ""
+        if any(target == root or root in target.parents for root in roots):
+            return ""
+        return f"{text} is not on the machines of the job, which have {', '.join(folders)}{advice}"
+
+    _check(loaded, complaint)
+
+
+def _check(loaded: LoadedRun, complaint: Callable[[Place, str], str]) -> None:
     problems = []
 
     def at(path: Place) -> Any:
@@ -122,7 +150,7 @@ def check_paths(loaded: LoadedRun) -> None:
 
     for path in places_of_paths(items):
         value = at(path)
-        text = complaint_about(path, value) if isinstance(value, str) else ""
+        text = complaint(path, value) if isinstance(value, str) else ""
         if text:
             problems.append(Problem(loaded.source(dotted(path)), dotted(path), text))
     if problems:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         Backend,
         BackendSpec,
         Check,
-        LaunchProfile,
         Outcome,
         Requirement,
     )
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
         TrackerSpec,
     )
     from anygauge.interface.probe import Finding, Presence, Probe
+    from anygauge.interface.profile import LaunchProfile
     from anygauge.interface.rules import Decision, EnvironmentRule, Situation, leave, use
     from anygauge.interface.settings import Scope, Setting
     from anygauge.interface.support import FULL, Level, Support
@@ -157,7 +157,7 @@ _HOMES = {
     "HOST_DEVICE": "placement",
     "Job": "job",
     "KernelSpec": "plugins",
-    "LaunchProfile": "backend",
+    "LaunchProfile": "profile",
     "Launcher": "plugins",
     "LauncherSpec": "plugins",
     "Level": "support",

@@ -12,6 +12,7 @@ from anygauge.interface.graph import Graph
 from anygauge.interface.job import Job, Node
 from anygauge.interface.placement import Placement
 from anygauge.interface.probe import Probe
+from anygauge.interface.profile import LaunchProfile
 from anygauge.interface.rules import Decision, EnvironmentRule, Situation
 from anygauge.interface.settings import Scope, Setting
 from anygauge.interface.support import Level, Support
@@ -41,25 +42,6 @@ class BackendSpec:
     probe: Callable[[], Probe]
     api_version: int
     priority: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchProfile:
-    """What launchers and containers need to know of a device.
-
-    Attributes:
-        visibility_variable: names the devices that a process may see; None where there is none.
-        image: container image that carries the vendor's stack; None where none is published.
-        container_flags: extra arguments for the container runtime.
-        cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.
-        binding: how ranks are bound to cores: ``cores``, ``numa`` or ``none``.
-    """
-
-    visibility_variable: str | None = None
-    image: str | None = None
-    container_flags: tuple[str, ...] = ()
-    cluster_resource: str | None = None
-    binding: str = "none"
 
 
 class Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,8 @@ def replaced(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be flushed or renamed; what was there before is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Containers that share a folder may number their processes alike.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         yield temporary
         with temporary.open("rb") as file:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface.errors import AnygaugeError
+from anygauge.interface.profile import LaunchProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,10 @@ class Job:
         stop_grace_s: seconds that ranks get to end a step and write a checkpoint when the job is
             asked to end.
         resume: go on from the newest checkpoint, whatever the run file says: another attempt.
+        takes_over: it may go on in a run directory that another job has left.
+        run_text: the resolved run file, for machines that do not see this one's files: the agents
+            write it to `run_file`. Empty where it is there already.
+        profile: what containers for the backend need; for launchers alone, and in no job file.
         environment: variables that the run file asks for.
         backend_options: the run file's ``backend_options``, for the backend alone to read.
     """
@@ -59,6 +64,9 @@ class Job:
     pass_environment: tuple[str, ...] = ()
     join_timeout_s: float = 300.0
     lost_after_s: float = 60.0
+    takes_over: bool = False
+    run_text: str = ""
+    profile: LaunchProfile = field(default_factory=LaunchProfile)
     environment: Mapping[str, str] = field(default_factory=dict)
     backend_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,7 +77,8 @@ class Job:
 
     def dump(self) -> str:
         """The job as JSON text; `load` reads it back."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True)
+        fields = {name: value for name, value in asdict(self).items() if name != "profile"}
+        return json.dumps(fields, indent=2, sort_keys=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Job:

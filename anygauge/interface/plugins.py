@@ -72,12 +72,15 @@ class Plan:
         pass_environment: variables whose values, at the time of submission, all processes get.
         operations: what to type by hand, for readers: ``submit``, ``status``, ``logs``, ``cancel``;
             ``{id}`` stands for the job's number.
+        folders: where the machines have files that do not come with their image, for a launcher
+            whose machines are `LauncherSpec.apart`.
     """
 
     files: tuple[PlannedFile, ...] = ()
     processes: tuple[PlannedProcess, ...] = ()
     pass_environment: tuple[str, ...] = ()
     operations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
 
 
 class RunningJob(Protocol):
@@ -123,6 +126,7 @@ class LauncherSpec:
         fidelity: how far it was proven: ``real``, ``emulated`` or ``schema``.
         max_nodes: most machines it can start on; None for no limit.
         elsewhere: ranks run on other machines than this one.
+        apart: those machines do not see this one's files: data, model and run directory are theirs.
         can: what its jobs can do, of `ABILITIES`.
     """
 
@@ -132,6 +136,7 @@ class LauncherSpec:
     fidelity: str
     max_nodes: int | None = None
     elsewhere: bool = False
+    apart: bool = False
     can: frozenset[str] = frozenset()
 
 

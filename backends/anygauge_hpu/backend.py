@@ -64,6 +64,8 @@ class HpuBackend(Backend):
             "--ipc=host",
         ),
         cluster_resource="habana.ai/gaudi",
+        # Source: docs.habana.ai, Kubernetes quick start.
+        node_resources={"hugepages-2Mi": "95000Mi", "memory": "409Gi"},
         binding="cores",
     )
 

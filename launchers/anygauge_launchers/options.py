@@ -12,14 +12,18 @@ from anygauge.interface import RunFileError
 Seconds = Annotated[float, Field(ge=0, lt=86400)]
 
 
-class Options(BaseModel):
+class Part(BaseModel):
+    """A part of options."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Options(Part):
     """Options of every launcher.
 
     Attributes:
         grace_s: seconds from SIGTERM to SIGKILL when ranks are ended.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     grace_s: Seconds = 5.0
 
@@ -44,11 +48,11 @@ def read_options(model: type[Read], launcher: str, options: Mapping[str, Any]) -
 def _sentence(model: type[Options], launcher: str, one: Mapping[str, Any]) -> str:
     place = ".".join(("launch.options", *map(str, one["loc"])))
     if one["type"] == "extra_forbidden":
-        return (
-            f"{place}: the {launcher} launcher has no such option; "
-            f"it has: {', '.join(model.model_fields)}"
-        )
+        has = f"; it has: {', '.join(model.model_fields)}" if len(one["loc"]) == 1 else ""
+        return f"{place}: the {launcher} launcher has no such option{has}"
     if one["type"] == "missing":
         return f"{place}: the {launcher} launcher needs it"
     message = str(one["msg"]).removeprefix("Value error, ")
+    if isinstance(one["input"], dict):
+        return f"{place}: {message}"
     return f"{place}: {one['input']!r}: {message[:1].lower()}{message[1:]}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from anygauge.interface import LOST, AnygaugeError, Plan, UnsupportedError
 from anygauge.interface.files import write_text
+from anygauge_launchers.clients import ask, last_line
 
 Event = Mapping[str, Any]
 
@@ -69,10 +69,10 @@ class SlurmJob:
             offset = events.stat().st_size if events.exists() else 0
         except OSError as error:
             raise AnygaugeError(f"cannot start the run in {folder}: {error}") from error
-        done = _ask(plan.processes[0].argv)
+        done = ask(plan.processes[0].argv)
         if done.returncode:
             raise AnygaugeError(
-                f"sbatch refused the job: {_last(done.stderr) or _last(done.stdout)}\n"
+                f"sbatch refused the job: {last_line(done.stderr) or last_line(done.stdout)}\n"
                 f"it was given: {' '.join(plan.processes[0].argv[1:12])} ..."
             )
         number = done.stdout.strip().split(";")[0]
@@ -135,9 +135,9 @@ class SlurmJob:
         (self._folder / "cancelled").touch()
         state, _ = self._state()
         if self._cancellations == 1 and state == "RUNNING":
-            _ask(("scancel", "--signal=INT", self.number))
+            ask(("scancel", "--signal=INT", self.number))
         else:
-            _ask(("scancel", self.number))
+            ask(("scancel", self.number))
 
     def wait(self) -> int:
         """Exit status of the job, once its events have ended."""
@@ -163,13 +163,13 @@ class SlurmJob:
     def _state(self) -> tuple[str, str]:
         """State and reason as Slurm has them; UNKNOWN where it has forgotten the job."""
         try:
-            done = _ask(("scontrol", "show", "job", "--oneliner", self.number))
+            done = ask(("scontrol", "show", "job", "--oneliner", self.number))
         except AnygaugeError as error:
             return _UNREACHABLE, str(error)
         if done.returncode and "Invalid job id" in done.stderr:
             return "UNKNOWN", ""
         if done.returncode:  # the controller is away for a while: the job is not
-            return _UNREACHABLE, _last(done.stderr)
+            return _UNREACHABLE, last_line(done.stderr)
         words = dict(w.split("=", 1) for w in done.stdout.split() if "=" in w)
         return words.get("JobState", "UNKNOWN"), words.get("Reason", "")
 
@@ -193,29 +193,6 @@ class SlurmJob:
 
 def _message(text: str) -> Event:
     return {"event": "message", "time": time.time(), "text": text, "level": "info"}
-
-
-def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands.
-
-    Raises:
-        AnygaugeError: it is not installed.
-    """
-    try:
-        return subprocess.run(
-            argv, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL
-        )
-    except FileNotFoundError as error:
-        raise AnygaugeError(
-            f"{argv[0]} is not installed here: submit from a machine that has Slurm's commands"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise AnygaugeError(f"{argv[0]} did not answer within {error.timeout:g} s") from error
-
-
-def _last(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
 
 
 def _lines(path: Path) -> list[str]:

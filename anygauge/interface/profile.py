@@ -1,0 +1,27 @@
+"""What launchers and containers need to know of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchProfile:
+    """What launchers and containers need to know of a device.
+
+    Attributes:
+        visibility_variable: names the devices that a process may see; None where there is none.
+        image: container image that carries the vendor's stack; None where none is published.
+        container_flags: extra arguments for the container runtime.
+        cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.
+        node_resources: further resources of a container with devices, name -> quantity.
+        binding: how ranks are bound to cores: ``cores``, ``numa`` or ``none``.
+    """
+
+    visibility_variable: str | None = None
+    image: str | None = None
+    container_flags: tuple[str, ...] = ()
+    cluster_resource: str | None = None
+    node_resources: Mapping[str, str] = field(default_factory=dict)
+    binding: str = "none"

@@ -1,0 +1,117 @@
+"""What launchers share whose machines do not see this one's files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+from anygauge.interface import AnygaugeError, Job, Plan, PlannedFile, RunFileError
+from anygauge.interface.files import write_text
+from anygauge_launchers.options import Options
+
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""The name of an environment variable."""
+
+
+def _folder(path: str) -> str:
+    if not re.fullmatch(r"/[A-Za-z0-9._/-]*[A-Za-z0-9._-]", path) or ".." in path.split("/"):
+        raise ValueError("an absolute folder is needed, of letters, digits and ._/- alone")
+    return path
+
+
+Folder = Annotated[str, AfterValidator(_folder)]
+"""An absolute path on the machines of the job."""
+
+Image = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9][A-Za-z0-9._:/-]*(@sha256:[0-9a-f]{64})?$")
+]
+"""A container image."""
+
+
+class ApartOptions(Options):
+    """Options of launchers that bring a job to machines of another storage.
+
+    Attributes:
+        image: container image with anygauge in it; the backend's own by default.
+        in_image: folders of the image that the run file may name.
+        python: the interpreter there.
+    """
+
+    image: Image | None = None
+    in_image: list[Folder] = Field(default_factory=list)
+    python: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_./+-]+$")] = "python3"
+
+    def image_for(self, job: Job) -> str:
+        """The image to run.
+
+        Raises:
+            RunFileError: none is given, and the backend has none.
+        """
+        found = self.image or job.profile.image
+        if found is None:
+            raise RunFileError(
+                f"launch.options.image: the {job.backend} backend names no image of its own: name "
+                "one that has anygauge in it"
+            )
+        return found
+
+
+def moved(job: Job, folder: str) -> Job:
+    """The job as its machines see it, with this run directory."""
+    return replace(
+        job,
+        run_directory=folder,
+        run_file=f"{folder}/run.yaml",
+        # On a disk of the machine's own: network storage may lack the locks that this takes.
+        rendezvous=f"file:///tmp/anygauge-{_mark(job) or 'rendezvous'}",
+        working_directory="",
+        resume=True,
+    )
+
+
+def short_name(job: Job, limit: int, *, marked: bool = False) -> str:
+    """The run's name as clusters accept names: lower case, digits and dashes.
+
+    Args:
+        limit: most characters.
+        marked: with an end that differs from submission to submission.
+    """
+    mark = f"-{_mark(job)}" if marked and _mark(job) else ""
+    text = re.sub(r"[^a-z0-9]+", "-", Path(job.run_directory).name.lower()).strip("-")
+    if not text[:1].isalpha():
+        text = f"run-{text}"
+    return text[: limit - len(mark)].rstrip("-") + mark
+
+
+def filled_in(plan: Plan) -> None:
+    """Write the plan's files; the variables that go along get their values now.
+
+    Raises:
+        AnygaugeError: a file cannot be written.
+    """
+    passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
+    for file in plan.files:
+        text = json.dumps(passed) if Path(file.path).name == VARIABLES else file.text
+        try:
+            write_text(file.path, text, file.mode)
+        except OSError as error:
+            raise AnygaugeError(f"{file.path} cannot be written: {error}") from error
+
+
+def variables_file(folder: Path) -> PlannedFile:
+    """The file of variables, still without any."""
+    return PlannedFile(path=str(folder / VARIABLES), text="{}", mode=0o600)
+
+
+VARIABLES = "variables.json"
+
+
+def _mark(job: Job) -> str:
+    return hashlib.sha256(job.token.encode()).hexdigest()[:8] if job.token else ""

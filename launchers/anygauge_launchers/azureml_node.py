@@ -1,0 +1,113 @@
+"""``python -m anygauge_launchers.azureml_node``: becomes the agent of one machine of a job.
+
+Which machine this is stands in ``NODE_RANK`` and ``MASTER_ADDR``; the job lies in the folder that
+Azure starts the command in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from anygauge.interface import AnygaugeError, Job
+
+
+def link(text: str) -> None:
+    """``PATH=TARGET``: have a path lead to where Azure has mounted something.
+
+    Raises:
+        AnygaugeError: something else is there, or there is no target.
+    """
+    name, _, target = text.partition("=")
+    path = Path(name)
+    if not target or not Path(target).exists():
+        raise AnygaugeError(f"{name}: Azure mounted nothing for it (it said {target!r})")
+    if path.is_symlink() and path.readlink() == Path(target):
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(target)
+    except OSError as error:
+        raise AnygaugeError(
+            f"{name} cannot lead to {target}: {error.strerror}. Choose another folder (at)"
+        ) from error
+
+
+def fetched(secrets: Mapping[str, str]) -> dict[str, str]:
+    """Values of secrets in Key Vaults, by the job's identity.
+
+    Raises:
+        AnygaugeError: Azure's packages are missing, or the vault refuses one.
+    """
+    if not secrets:
+        return {}
+    try:
+        from azure.core.exceptions import AzureError
+        from azure.identity import DefaultAzureCredential
+        from azure.keyvault.secrets import SecretClient
+    except ImportError as error:
+        raise AnygaugeError(
+            "launch.options.secrets needs azure-identity and azure-keyvault-secrets in the image"
+        ) from error
+    values = {}
+    for variable, address in secrets.items():
+        parts = urlsplit(address)
+        name = parts.path.strip("/").split("/")[1]
+        try:
+            client = SecretClient(f"{parts.scheme}://{parts.netloc}", DefaultAzureCredential())
+            values[variable] = str(client.get_secret(name).value)
+        except AzureError as error:
+            raise AnygaugeError(
+                f"the secret for {variable} cannot be read from {address}: {error}"
+            ) from error
+    return values
+
+
+def prepared(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The agent's command line, and variables for it.
+
+    Raises:
+        AnygaugeError: Azure's variables or mounts are not what they should be.
+    """
+    parser = argparse.ArgumentParser(prog="python -m anygauge_launchers.azureml_node")
+    parser.add_argument("--link", action="append", default=[], metavar="PATH=TARGET")
+    parser.add_argument("--grace", required=True)
+    arguments = parser.parse_args(argv)
+    for text in arguments.link:
+        link(text)
+    job = Job.load("job.json")
+    try:
+        secrets = json.loads(Path("secrets.json").read_text())["secrets"]
+    except (OSError, ValueError, KeyError) as error:
+        raise AnygaugeError(f"secrets.json: {error}") from error
+    rank, head = os.environ.get("NODE_RANK"), os.environ.get("MASTER_ADDR")
+    if job.nodes == 1:
+        rank, head = rank or "0", head or "localhost"
+    if rank is None or head is None:
+        raise AnygaugeError("NODE_RANK and MASTER_ADDR are not set: Azure did not start this")
+    command = [
+        *(sys.executable, "-m", "anygauge.agent", "--job", str(Path("job.json").absolute())),
+        *("--node-rank", rank, "--head", f"{head}:{job.port}", "--grace", arguments.grace),
+        *("--variables", str(Path("variables.json").absolute())),
+    ]
+    return command, fetched(secrets)
+
+
+def main() -> int:
+    """Become the agent."""
+    try:
+        command, variables = prepared(sys.argv[1:])
+    except AnygaugeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    os.environ.update(variables)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Asking a cluster through its own command-line client."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from anygauge.interface import AnygaugeError
+
+_LIMIT_S = 120
+
+
+def ask(argv: Sequence[str], *, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a client's command and return what it printed, whatever its exit status.
+
+    Args:
+        given: its standard input.
+
+    Raises:
+        AnygaugeError: it is not installed, or does not answer.
+    """
+    try:
+        return subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+            **({"stdin": subprocess.DEVNULL} if given is None else {"input": given}),
+        )
+    except FileNotFoundError as error:
+        raise AnygaugeError(
+            f"{argv[0]} is not installed here: submit from a machine that has it"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise AnygaugeError(f"{argv[0]} did not answer within {error.timeout:g} s") from error
+
+
+def last_line(text: str) -> str:
+    """The last line that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -1,0 +1,253 @@
+"""The objects: pods that run agents, and the four kinds that make several of them one job.
+
+Sources: kubernetes-sigs/jobset 0.12, kubeflow/trainer 1.9.4 (PyTorchJob) and 2.3 (TrainJob),
+kubeflow/mpi-operator 0.8.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from anygauge.interface import Job
+from anygauge_launchers.kubernetes_options import JOB, SECRETS, SHM, Claim, KubernetesOptions
+
+Object = dict[str, Any]
+
+MANAGER = "anygauge.io/launcher"
+"""Who makes a TrainJob's patches."""
+
+
+def manifest_of(job: Job, own: KubernetesOptions, name: str) -> Object:
+    """The object that kubectl creates."""
+    make = {"JobSet": _jobset, "TrainJob": _trainjob, "PyTorchJob": _pytorchjob, "MPIJob": _mpijob}
+    api, spec = make[own.kind](job, own, name)
+    metadata: Object = {"name": name, "namespace": own.namespace}
+    if own.queue is not None:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": own.queue}
+    return {"apiVersion": api, "kind": own.kind, "metadata": metadata, "spec": spec}
+
+
+def secret_of(name: str) -> str:
+    """The Secret that holds a job's files."""
+    return f"{name}-anygauge"
+
+
+def _agent(job: Job, own: KubernetesOptions, node_rank: str, head: str) -> list[str]:
+    """The agent's command; nothing of the user's is in it that a cluster could read otherwise."""
+    return [
+        *(own.python, "-m", "anygauge.agent", "--job", f"{JOB}/job.json"),
+        *("--node-rank", node_rank, "--head", f"{head}:{job.port}"),
+        *("--variables", f"{JOB}/variables.json", "--grace", f"{own.grace_s:g}"),
+        *(("--secrets", SECRETS) if own.secrets else ()),
+        *("--cause-file", "/dev/termination-log"),
+    ]
+
+
+def _container(job: Job, own: KubernetesOptions, name: str, command: list[str]) -> Object:
+    resources = own.all_resources(job)
+    added = sorted({*_capabilities(job), *own.capabilities})
+    return {
+        "name": name,
+        "image": own.image_for(job),
+        **({} if own.image_pull_policy is None else {"imagePullPolicy": own.image_pull_policy}),
+        "command": command,
+        "resources": {"limits": resources, "requests": dict(resources)},
+        **({"securityContext": {"capabilities": {"add": added}}} if added else {}),
+        "volumeMounts": _mounts(own),
+    }
+
+
+def _claims(own: KubernetesOptions) -> list[tuple[str, Claim]]:
+    """Each mount with the name of its claim's volume: a claim that is mounted twice has one."""
+    mounts = [own.storage, *own.volumes]
+    names = list(dict.fromkeys(mount.claim for mount in mounts))
+    return [(f"claim{names.index(mount.claim)}", mount) for mount in mounts]
+
+
+def _mounts(own: KubernetesOptions) -> list[Object]:
+    return [
+        {"name": "job", "mountPath": JOB, "readOnly": True},
+        *([{"name": "secrets", "mountPath": SECRETS, "readOnly": True}] if own.secrets else []),
+        *(
+            {
+                "name": volume,
+                "mountPath": mount.path,
+                **({} if mount.sub_path is None else {"subPath": mount.sub_path}),
+                **({"readOnly": True} if mount.read_only else {}),
+            }
+            for volume, mount in _claims(own)
+        ),
+        {"name": "shm", "mountPath": SHM},
+    ]
+
+
+def _volumes(own: KubernetesOptions, name: str) -> list[Object]:
+    secrets = [
+        {"secret": {"name": ref.secret, "items": [{"key": ref.key, "path": variable}]}}
+        for variable, ref in own.secrets.items()
+    ]
+    claims = {volume: mount.claim for volume, mount in _claims(own)}
+    return [
+        {"name": "job", "secret": {"secretName": secret_of(name)}},
+        *([{"name": "secrets", "projected": {"sources": secrets}}] if secrets else []),
+        *(
+            {"name": volume, "persistentVolumeClaim": {"claimName": claim}}
+            for volume, claim in claims.items()
+        ),
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": own.shm}},
+    ]
+
+
+def _placement(own: KubernetesOptions) -> Object:
+    """Where pods run and as whom."""
+    found: Object = {}
+    if own.node_selector:
+        found["nodeSelector"] = dict(own.node_selector)
+    if own.tolerations:
+        found["tolerations"] = [t.model_dump(exclude_none=True) for t in own.tolerations]
+    if own.service_account is not None:
+        found["serviceAccountName"] = own.service_account
+    if own.image_pull_secrets:
+        found["imagePullSecrets"] = [{"name": name} for name in own.image_pull_secrets]
+    return found
+
+
+def _pod(job: Job, own: KubernetesOptions, name: str, container: Object, **more: Any) -> Object:
+    return {
+        **more,
+        **_placement(own),
+        **({} if own.priority_class is None else {"priorityClassName": own.priority_class}),
+        **({"hostIPC": True} if own.host_ipc else {}),
+        "terminationGracePeriodSeconds": _grace_s(job, own),
+        "containers": [container],
+        "volumes": _volumes(own, name),
+    }
+
+
+def _grace_s(job: Job, own: KubernetesOptions) -> int:
+    """For the checkpoint of ranks that are asked to end, then for those that do not."""
+    return math.ceil(job.stop_grace_s + own.grace_s) + 10
+
+
+def _limit(own: KubernetesOptions) -> Object:
+    return {} if own.time_limit_s is None else {"activeDeadlineSeconds": own.time_limit_s}
+
+
+def _capabilities(job: Job) -> list[str]:
+    """Of the container flags that the backend names."""
+    return [
+        flag.partition("=")[2].upper()
+        for flag in job.profile.container_flags
+        if flag.startswith("--cap-add=")
+    ]
+
+
+def _jobset(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
+    command = _agent(job, own, "$JOB_COMPLETION_INDEX", f"{name}-node-0-0.{name}")
+    pod = _pod(job, own, name, _container(job, own, "node", command), restartPolicy="Never")
+    work = {
+        **{"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed"},
+        **{"backoffLimit": 0, **_limit(own), "template": {"spec": pod}},
+    }
+    return "jobset.x-k8s.io/v1alpha2", {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": own.restarts},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": work}}],
+    }
+
+
+def _trainjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
+    command = _agent(job, own, "$PET_NODE_RANK", "$PET_MASTER_ADDR")
+    container = _container(job, own, "node", command)
+    patch = {
+        **_placement(own),
+        "terminationGracePeriodSeconds": _grace_s(job, own),
+        "containers": [
+            {
+                key: value
+                for key, value in container.items()
+                if key in ("name", "volumeMounts", "securityContext")
+            }
+        ],
+        "volumes": _volumes(own, name),
+    }
+    node = {"name": "node", "template": {"spec": {"template": {"spec": patch}}}}
+    spec: Object = {
+        "runtimeRef": {
+            "name": own.runtime or "torch-distributed",
+            "kind": "ClusterTrainingRuntime",
+            "apiGroup": "trainer.kubeflow.org",
+        },
+        "trainer": {
+            "numNodes": job.nodes,
+            "numProcPerNode": job.devices_per_node,
+            "image": container["image"],
+            "command": command,
+            "resourcesPerNode": container["resources"],
+        },
+        "runtimePatches": [
+            {
+                "manager": MANAGER,
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
+            }
+        ],
+        **_limit(own),
+    }
+    return "trainer.kubeflow.org/v1alpha1", spec
+
+
+def _pytorchjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
+    command = _agent(job, own, "$PET_NODE_RANK", "$MASTER_ADDR")
+    pod = _pod(job, own, name, _container(job, own, "pytorch", command))
+
+    def replicas(count: int) -> Object:
+        policy = "OnFailure" if own.restarts else "Never"
+        return {"replicas": count, "restartPolicy": policy, "template": {"spec": pod}}
+
+    specs = {"Master": replicas(1)}
+    if job.nodes > 1:
+        specs["Worker"] = replicas(job.nodes - 1)
+    return "kubeflow.org/v1", {
+        "nprocPerNode": str(job.devices_per_node),
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": own.restarts, **_limit(own)},
+        "pytorchReplicaSpecs": specs,
+    }
+
+
+def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
+    agent = _agent(job, own, "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_HEAD")
+    launcher = {
+        "name": "launcher",
+        "image": own.image_for(job),
+        **({} if own.image_pull_policy is None else {"imagePullPolicy": own.image_pull_policy}),
+        "command": [
+            *(own.python, "-m", "anygauge_launchers.mpi_pod", str(job.nodes)),
+            *(*agent, "--tied", "--parent-too"),
+        ],
+    }
+    # Without a command it is the operator's: sshd.
+    worker = _container(job, own, "worker", [])
+    del worker["command"]
+    return "kubeflow.org/v2beta1", {
+        "slotsPerWorker": 1,  # of mpirun, which starts one agent on each
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": own.restarts, **_limit(own)},
+        "mpiReplicaSpecs": {
+            "Launcher": {
+                "replicas": 1,
+                "restartPolicy": "OnFailure" if own.restarts else "Never",
+                "template": {
+                    "spec": {
+                        **_placement(own),
+                        "terminationGracePeriodSeconds": _grace_s(job, own),
+                        "containers": [launcher],
+                    }
+                },
+            },
+            "Worker": {
+                "replicas": job.nodes,
+                "restartPolicy": "Never",
+                "template": {"spec": _pod(job, own, name, worker)},
+            },
+        },
+    }

@@ -1,0 +1,186 @@
+"""What ``launch.options`` may hold for Kubernetes, checked before anything is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from anygauge.interface import Job, RunFileError
+from anygauge_launchers.apart import ApartOptions, Folder, Variable
+from anygauge_launchers.options import Part
+
+Kind = Literal["JobSet", "TrainJob", "PyTorchJob", "MPIJob"]
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+Label = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}$")]
+"""A name as Kubernetes has it for namespaces, claims and volumes (RFC 1123 label)."""
+JobName = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
+Dotted = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}(\.{_LABEL})*$", max_length=253)]
+"""A name of a Secret, class or account (RFC 1123 subdomain)."""
+Quantity = Annotated[
+    str, StringConstraints(pattern=r"^([0-9]+|[0-9]*\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")
+]
+Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
+Capability = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z_]*$")]
+SecretKey = Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$")]
+
+_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+Key = Annotated[str, StringConstraints(pattern=_KEY)]
+"""A label's or resource's key, with or without a domain in front."""
+Value = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")]
+
+# A pod's name and host name are made from the job's, and may have 63 characters.
+_LIMITS: Mapping[Kind, int] = {"JobSet": 45, "TrainJob": 45, "PyTorchJob": 50, "MPIJob": 50}
+
+
+class Claim(Part):
+    """A PersistentVolumeClaim, and where pods have it.
+
+    Attributes:
+        claim: its name.
+        path: where it is mounted.
+        sub_path: a folder of it.
+        read_only: as it says.
+    """
+
+    claim: Dotted
+    path: Folder
+    sub_path: (
+        Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-][A-Za-z0-9._/-]*$")] | None
+    ) = None
+    read_only: bool = False
+
+
+class Storage(Claim):
+    """The claim that holds run directories; all pods write to it (ReadWriteMany)."""
+
+    path: Folder = "/anygauge/runs"
+    read_only: Literal[False] = False
+
+
+class SecretRef(Part):
+    """One entry of a Secret in the cluster."""
+
+    secret: Dotted
+    key: SecretKey
+
+
+class Toleration(Part):
+    """As Kubernetes has it."""
+
+    key: Key | None = None
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: Value | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
+class KubernetesOptions(ApartOptions):
+    """Options of the kubernetes launcher.
+
+    Attributes:
+        kind: what the job is made as; JobSet is what TrainJob makes, too.
+        name: of the object; made from the run's by default.
+        context: kubectl's; its current one by default.
+        storage: where run directories are.
+        volumes: further claims, for data and models.
+        secrets: variable -> the entry of a Secret that it gets its value from.
+        resources: of each pod besides its devices, limit and request alike: memory, cpu, network
+            devices; the backend's own by default.
+        device_resource: instead of the backend's, such as a slice of a card.
+        shm: memory for /dev/shm; loaders and collectives of one machine need it.
+        restarts: how often the cluster starts all pods again, from the newest checkpoint.
+        time_limit_s: seconds after which the cluster ends the job.
+        runtime: of TrainJob.
+        queue: of Kueue (label kueue.x-k8s.io/queue-name).
+    """
+
+    kind: Kind = "JobSet"
+    name: JobName | None = None
+    namespace: Label = "default"
+    context: str | None = None
+    storage: Storage
+    volumes: list[Claim] = Field(default_factory=list)
+    secrets: dict[Variable, SecretRef] = Field(default_factory=dict)
+    resources: dict[Key, Quantity] = Field(default_factory=dict)
+    device_resource: Key | None = None
+    shm: Size = "16Gi"
+    capabilities: list[Capability] = Field(default_factory=list)
+    host_ipc: bool = False
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    image_pull_secrets: list[Dotted] = Field(default_factory=list)
+    node_selector: dict[Key, Value] = Field(default_factory=dict)
+    tolerations: list[Toleration] = Field(default_factory=list)
+    service_account: Dotted | None = None
+    priority_class: Dotted | None = None
+    restarts: Annotated[int, Field(ge=0, le=100)] = 0
+    time_limit_s: Annotated[int, Field(ge=1)] | None = None
+    runtime: Dotted | None = None
+    queue: Label | None = None
+
+    @property
+    def kind_limit(self) -> int:
+        """Most characters of the object's name."""
+        return _LIMITS[self.kind]
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where pods have files."""
+        return (self.storage.path, *(volume.path for volume in self.volumes), *self.in_image)
+
+    @model_validator(mode="after")
+    def _go_together(self) -> KubernetesOptions:
+        paths = [self.storage.path, *(volume.path for volume in self.volumes), *RESERVED]
+        twice = sorted({path for path in paths if paths.count(path) > 1})
+        if twice:
+            raise ValueError(f"{twice[0]} is mounted twice, or is one of {', '.join(RESERVED)}")
+        for key, quantity in self.resources.items():
+            if "/" in key and not quantity.isdecimal():
+                raise ValueError(
+                    f"resources.{key}: {quantity!r}: devices are whole numbers (a quoted '4')"
+                )
+        huge = [key for key in self.resources if key.startswith("hugepages-")]
+        if huge and not {"memory", "cpu"} & self.resources.keys():
+            raise ValueError(f"resources.{huge[0]}: Kubernetes wants memory or cpu beside it")
+        if self.kind == "TrainJob":
+            for field in ("restarts", "host_ipc"):
+                if getattr(self, field):
+                    raise ValueError(f"{field}: a TrainJob has it from its runtime alone")
+        elif self.runtime is not None:
+            raise ValueError(f"runtime: belongs to kind TrainJob, and kind is {self.kind}")
+        if self.name is not None and len(self.name) > self.kind_limit:
+            raise ValueError(
+                f"name: {len(self.name)} characters; pods of a {self.kind} are named after it, "
+                f"which leaves {self.kind_limit}"
+            )
+        return self
+
+    def check(self, job: Job) -> None:
+        """What depends on the job.
+
+        Raises:
+            RunFileError: the options do not go with it.
+        """
+        device = self.device_resource or job.profile.cluster_resource
+        if device is not None and device in self.resources:
+            raise RunFileError(
+                f"launch.options.resources.{device}: it is launch.devices "
+                f"({job.devices_per_node}) that says how many a pod gets"
+            )
+        if self.kind == "MPIJob" and job.nodes == 1:
+            raise RunFileError(
+                "launch.options.kind: an MPIJob is for several machines, and launch.nodes is 1; "
+                "use JobSet"
+            )
+
+    def all_resources(self, job: Job) -> dict[str, str | int]:
+        """What each pod asks for: its devices, and what goes with them."""
+        device = self.device_resource or job.profile.cluster_resource
+        wanted: dict[str, str | int] = {**job.profile.node_resources, **self.resources}
+        return {**({} if device is None else {device: job.devices_per_node}), **wanted}
+
+
+JOB, SECRETS, SHM = "/anygauge/job", "/anygauge/secrets", "/dev/shm"
+RESERVED = (JOB, SECRETS, SHM)
+"""Where pods have what the launcher mounts itself."""

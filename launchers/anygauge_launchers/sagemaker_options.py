@@ -1,0 +1,166 @@
+"""What ``launch.options`` may hold for SageMaker, checked before anything is submitted.
+
+Patterns and limits: the service's own model, CreateTrainingJob.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from anygauge.interface import Job, RunFileError
+from anygauge_launchers.apart import ApartOptions, Variable
+from anygauge_launchers.options import Part
+
+Role = Annotated[
+    str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+$")
+]
+S3 = Annotated[str, StringConstraints(pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\s]*)?$")]
+SecretArn = Annotated[
+    str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:\S+$")
+]
+Channel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Registry = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^\d{12}\.dkr\.ecr(-fips)?\.[a-z0-9-]+\.amazonaws\.com(\.cn)?/\S+$", max_length=255
+    ),
+]
+
+STOP_S = 120
+"""Seconds from SIGTERM to SIGKILL."""
+
+CARDS = {
+    "ml.p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
+    "ml.p3dn": {"24xlarge": 8},
+    "ml.p4d": {"24xlarge": 8},
+    "ml.p4de": {"24xlarge": 8},
+    "ml.p5": {"4xlarge": 1, "48xlarge": 8},
+    "ml.p5e": {"48xlarge": 8},
+    "ml.p5en": {"48xlarge": 8},
+    "ml.p6-b200": {"48xlarge": 8},
+    "ml.g4dn": {
+        "xlarge": 1,
+        "2xlarge": 1,
+        "4xlarge": 1,
+        "8xlarge": 1,
+        "16xlarge": 1,
+        "12xlarge": 4,
+    },
+    **{
+        family: {
+            **{f"{n}xlarge": 1 for n in ("", "2", "4", "8", "16")},
+            **{"12xlarge": 4, "24xlarge": 4, "48xlarge": 8},
+        }
+        for family in ("ml.g5", "ml.g6", "ml.g6e")
+    },
+}
+"""Accelerators of an instance type, as AWS publishes them; others are not counted."""
+
+
+class FileSystem(Part):
+    """A file system as a channel; it is shared by all machines.
+
+    Attributes:
+        id: ``fs-...``.
+        path: folder in it.
+    """
+
+    id: Annotated[str, StringConstraints(pattern=r"^fs-[0-9a-f]{8,17}$")]
+    type: Literal["EFS", "FSxLustre"]
+    path: Annotated[str, StringConstraints(pattern=r"^/\S*$", max_length=4096)]
+    access: Literal["ro", "rw"] = "ro"
+
+
+class SagemakerOptions(ApartOptions):
+    """Options of the sagemaker launcher.
+
+    Attributes:
+        image: in Amazon ECR.
+        output: where in S3 run directories are kept, each under its name; SageMaker copies there
+            while the job runs, and back when it is started again.
+        channels: name -> where it comes from: data that machines find in /opt/ml/input/data/NAME.
+        channel_mode: of channels in S3: copied first, or read as they are needed.
+        spot: spare capacity, which may be taken away; the job then goes on from its newest
+            checkpoint.
+        max_wait_s: with spot: seconds that waiting and running may take.
+        restarts: after faults of the service.
+        secrets: variable -> ARN in Secrets Manager, read by the role on each machine.
+        region: of the aws client; its own by default.
+        profile: of the aws client.
+    """
+
+    role: Role
+    image: Registry | None = None
+    instance_type: Annotated[
+        str, StringConstraints(pattern=r"^ml\.[a-z0-9-]+\.(metal|[0-9]*x?large|medium)$")
+    ]
+    output: S3
+    channels: dict[Channel, S3 | FileSystem] = Field(default_factory=dict, max_length=20)
+    channel_mode: Literal["File", "FastFile"] = "File"
+    volume_gb: Annotated[int, Field(ge=1, le=16384)] | None = None
+    time_limit_s: Annotated[int, Field(ge=1, le=28 * 86400)] = 86400
+    spot: bool = False
+    max_wait_s: Annotated[int, Field(ge=1)] | None = None
+    restarts: Annotated[int, Field(ge=0, le=30)] = 0
+    keep_alive_s: Annotated[int, Field(ge=0, le=21600)] = 0
+    subnets: list[Annotated[str, StringConstraints(pattern=r"^[-0-9a-zA-Z]{1,32}$")]] = Field(
+        default_factory=list, max_length=16
+    )
+    security_groups: list[Annotated[str, StringConstraints(pattern=r"^[-0-9a-zA-Z]{1,32}$")]] = (
+        Field(default_factory=list, max_length=5)
+    )
+    encrypt_traffic: bool = False
+    network_isolation: bool = False
+    secrets: dict[Variable, SecretArn] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict, max_length=50)
+    region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = None
+    profile: Annotated[str, StringConstraints(pattern=r"^\S+$")] | None = None
+
+    @model_validator(mode="after")
+    def _go_together(self) -> SagemakerOptions:
+        if self.spot and (self.max_wait_s or 0) < self.time_limit_s:
+            raise ValueError(
+                f"max_wait_s: {self.max_wait_s}: with spot it is needed, and at least time_limit_s "
+                f"({self.time_limit_s})"
+            )
+        if self.max_wait_s is not None and not self.spot:
+            raise ValueError("max_wait_s: is for spot: true alone")
+        if self.spot and self.keep_alive_s:
+            raise ValueError("keep_alive_s: SageMaker keeps no machines of spot jobs")
+        if bool(self.subnets) is not bool(self.security_groups):
+            raise ValueError("subnets and security_groups: one needs the other")
+        files = [name for name, one in self.channels.items() if isinstance(one, FileSystem)]
+        if files and not self.subnets:
+            raise ValueError(f"channels.{files[0]}: a file system is reached through your subnets")
+        if self.secrets and self.network_isolation:
+            raise ValueError("secrets: with network_isolation machines cannot ask Secrets Manager")
+        return self
+
+    def check(self, job: Job) -> None:
+        """What depends on the job.
+
+        Raises:
+            RunFileError: the options do not go with it.
+        """
+        if self.image is None:
+            from_ = f", made from {job.profile.image}" if job.profile.image else ""
+            raise RunFileError(
+                "launch.options.image: SageMaker takes images from Amazon ECR alone: name one with "
+                f"anygauge in it{from_}"
+            )
+        needed = job.stop_grace_s + self.grace_s
+        if needed > STOP_S - 10:
+            raise RunFileError(
+                f"checkpoint.grace_s: {job.stop_grace_s:g} s and launch.options.grace_s "
+                f"{self.grace_s:g} s: SageMaker kills {STOP_S} s after it asks to end; "
+                f"{STOP_S - 10} s at most in all"
+            )
+        family, _, size = self.instance_type.rpartition(".")
+        cards = CARDS.get(family, {}).get(size)
+        if cards is not None and job.devices_per_node > cards:
+            raise RunFileError(
+                f"launch.options.instance_type: {self.instance_type} has {cards} accelerators, and "
+                f"launch.devices is {job.devices_per_node}"
+            )
