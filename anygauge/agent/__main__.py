@@ -81,12 +81,16 @@ def main(
         if job.working_directory:
             os.chdir(job.working_directory)
         settings: dict[str, str] = {}
+        network = ""
         if rank_environment is None:
             from anygauge.agent.environment import NodeEnvironment
 
             own = NodeEnvironment(job, node_rank, inherited)
             settings, rank_environment = own.digests(), own.of_rank
+            network = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
         nodes = meet(job, outbox, node_rank, host, arguments.head, settings)
+        if network and node_rank == 0 and job.nodes > 1:
+            nodes.send("message", level="info", text=network)
         while True:
             status = Supervisor(
                 replace(job, rendezvous=nodes.rendezvous),

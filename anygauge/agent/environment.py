@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from anygauge.agent.node import inspect_node
-from anygauge.interface import Job, Scope
+from anygauge.interface import Job, NotAvailableError, Scope, missing_fabric
 from anygauge.interface.files import write_text
 from anygauge.registry import Registry, ResolvedSetting, applied, resolve_environment
 
@@ -18,12 +18,17 @@ class NodeEnvironment:
 
     Raises:
         PluginError: the backend cannot be found or made.
+        NotAvailableError: this machine lacks the network that the run asks for.
     """
 
     def __init__(self, job: Job, node_rank: int, inherited: Mapping[str, str]) -> None:
         registry = Registry.load()
         backend = registry.create_backend(job.backend, job.backend_options)
         node = inspect_node(rank=node_rank, backend=backend, environ=inherited)
+        missing = missing_fabric(backend.fabrics, job, node)
+        if missing is not None:
+            raise NotAvailableError(missing)
+        self.fabric = backend.fabric(job, node)
         self._inherited = inherited
         self._by_rank = {
             rank: resolve_environment(registry, backend, job, node, rank, inherited)
@@ -39,7 +44,9 @@ class NodeEnvironment:
 
     def digests(self) -> dict[str, str]:
         """Variable -> digest of its value, of those that all nodes must have alike."""
-        return {
+        # Ranks of one machine on another network than the rest would wait for each other.
+        digest = hashlib.sha256(self.fabric.name.encode()).hexdigest()
+        return {"launch.fabric": digest} | {
             one.name: hashlib.sha256(repr(one.value).encode()).hexdigest()
             for one in self._by_rank[0]
             if one.setting.scope is Scope.JOB

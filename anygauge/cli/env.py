@@ -59,12 +59,14 @@ def env(
         )
     by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
     rules = _explained(registry, job, ranks[0]) if explain else []
+    fabrics = _fabrics(registry, job) if explain else {}
     console = Console(highlight=False, soft_wrap=format_ is not Format.table)
     if format_ is Format.json:
         record: dict[str, Any] = {
             str(r): [s.record() for s in found] for r, found in by_rank.items()
         }
-        typer.echo(json.dumps(record | ({"rules": rules} if explain else {}), indent=2))
+        more = {"fabric": fabrics, "rules": rules} if explain else {}
+        typer.echo(json.dumps(record | more, indent=2))
     elif format_ is Format.shell:
         for rank, found in by_rank.items():
             typer.echo(f"# local rank {rank}")
@@ -79,6 +81,7 @@ def env(
         )
         console.print(environment_table(by_rank))
         if explain:
+            _print_fabrics(console, fabrics)
             _print_rules(console, job.backend, rules)
 
 
@@ -98,6 +101,32 @@ def _explained(registry: Registry, job: Job, local_rank: int) -> list[dict[str, 
         }
         for rule, decision in backend.explain_environment(job, node, local_rank)
     ]
+
+
+def _fabrics(registry: Registry, job: Job) -> dict[str, Any]:
+    """The networks that the backend can use between machines, and which it would be here."""
+    backend = registry.create_backend(job.backend, job.backend_options)
+    node = _node(backend)
+    chosen = backend.fabric(job, node)
+    return {
+        "chosen": chosen.name,
+        "why": chosen.why,
+        "known": {
+            fabric.name: {"what": fabric.what, "seen": fabric.seen(node)}
+            for fabric in backend.fabrics
+        },
+    }
+
+
+def _print_fabrics(console: Console, fabrics: dict[str, Any]) -> None:
+    console.print(Text("Networks between machines (launch.fabric)", style="bold"))
+    for name, one in fabrics["known"].items():
+        mark = "  chosen" if name == fabrics["chosen"] else ""
+        console.print(Text(f"{name}{mark}", style="bold"))
+        for title, text in (("what", one["what"]), ("here", one["seen"] or "does not show")):
+            console.print(Padding(Text(f"{title}: {text}"), (0, 0, 0, 4)))
+    if not fabrics["chosen"]:
+        console.print(Padding(Text(f"none chosen: {fabrics['why']}"), (0, 0, 0, 4)))
 
 
 def _print_rules(console: Console, backend: str, rules: list[dict[str, str]]) -> None:
@@ -162,6 +191,7 @@ def _job(
         rendezvous="file:///none",
         environment=run.environment,
         backend_options=run.backend_options,
+        fabric=run.launch.fabric,
     )
     return registry, job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from anygauge.interface import Job, RunFileError
 
 if TYPE_CHECKING:
     from anygauge.config import LoadedRun
-    from anygauge.interface import Plan
+    from anygauge.interface import Backend, LaunchProfile, Plan
     from anygauge.registry import Registry, Selection
 
 RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
@@ -102,7 +102,7 @@ def read_intent(
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
     accumulation(run.train.global_batch, run.train.sequences_at_once(ranks), ranks)
     selection = registry.select_backend(run.backend, need_device=need_device)
-    profile = registry.create_backend(selection, run.backend_options).launch
+    profile = profile_of(registry.create_backend(selection, run.backend_options), run)
     folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")
     job = Job(
         name=run.name,
@@ -122,6 +122,7 @@ def read_intent(
         pass_environment=tuple(run.launch.pass_environment),
         join_timeout_s=run.launch.join_timeout_s,
         lost_after_s=min(run.launch.lost_after_s, 2 * run.launch.collective_timeout_s),
+        fabric=run.launch.fabric,
         takes_over=run.checkpoint.resume == "auto",
         run_text=dump_run(run.model_copy(update={"backend": selection.spec.name}))
         if launcher.apart
@@ -131,6 +132,25 @@ def read_intent(
         backend_options=run.backend_options,
     )
     return Intent(loaded=loaded, registry=registry, selection=selection, job=job)
+
+
+def profile_of(backend: Backend, run: Any) -> LaunchProfile:
+    """What containers need, those for the network that was asked for included.
+
+    Raises:
+        RunFileError: the backend does not have that network.
+    """
+    from anygauge.interface import named_fabric
+
+    if run.launch.fabric == "auto":
+        return backend.launch
+    fabric = named_fabric(backend.fabrics, run.launch.fabric)
+    return replace(
+        backend.launch,
+        fabric=fabric.name,
+        fabric_resource=fabric.resource,
+        capabilities=(*backend.launch.capabilities, *fabric.capabilities),
+    )
 
 
 def refuse_secrets(run: Any) -> None:

@@ -86,6 +86,11 @@ class LaunchSection(Section):
         description="Silence after which a machine is lost; counts no more than twice "
         "collective_timeout_s.",
     )
+    fabric: str = Field(
+        "auto",
+        description="Network between machines: a name of the backend's "
+        "(`anygauge env --explain` lists them), or auto.",
+    )
     max_restarts: Annotated[int, Field(ge=0)] = Field(
         0,
         description="How often ranks are started again from the newest checkpoint after a failure.",

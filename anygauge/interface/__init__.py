@@ -37,6 +37,14 @@ if TYPE_CHECKING:
         RunFileError,
         UnsupportedError,
     )
+    from anygauge.interface.fabric import (
+        ETHERNET,
+        ChosenFabric,
+        Fabric,
+        missing_fabric,
+        named_fabric,
+        shown_by,
+    )
     from anygauge.interface.graph import Compiler, Graph, Phase, ShapeKind, ShapePolicy
     from anygauge.interface.hooks import hookimpl
     from anygauge.interface.job import Job, NetworkInterface, Node, RdmaDevice
@@ -67,6 +75,7 @@ __all__ = [
     "ABILITIES",
     "API_VERSION",
     "CAPABILITIES",
+    "ETHERNET",
     "FULL",
     "HOST_DEVICE",
     "LOST",
@@ -78,11 +87,13 @@ __all__ = [
     "Backend",
     "BackendSpec",
     "Check",
+    "ChosenFabric",
     "Collectives",
     "Compiler",
     "DataError",
     "Decision",
     "EnvironmentRule",
+    "Fabric",
     "Finding",
     "Graph",
     "Job",
@@ -127,7 +138,10 @@ __all__ = [
     "hookimpl",
     "leave",
     "meeting_interface",
+    "missing_fabric",
+    "named_fabric",
     "others_up",
+    "shown_by",
     "use",
 ]
 
@@ -179,6 +193,12 @@ _HOMES = {
     "Presence": "probe",
     "Probe": "probe",
     "RdmaDevice": "job",
+    "ETHERNET": "fabric",
+    "ChosenFabric": "fabric",
+    "Fabric": "fabric",
+    "missing_fabric": "fabric",
+    "named_fabric": "fabric",
+    "shown_by": "fabric",
     "Requirement": "backend",
     "RunFileError": "errors",
     "RunStatus": "plugins",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from anygauge.interface.collectives import Collectives
 from anygauge.interface.errors import RunFileError
+from anygauge.interface.fabric import ETHERNET, ChosenFabric, Fabric, choose_fabric
 from anygauge.interface.graph import Graph
 from anygauge.interface.job import Job, Node
 from anygauge.interface.placement import Placement
@@ -105,6 +106,9 @@ class Backend:
     launch: LaunchProfile = LaunchProfile()
     capabilities: Mapping[str, Support] = {}
 
+    fabrics: Sequence[Fabric] = (ETHERNET,)
+    """Networks between machines that its collectives can use, best first."""
+
     environment_rules: Sequence[EnvironmentRule] = ()
     """The variables that `environment` may set, as a table."""
 
@@ -177,12 +181,22 @@ class Backend:
         self, job: Job, node: Node, local_rank: int | None = None
     ) -> Sequence[tuple[EnvironmentRule, Decision]]:
         """What each of `environment_rules` decides here, also those that leave their variable."""
-        situation = Situation(job=job, node=node, local_rank=local_rank)
+        situation = Situation(
+            job=job, node=node, local_rank=local_rank, fabric=self.fabric(job, node)
+        )
         return [
             (rule, rule.decide(situation))
             for rule in self.environment_rules
             if local_rank is not None or rule.scope is not Scope.RANK
         ]
+
+    def fabric(self, job: Job, node: Node) -> ChosenFabric:
+        """The network between the machines of a job, as a machine shows it. Pure.
+
+        Raises:
+            RunFileError: `launch.fabric` names none of `fabrics`.
+        """
+        return choose_fabric(self.fabrics, job, node)
 
     def check_environment(self, environ: Mapping[str, str]) -> None:
         """Look at what a rank would start with, whoever set it.

@@ -16,6 +16,9 @@ class LaunchProfile:
         container_flags: extra arguments for the container runtime.
         cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.
         node_resources: further resources of a container with devices, name -> quantity.
+        fabric: the network between machines that was asked for by name.
+        fabric_resource: what a container must ask a cluster for to have it.
+        capabilities: what containers must be allowed, such as ``IPC_LOCK``.
         binding: how ranks are bound to cores: ``cores``, ``numa`` or ``none``.
     """
 
@@ -24,4 +27,7 @@ class LaunchProfile:
     container_flags: tuple[str, ...] = ()
     cluster_resource: str | None = None
     node_resources: Mapping[str, str] = field(default_factory=dict)
+    fabric: str | None = None
+    fabric_resource: str | None = None
+    capabilities: tuple[str, ...] = ()
     binding: str = "none"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from anygauge.interface.fabric import NO_FABRIC, ChosenFabric
 from anygauge.interface.job import Job, Node
 from anygauge.interface.settings import Scope, Setting
 
@@ -20,11 +21,13 @@ class Situation:
 
     Attributes:
         local_rank: whose environment is asked for; None for what the whole node shares.
+        fabric: the network between the machines of the job.
     """
 
     job: Job
     node: Node
     local_rank: int | None = None
+    fabric: ChosenFabric = NO_FABRIC
 
     @property
     def options(self) -> Mapping[str, Any]:

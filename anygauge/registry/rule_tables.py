@@ -32,6 +32,14 @@ def page(backends: Sequence[Backend]) -> str:
     parts = [HEAD]
     for backend in backends:
         parts.append(f"\n## `{backend.name}`\n\n")
+        if backend.fabrics:
+            parts.append("Networks between machines (`launch.fabric`), best first:\n\n")
+            parts.append("| fabric | what | found by itself |\n|---|---|---|\n")
+            parts += [
+                f"| `{f.name}` | {f.what} | {'yes' if f.shows else 'no'} |\n"
+                for f in backend.fabrics
+            ]
+            parts.append("\n")
         parts.append("| variable | value | same in each | why | source |\n|---|---|---|---|---|\n")
         parts += [
             f"| `{r.name}` | {r.value} | {r.scope.value} | {r.reason} | {r.source} |\n"

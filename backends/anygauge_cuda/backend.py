@@ -21,6 +21,7 @@ from anygauge_cuda.diagnostics import checks
 from anygauge_cuda.environment import (
     ALLOCATOR_NEW,
     ALLOCATOR_OLD,
+    FABRICS,
     NCCL_SETTINGS,
     RULES,
     TOPOLOGIES,
@@ -50,6 +51,7 @@ class CudaBackend(Backend):
     attention = "sdpa"
     attention_why = "torch chooses a fused operation by shape and mask"
     known_options = ("ofi_nccl_version",)
+    fabrics = FABRICS
     environment_rules = RULES
     variables = (ALLOCATOR_OLD, ALLOCATOR_NEW)
     files = (*TOPOLOGIES, NCCL_SETTINGS)

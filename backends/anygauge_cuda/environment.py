@@ -8,16 +8,18 @@ available (NCCL_IB_PCI_RELAXED_ORDERING is 2 by default), and current AWS EFA pl
 from __future__ import annotations
 
 from anygauge.interface import (
+    ETHERNET,
     ONE_NODE,
     THREADS,
     Decision,
     EnvironmentRule,
-    Node,
+    Fabric,
     Scope,
     Situation,
     leave,
     meeting_interface,
     others_up,
+    shown_by,
     use,
 )
 
@@ -93,8 +95,23 @@ def _efa_version(situation: Situation) -> tuple[int, ...] | None:
     return tuple(int(part) for part in str(stated).split(".")[:2])
 
 
-def _has_efa(node: Node) -> bool:
-    return any(device.driver == "efa" for device in node.rdma_devices)
+def _not_over_efa(situation: Situation) -> str | None:
+    """Why a rule for EFA does not apply."""
+    if situation.job.nodes == 1:
+        return ONE_NODE
+    if situation.fabric.name != "efa":
+        return f"the network between machines is {situation.fabric.name or 'unknown'}"
+    return None
+
+
+def _net(situation: Situation) -> Decision:
+    if not situation.fabric.asked:
+        return leave("launch.fabric is auto: NCCL takes the best that it finds")
+    names = {"ethernet": "Socket", "infiniband": "IB", "roce": "IB"}
+    name = names.get(situation.fabric.name)
+    if name is None:
+        return leave("the plugin of such a network brings itself forward")
+    return use(name, f"launch.fabric: {situation.fabric.name}; NCCL fails rather than use another")
 
 
 def _efa_rule(
@@ -106,10 +123,9 @@ def _efa_rule(
     )
 
     def decide(situation: Situation) -> Decision:
-        if situation.job.nodes == 1:
-            return leave(ONE_NODE)
-        if not _has_efa(situation.node):
-            return leave("no EFA device")
+        otherwise = _not_over_efa(situation)
+        if otherwise is not None:
+            return leave(otherwise)
         version = _efa_version(situation)
         if version is None:
             return leave(
@@ -131,16 +147,39 @@ def _efa_rule(
 
 
 def _huge_pages(situation: Situation) -> Decision:
-    if situation.job.nodes == 1:
-        return leave(ONE_NODE)
-    if not _has_efa(situation.node):
-        return leave("no EFA device")
+    otherwise = _not_over_efa(situation)
+    if otherwise is not None:
+        return leave(otherwise)
     return use(
         "0",
         "a process that holds huge pages may fail to start helpers ('Cannot allocate memory'), at "
         "a minor cost in speed",
     )
 
+
+FABRICS = (
+    Fabric(
+        name="efa",
+        what="AWS's Elastic Fabric Adapter, through the plugin aws-ofi-nccl",
+        seen=shown_by(lambda device: device.driver == "efa"),
+        resource="vpc.amazonaws.com/efa",
+    ),
+    Fabric(
+        name="infiniband",
+        what="InfiniBand, as in Azure's ND machines",
+        seen=shown_by(lambda device: device.link_layer == "InfiniBand"),
+        # Locked memory is limited otherwise (Azure: RDMA and InfiniBand on AKS).
+        capabilities=("IPC_LOCK",),
+    ),
+    Fabric(
+        name="roce",
+        what="RDMA over Ethernet",
+        seen=shown_by(lambda device: device.link_layer == "Ethernet" and device.driver != "efa"),
+        capabilities=("IPC_LOCK",),
+    ),
+    ETHERNET,
+)
+"""What NCCL can use between machines, best first."""
 
 RULES = (
     EnvironmentRule(
@@ -170,6 +209,14 @@ RULES = (
         reason="NCCL may otherwise meet on a bridge or a network that other machines cannot reach",
         source=_NCCL_SOURCE + ", NCCL_SOCKET_IFNAME",
         decide=_nccl_interface,
+    ),
+    EnvironmentRule(
+        name="NCCL_NET",
+        value="Socket or IB, where launch.fabric names ethernet, infiniband or roce",
+        scope=Scope.JOB,
+        reason="NCCL otherwise falls back to a slower network without a word",
+        source=_NCCL_SOURCE + ", NCCL_NET",
+        decide=_net,
     ),
     EnvironmentRule(
         name="NCCL_TOPO_FILE",

@@ -19,7 +19,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge_hpu.diagnostics import checks
-from anygauge_hpu.environment import MODULES_VARIABLE, RULES, refuse_contradictions
+from anygauge_hpu.environment import FABRICS, MODULES_VARIABLE, RULES, refuse_contradictions
 from anygauge_hpu.graph import HpuGraph
 from anygauge_hpu.mode import Mode, choose_mode
 from anygauge_hpu.options import OPTIONS, check_options
@@ -48,6 +48,7 @@ class HpuBackend(Backend):
     collectives_class = HpuCollectives
     attention = "eager"
     known_options = tuple(OPTIONS)
+    fabrics = FABRICS
     environment_rules = RULES
     libraries = (PLUGIN,)
     variables = (MODULES_VARIABLE,)

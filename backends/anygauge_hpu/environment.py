@@ -12,6 +12,7 @@ from anygauge.interface import (
     THREADS,
     Decision,
     EnvironmentRule,
+    Fabric,
     RunFileError,
     Scope,
     Situation,
@@ -115,21 +116,20 @@ def _module(situation: Situation) -> Decision:
 
 
 def _over_ofi(situation: Situation) -> Decision:
-    way = situation.options.get("scale_out", "auto")
+    fabric = situation.fabric
     if situation.job.nodes == 1:
         return leave(ONE_NODE)
-    if way == "auto":
+    if not fabric.asked:
         return leave("the library looks for Gaudi's own NICs, then the host's, while it is unset")
-    return use("0" if way == "gaudi_nic" else "1", f"backend_options.scale_out: {way}")
+    return use("0" if fabric.name == "gaudi_nic" else "1", f"launch.fabric: {fabric.name}")
 
 
 def _gaudi_direct(situation: Situation) -> Decision:
-    way = situation.options.get("scale_out", "auto")
     if situation.job.nodes == 1:
         return leave(ONE_NODE)
-    if way != "host_nic_direct":
-        return leave("backend_options.scale_out is not host_nic_direct")
-    return use("1", "backend_options.scale_out: host_nic_direct")
+    if situation.fabric.name != "host_nic_direct":
+        return leave("launch.fabric is not host_nic_direct")
+    return use("1", "launch.fabric: host_nic_direct")
 
 
 def _hccl_interface(situation: Situation) -> Decision:
@@ -161,6 +161,21 @@ def _efa(name: str) -> EnvironmentRule:
         decide=decide,
     )
 
+
+FABRICS = (
+    Fabric(name="gaudi_nic", what="the cards' own network interfaces", shows=False),
+    Fabric(
+        name="host_nic_direct",
+        what="the host's network interfaces, which read card memory directly (libfabric)",
+        shows=False,
+    ),
+    Fabric(
+        name="host_nic",
+        what="the host's network interfaces, through the host's memory (libfabric)",
+        shows=False,
+    ),
+)
+"""What Gaudi's library can use between machines, in the order in which it looks for them."""
 
 RULES = (
     EnvironmentRule(
@@ -207,7 +222,7 @@ RULES = (
     ),
     EnvironmentRule(
         name="HCCL_OVER_OFI",
-        value="0 or 1 by backend_options.scale_out, on several machines",
+        value="0 or 1 where launch.fabric names the network, on several machines",
         scope=Scope.JOB,
         reason="chooses between Gaudi's own NICs and the host's",
         source=_HCL,
@@ -215,7 +230,7 @@ RULES = (
     ),
     EnvironmentRule(
         name="HCCL_GAUDI_DIRECT",
-        value="1 with backend_options.scale_out: host_nic_direct",
+        value="1 with launch.fabric: host_nic_direct",
         scope=Scope.JOB,
         reason="the host's NICs read card memory without a copy through the host's",
         source=f"{_HCL}; kernel 5.12 and libfabric 1.20 (1.16.1 on EFA) or newer",
@@ -269,7 +284,7 @@ def refuse_contradictions(environ: Mapping[str, str], mode: Mode) -> None:
     if direct and not _on(environ.get("HCCL_OVER_OFI")):
         raise RunFileError(
             f"{direct} is on without HCCL_OVER_OFI, which makes Gaudi's library terminate the "
-            "process (hcl_idevice.cpp): set backend_options.scale_out: host_nic_direct, which "
+            "process (hcl_idevice.cpp): set launch.fabric: host_nic_direct, which "
             f"sets both, or unset {direct}"
         )
 

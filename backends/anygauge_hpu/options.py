@@ -87,11 +87,6 @@ OPTIONS: Mapping[str, Option] = {
         meaning="let optimum-habana adapt transformers' models before one is built (default false)",
         **_SWITCH,
     ),
-    "scale_out": Option(
-        meaning="how cards of different machines talk: auto lets the library choose; gaudi_nic; "
-        "host_nic; host_nic_direct reads card memory directly",
-        **_one_of("auto", "gaudi_nic", "host_nic", "host_nic_direct"),
-    ),
 }
 
 

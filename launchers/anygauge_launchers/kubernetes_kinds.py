@@ -46,7 +46,7 @@ def _agent(job: Job, own: KubernetesOptions, node_rank: str, head: str) -> list[
 
 def _container(job: Job, own: KubernetesOptions, name: str, command: list[str]) -> Object:
     resources = own.all_resources(job)
-    added = sorted({*_capabilities(job), *own.capabilities})
+    added = sorted({*_capabilities(job), *job.profile.capabilities, *own.capabilities})
     return {
         "name": name,
         "image": own.image_for(job),

@@ -168,6 +168,12 @@ class KubernetesOptions(ApartOptions):
                 f"launch.options.resources.{device}: it is launch.devices "
                 f"({job.devices_per_node}) that says how many a pod gets"
             )
+        network = job.profile.fabric_resource
+        if network is not None and network not in self.resources:
+            raise RunFileError(
+                f"launch.options.resources: launch.fabric is {job.profile.fabric}, for which pods "
+                f"ask for {network}: say how many each machine has"
+            )
         if self.kind == "MPIJob" and job.nodes == 1:
             raise RunFileError(
                 "launch.options.kind: an MPIJob is for several machines, and launch.nodes is 1; "

@@ -32,7 +32,8 @@ LEFT_ALONE_S = 5.0
 
 
 _FIRMNESS = 3
-_LAST_WORDS = 8
+_WORDS = 8
+"""Lines shown of the beginning and of the end of what a program said."""
 
 
 class RemoteJob:
@@ -257,7 +258,9 @@ class _Connection:
             text = file.read().decode(errors="replace")
         # Open MPI frames what it says with dashes.
         lines = [line.strip() for line in text.splitlines() if line.strip(" -")]
-        words = "".join(f"\n  | {line}" for line in lines[-_LAST_WORDS:])
+        if len(lines) > 2 * _WORDS:
+            lines[_WORDS:-_WORDS] = ["..."]
+        words = "".join(f"\n  | {line}" for line in lines)
         return (
             f"node {self.node_rank} ({self._host}): {self._name} ended with {describe_exit(code)}"
             f"\nits log: {self._log}{words}"

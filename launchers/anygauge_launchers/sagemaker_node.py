@@ -20,6 +20,9 @@ CONFIG, FAILURE = "/opt/ml/input/config", "/opt/ml/output/failure"
 CHANNELS, RUNS = "/opt/ml/input/data", "/opt/ml/checkpoints"
 """Where data is, and what SageMaker copies to S3 and back."""
 
+JOB_FILE = "/tmp/anygauge/job.json"
+"""Where the job is put together; a container has it for itself."""
+
 PIECE = 2400
 """Characters of one hyperparameter; SageMaker takes 2,500."""
 
@@ -90,7 +93,7 @@ def prepared(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     except (OSError, ValueError, KeyError) as error:
         raise AnygaugeError(f"{CONFIG} does not say which machine this is: {error!r}") from error
     text, secrets = unpacked(given)
-    job_file = Path("/tmp/anygauge/job.json")
+    job_file = Path(JOB_FILE)
     write_text(job_file, text, 0o600)
     job = Job.load(job_file)
     if len(hosts) != job.nodes:

@@ -28,6 +28,9 @@ Registry = Annotated[
     ),
 ]
 
+FABRICS = ("efa", "ethernet")
+"""Networks between machines that instance types have."""
+
 STOP_S = 120
 """Seconds from SIGTERM to SIGKILL."""
 
@@ -149,6 +152,11 @@ class SagemakerOptions(ApartOptions):
             raise RunFileError(
                 "launch.options.image: SageMaker takes images from Amazon ECR alone: name one with "
                 f"anygauge in it{from_}"
+            )
+        if job.profile.fabric not in (None, *FABRICS):
+            raise RunFileError(
+                f"launch.fabric: {job.profile.fabric}: machines of SageMaker have "
+                f"{' or '.join(FABRICS)}"
             )
         needed = job.stop_grace_s + self.grace_s
         if needed > STOP_S - 10:

@@ -81,9 +81,13 @@ class ServiceJob:
         try:
             while True:
                 for event in self._new():
-                    # The service may start all over again: only the last word counts.
-                    ended = event if event["event"] == "ended" else None
-                    if ended is None:
+                    if event["event"] == "ended":
+                        # Of several agents that speak there, the head knows best.
+                        if ended is None or event.get("node_rank") == 0:
+                            ended = event
+                    else:
+                        # The service has started all over again: that was not the last word.
+                        ended = None if event["event"] == "started" else ended
                         yield event
                 now = time.monotonic()
                 if now - asked >= ASK_S:

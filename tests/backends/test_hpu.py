@@ -248,14 +248,11 @@ def test_the_dead_variable_is_for_the_old_forks(version: str | None, is_set: boo
     ],
 )
 def test_the_network_between_machines(way: str, expected: dict[str, str]) -> None:
-    options = {"scale_out": way}
     node = machine(interfaces=(LO, ETH0, ETH1, BRIDGE))
-    found = by_name(
-        HpuBackend(options).environment(job(nodes=2, backend_options=options), node, None)
-    )
+    found = by_name(HpuBackend().environment(job(nodes=2, fabric=way), node, None))
     hccl = {name: s.value for name, s in found.items() if name.startswith("HCCL_")}
     assert hccl == expected | {"HCCL_SOCKET_IFNAME": "eth0"}
-    alone = by_name(HpuBackend(options).environment(job(backend_options=options), node, None))
+    alone = by_name(HpuBackend().environment(job(fabric=way), node, None))
     assert not [name for name in alone if name.startswith("HCCL_")]
 
 

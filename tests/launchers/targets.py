@@ -56,6 +56,7 @@ class Target:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_as_in_a_terminal,
             cwd=cwd,
             env={
                 **os.environ,
@@ -87,6 +88,12 @@ class Target:
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def _as_in_a_terminal() -> None:
+    """Undo what a background job or nohup would pass on: signals that are ignored."""
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def reason(name: str) -> str | None:

@@ -1,0 +1,93 @@
+"""What tests of launchers share whose machines have a storage of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from anygauge.interface import Job, LaunchProfile
+
+CARDS = LaunchProfile(
+    image="vendor/stack:1",
+    container_flags=("--ipc=host", "--cap-add=sys_nice", "--ulimit=memlock=-1"),
+    cluster_resource="example.com/card",
+    node_resources={"memory": "400Gi"},
+)
+
+
+def job(folder: Path | str = "/home/me/runs/Tiny_Run.1", **fields: Any) -> Job:
+    """Two machines with eight cards each."""
+    return Job(
+        **{
+            "name": "t", "run_directory": str(folder), "run_file": f"{folder}/run.yaml",
+            "backend": "cards", "strategy": "zero", "nodes": 2, "devices_per_node": 8,
+            "rendezvous": "file:///x", "token": "the token", "port": 4711,
+            "pass_environment": ("HF_HOME",), "run_text": "name: t\n", "profile": CARDS,
+            **fields,
+        }
+    )  # fmt: skip
+
+
+def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """The options with some changed; None leaves one out."""
+    return {key: value for key, value in {**base, **change}.items() if value is not None}
+
+
+class Client:
+    """A stand-in for a cluster's command-line client; it refuses what it was not told of.
+
+    It answers from a list of (words that a command must hold, exit status, output, errors); the
+    first that fits is taken, and taken off unless it is the last of its kind.
+    """
+
+    SCRIPT = """#!{python}
+import json, sys
+from pathlib import Path
+folder = Path({folder!r})
+given = "" if "-" not in sys.argv[1:] else sys.stdin.read()
+with (folder / "asked.jsonl").open("a") as file:
+    file.write(json.dumps([sys.argv[1:], given]) + "\\n")
+answers = json.loads((folder / "answers.json").read_text())
+for number, (words, status, out, err) in enumerate(answers):
+    if all(word in sys.argv for word in words):
+        if any(words == other[0] for other in answers[number + 1:]):
+            del answers[number]
+            (folder / "answers.json").write_text(json.dumps(answers))
+        sys.stdout.write(out)
+        sys.stderr.write(err)
+        sys.exit(status)
+sys.stderr.write(f"unexpected: {{sys.argv}}")
+sys.exit(99)
+"""
+
+    def __init__(self, name: str, folder: Path, python: str) -> None:
+        self._folder = folder / f"client-{name}"
+        self._folder.mkdir()
+        program = self._folder / name
+        program.write_text(self.SCRIPT.format(python=python, folder=str(self._folder)))
+        program.chmod(0o755)
+        self.path = f"{self._folder}:{os.environ['PATH']}"
+        self._answers: list[tuple[list[str], int, str, str]] = []
+
+    def answer(self, *words: str, out: Any = "", status: int = 0, err: str = "") -> None:
+        """What it says to a command with these words."""
+        text = out if isinstance(out, str) else json.dumps(out)
+        self._answers.append(([*words], status, text, err))
+        (self._folder / "answers.json").write_text(json.dumps(self._answers))
+
+    def forget(self) -> None:
+        """Answer nothing any more."""
+        self._answers.clear()
+
+    @property
+    def asked(self) -> list[tuple[list[str], str]]:
+        """Commands so far, each with what it was given on standard input."""
+        lines = (self._folder / "asked.jsonl").read_text().splitlines()
+        return [(argv, given) for argv, given in map(json.loads, lines)]
+
+
+def events_text(*events: dict[str, Any]) -> str:
+    """Events as an agent prints them."""
+    return "".join(json.dumps(event) + "\n" for event in events)
