@@ -68,7 +68,7 @@ test-slow: $(STAMP) $(BUILT)
 
 CLUSTER := openssh-server openssh-client openmpi-bin slurmctld slurmd slurm-client munge iproute2
 
-test-launchers: $(STAMP)
+test-launchers: $(STAMP) .venv-clouds/.installed
 	@for program in sshd mpirun slurmctld slurmd sbatch munged ip; do \
 	    PATH=$$PATH:/usr/sbin:/sbin command -v $$program >/dev/null || missing=1; \
 	done; \
@@ -79,6 +79,16 @@ test-launchers: $(STAMP)
 	fi
 	@echo "==> tests of the launchers"
 	@PATH=$$PATH:/usr/sbin:/sbin $(BIN)/python -m pytest -m launchers
+
+# What clouds publish of their jobs' models, and a simulated service; none of it goes with ours.
+CLOUDS := azure-ai-ml==1.35.2 kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 \
+    kubeflow-training==1.9.4 awscli==1.46.3 moto[sagemaker,server]==5.2.5 pluggy
+
+.venv-clouds/.installed: $(STAMP)
+	@echo "==> installing the clouds' packages"
+	@$(BIN)/python -m venv .venv-clouds
+	@.venv-clouds/bin/python -m pip --quiet --disable-pip-version-check install $(CLOUDS)
+	@touch $@
 
 # Not what reads no model: the command line's pages, run files, the build, the benchmarks.
 CORE := $(addprefix tests/,agent backends cli data gaudi_stack interface models strategies training)

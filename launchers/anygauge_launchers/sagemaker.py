@@ -170,7 +170,7 @@ class SagemakerService:
         """See `Service.look`."""
         done = ask(self.aws(*self.describe, "--output", "json"))
         if done.returncode:
-            if "not found" in done.stderr.lower():
+            if any(word in done.stderr.lower() for word in ("not found", "could not find")):
                 return Seen(phase="gone", text=f"{self.shown} is gone")
             return Seen(phase="silent", text=f"AWS does not answer: {last_line(done.stderr)}")
         try:

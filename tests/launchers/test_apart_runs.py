@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -155,7 +156,7 @@ def assert_trained(ends: list[tuple[int, str, str]], folder: Path, here: Run) ->
 class TestKubernetes:
     """Pods, as the controllers of each kind make them."""
 
-    def pods(self, cluster: Cluster, kind: str, **changes: Any) -> list[dict[str, Any]]:
+    def pods(self, cluster: Cluster, kind: str, name: str, **changes: Any) -> list[dict[str, Any]]:
         """Submit, and mount what pods mount; returns the container of each pod."""
         stuff = cluster.folder / "input"
         stuff.mkdir(exist_ok=True)
@@ -166,7 +167,6 @@ class TestKubernetes:
             "secrets": {"MY_TOKEN": {"secret": "mine", "key": "token"}},
         }  # fmt: skip
         launch = {"launcher": "kubernetes", "options": options, "pass_environment": ["PASSED"]}
-        name = kind.lower()
         path = run_of(stuff, ROOT / "input", launch, name=name, **changes)
         made = {
             "apiVersion": "x/v1",
@@ -186,6 +186,7 @@ class TestKubernetes:
         (ROOT / "runs").symlink_to(cluster.folder / "runs")
         (ROOT / "input").symlink_to(stuff)
         manifest = yaml.safe_load((folder / "manifest.yaml").read_text())
+        cluster.named(**{f"{name}-node-0-0.{name}": "node1", f"{name}-master-0": "node1"})
         return self._containers(manifest)
 
     def _scratch(self, cluster: Cluster) -> Path:
@@ -208,15 +209,11 @@ class TestKubernetes:
             for _ in range(replica["replicas"])
         ]
 
-    def variables(self, kind: str, rank: int) -> dict[str, str]:
+    def variables(self, kind: str, name: str, rank: int) -> dict[str, str]:
         """What the controller sets, by its sources."""
         if kind == "JobSet":
             return {"JOB_COMPLETION_INDEX": str(rank)}
-        head = (
-            f"{kind.lower()}-node-0-0.{kind.lower()}"
-            if kind == "TrainJob"
-            else "pytorchjob-master-0"
-        )
+        head = f"{name}-node-0-0.{name}" if kind == "TrainJob" else f"{name}-master-0"
         torchrun = {
             "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank),
             "PET_MASTER_ADDR": head, "PET_MASTER_PORT": "29500",
@@ -228,22 +225,21 @@ class TestKubernetes:
             "MASTER_PORT": "23456", "WORLD_SIZE": "2", "RANK": str(rank),
         }  # fmt: skip
 
+    def start(
+        self, cluster: Cluster, pods: list[dict[str, Any]], name: str, kind: str = "JobSet"
+    ) -> list[subprocess.Popen[str]]:
+        return [
+            cluster.start(node, pod["command"], self.variables(kind, name, rank))
+            for rank, (node, pod) in enumerate(zip(NODES, pods, strict=True))
+        ]
+
     @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
     def test_the_losses_are_those_of_one_machine(
         self, cluster: Cluster, kind: str, here: Run
     ) -> None:
-        pods = self.pods(cluster, kind)
-        names = {
-            f"{kind.lower()}-node-0-0.{kind.lower()}": "node1", "pytorchjob-master-0": "node1",
-        }  # fmt: skip
-        cluster.named(**names)
+        pods = self.pods(cluster, kind, kind.lower())
         before = {name: cluster.machines.bytes_sent(name) for name in NODES}
-        ends = ends_of(
-            [
-                cluster.start(name, pod["command"], self.variables(kind, rank))
-                for rank, (name, pod) in enumerate(zip(NODES, pods, strict=True))
-            ]
-        )
+        ends = ends_of(self.start(cluster, pods, kind.lower(), kind))
         folder = cluster.folder / "runs" / kind.lower()
         assert_trained(ends, folder, here)
         for name, count in before.items():
@@ -253,7 +249,7 @@ class TestKubernetes:
     def test_an_mpijob_starts_its_agents_through_the_operators_ssh(
         self, cluster: Cluster, here: Run
     ) -> None:
-        launcher, *_workers = self.pods(cluster, "MPIJob")
+        launcher, *_workers = self.pods(cluster, "MPIJob", "mpijob")
         hostfile = cluster.folder / "hostfile"
         hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
         variables = {
@@ -276,72 +272,50 @@ class TestKubernetes:
             f"    with open({str(probe / 'seen')!r} + os.environ['RANK'], 'w') as file:\n"
             "        json.dump({n: os.environ.get(n) for n in ('PASSED', 'MY_TOKEN')}, file)\n"
         )
-        pods = self.pods(cluster, "JobSet", environment={"PYTHONPATH": str(probe)})
-        cluster.named(**{"jobset-node-0-0.jobset": "node1"})
-        shutil.rmtree(cluster.folder / "runs" / "jobset", ignore_errors=True)
-        ends = ends_of(
-            [
-                cluster.start(name, pod["command"], self.variables("JobSet", rank))
-                for rank, (name, pod) in enumerate(zip(NODES, pods, strict=True))
-            ]
-        )
+        pods = self.pods(cluster, "JobSet", "probe", environment={"PYTHONPATH": str(probe)})
+        ends = ends_of(self.start(cluster, pods, "probe"))
         assert [status for status, _, _ in ends] == [0, 0], ends
         for rank in range(2):
             seen = json.loads((probe / f"seen{rank}").read_text())
             assert seen == {"PASSED": 'it\'s "$HOME"\n雪', "MY_TOKEN": "s3cret"}
 
     def test_pods_that_are_started_again_go_on_from_the_checkpoint(self, cluster: Cluster) -> None:
-        shutil.rmtree(cluster.folder / "runs" / "jobset", ignore_errors=True)
-        pods = self.pods(
-            cluster, "JobSet", train={"steps": 60}, checkpoint={"every": 5},
-        )  # fmt: skip
-        cluster.named(**{"jobset-node-0-0.jobset": "node1"})
-        folder = cluster.folder / "runs" / "jobset"
-
-        def started() -> list[subprocess.Popen[str]]:
-            return [
-                cluster.start(name, pod["command"], self.variables("JobSet", rank))
-                for rank, (name, pod) in enumerate(zip(NODES, pods, strict=True))
-            ]
-
-        first = started()
+        pods = self.pods(cluster, "JobSet", "again", train={"steps": 60}, checkpoint={"every": 5})
+        folder = cluster.folder / "runs" / "again"
+        first = self.start(cluster, pods, "again")
         until(lambda: (folder / "checkpoints").exists() and len(losses(folder)) >= 12, "steps")
         for pid in cluster.machines.of_job("node2"):
-            os.kill(pid, 9)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
         ends = ends_of(first)
         assert all(status != 0 for status, _, _ in ends), ends
         assert "node 1 (node2) is lost" in LEFT_BY_AGENTS.read_text()
-        ends = ends_of(started())
+        ends = ends_of(self.start(cluster, pods, "again"))
         assert [status for status, _, _ in ends] == [0, 0], ends
         assert "resumed: " in ends[0][1]
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [r["step"] for r in records if "loss" in r] == list(range(1, 61))
 
     def test_a_request_to_end_leaves_a_checkpoint(self, cluster: Cluster) -> None:
-        shutil.rmtree(cluster.folder / "runs" / "jobset", ignore_errors=True)
-        pods = self.pods(cluster, "JobSet", train={"steps": 100_000})
-        cluster.named(**{"jobset-node-0-0.jobset": "node1"})
-        folder = cluster.folder / "runs" / "jobset"
-        started = [
-            cluster.start(name, pod["command"], self.variables("JobSet", rank))
-            for rank, (name, pod) in enumerate(zip(NODES, pods, strict=True))
-        ]
+        pods = self.pods(cluster, "JobSet", "asked", train={"steps": 100_000})
+        folder = cluster.folder / "runs" / "asked"
+        started = self.start(cluster, pods, "asked")
         until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2, "steps")
-        for process in started:  # the kubelet asks every pod
-            process.terminate()
+        for node in NODES:  # the kubelet asks the first process of every pod
+            for pid, text in cluster.machines.of_job(node).items():
+                if "anygauge.agent" in text:
+                    os.kill(pid, signal.SIGTERM)
         ends = ends_of(started)
         assert [status for status, _, _ in ends] == [75, 75], ends
         assert list((folder / "checkpoints").glob("step-*")), ends
 
     def test_another_jobs_run_is_not_written_over(self, cluster: Cluster) -> None:
-        folder = cluster.folder / "runs" / "jobset"
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / "checkpoints").mkdir(parents=True)
-        pods = self.pods(cluster, "JobSet")
-        cluster.named(**{"jobset-node-0-0.jobset": "node1"})
-        ends = ends_of([cluster.start("node1", pods[0]["command"], self.variables("JobSet", 0))])
+        (cluster.folder / "runs" / "taken" / "checkpoints").mkdir(parents=True)
+        pods = self.pods(cluster, "JobSet", "taken")
+        started = cluster.start("node1", pods[0]["command"], self.variables("JobSet", "taken", 0))
+        ends = ends_of([started])
         assert ends[0][0] == 1 and "Traceback" not in ends[0][2]
-        said = "/anygauge/runs/jobset holds another job's run"
+        said = "/anygauge/runs/taken holds another job's run"
         assert said in ends[0][1] and said in LEFT_BY_AGENTS.read_text()
 
 
