@@ -23,6 +23,7 @@ from anygauge.agent.outbox import Outbox
 from anygauge.agent.parent import end_parent, obey_standard_input
 from anygauge.agent.supervisor import GRACE_S, Supervisor
 from anygauge.agent.verdict import Ending, Report
+from anygauge.agent.wakeup import collect
 from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.interface.processes import die_with_parent, tie_to_parent
 
@@ -82,15 +83,20 @@ def main(
             os.chdir(job.working_directory)
         settings: dict[str, str] = {}
         network = ""
+        cores: dict[int, tuple[int, ...]] = {}
         if rank_environment is None:
             from anygauge.agent.environment import NodeEnvironment
 
             own = NodeEnvironment(job, node_rank, inherited)
-            settings, rank_environment = own.digests(), own.of_rank
+            settings, rank_environment, cores = own.digests(), own.of_rank, own.cores
             network = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
         nodes = meet(job, outbox, node_rank, host, arguments.head, settings)
         if network and node_rank == 0 and job.nodes > 1:
             nodes.send("message", level="info", text=network)
+        # Between two attempts nobody else listens.
+        asked: list[tuple[int, float]] = []
+        if job.max_restarts:
+            collect(asked)
         while True:
             status = Supervisor(
                 replace(job, rendezvous=nodes.rendezvous),
@@ -100,6 +106,8 @@ def main(
                 rank_environment=rank_environment,
                 nodes=nodes,
                 grace_s=arguments.grace,
+                cores=cores,
+                asked=asked,
             ).run()
             if nodes.verdict is None or nodes.verdict.state != "again":
                 break

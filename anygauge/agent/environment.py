@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from anygauge.agent.affinity import cores_of_ranks
 from anygauge.agent.node import inspect_node
 from anygauge.interface import Job, NotAvailableError, Scope, missing_fabric
 from anygauge.interface.files import write_text
@@ -29,6 +30,7 @@ class NodeEnvironment:
         if missing is not None:
             raise NotAvailableError(missing)
         self.fabric = backend.fabric(job, node)
+        self.cores = cores_of_ranks(job, backend.launch, node)
         self._inherited = inherited
         self._by_rank = {
             rank: resolve_environment(registry, backend, job, node, rank, inherited)

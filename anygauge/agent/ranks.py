@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from anygauge.agent.affinity import bound
 from anygauge.agent.failures import Failure, from_event, from_exit
 from anygauge.interface import STOPPED
 from anygauge.interface.events import EVENTS_FD
@@ -43,8 +44,12 @@ class Rank:
         argv: Sequence[str],
         environment: Mapping[str, str],
         run_directory: Path,
+        cores: tuple[int, ...] = (),
     ) -> None:
         """Start the process.
+
+        Args:
+            cores: logical processors that it is bound to; empty for no binding.
 
         Raises:
             OSError: it cannot be started, or its log cannot be written.
@@ -66,7 +71,7 @@ class Rank:
         self.pipe, writer = os.pipe()
         try:
             os.set_blocking(self.pipe, False)
-            with self.log.open("ab") as log:
+            with self.log.open("ab") as log, bound(cores):
                 self.log_offset = log.seek(0, 2)
                 self.started = self.seen_alive = time.time()
                 self._process = subprocess.Popen(

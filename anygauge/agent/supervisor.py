@@ -7,20 +7,19 @@ learns from `Nodes`, at each turn.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from anygauge.agent.failures import Failure, cause
 from anygauge.agent.nodes import Nodes, Order
 from anygauge.agent.ranks import Rank
 from anygauge.agent.verdict import Ending, Report, Verdict
+from anygauge.agent.wakeup import SIGNALLED, wakened_by_signals
 from anygauge.interface import AnygaugeError, Job
 from anygauge.interface.processes import END_AT_ONCE
 
@@ -52,6 +51,8 @@ class Supervisor:
         rank_environment: local rank -> its whole environment, but for its identity.
         nodes: the job's other nodes, and where events go.
         grace_s: seconds between `END_AT_ONCE` and SIGKILL when ranks are ended.
+        cores: local rank -> logical processors that it is bound to.
+        asked: signals, and when they came, that had arrived before.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Supervisor:
         rank_environment: Callable[[int], dict[str, str]],
         nodes: Nodes,
         grace_s: float = GRACE_S,
+        cores: Mapping[int, tuple[int, ...]] | None = None,
+        asked: list[tuple[int, float]] | None = None,
     ) -> None:
         self._job = job
         self._node_rank = node_rank
@@ -72,9 +75,10 @@ class Supervisor:
         self._environment = rank_environment
         self._nodes = nodes
         self._grace_s = grace_s
+        self._cores = cores or {}
         self._ranks: list[Rank] = []
         self._selector = selectors.DefaultSelector()
-        self._signals: list[tuple[int, float]] = []
+        self._signals = [] if asked is None else asked
         self._reading = True
         self._ended_with: int | None = None  # the signal that ranks were sent
         self._kill_at: float | None = None  # monotonic, as are the next two
@@ -96,9 +100,10 @@ class Supervisor:
             AnygaugeError: a rank cannot be started; those that were have been ended.
         """
         try:
-            with self._wakened_by_signals():
+            with wakened_by_signals(self._signals, self._selector):
                 self._nodes.attach(self._selector)
                 self._start()
+                self._act_on_signals()  # one that has kept ranks from starting has its answer here
                 while not self._over():
                     self._turn()
         finally:
@@ -127,7 +132,8 @@ class Supervisor:
             rank = int(numbers["RANK"])
             environment = {**self._environment(local_rank), **numbers}
             try:
-                started = Rank(rank, local_rank, self._argv, environment, directory)
+                cores = self._cores.get(local_rank, ())
+                started = Rank(rank, local_rank, self._argv, environment, directory, cores)
             except OSError as error:
                 raise AnygaugeError(
                     f"rank {rank} cannot be started on {self._hostname}: {error}"
@@ -136,7 +142,8 @@ class Supervisor:
             self._listen(started, True)
             if started.handle is not None:
                 self._selector.register(started.handle, selectors.EVENT_READ)
-            _note(f"rank {rank} started, process {started.pid}")
+            on = f" on cores {', '.join(map(str, cores))}" if cores else ""
+            _note(f"rank {rank} started, process {started.pid}{on}")
 
     def _turn(self) -> None:
         """Wait for news, and act on it."""
@@ -144,7 +151,7 @@ class Supervisor:
         for key, _ in self._selector.select(_TURN_WITHOUT_HANDLES_S if polled else _TURN_S):
             if isinstance(key.data, Rank):
                 self._read(key.data)
-            elif key.data == _SIGNALLED:
+            elif key.data == SIGNALLED:
                 os.read(key.fd, 512)  # the signal itself is in self._signals
         self._check_all()
         self._act_on_signals()
@@ -354,34 +361,6 @@ class Supervisor:
         if state == "cancelled":
             return "cancelled"
         return "failed" if rank.failure is not None else "stopped"
-
-    @contextlib.contextmanager
-    def _wakened_by_signals(self) -> Iterator[None]:
-        """Collect requests to end, and have them wake the loop."""
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-
-        def collect(signum: int, frame: FrameType | None) -> None:
-            self._signals.append((signum, time.time()))
-
-        self._selector.register(reader, selectors.EVENT_READ, _SIGNALLED)
-        before = {number: signal.signal(number, collect) for number in _SIGNALS}
-        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._selector.unregister(reader)
-            os.close(reader)
-            os.close(writer)
-
-
-# SIGUSR1: schedulers send it before the time is up.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_SIGNALLED = "signals"
 
 
 def _note(text: str) -> None:

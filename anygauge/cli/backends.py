@@ -26,7 +26,7 @@ def backends(
     if json_:
         typer.echo(json.dumps(report, indent=2))
     else:
-        show(report, Console(highlight=False))
+        show(report, Console(emoji=False, highlight=False))
 
 
 def collect(registry: Registry) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def data(
     registry = Registry.load()
     selection = registry.select_backend(run.backend, need_device=False)
     shapes = registry.create_backend(selection, run.backend_options).graph.shapes
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(emoji=False, highlight=False, soft_wrap=True)
     quiet_libraries()
     tokenizer = load_tokenizer(run.model)
     section = run.data

@@ -67,7 +67,7 @@ def doctor(
         }
         typer.echo(json.dumps(record, indent=2))
     else:
-        console = Console(highlight=False)
+        console = Console(emoji=False, highlight=False)
         console.print(Text(f"Backend {chosen.name}: {selection.reason}", style="bold"))
         console.print(_table(everything))
         counts = ", ".join(

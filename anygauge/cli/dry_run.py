@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from typing import Any
 
 from rich.console import Console
 
 from anygauge.agent.supervisor import rank_numbers
 from anygauge.cli.env import environment_table, rank_environments
+from anygauge.cli.launchers import describe
 from anygauge.cli.plan import Intent, rendered
-from anygauge.interface import AnygaugeError, Backend, NotAvailableError
+from anygauge.interface import ABILITIES, AnygaugeError, Backend, NotAvailableError
 from anygauge.registry import KernelChoice
 
 
 def show(intent: Intent) -> None:
     """Print the run; writes nothing, starts nothing, opens no device."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(emoji=False, highlight=False, soft_wrap=True)
     job, run = intent.job, intent.run
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold", markup=False)
     console.print(
@@ -33,14 +35,7 @@ def show(intent: Intent) -> None:
     _show_engine(console, intent)
     backend = intent.registry.create_backend(intent.selection, run.backend_options)
     _show_kernels(console, intent, backend)
-    console.print("\n[bold]Processes[/bold]")
-    plan = rendered(intent)
-    for file in plan.files:
-        console.print(f"  writes {file.path}", markup=False)
-    for process in plan.processes:
-        where = process.host or "this machine"
-        console.print(f"  node {process.node_rank} on {where}:", markup=False)
-        console.print(f"    {shlex.join(process.argv)}", markup=False)
+    _show_plan(console, intent)
     console.print(
         f"  each agent starts {job.devices_per_node}: "
         f"python -m anygauge.training.worker --job {job.run_directory}/job.json",
@@ -55,6 +50,29 @@ def show(intent: Intent) -> None:
         for name, value in first.items()
     )
     console.print(f"    with {' '.join(numbers)}", markup=False)
+
+
+def _show_plan(console: Console, intent: Intent) -> None:
+    """What the launcher would do, and how far it was proven."""
+    plan = rendered(intent)
+    spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
+    console.print("\n[bold]Processes[/bold]")
+    about = describe(spec)
+    console.print(f"  launcher {spec.name}; proven: {about['proven']} ({about['proof']})")
+    for ability in about["can"]:
+        console.print(f"    a job {ABILITIES[ability]}", markup=False)
+    for file in plan.files:
+        console.print(f"  writes {file.path}", markup=False)
+        # What only its owner may read is not for the screen, either.
+        if spec.apart and file.mode & 0o077:
+            console.print(f"{textwrap.indent(file.text.rstrip(), '    | ')}", markup=False)
+    for process in plan.processes:
+        where = process.host or "this machine"
+        which = f"{where}:" if spec.apart else f"node {process.node_rank} on {where}:"
+        console.print(f"  {which}", markup=False)
+        console.print(f"    {shlex.join(process.argv)}", markup=False)
+    for name, argv in plan.operations.items():
+        console.print(f"  by hand, {name}: {shlex.join(argv)}", markup=False)
 
 
 def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:

@@ -60,7 +60,7 @@ def env(
     by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
     rules = _explained(registry, job, ranks[0]) if explain else []
     fabrics = _fabrics(registry, job) if explain else {}
-    console = Console(highlight=False, soft_wrap=format_ is not Format.table)
+    console = Console(emoji=False, highlight=False, soft_wrap=format_ is not Format.table)
     if format_ is Format.json:
         record: dict[str, Any] = {
             str(r): [s.record() for s in found] for r, found in by_rank.items()
@@ -192,6 +192,7 @@ def _job(
         environment=run.environment,
         backend_options=run.backend_options,
         fabric=run.launch.fabric,
+        binding=run.launch.binding,
     )
     return registry, job
 

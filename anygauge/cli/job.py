@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,16 +51,22 @@ def find(folder: Path) -> RunningJob:
     """
     from anygauge.registry import Registry
 
+    launched = _recorded(folder)
+    launcher = Registry.load().launcher(str(launched["launcher"]))()
+    return launcher.attach(launched["record"], folder.absolute())
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
     try:
-        launched = json.loads((folder / LAUNCHED).read_text())
-        name, record = launched["launcher"], launched["record"]
+        launched = dict(json.loads((folder / LAUNCHED).read_text()))
+        launched["launcher"], launched["record"]
     except FileNotFoundError as error:
         raise AnygaugeError(
             f"{folder} has no {LAUNCHED}: no job was started there that goes on by itself"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AnygaugeError(f"{folder / LAUNCHED} cannot be read: {error}") from error
-    return Registry.load().launcher(name)().attach(record, folder.absolute())
+    return launched
 
 
 def show_logs(folder: Path, lines: int) -> None:
@@ -71,8 +77,14 @@ def show_logs(folder: Path, lines: int) -> None:
     """
     found = sorted((folder / "logs").glob("*.log"))
     if not found:
+        elsewhere = _recorded(folder).get("logs") if (folder / LAUNCHED).exists() else None
         raise AnygaugeError(
-            f"{folder / 'logs'} has no logs: is it a run's folder, and did it start?"
+            f"{folder / 'logs'} has no logs: "
+            + (
+                f"the job's machines keep them; the first one's: {elsewhere}"
+                if elsewhere
+                else "is it a run's folder, and did it start?"
+            )
         )
     for log in found:
         typer.echo(f"==> {log}")

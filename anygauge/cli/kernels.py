@@ -30,7 +30,7 @@ def kernels(
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "kernels": rows}, indent=2))
         return
-    console = Console(highlight=False)
+    console = Console(emoji=False, highlight=False)
     title = f"backend {chosen.name} ({selection.reason}); a run would have those marked *"
     console.print(Text(title))
     console.print(_table(rows))

@@ -123,6 +123,7 @@ def read_intent(
         join_timeout_s=run.launch.join_timeout_s,
         lost_after_s=min(run.launch.lost_after_s, 2 * run.launch.collective_timeout_s),
         fabric=run.launch.fabric,
+        binding=run.launch.binding,
         takes_over=run.checkpoint.resume == "auto",
         run_text=dump_run(run.model_copy(update={"backend": selection.spec.name}))
         if launcher.apart

@@ -44,8 +44,8 @@ def follow(
         The exit status: that of the job (`STOPPED` where it wrote a checkpoint at the user's
         request), or 128 + the signal by which the user ended it.
     """
-    console = console or Console(force_terminal=sys.stdout.isatty(), highlight=False)
-    errors = errors or Console(stderr=True, highlight=False)
+    console = console or Console(force_terminal=sys.stdout.isatty(), emoji=False, highlight=False)
+    errors = errors or Console(stderr=True, emoji=False, highlight=False)
     view = _View(console, quiet)
     endings: list[Event] = []
     with _interruptible(running) as signals:

@@ -63,6 +63,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         detach: leave once it is submitted.
     """
     import json
+    import shlex
     from pathlib import Path
 
     from anygauge.cli.run_folder import LAUNCHED, claimed
@@ -87,7 +88,8 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
         running = launcher.submit(plan)
         if running.record is not None:
-            record = {"launcher": name, "record": dict(running.record)}
+            logs = shlex.join(plan.operations.get("logs", ()))
+            record = {"launcher": name, "record": dict(running.record), "logs": logs}
             write_text(folder / LAUNCHED, json.dumps(record, indent=2) + "\n")
         if detach:
             typer.echo(

@@ -91,6 +91,11 @@ class LaunchSection(Section):
         description="Network between machines: a name of the backend's "
         "(`anygauge env --explain` lists them), or auto.",
     )
+    binding: Literal["auto", "cores", "none"] = Field(
+        "auto",
+        description="cores: each rank of a machine gets an equal share of whole cores; auto: as "
+        "the backend has it.",
+    )
     max_restarts: Annotated[int, Field(ge=0)] = Field(
         0,
         description="How often ranks are started again from the newest checkpoint after a failure.",

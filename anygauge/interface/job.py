@@ -34,6 +34,7 @@ class Job:
         pass_environment: names of variables of the submitting process that go to every agent.
         join_timeout_s: seconds that agents have to find each other.
         fabric: network between machines: ``auto``, or one of `Backend.fabrics`.
+        binding: how ranks are bound to cores: ``auto`` (the backend's), ``cores`` or ``none``.
         lost_after_s: seconds of silence after which a node is lost.
         collective_timeout_s: seconds after which a collective that hangs ends the run.
         stop_grace_s: seconds that ranks get to end a step and write a checkpoint when the job is
@@ -66,6 +67,7 @@ class Job:
     join_timeout_s: float = 300.0
     lost_after_s: float = 60.0
     fabric: str = "auto"
+    binding: str = "auto"
     takes_over: bool = False
     run_text: str = ""
     profile: LaunchProfile = field(default_factory=LaunchProfile)

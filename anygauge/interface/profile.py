@@ -19,7 +19,8 @@ class LaunchProfile:
         fabric: the network between machines that was asked for by name.
         fabric_resource: what a container must ask a cluster for to have it.
         capabilities: what containers must be allowed, such as ``IPC_LOCK``.
-        binding: how ranks are bound to cores: ``cores``, ``numa`` or ``none``.
+        binding: how agents bind ranks: ``cores`` gives each an equal share of whole cores; or
+            ``none``.
     """
 
     visibility_variable: str | None = None

@@ -45,7 +45,7 @@ class CpuBackend(Backend):
     known_options = ("bind_cores", "preload_allocator")
     environment_rules = RULES
     files = ALLOCATORS
-    launch = LaunchProfile(binding="cores")
+    launch = LaunchProfile()  # `open` binds a rank, for loops of one's own as well
     capabilities: Mapping[str, Support] = {
         "bfloat16": Support(
             Level.PARTIAL,

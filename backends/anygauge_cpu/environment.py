@@ -26,9 +26,17 @@ ALLOCATORS = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2"
 _ALLOCATOR_SOURCE = "pytorch.org/tutorials: performance tuning guide, memory allocator"
 
 
+def _switched_off(situation: Situation) -> str | None:
+    if situation.job.binding == "none":
+        return "launch.binding is none"
+    if not situation.options.get("bind_cores", True):
+        return "backend_options.bind_cores is false"
+    return None
+
+
 def _bound_cores(situation: Situation) -> tuple[int, ...]:
     ranks, rank = situation.job.devices_per_node, situation.local_rank
-    if rank is None or ranks == 1 or not situation.options.get("bind_cores", True):
+    if rank is None or ranks == 1 or _switched_off(situation) is not None:
         return ()
     return situation.node.cores_of_rank(rank, ranks)
 
@@ -52,8 +60,9 @@ def _cores(situation: Situation) -> Decision:
         return use(",".join(map(str, cores)), "cores of its own keep a rank's data in their caches")
     if situation.job.devices_per_node == 1:
         return leave("a single rank may use every core")
-    if not situation.options.get("bind_cores", True):
-        return leave("backend_options.bind_cores is false")
+    off = _switched_off(situation)
+    if off is not None:
+        return leave(off)
     return leave("there are fewer physical cores than ranks, or cores of several kinds")
 
 

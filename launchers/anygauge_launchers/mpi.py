@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import AfterValidator, Field
 from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
 from anygauge_launchers.hosts import HostsOptions
 from anygauge_launchers.options import read_options
-from anygauge_launchers.remote import RemoteJob, TiedLauncher
+from anygauge_launchers.remote import TiedLauncher
 
 
 def _whole(path: str) -> str:
@@ -62,6 +61,8 @@ class Mpi(TiedLauncher):
             settings["btl_tcp_if_include"] = settings["oob_tcp_if_include"] = own.interface
         argv = (
             *(sys.executable, "-m", "anygauge_launchers.tied", "mpirun"),
+            # Otherwise it refuses; whoever starts a job as root has decided.
+            "--allow-run-as-root",
             *("-np", str(job.nodes), "--host", ",".join(f"{host}:1" for host in hosts)),
             # An agent starts and places its ranks itself.
             *("--map-by", "ppr:1:node", "--bind-to", "none"),
@@ -79,15 +80,3 @@ class Mpi(TiedLauncher):
             processes=(PlannedProcess(node_rank=0, host=hosts[0], argv=argv),),
             pass_environment=job.pass_environment,
         )
-
-    def submit(self, plan: Plan) -> RemoteJob:
-        """Write the files and start mpirun.
-
-        Raises:
-            AnygaugeError: a file cannot be written, or mpirun cannot be started.
-        """
-        if os.geteuid() == 0:
-            # It refuses to, without a word to us; whoever starts a job as root has decided.
-            os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
-            os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-        return super().submit(plan)

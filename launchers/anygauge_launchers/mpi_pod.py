@@ -53,12 +53,11 @@ def main(argv: list[str]) -> int:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, pass_on)
-    root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
     try:
         process = subprocess.Popen(
             (
-                *("mpirun", *root, "-np", nodes, "--map-by", "ppr:1:node", "--bind-to", "none"),
-                *("-x", "ANYGAUGE_HEAD", *command),
+                *("mpirun", "--allow-run-as-root", "-np", nodes, "--map-by", "ppr:1:node"),
+                *("--bind-to", "none", "-x", "ANYGAUGE_HEAD", *command),
             ),
             env={**os.environ, "ANYGAUGE_HEAD": head},
         )

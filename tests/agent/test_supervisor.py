@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from anygauge.agent.nodes import Nodes
+from anygauge.agent.outbox import Outbox
+from anygauge.agent.supervisor import Supervisor
 from anygauge.interface import STOPPED, Job
 from anygauge.interface.processes import END_AT_ONCE
 from tests.agent.fakes import (
@@ -397,3 +400,22 @@ def test_a_job_file_that_is_none_is_reported_as_an_event(run: Run, tmp_path: Pat
     ended = run.end()
     assert ended["state"] == "failed"
     assert str(job_file) in ended["cause"]
+
+
+def test_a_request_that_came_before_the_ranks_starts_none(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    job = Job(
+        name="t", run_directory=str(tmp_path), run_file="", backend="cpu", strategy="single",
+        devices_per_node=2, rendezvous="file:///nowhere",
+    )  # fmt: skip
+    outbox = Outbox(writer)
+    asked = [(int(signal.SIGTERM), time.time())]
+    supervisor = Supervisor(
+        job, node_rank=0, hostname="here", rank_argv=("/nowhere/program",),
+        rank_environment=lambda local_rank: {}, nodes=Nodes(job, outbox), asked=asked,
+    )  # fmt: skip
+    assert supervisor.run() == 128 + signal.SIGTERM
+    outbox.close()
+    os.close(writer)
+    with os.fdopen(reader) as events:
+        assert [json.loads(line)["state"] for line in events] == ["cancelled"]

@@ -1,0 +1,37 @@
+"""Cores for each rank, so that none of them wanders over the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from anygauge.interface import Job, LaunchProfile, Node
+
+
+def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tuple[int, ...]]:
+    """Local rank -> logical processors that it is bound to; ranks that are not bound are left out.
+
+    Ranks get equal shares of whole cores, package by package, as ``mpirun --bind-to core --map-by
+    slot:PE=N`` gives them. A machine with fewer cores than ranks binds none.
+    """
+    wanted = profile.binding if job.binding == "auto" else job.binding
+    count = job.devices_per_node
+    if wanted != "cores" or count == 1:
+        return {}
+    shares = {rank: node.cores_of_rank(rank, count) for rank in range(count)}
+    return shares if all(shares.values()) else {}
+
+
+@contextlib.contextmanager
+def bound(cores: tuple[int, ...]) -> Iterator[None]:
+    """What is started meanwhile is bound to these cores from its first moment; none: not bound."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

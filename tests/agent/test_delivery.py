@@ -1,0 +1,63 @@
+"""A job that was brought along: its run file is put in place, and nobody's run is written over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.agent.delivery import OWNER, put_in_place, read_secrets
+from anygauge.interface import AnygaugeError, Job
+
+
+def job(folder: Path, **fields: Any) -> Job:
+    return Job(
+        **{
+            "name": "t", "run_directory": str(folder / "run"), "backend": "x", "strategy": "zero",
+            "run_file": str(folder / "run" / "run.yaml"), "rendezvous": "file:///x",
+            "token": "one", "run_text": "name: t\n", **fields,
+        }
+    )  # fmt: skip
+
+
+def test_every_machine_gets_the_run_file_and_the_head_the_claim(tmp_path: Path) -> None:
+    put_in_place(job(tmp_path), 1)
+    assert (tmp_path / "run" / "run.yaml").read_text() == "name: t\n"
+    assert not (tmp_path / "run" / OWNER).exists()
+    put_in_place(job(tmp_path), 0)
+    claim = (tmp_path / "run" / OWNER).read_text()
+    assert len(claim.strip()) == 64 and "one" not in claim
+
+
+def test_another_attempt_of_the_same_job_goes_on(tmp_path: Path) -> None:
+    put_in_place(job(tmp_path), 0)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    put_in_place(job(tmp_path), 0)
+
+
+@pytest.mark.parametrize("left", ["claim", "metrics.jsonl", "checkpoints"])
+def test_the_run_of_another_job_is_not_written_over(tmp_path: Path, left: str) -> None:
+    if left == "claim":
+        put_in_place(job(tmp_path, token="other"), 0)
+    else:
+        (tmp_path / "run" / left).mkdir(parents=True)
+    with pytest.raises(AnygaugeError, match="holds another job's run: give this one another"):
+        put_in_place(job(tmp_path), 0)
+    put_in_place(job(tmp_path, takes_over=True), 0)  # --resume auto
+    put_in_place(job(tmp_path), 0)  # it is its own now
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(AnygaugeError, match=r"run cannot be written: .* storage that the job moun"):
+        put_in_place(job(tmp_path), 0)
+
+
+def test_secrets_are_read_as_a_cluster_mounts_them(tmp_path: Path) -> None:
+    (tmp_path / "..data").mkdir()
+    (tmp_path / "..data" / "HF_TOKEN").write_text("hf $x\n雪")
+    (tmp_path / "HF_TOKEN").symlink_to("..data/HF_TOKEN")
+    assert read_secrets(str(tmp_path)) == {"HF_TOKEN": "hf $x\n雪"}
+    with pytest.raises(AnygaugeError, match="no folder of secrets"):
+        read_secrets(str(tmp_path / "nowhere"))
