@@ -35,6 +35,7 @@ PATIENCE_S = 180.0
 ROOT = Path("/anygauge")
 LEFT_BY_AGENTS = Path("/dev/termination-log")
 NODES = ("node1", "node2")
+PASSED = 'it\'s "$HOME" $(date)\n雪'
 
 
 @dataclass(kw_only=True)
@@ -153,6 +154,22 @@ def assert_trained(ends: list[tuple[int, str, str]], folder: Path, here: Run) ->
     assert {event["state"] for event in ended} == {"ok"}, ends[0][1]
 
 
+def watched(folder: Path) -> dict[str, str]:
+    """Variables by which ranks leave what they see of others in a folder."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import json, os, sys\n"
+        "if 'anygauge.training.worker' in ' '.join(sys.orig_argv):\n"
+        f"    with open({str(folder / 'seen')!r} + os.environ['RANK'], 'w') as file:\n"
+        "        json.dump({n: os.environ.get(n) for n in ('PASSED', 'MY_TOKEN')}, file)\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def seen_by_ranks(folder: Path) -> list[dict[str, str | None]]:
+    return [json.loads((folder / f"seen{rank}").read_text()) for rank in range(2)]
+
+
 class TestKubernetes:
     """Pods, as the controllers of each kind make them."""
 
@@ -264,20 +281,11 @@ class TestKubernetes:
         assert_trained(ends, cluster.folder / "runs" / "mpijob", here)
 
     def test_variables_and_secrets_arrive_as_they_are(self, cluster: Cluster) -> None:
-        probe = cluster.folder / "probe"
-        probe.mkdir()
-        (probe / "sitecustomize.py").write_text(
-            "import json, os, sys\n"
-            "if 'anygauge.training.worker' in ' '.join(sys.orig_argv):\n"
-            f"    with open({str(probe / 'seen')!r} + os.environ['RANK'], 'w') as file:\n"
-            "        json.dump({n: os.environ.get(n) for n in ('PASSED', 'MY_TOKEN')}, file)\n"
-        )
-        pods = self.pods(cluster, "JobSet", "probe", environment={"PYTHONPATH": str(probe)})
+        pods = self.pods(cluster, "JobSet", "probe", environment=watched(cluster.folder / "probe"))
         ends = ends_of(self.start(cluster, pods, "probe"))
         assert [status for status, _, _ in ends] == [0, 0], ends
-        for rank in range(2):
-            seen = json.loads((probe / f"seen{rank}").read_text())
-            assert seen == {"PASSED": 'it\'s "$HOME"\n雪', "MY_TOKEN": "s3cret"}
+        for seen in seen_by_ranks(cluster.folder / "probe"):
+            assert seen == {"PASSED": PASSED, "MY_TOKEN": "s3cret"}
 
     def test_pods_that_are_started_again_go_on_from_the_checkpoint(self, cluster: Cluster) -> None:
         pods = self.pods(cluster, "JobSet", "again", train={"steps": 60}, checkpoint={"every": 5})
@@ -331,7 +339,8 @@ class TestAzure:
             "inputs": {"all": {"path": "azureml:all:1", "at": "/anygauge/input"}},
         }  # fmt: skip
         launch = {"launcher": "azureml", "options": options, "pass_environment": ["PASSED"]}
-        path = run_of(stuff, ROOT / "input", launch)
+        environment = watched(cluster.folder / "azure-probe")
+        path = run_of(stuff, ROOT / "input", launch, environment=environment)
         client = Client("az", stuff, sys.executable)
         client.answer("create", out="calm_river\n")
         folder = submitted(path, client)
@@ -351,6 +360,8 @@ class TestAzure:
             own = {**variables, "NODE_RANK": str(rank), "RANK": str(rank)}
             started.append(cluster.start(name, ["bash", "-c", command], own, cwd=code))
         assert_trained(ends_of(started), mounted, here)
+        for seen in seen_by_ranks(cluster.folder / "azure-probe"):
+            assert seen["PASSED"] == PASSED
 
 
 class TestSagemaker:
@@ -402,10 +413,13 @@ class TestSagemaker:
 
     def test_the_losses_are_those_of_one_machine(self, cluster: Cluster, here: Run) -> None:
         (stuff := cluster.folder / "sagemaker").mkdir()
-        path = run_of(stuff, self.OPT / "input/data/all", self.launch())
+        environment = watched(cluster.folder / "sagemaker-probe")
+        path = run_of(stuff, self.OPT / "input/data/all", self.launch(), environment=environment)
         cluster.named(**{"algo-1": "node1", "algo-2": "node2"})
         ends = ends_of(self.machines(cluster, path))
         assert_trained(ends, cluster.folder / "opt-tiny-algo-1" / "checkpoints", here)
+        for seen in seen_by_ranks(cluster.folder / "sagemaker-probe"):
+            assert seen["PASSED"] == PASSED
 
     def test_a_failure_stands_where_sagemaker_looks_for_it(self, cluster: Cluster) -> None:
         (stuff := cluster.folder / "broken").mkdir()
