@@ -132,7 +132,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def submitted(path: Path, client: Client) -> Path:
     """Hand a job to the stand-in; returns the run's folder on this machine."""
-    variables = {"PATH": client.path, "PASSED": 'it\'s "$HOME"\n雪'}
+    variables = {"PATH": client.path, "PASSED": PASSED}
     done = anygauge(["launch", path, "--detach"], environment=variables)
     assert done.returncode == 0, done.stderr
     return path.parent / "out" / str(yaml.safe_load(path.read_text())["name"])
