@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from anygauge.agent.delivery import put_in_place, read_secrets
+from anygauge.agent.delivery import bring_run_file, claim, read_secrets
 from anygauge.agent.identity import read_head, read_number, read_variables
 from anygauge.agent.inherited import scrub
-from anygauge.agent.nodes import Introduction, Nodes, Order
+from anygauge.agent.nodes import EndedError, Introduction, Nodes, Order
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.parent import end_parent, obey_standard_input
 from anygauge.agent.supervisor import GRACE_S, Supervisor
@@ -57,6 +57,10 @@ def main(
     nodes: Nodes | None = None
     arguments: argparse.Namespace | None = None
     node_rank, host = -1, socket.gethostname()
+    # From the first moment, and between two attempts: the first process of a container does not
+    # even get signals that it does not handle.
+    asked: list[tuple[int, float]] = []
+    collect(asked)
     try:
         if "--stdin" in argv:
             argv += obey_standard_input()
@@ -75,28 +79,27 @@ def main(
         again = read_number(arguments.attempt, os.environ, "the attempt", absent=0) > 0
         job = Job.load(arguments.job)
         if job.run_text:
-            put_in_place(job, node_rank)
+            claim(job, node_rank)
             again = True
         if job.nodes > 1:
             _keep_log(Path(job.run_directory) / "logs" / f"agent{node_rank}.log")
         if job.working_directory:
             os.chdir(job.working_directory)
         settings: dict[str, str] = {}
-        network = ""
+        network = fabric = ""
         cores: dict[int, tuple[int, ...]] = {}
         if rank_environment is None:
             from anygauge.agent.environment import NodeEnvironment
 
             own = NodeEnvironment(job, node_rank, inherited)
             settings, rank_environment, cores = own.digests(), own.of_rank, own.cores
+            fabric = own.fabric.name
             network = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
-        nodes = meet(job, outbox, node_rank, host, arguments.head, settings)
+        nodes = meet(job, outbox, node_rank, host, arguments.head, settings, asked, fabric=fabric)
+        if job.run_text:
+            bring_run_file(job)
         if network and node_rank == 0 and job.nodes > 1:
             nodes.send("message", level="info", text=network)
-        # Between two attempts nobody else listens.
-        asked: list[tuple[int, float]] = []
-        if job.max_restarts:
-            collect(asked)
         while True:
             status = Supervisor(
                 replace(job, rendezvous=nodes.rendezvous),
@@ -155,13 +158,23 @@ def _once_more(job: Job, nodes: Nodes) -> str:
 
 
 def meet(
-    job: Job, outbox: Outbox, node_rank: int, host: str, head: str, settings: dict[str, str]
+    job: Job,
+    outbox: Outbox,
+    node_rank: int,
+    host: str,
+    head: str,
+    settings: dict[str, str],
+    asked: Sequence[object] = (),
+    *,
+    fabric: str = "",
 ) -> Nodes:
     """Find the job's other nodes.
 
     Args:
         head: ``host:port`` of node 0's agent, or ``$NAME:port``.
         settings: digest of each variable that must be the same on every node.
+        asked: fills when this agent is asked to end.
+        fabric: network between machines that this node would use.
 
     Raises:
         AnygaugeError: they cannot be found, or do not belong together.
@@ -179,6 +192,7 @@ def meet(
         nodes=job.nodes,
         devices_per_node=job.devices_per_node,
         version=version("anygauge"),
+        fabric=fabric,
         settings=settings,
     )
     address = read_head(head, os.environ)
@@ -187,7 +201,9 @@ def meet(
             f"{host} was told to be node {node_rank}; the job has nodes 0 to {job.nodes - 1}"
         )
     return (
-        Head(job, outbox, own, address[1]) if node_rank == 0 else Member(job, outbox, own, address)
+        Head(job, outbox, own, address[1], asked)
+        if node_rank == 0
+        else Member(job, outbox, own, address, asked)
     )
 
 
@@ -196,7 +212,8 @@ def _report(
 ) -> None:
     """Tell the follower, and the other nodes if they were met, why this agent ends."""
     if nodes is None or nodes.over:
-        outbox.send("ended", state="failed", exit_status=status, cause=text, node_rank=node_rank)
+        state = "cancelled" if status == EndedError.exit_status else "failed"
+        outbox.send("ended", state=state, exit_status=status, cause=text, node_rank=node_rank)
         return
     ending = Ending(time=time.time(), text=text, exit_status=status, final=True)
     nodes.tell(Order.END)

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from anygauge.interface import Job, LaunchProfile, Node
+from anygauge.interface import Job, LaunchProfile, Node, NotAvailableError
 
 
 def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tuple[int, ...]]:
@@ -14,13 +14,23 @@ def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tu
 
     Ranks get equal shares of whole cores, package by package, as ``mpirun --bind-to core --map-by
     slot:PE=N`` gives them. A machine with fewer cores than ranks binds none.
+
+    Raises:
+        NotAvailableError: binding was asked for by name, and cannot be.
     """
     wanted = profile.binding if job.binding == "auto" else job.binding
     count = job.devices_per_node
     if wanted != "cores" or count == 1:
         return {}
     shares = {rank: node.cores_of_rank(rank, count) for rank in range(count)}
-    return shares if all(shares.values()) else {}
+    if all(shares.values()):
+        return shares
+    if job.binding == "cores":
+        raise NotAvailableError(
+            f"launch.binding: cores: {node.hostname} has {node.physical_cores} physical cores for "
+            f"{count} ranks, or cores of several kinds; auto binds where it can"
+        )
+    return {}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from anygauge.interface import AnygaugeError, Job
@@ -12,38 +14,59 @@ OWNER = "job.sha256"
 """In a run directory: whose it is."""
 
 
-def put_in_place(job: Job, node_rank: int) -> None:
-    """Write the run file that the job carries; the head claims the run directory first.
+def claim(job: Job, node_rank: int) -> None:
+    """Look whether the run directory is this job's, before anything is written there.
 
-    A cluster may start the same job again, with all its containers: that is another attempt, which
-    finds its own claim and goes on from the newest checkpoint.
+    The head makes it so, and puts the run file there. A cluster may start the same job again, with
+    all its containers: that is another attempt, which finds its own claim and goes on from the
+    newest checkpoint.
 
     Raises:
         AnygaugeError: the run directory holds the run of another job, or cannot be written.
     """
     folder = Path(job.run_directory)
     own = hashlib.sha256((job.token + job.run_text).encode()).hexdigest()
-    try:
+    with _written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / OWNER
+        if not job.takes_over and _is_taken(mark, own, head=node_rank == 0):
+            raise AnygaugeError(
+                f"{folder} holds another job's run: give this one another 'name', or go on there "
+                "with --resume auto"
+            )
         if node_rank == 0:
-            if not job.takes_over and _is_taken(folder, mark, own):
-                raise AnygaugeError(
-                    f"{folder} holds another job's run: give this one another 'name', or go on "
-                    "there with --resume auto"
-                )
             write_text(mark, own + "\n")
-        write_text(job.run_file, job.run_text)
+            write_text(job.run_file, job.run_text)
+
+
+def bring_run_file(job: Job) -> None:
+    """Put the run file where this machine's ranks look for it, once the nodes have met.
+
+    Raises:
+        AnygaugeError: it cannot be written.
+    """
+    path = Path(job.run_file)
+    with _written(path.parent):
+        if not path.exists() or path.read_text() != job.run_text:
+            write_text(path, job.run_text)
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise AnygaugeError(
             f"{folder} cannot be written: {error}. It must be on the storage that the job mounts"
         ) from error
 
 
-def _is_taken(folder: Path, mark: Path, own: str) -> bool:
+def _is_taken(mark: Path, own: str, *, head: bool) -> bool:
     if mark.exists():
         return mark.read_text().strip() != own
-    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+    # The first of several machines marks it; what is there without a mark was there before.
+    left = ("metrics.jsonl", "checkpoints")
+    return head and any((mark.parent / name).exists() for name in left)
 
 
 def read_secrets(folder: str) -> dict[str, str]:

@@ -46,9 +46,7 @@ class NodeEnvironment:
 
     def digests(self) -> dict[str, str]:
         """Variable -> digest of its value, of those that all nodes must have alike."""
-        # Ranks of one machine on another network than the rest would wait for each other.
-        digest = hashlib.sha256(self.fabric.name.encode()).hexdigest()
-        return {"launch.fabric": digest} | {
+        return {
             one.name: hashlib.sha256(repr(one.value).encode()).hexdigest()
             for one in self._by_rank[0]
             if one.setting.scope is Scope.JOB

@@ -7,12 +7,20 @@ import hmac
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from anygauge.agent.link import Link
-from anygauge.agent.nodes import BEAT_S, ORDERS, Introduction, Nodes, Order
+from anygauge.agent.nodes import (
+    ASKED_TOO_EARLY,
+    BEAT_S,
+    ORDERS,
+    EndedError,
+    Introduction,
+    Nodes,
+    Order,
+)
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.verdict import Ending, Report, parse_report, settle
 from anygauge.interface import AnygaugeError, Job
@@ -21,11 +29,19 @@ from anygauge.interface import AnygaugeError, Job
 class Head(Nodes):
     """The agent of node 0: gathers the others, and decides."""
 
-    def __init__(self, job: Job, outbox: Outbox, own: Introduction, port: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        outbox: Outbox,
+        own: Introduction,
+        port: int,
+        asked: Sequence[object] = (),
+    ) -> None:
         """Wait for all nodes.
 
         Args:
             port: where the others find this one.
+            asked: fills when this agent is asked to end.
 
         Raises:
             AnygaugeError: nodes are missing when the time is up, or do not belong together.
@@ -37,7 +53,7 @@ class Head(Nodes):
         self._beat = time.monotonic()
         with _listening(port) as listener:
             try:
-                self._gather(listener, own)
+                self._gather(listener, own, asked)
             except AnygaugeError as error:
                 for member in self._members.values():
                     member.link.send("refused", reason=str(error))
@@ -103,13 +119,15 @@ class Head(Nodes):
         for member in self._members.values():
             member.link.send(kind, **fields)
 
-    def _gather(self, listener: socket.socket, own: Introduction) -> None:
+    def _gather(self, listener: socket.socket, own: Introduction, asked: Sequence[object]) -> None:
         deadline = time.monotonic() + self._job.join_timeout_s
         unknown: list[Link] = []
         while len(self._members) < self._job.nodes - 1:
             now = time.monotonic()
             if now > deadline:
                 raise AnygaugeError(self._missing())
+            if asked:
+                raise EndedError(ASKED_TOO_EARLY)
             if now - self._beat >= BEAT_S:
                 self._beat = now
                 self._send_all("beat")
@@ -231,6 +249,12 @@ def _check(own: Introduction, other: Introduction, known: Mapping[int, str]) -> 
             )
     names = sorted({*own.settings, *other.settings})
     differ = [name for name in names if own.settings.get(name) != other.settings.get(name)]
+    if own.fabric != other.fabric:
+        raise AnygaugeError(
+            f"launch.fabric: {who} would use {other.fabric or 'what its library finds'} between "
+            f"machines, the head ({own.host}) {own.fabric or 'what its library finds'}: name one "
+            "that all have"
+        )
     if differ:
         raise AnygaugeError(
             f"{', '.join(differ)}: {who} has another value than the head ({own.host}), and the "

@@ -6,12 +6,20 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from anygauge.agent.link import Link
-from anygauge.agent.nodes import BEAT_S, ORDERS, Introduction, Nodes, Order
+from anygauge.agent.nodes import (
+    ASKED_TOO_EARLY,
+    BEAT_S,
+    ORDERS,
+    EndedError,
+    Introduction,
+    Nodes,
+    Order,
+)
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.verdict import Report, Verdict
 from anygauge.interface import LOST, AnygaugeError, Job
@@ -23,8 +31,18 @@ _VERDICT_S = 30.0
 class Member(Nodes):
     """The agent of another node: does what the head says."""
 
-    def __init__(self, job: Job, outbox: Outbox, own: Introduction, head: tuple[str, int]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        outbox: Outbox,
+        own: Introduction,
+        head: tuple[str, int],
+        asked: Sequence[object] = (),
+    ) -> None:
         """Join the head.
+
+        Args:
+            asked: fills when this agent is asked to end.
 
         Raises:
             AnygaugeError: it cannot be reached in time, or refuses this node.
@@ -34,7 +52,7 @@ class Member(Nodes):
         self._reported_at: float | None = None
         self._lost: str | None = None
         self._beat = time.monotonic()
-        self._link = self._join(head)
+        self._link = self._join(head, asked)
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """See `Nodes.attach`."""
@@ -91,10 +109,12 @@ class Member(Nodes):
         """See `Nodes.close`."""
         self._link.shut()
 
-    def _join(self, head: tuple[str, int]) -> Link:
+    def _join(self, head: tuple[str, int], asked: Sequence[object]) -> Link:
         deadline = time.monotonic() + self._job.join_timeout_s
         trouble = "nothing answered"
         while time.monotonic() < deadline:
+            if asked:
+                raise EndedError(ASKED_TOO_EARLY)
             try:
                 connection = socket.create_connection(head, timeout=5.0)
             except OSError as error:
@@ -108,7 +128,7 @@ class Member(Nodes):
                 clock=time.time(),
                 introduction=asdict(self._own),
             )
-            answer = _answer(link, self._job.lost_after_s)
+            answer = _answer(link, self._job.lost_after_s, asked)
             if answer is None:
                 trouble = link.why or "it did not answer"
                 link.shut(0)
@@ -157,9 +177,9 @@ class Member(Nodes):
             self.verdict = Verdict(state="lost", exit_status=LOST, cause=text)
 
 
-def _answer(link: Link, limit_s: float) -> dict[str, Any] | None:
+def _answer(link: Link, limit_s: float, asked: Sequence[object]) -> dict[str, Any] | None:
     """The head's first word but for its beats; None if it falls silent before."""
-    while not link.closed and time.monotonic() - link.heard < limit_s:
+    while not link.closed and not asked and time.monotonic() - link.heard < limit_s:
         link.flush()
         for message in link.receive():
             if message["kind"] in ("start", "refused"):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import enum
 import selectors
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.verdict import Report, Verdict, settle
-from anygauge.interface import Job
+from anygauge.interface import AnygaugeError, Job
 
 BEAT_S = 1.0
 """How often an agent says that it lives."""
@@ -35,11 +36,21 @@ class Order(enum.Enum):
     """Ranks elsewhere have finished, or save: those that are still at work should be done soon."""
 
 
+ASKED_TOO_EARLY = "asked to end before all nodes had met; no rank was started"
+
+
+class EndedError(AnygaugeError):
+    """The agent was asked to end before there was a job."""
+
+    exit_status = 128 + signal.SIGTERM
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Introduction:
     """What an agent says of itself when it joins.
 
     Attributes:
+        fabric: network between machines that it would use; empty: its library chooses.
         settings: digest of each variable that must be the same on every node.
     """
 
@@ -48,6 +59,7 @@ class Introduction:
     nodes: int
     devices_per_node: int
     version: str
+    fabric: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
 
 

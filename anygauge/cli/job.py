@@ -75,16 +75,16 @@ def show_logs(folder: Path, lines: int) -> None:
     Raises:
         AnygaugeError: there is none.
     """
-    found = sorted((folder / "logs").glob("*.log"))
-    if not found:
-        elsewhere = _recorded(folder).get("logs") if (folder / LAUNCHED).exists() else None
+    found = sorted(path for path in (folder / "logs").glob("*.log") if path.stat().st_size)
+    elsewhere = _recorded(folder).get("logs") if (folder / LAUNCHED).exists() else None
+    if elsewhere:
+        typer.echo(
+            "ranks' logs are in the run directory, on the job's own storage (logs/rankN.log); what "
+            f"the first machine printed: {elsewhere}"
+        )
+    elif not found:
         raise AnygaugeError(
-            f"{folder / 'logs'} has no logs: "
-            + (
-                f"the job's machines keep them; the first one's: {elsewhere}"
-                if elsewhere
-                else "is it a run's folder, and did it start?"
-            )
+            f"{folder / 'logs'} has no logs: is it a run's folder, and did it start?"
         )
     for log in found:
         typer.echo(f"==> {log}")

@@ -75,7 +75,8 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
 
     job, run = intent.job, intent.run
     name = run.launch.launcher
-    if detach and "detach" not in intent.registry.find_launcher(name).spec.can:
+    spec = intent.registry.find_launcher(name).spec
+    if detach and "detach" not in spec.can:
         raise UnsupportedError(
             f"--detach: a job of the {name} launcher ends with the command that started it"
         )
@@ -88,8 +89,9 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
         running = launcher.submit(plan)
         if running.record is not None:
-            logs = shlex.join(plan.operations.get("logs", ()))
-            record = {"launcher": name, "record": dict(running.record), "logs": logs}
+            record = {"launcher": name, "record": dict(running.record)}
+            if spec.apart:
+                record["logs"] = shlex.join(plan.operations["logs"])
             write_text(folder / LAUNCHED, json.dumps(record, indent=2) + "\n")
         if detach:
             typer.echo(

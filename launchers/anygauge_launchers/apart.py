@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import re
+import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +16,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 
 from anygauge.interface import AnygaugeError, Job, Plan, PlannedFile, RunFileError
 from anygauge.interface.files import write_text
+from anygauge_launchers.clients import NoAnswerError, ask
 from anygauge_launchers.options import Options
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -70,7 +73,7 @@ def moved(job: Job, folder: str) -> Job:
         run_directory=folder,
         run_file=f"{folder}/run.yaml",
         # On a disk of the machine's own: network storage may lack the locks that this takes.
-        rendezvous=f"file:///tmp/anygauge-{_mark(job) or 'rendezvous'}",
+        rendezvous=f"file:///tmp/anygauge-{mark_of(job) or 'rendezvous'}",
         working_directory="",
         resume=True,
     )
@@ -83,7 +86,7 @@ def short_name(job: Job, limit: int, *, marked: bool = False) -> str:
         limit: most characters.
         marked: with an end that differs from submission to submission.
     """
-    mark = f"-{_mark(job)}" if marked and _mark(job) else ""
+    mark = f"-{mark_of(job)}" if marked and mark_of(job) else ""
     text = re.sub(r"[^a-z0-9]+", "-", Path(job.run_directory).name.lower()).strip("-")
     if not text[:1].isalpha():
         text = f"run-{text}"
@@ -105,6 +108,21 @@ def filled_in(plan: Plan) -> None:
             raise AnygaugeError(f"{file.path} cannot be written: {error}") from error
 
 
+def submitted(argv: Sequence[str], name: str) -> subprocess.CompletedProcess[str]:
+    """Run the command that hands a job over.
+
+    Raises:
+        AnygaugeError: the client is missing.
+        NoAnswerError: it did not answer, and the service may have the job all the same.
+    """
+    try:
+        return ask(argv)
+    except NoAnswerError as error:
+        raise NoAnswerError(
+            f"{error}. The job may have been taken all the same, as {name}"
+        ) from error
+
+
 def variables_file(folder: Path) -> PlannedFile:
     """The file of variables, still without any."""
     return PlannedFile(path=str(folder / VARIABLES), text="{}", mode=0o600)
@@ -113,5 +131,6 @@ def variables_file(folder: Path) -> PlannedFile:
 VARIABLES = "variables.json"
 
 
-def _mark(job: Job) -> str:
+def mark_of(job: Job) -> str:
+    """What tells this submission from others; empty for a plan that is only written."""
     return hashlib.sha256(job.token.encode()).hexdigest()[:8] if job.token else ""

@@ -5,7 +5,9 @@ The command that Azure hands to a shell holds plain words alone: the job is in a
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,11 +23,15 @@ from anygauge.interface import (
     PlannedProcess,
     UnsupportedError,
 )
-from anygauge_launchers.apart import filled_in, moved, variables_file
+from anygauge_launchers.apart import filled_in, moved, short_name, submitted, variables_file
 from anygauge_launchers.azureml_options import RUNS, AzuremlOptions
 from anygauge_launchers.clients import ask, last_line
 from anygauge_launchers.options import read_options
 from anygauge_launchers.service_job import Seen, ServiceJob
+
+_NAME_LIMIT = 64
+_POLLING = "AZUREML_RUN_POLLING_INTERVAL_MAX"
+"""Seconds between two looks of Azure's client at a log; 60 without it."""
 
 JOB_YAML, CODE = "job.yaml", "code"
 SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
@@ -44,12 +50,13 @@ class Azureml:
         own.check(job)
         here = Path(job.run_directory)
         there = moved(job, RUNS)
-        described = _described(there, own, here.name)
+        name = short_name(job, _NAME_LIMIT, marked=True)
+        described = _described(there, own, here.name, name)
         create = (
             *("az", "ml", "job", "create", "--file", str(here / JOB_YAML), *own.scope),
             *("--query", "name", "--output", "tsv"),
         )
-        service = AzureService(name="{id}", scope=own.scope)
+        service = AzureService(name=name, scope=own.scope)
         given = json.dumps({"secrets": own.secrets})
         return Plan(
             files=(
@@ -80,7 +87,7 @@ class Azureml:
         filled_in(plan)
         job_yaml = Path(plan.files[-1].path)
         argv = plan.processes[0].argv
-        done = ask(argv)
+        done = submitted(argv, yaml.safe_load(job_yaml.read_text())["name"])
         name = done.stdout.strip()
         if done.returncode or not name:
             raise AnygaugeError(
@@ -102,7 +109,7 @@ class Azureml:
         return ServiceJob(service, run_directory)
 
 
-def _described(job: Job, own: AzuremlOptions, run: str) -> dict[str, Any]:
+def _described(job: Job, own: AzuremlOptions, run: str, name: str) -> dict[str, Any]:
     links = [f'--link {one.at}="${{{{inputs.{name}}}}}"' for name, one in own.inputs.items()]
     command = " ".join(
         (
@@ -121,6 +128,7 @@ def _described(job: Job, own: AzuremlOptions, run: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "$schema": SCHEMA,
         "type": "command",
+        "name": name,
         "display_name": run,
         **({} if own.experiment is None else {"experiment_name": own.experiment}),
         "code": f"./{CODE}",
@@ -173,6 +181,7 @@ class AzureService:
 
     name: str
     scope: tuple[str, ...]
+    settling_s = 15.0
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -192,7 +201,7 @@ class AzureService:
         """See `Service.look`."""
         done = ask(self.az("show", "--query", "status", "--output", "tsv"))
         if done.returncode:
-            if "ResourceNotFound" in done.stderr or "was not found" in done.stderr:
+            if re.search(r"ResourceNotFound|\(UserError\).* not found", done.stderr):
                 return Seen(phase="gone", text=f"{self.shown} is gone")
             return Seen(phase="silent", text=f"Azure does not answer: {last_line(done.stderr)}")
         state = done.stdout.strip()
@@ -207,7 +216,15 @@ class AzureService:
 
     def log_command(self) -> tuple[str, ...] | None:
         """See `Service.log_command`: the client streams the first machine's output."""
-        return self.az("stream")
+        return ("env", f"{_POLLING}=5", *self.az("stream"))
+
+    def whole_log(self, folder: Path) -> bytes:
+        """See `Service.whole_log`: of an ended job the client streams nothing."""
+        target = folder / "azure"
+        with contextlib.suppress(AnygaugeError):
+            ask(self.az("download", "--download-path", str(target)))
+        logs = sorted(target.rglob("user_logs/std_log*.txt"))
+        return logs[0].read_bytes() if logs else b""
 
     def stop(self, *, firmly: bool) -> None:
         """See `Service.stop`; whether ranks are asked before they are killed, Azure decides."""

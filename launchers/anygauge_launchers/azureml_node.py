@@ -10,11 +10,19 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from anygauge.interface import AnygaugeError, Job
+
+
+def ended(text: str, node_rank: str) -> str:
+    """What an agent would say of a job that cannot begin."""
+    record = {"event": "ended", "time": time.time(), "state": "failed", "exit_status": 1}
+    rank = int(node_rank) if node_rank.isdecimal() else -1
+    return json.dumps({**record, "cause": text, "node_rank": rank})
 
 
 def link(text: str) -> None:
@@ -103,7 +111,7 @@ def main() -> int:
     try:
         command, variables = prepared(sys.argv[1:])
     except AnygaugeError as error:
-        print(error, file=sys.stderr)
+        print(ended(str(error), os.environ.get("NODE_RANK", "0")), flush=True)
         return 1
     os.environ.update(variables)
     os.execv(command[0], command)

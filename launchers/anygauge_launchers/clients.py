@@ -7,25 +7,34 @@ from collections.abc import Sequence
 
 from anygauge.interface import AnygaugeError
 
-_LIMIT_S = 120
+LIMIT_S = 120.0
 
 
-def ask(argv: Sequence[str], *, given: str | None = None) -> subprocess.CompletedProcess[str]:
+class NoAnswerError(AnygaugeError):
+    """A client that did not answer in time: what it was told may have been done or not."""
+
+
+def ask(
+    argv: Sequence[str], *, given: str | None = None, limit_s: float = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
     """Run a client's command and return what it printed, whatever its exit status.
 
     Args:
         given: its standard input.
 
     Raises:
-        AnygaugeError: it is not installed, or does not answer.
+        AnygaugeError: it is not installed.
+        NoAnswerError: it does not answer in time.
     """
     try:
         return subprocess.run(
             argv,
             capture_output=True,
             text=True,
-            timeout=_LIMIT_S,
+            timeout=limit_s,
             check=False,
+            # Ctrl-C is for this process: it must not break off what is being asked.
+            start_new_session=True,
             **({"stdin": subprocess.DEVNULL} if given is None else {"input": given}),
         )
     except FileNotFoundError as error:
@@ -33,7 +42,7 @@ def ask(argv: Sequence[str], *, given: str | None = None) -> subprocess.Complete
             f"{argv[0]} is not installed here: submit from a machine that has it"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise AnygaugeError(f"{argv[0]} did not answer within {error.timeout:g} s") from error
+        raise NoAnswerError(f"{argv[0]} did not answer within {error.timeout:g} s") from error
 
 
 def last_line(text: str) -> str:

@@ -36,7 +36,7 @@ class Kubernetes:
         own.check(job)
         here = Path(job.run_directory)
         there = moved(job, f"{own.storage.path}/{here.name}")
-        name = own.name or short_name(job, own.kind_limit)
+        name = own.name or short_name(job, own.kind_limit, marked=True)
         manifest = manifest_of(there, own, name)
         service = KubernetesService(
             kind=own.kind, name=name, namespace=own.namespace, context=own.context

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from anygauge.interface import Job
+from anygauge_launchers.apart import mark_of
 from anygauge_launchers.kubernetes_options import JOB, SECRETS, SHM, Claim, KubernetesOptions
 
 Object = dict[str, Any]
@@ -17,14 +18,21 @@ Object = dict[str, Any]
 MANAGER = "anygauge.io/launcher"
 """Who makes a TrainJob's patches."""
 
+MARK = "anygauge.io/submission"
+"""Label by which a submission finds what it has made."""
+
 
 def manifest_of(job: Job, own: KubernetesOptions, name: str) -> Object:
     """The object that kubectl creates."""
     make = {"JobSet": _jobset, "TrainJob": _trainjob, "PyTorchJob": _pytorchjob, "MPIJob": _mpijob}
     api, spec = make[own.kind](job, own, name)
     metadata: Object = {"name": name, "namespace": own.namespace}
-    if own.queue is not None:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": own.queue}
+    labels = {
+        **({MARK: mark_of(job)} if mark_of(job) else {}),
+        **({} if own.queue is None else {"kueue.x-k8s.io/queue-name": own.queue}),
+    }
+    if labels:
+        metadata["labels"] = labels
     return {"apiVersion": api, "kind": own.kind, "metadata": metadata, "spec": spec}
 
 
@@ -117,12 +125,20 @@ def _pod(job: Job, own: KubernetesOptions, name: str, container: Object, **more:
     return {
         **more,
         **_placement(own),
-        **({} if own.priority_class is None else {"priorityClassName": own.priority_class}),
+        **_priority(own),
         **({"hostIPC": True} if own.host_ipc else {}),
         "terminationGracePeriodSeconds": _grace_s(job, own),
         "containers": [container],
         "volumes": _volumes(own, name),
     }
+
+
+def _kept_s(own: KubernetesOptions) -> int:
+    return 7 * 86400 if own.keep_s is None else own.keep_s
+
+
+def _priority(own: KubernetesOptions) -> Object:
+    return {} if own.priority_class is None else {"priorityClassName": own.priority_class}
 
 
 def _grace_s(job: Job, own: KubernetesOptions) -> int:
@@ -143,16 +159,35 @@ def _capabilities(job: Job) -> list[str]:
     ]
 
 
+# A rank failed, or the run file is wrong. A machine that was lost, a request to end and a kill have
+# other exit statuses.
+_FINAL: Object = {
+    "rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2]}}]
+}
+
+
 def _jobset(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
     command = _agent(job, own, "$JOB_COMPLETION_INDEX", f"{name}-node-0-0.{name}")
     pod = _pod(job, own, name, _container(job, own, "node", command), restartPolicy="Never")
     work = {
         **{"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed"},
-        **{"backoffLimit": 0, **_limit(own), "template": {"spec": pod}},
+        **{"backoffLimit": 0, **_limit(own), "podFailurePolicy": _FINAL},
+        "template": {"spec": pod},
     }
     return "jobset.x-k8s.io/v1alpha2", {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": own.restarts},
+        "failurePolicy": {
+            "maxRestarts": own.restarts,
+            # The end of the time is one, and what another attempt would meet again.
+            "rules": [
+                {
+                    "name": "final",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["DeadlineExceeded", "PodFailurePolicy"],
+                }
+            ],
+        },
+        "ttlSecondsAfterFinished": _kept_s(own),
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": work}}],
     }
 
@@ -202,15 +237,17 @@ def _pytorchjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Objec
     pod = _pod(job, own, name, _container(job, own, "pytorch", command))
 
     def replicas(count: int) -> Object:
-        policy = "OnFailure" if own.restarts else "Never"
-        return {"replicas": count, "restartPolicy": policy, "template": {"spec": pod}}
+        return {"replicas": count, "restartPolicy": "Never", "template": {"spec": pod}}
 
     specs = {"Master": replicas(1)}
     if job.nodes > 1:
         specs["Worker"] = replicas(job.nodes - 1)
     return "kubeflow.org/v1", {
         "nprocPerNode": str(job.devices_per_node),
-        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": own.restarts, **_limit(own)},
+        "runPolicy": {
+            **{"cleanPodPolicy": "Running", "backoffLimit": 0, **_limit(own)},
+            "ttlSecondsAfterFinished": _kept_s(own),
+        },
         "pytorchReplicaSpecs": specs,
     }
 
@@ -229,9 +266,17 @@ def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
     # Without a command it is the operator's: sshd.
     worker = _container(job, own, "worker", [])
     del worker["command"]
+    worker["readinessProbe"] = {"tcpSocket": {"port": 22}}
+    # sshd, which is told to end first, would take the agent along.
+    end = [own.python, "-m", "anygauge_launchers.mpi_pod", "end"]
+    worker["lifecycle"] = {"preStop": {"exec": {"command": end}}}
     return "kubeflow.org/v2beta1", {
         "slotsPerWorker": 1,  # of mpirun, which starts one agent on each
-        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": own.restarts, **_limit(own)},
+        "launcherCreationPolicy": "WaitForWorkersReady",
+        "runPolicy": {
+            **{"cleanPodPolicy": "Running", "backoffLimit": own.restarts, **_limit(own)},
+            "ttlSecondsAfterFinished": _kept_s(own),
+        },
         "mpiReplicaSpecs": {
             "Launcher": {
                 "replicas": 1,
@@ -239,6 +284,7 @@ def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
                 "template": {
                     "spec": {
                         **_placement(own),
+                        **_priority(own),
                         "terminationGracePeriodSeconds": _grace_s(job, own),
                         "containers": [launcher],
                     }

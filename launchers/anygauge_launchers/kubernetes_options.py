@@ -90,7 +90,9 @@ class KubernetesOptions(ApartOptions):
             devices; the backend's own by default.
         device_resource: instead of the backend's, such as a slice of a card.
         shm: memory for /dev/shm; loaders and collectives of one machine need it.
-        restarts: how often the cluster starts all pods again, from the newest checkpoint.
+        restarts: how often the cluster starts all pods again, from the newest checkpoint, after
+            it lost or pre-empted one.
+        keep_s: seconds after which an ended job is removed; a week by default.
         time_limit_s: seconds after which the cluster ends the job.
         runtime: of TrainJob.
         queue: of Kueue (label kueue.x-k8s.io/queue-name).
@@ -116,6 +118,7 @@ class KubernetesOptions(ApartOptions):
     priority_class: Dotted | None = None
     restarts: Annotated[int, Field(ge=0, le=100)] = 0
     time_limit_s: Annotated[int, Field(ge=1)] | None = None
+    keep_s: Annotated[int, Field(ge=0)] | None = None
     runtime: Dotted | None = None
     queue: Label | None = None
 
@@ -143,9 +146,14 @@ class KubernetesOptions(ApartOptions):
         huge = [key for key in self.resources if key.startswith("hugepages-")]
         if huge and not {"memory", "cpu"} & self.resources.keys():
             raise ValueError(f"resources.{huge[0]}: Kubernetes wants memory or cpu beside it")
+        if self.kind == "PyTorchJob" and self.restarts:
+            raise ValueError(
+                "restarts: a PyTorchJob starts single containers again; use kind JobSet, or "
+                "launch.max_restarts for ranks"
+            )
         if self.kind == "TrainJob":
-            for field in ("restarts", "host_ipc"):
-                if getattr(self, field):
+            for field in ("restarts", "host_ipc", "priority_class", "image_pull_policy", "keep_s"):
+                if getattr(self, field) not in (0, False, None):
                     raise ValueError(f"{field}: a TrainJob has it from its runtime alone")
         elif self.runtime is not None:
             raise ValueError(f"runtime: belongs to kind TrainJob, and kind is {self.kind}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from anygauge.interface import AnygaugeError, Plan, UnsupportedError
 from anygauge_launchers.apart import filled_in
 from anygauge_launchers.clients import ask, last_line
-from anygauge_launchers.kubernetes_kinds import secret_of
+from anygauge_launchers.kubernetes_kinds import MARK, secret_of
 from anygauge_launchers.service_job import Seen, ServiceJob
 
 _HEADS = {
@@ -21,6 +24,13 @@ _HEADS = {
     "PyTorchJob": "training.kubeflow.org/job-name={},training.kubeflow.org/replica-type=master",
     "MPIJob": "training.kubeflow.org/job-name={},training.kubeflow.org/job-role=launcher",
 }
+_ALL = {
+    "JobSet": "jobset.sigs.k8s.io/jobset-name={}",
+    "TrainJob": "jobset.sigs.k8s.io/jobset-name={}",
+    "PyTorchJob": "training.kubeflow.org/job-name={}",
+    "MPIJob": "training.kubeflow.org/job-name={}",
+}
+_NOT_FOUND = "(NotFound)"
 _DONE = ("Succeeded", "Complete", "Completed")
 
 
@@ -32,6 +42,7 @@ class KubernetesService:
     name: str
     namespace: str
     context: str | None = None
+    settling_s = 15.0
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> KubernetesService:
@@ -106,16 +117,23 @@ class KubernetesService:
 
     def stop(self, *, firmly: bool) -> None:
         """See `Service.stop`; the pods' grace is long enough for a checkpoint."""
-        now = ("--grace-period=0", "--force") if firmly else ()
         done = ask(
             self.kubectl(
                 *("delete", self.kind.lower(), self.name, "--ignore-not-found"),
                 # In the foreground: the object is there until its pods have ended.
-                *("--cascade=foreground", "--wait=false", *now),
+                *("--cascade=foreground", "--wait=false"),
             )
         )
+        if done.returncode == 0 and firmly:
+            # The object's own grace is not that of its pods.
+            pods = ("-l", _ALL[self.kind].format(self.name), "--grace-period=0", "--force")
+            done = ask(self.kubectl("delete", "pods", *pods, "--wait=false"))
         if done.returncode:
             raise AnygaugeError(f"kubectl cannot end {self.shown}: {last_line(done.stderr)}")
+
+    def whole_log(self, folder: Path) -> bytes:
+        """See `Service.whole_log`: what is there was followed."""
+        return b""
 
     def _head_pod(self) -> dict[str, Any] | None:
         found = self._get("pods", "-l", self.head)
@@ -124,62 +142,71 @@ class KubernetesService:
         return max(made, key=lambda one: one[0])[1] if made else None
 
     def _get(self, *words: str) -> dict[str, Any] | Seen:
-        done = ask(self.kubectl("get", *words, "-o", "json"))
+        done = ask(self.kubectl("get", *words, "-o", "json", "--request-timeout=20s"))
         if done.returncode == 0:
             try:
                 return dict(json.loads(done.stdout))
             except ValueError:
                 return Seen(phase="silent", text="kubectl printed no JSON")
-        if "NotFound" in done.stderr or "not found" in done.stderr:
+        if _NOT_FOUND in done.stderr:
             return Seen(phase="gone", text=f"{self.shown} is gone")
         return Seen(phase="silent", text=f"the cluster does not answer: {last_line(done.stderr)}")
 
 
 def submit(plan: Plan) -> ServiceJob:
-    """Create the object, and the Secret that goes with it.
+    """Create the Secret and the object, and have the object own the Secret.
 
     Raises:
-        AnygaugeError: kubectl is missing or refuses, or a file cannot be written.
+        AnygaugeError: kubectl is missing or refuses, or a file cannot be written. Nothing is left
+            in the cluster.
     """
     filled_in(plan)
     job_file, variables, manifest = (Path(file.path) for file in plan.files)
     command = plan.processes[0].argv
-    done = ask(command)
-    try:
-        made = json.loads(done.stdout) if done.returncode == 0 else None
-        service = None if made is None else _service(made, command)
-    except (ValueError, KeyError):
-        made = service = None
-    if made is None or service is None:
-        raise AnygaugeError(
-            f"kubectl refused the job: {last_line(done.stderr) or last_line(done.stdout)}\n"
-            f"it was given {manifest}"
-        )
-    metadata = made["metadata"]
+    wanted = yaml.safe_load(manifest.read_text())
+    service = _service(wanted, command)
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {
             "name": service.secret,
             "namespace": service.namespace,
-            # It goes when the job does.
-            "ownerReferences": [
-                {
-                    **{"apiVersion": made["apiVersion"], "kind": made["kind"]},
-                    **{"name": metadata["name"], "uid": metadata["uid"]},
-                }
-            ],
+            "labels": wanted["metadata"]["labels"],
         },
         "stringData": {file.name: file.read_text() for file in (job_file, variables)},
     }
-    done = ask(service.kubectl("create", "-f", "-"), given=json.dumps(secret))
-    if done.returncode:
-        service.stop(firmly=True)
-        raise AnygaugeError(
-            f"kubectl refused the job's Secret: {last_line(done.stderr)}; {service.shown} was "
-            "removed again"
-        )
+    try:
+        _carry_out(service.kubectl("create", "-f", "-"), "the job's Secret", json.dumps(secret))
+        made = json.loads(_carry_out(command, f"the job ({manifest})"))
+        owner = {
+            **{"apiVersion": made["apiVersion"], "kind": made["kind"]},
+            **{"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]},
+        }
+        # It goes when the job does.
+        patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+        _carry_out(service.kubectl("patch", "secret", service.secret, "-p", patch), "its owner")
+    except BaseException as error:
+        # An answer that never came may have been a yes.
+        _remove(service, wanted["metadata"]["labels"][MARK])
+        if isinstance(error, (ValueError, KeyError, TypeError)):
+            raise AnygaugeError(f"kubectl printed no {service.kind}: {error!r}") from error
+        raise
     return ServiceJob(service, job_file.parent)
+
+
+def _carry_out(command: Sequence[str], what: str, given: str | None = None) -> str:
+    done = ask(command, given=given)
+    if done.returncode:
+        said = last_line(done.stderr) or last_line(done.stdout)
+        raise AnygaugeError(f"kubectl refused {what}: {said}")
+    return done.stdout
+
+
+def _remove(service: KubernetesService, mark: str) -> None:
+    """Take back what a submission that failed may have made: what bears its mark, and no other."""
+    with contextlib.suppress(AnygaugeError):
+        kinds = f"{service.kind.lower()},secret"
+        ask(service.kubectl("delete", kinds, "-l", f"{MARK}={mark}", "--wait=false"), limit_s=30)
 
 
 def _service(made: Mapping[str, Any], command: Sequence[str]) -> KubernetesService:

@@ -1,18 +1,22 @@
 """``python -m anygauge_launchers.mpi_pod NODES COMMAND ...``: mpirun in an MPIJob's launcher.
 
 Starts the command once on each worker, tells it where the first one is, and turns the cluster's
-request to end into the signal that mpirun passes on.
+request to end into the signal that mpirun passes on. ``... mpi_pod end``, in a worker that is about
+to end: asks its agent to end, and waits until it has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
+AGENT = b"anygauge.agent"
 HOSTFILE = "OMPI_MCA_orte_default_hostfile"
 """Set by the operator in the launcher."""
 
@@ -30,8 +34,31 @@ def head_of(hostfile: Path) -> str:
     raise ValueError(f"{hostfile} names no host")
 
 
+def agents() -> list[int]:
+    """Processes of this container that are agents."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and AGENT in (entry / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def end_agents() -> None:
+    """Ask the agents for a checkpoint and their end, once, and wait as long as they take."""
+    for pid in agents():
+        with contextlib.suppress(ProcessLookupError):
+            # The launcher asks, too; a repeated SIGTERM would mean to hurry.
+            os.kill(pid, signal.SIGUSR1)
+    while agents():
+        time.sleep(0.2)
+
+
 def main(argv: list[str]) -> int:
     """Run mpirun to its end; returns its exit status."""
+    if argv == ["end"]:
+        end_agents()
+        return 0
     path = os.environ.get(HOSTFILE)
     if path is None:
         print(f"{HOSTFILE} is not set: this is not the launcher of an MPIJob", file=sys.stderr)
@@ -57,7 +84,10 @@ def main(argv: list[str]) -> int:
         process = subprocess.Popen(
             (
                 *("mpirun", "--allow-run-as-root", "-np", nodes, "--map-by", "ppr:1:node"),
-                *("--bind-to", "none", "-x", "ANYGAUGE_HEAD", *command),
+                # sshd on the workers has none of the image's variables.
+                *("--bind-to", "none", "-x", "ANYGAUGE_HEAD", "-x", "PATH"),
+                *(("-x", "LD_LIBRARY_PATH") if "LD_LIBRARY_PATH" in os.environ else ()),
+                *command,
             ),
             env={**os.environ, "ANYGAUGE_HEAD": head},
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.interface.files import write_text
-from anygauge_launchers.apart import moved, short_name
+from anygauge_launchers.apart import moved, short_name, submitted
 from anygauge_launchers.clients import ask, last_line
 from anygauge_launchers.options import read_options
 from anygauge_launchers.sagemaker_node import CHANNELS, PIECE, RUNS, packed
@@ -103,7 +104,7 @@ class Sagemaker:
             write_text(file.path, json.dumps(request, indent=2) + "\n", file.mode)
         except OSError as error:
             raise AnygaugeError(f"cannot write {file.path}: {error}") from error
-        done = ask(plan.processes[0].argv)
+        done = submitted(plan.processes[0].argv, request["TrainingJobName"])
         if done.returncode:
             raise AnygaugeError(
                 f"SageMaker refused the job: {last_line(done.stderr)}\nit was given {file.path}"
@@ -136,6 +137,7 @@ class SagemakerService:
     name: str
     region: str | None = None
     profile: str | None = None
+    settling_s = 30.0
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -170,7 +172,7 @@ class SagemakerService:
         """See `Service.look`."""
         done = ask(self.aws(*self.describe, "--output", "json"))
         if done.returncode:
-            if any(word in done.stderr.lower() for word in ("not found", "could not find")):
+            if re.search(r"ValidationException.*(not found|Could not find)", done.stderr, re.S):
                 return Seen(phase="gone", text=f"{self.shown} is gone")
             return Seen(phase="silent", text=f"AWS does not answer: {last_line(done.stderr)}")
         try:
@@ -199,10 +201,15 @@ class SagemakerService:
         )
         return (sys.executable, "-m", "anygauge_launchers.cloudwatch", *command)
 
+    def whole_log(self, folder: Path) -> bytes:
+        """See `Service.whole_log`: what is there was followed."""
+        return b""
+
     def stop(self, *, firmly: bool) -> None:
         """See `Service.stop`: SageMaker sends SIGTERM, and SIGKILL 120 s later, in any case."""
         done = ask(self.aws(*self.end))
-        if done.returncode:
+        # One that has just ended cannot be stopped, and need not.
+        if done.returncode and "in status" not in done.stderr:
             raise AnygaugeError(f"SageMaker cannot end {self.shown}: {last_line(done.stderr)}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def main() -> int:
     try:
         command, variables = prepared(sys.argv[1:])
     except (AnygaugeError, OSError) as error:
-        print(error, file=sys.stderr)
+        record = {"event": "ended", "time": time.time(), "state": "failed", "exit_status": 1}
+        print(json.dumps({**record, "cause": str(error)}), flush=True)
         write_text(FAILURE, str(error)[:_TOLD_SIZE])
         return 1
     os.environ.update(variables)

@@ -153,6 +153,11 @@ class SagemakerOptions(ApartOptions):
                 "launch.options.image: SageMaker takes images from Amazon ECR alone: name one with "
                 f"anygauge in it{from_}"
             )
+        if job.max_restarts and job.nodes > 1:
+            raise RunFileError(
+                "launch.max_restarts: on several machines of SageMaker, checkpoints reach the "
+                "others only when the job is started again: use launch.options.restarts or spot"
+            )
         if job.profile.fabric not in (None, *FABRICS):
             raise RunFileError(
                 f"launch.fabric: {job.profile.fabric}: machines of SageMaker have "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,13 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from anygauge.interface import LOST, AnygaugeError
+from anygauge.interface.processes import parent_environment
 
 Event = Mapping[str, Any]
 
 ASK_S = 3.0
 """How often the service is asked."""
 _GLANCE_S = 0.2
-_SETTLING_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +39,17 @@ class Seen:
     text: str
 
 
+_Answer = tuple[Seen, tuple[str, ...] | None]
+
+
 class Service(Protocol):
-    """One job in the hands of a cluster's service."""
+    """One job in the hands of a cluster's service.
+
+    Attributes:
+        settling_s: seconds that the head's last words may take after the service knows of the end.
+    """
+
+    settling_s: float
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -49,6 +60,13 @@ class Service(Protocol):
 
     def log_command(self) -> tuple[str, ...] | None:
         """What prints the head's output and follows it; None while there is none."""
+
+    def whole_log(self, folder: Path) -> bytes:
+        """The head's output, once the job has ended; empty where the follower has all of it.
+
+        Args:
+            folder: of the run, on this machine.
+        """
 
     def stop(self, *, firmly: bool) -> None:
         """Ask for its end; firmly: without time for a checkpoint."""
@@ -62,10 +80,14 @@ class ServiceJob:
 
     def __init__(self, service: Service, folder: Path) -> None:
         self._service = service
+        self._folder = folder
         self._log = folder / "logs" / "head.log"
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader: subprocess.Popen[bytes] | None = None
+        self._answers: queue.SimpleQueue[_Answer | AnygaugeError] = queue.SimpleQueue()
         self._known: set[int] = set()
+        self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._began = False
         self._cancellations = 0
         self._status = 1
 
@@ -75,9 +97,14 @@ class ServiceJob:
         return self._service.record
 
     def events(self) -> Iterator[Event]:
-        """What the head reports and how the job fares, until it is over."""
-        said, asked, ended, over_at = "", float("-inf"), None, None
+        """What the head reports and how the job fares, until it is over.
+
+        Raises:
+            AnygaugeError: the service's client is not installed.
+        """
+        said, ended, over_at, fetched = "", None, None, False
         seen = Seen(phase="waiting", text="")
+        ask_at: float | None = time.monotonic()
         try:
             while True:
                 for event in self._new():
@@ -89,28 +116,35 @@ class ServiceJob:
                         # The service has started all over again: that was not the last word.
                         ended = None if event["event"] == "started" else ended
                         yield event
+                while not self._warnings.empty():
+                    yield _message(self._warnings.get(), "warning")
                 now = time.monotonic()
-                if now - asked >= ASK_S:
-                    asked, seen = now, self._service.look()
+                if ask_at is not None and now >= ask_at:
+                    ask_at = None
+                    threading.Thread(target=self._look, daemon=True).start()
+                elif not self._answers.empty():
+                    seen, ask_at = self._answered(self._answers.get()), now + ASK_S
                     if seen.text != said:
                         said = seen.text
-                        yield {"event": "message", "time": time.time(), "text": said,
-                               "level": "info"}  # fmt: skip
-                    if self._reader is None and seen.phase != "silent":
-                        self._read(self._service.log_command())
+                        yield _message(said)
                 if seen.phase in ("waiting", "running", "silent"):
-                    over_at = None
+                    over_at, fetched = None, False
                 else:
                     over_at = over_at or now
-                    # What was said last may still be on its way through the service.
-                    if ended is not None or now - over_at > self._patience():
+                    if ended is None and not fetched and now - over_at > self._service.settling_s:
+                        fetched = True
+                        for line in self._service.whole_log(self._folder).splitlines(True):
+                            self._lines.put(line)
+                    elif ended is not None or fetched:
                         final = self._final(seen, ended)
                         self._status = int(str(final["exit_status"]))
                         yield final
                         return
                 time.sleep(_GLANCE_S)
         finally:
-            self._let_go()
+            if self._reader is not None:
+                self._reader.kill()
+                self._reader.wait()
 
     def status(self) -> str:
         """What the service says of it."""
@@ -119,27 +153,52 @@ class ServiceJob:
     def cancel(self) -> None:
         """Ask the ranks to write a checkpoint and end; a second time, end the job."""
         self._cancellations += 1
-        self._service.stop(firmly=self._cancellations > 1)
+        try:
+            self._service.stop(firmly=self._cancellations > 1)
+        except AnygaugeError as error:
+            if not self._began:  # nobody follows: whoever asked must know
+                raise
+            self._warnings.put(str(error))
 
     def wait(self) -> int:
         """Exit status of the job, once its events have ended."""
         return self._status
 
-    def _patience(self) -> float:
-        return _SETTLING_S if self._known or self._reader is not None else ASK_S
+    def _look(self) -> None:
+        """Ask how the job fares, and how its log is read where nobody reads it."""
+        try:
+            seen, command = self._service.look(), None
+            if self._reader is None and seen.phase != "silent":
+                command = self._service.log_command()
+            self._answers.put((seen, command))
+        except AnygaugeError as error:
+            self._answers.put(error)
 
-    def _read(self, command: tuple[str, ...] | None) -> None:
-        if command is None:
-            return
+    def _answered(self, answer: _Answer | AnygaugeError) -> Seen:
+        if not isinstance(answer, AnygaugeError):
+            self._began = True
+            seen, command = answer
+            if command is not None and self._reader is None:
+                self._read(command)
+            return seen
+        if not self._began and "is not installed" in str(answer):
+            raise answer
+        return Seen(phase="silent", text=str(answer))
+
+    def _read(self, command: tuple[str, ...]) -> None:
+        """Start reading; from the thread that follows, since for the kernel that is the parent."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            try:
-                self._reader = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
-                )
-            except FileNotFoundError as error:
-                raise AnygaugeError(f"{command[0]} is not installed here") from error
-        threading.Thread(target=self._pump, args=(self._reader,), daemon=True).start()
+            self._reader = reader = subprocess.Popen(
+                # It ends with this process, however that ends.
+                (sys.executable, "-m", "anygauge_launchers.tied", *command),
+                env={**os.environ, **parent_environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._pump, args=(reader,), daemon=True).start()
 
     def _pump(self, reader: subprocess.Popen[bytes]) -> None:
         assert reader.stdout is not None
@@ -165,11 +224,6 @@ class ServiceJob:
                     with self._log.open("ab") as log:
                         log.write(line)
 
-    def _let_go(self) -> None:
-        if self._reader is not None:
-            self._reader.kill()
-            self._reader.wait()
-
     def _final(self, seen: Seen, ended: Event | None) -> Event:
         if ended is not None and not (ended.get("state") == "ok" and seen.phase == "failed"):
             return ended
@@ -177,9 +231,15 @@ class ServiceJob:
             state, status = "cancelled", 143
         elif seen.phase == "done":
             state, status = "ok", 0
+        elif seen.phase == "failed":
+            state, status = "failed", 1
         else:
-            state, status = ("lost", LOST) if self._known else ("failed", 1)
+            state, status = "lost", LOST
         return {"event": "ended", "state": state, "exit_status": status, "cause": seen.text}
+
+
+def _message(text: str, level: str = "info") -> Event:
+    return {"event": "message", "time": time.time(), "text": text, "level": level}
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.agent.delivery import OWNER, put_in_place, read_secrets
+from anygauge.agent.delivery import OWNER, bring_run_file, claim, read_secrets
 from anygauge.interface import AnygaugeError, Job
 
 
@@ -21,37 +21,49 @@ def job(folder: Path, **fields: Any) -> Job:
     )  # fmt: skip
 
 
-def test_every_machine_gets_the_run_file_and_the_head_the_claim(tmp_path: Path) -> None:
-    put_in_place(job(tmp_path), 1)
+def test_the_head_claims_and_every_machine_has_the_run_file(tmp_path: Path) -> None:
+    claim(job(tmp_path), 1)
+    assert list((tmp_path / "run").iterdir()) == []
+    claim(job(tmp_path), 0)
     assert (tmp_path / "run" / "run.yaml").read_text() == "name: t\n"
-    assert not (tmp_path / "run" / OWNER).exists()
-    put_in_place(job(tmp_path), 0)
-    claim = (tmp_path / "run" / OWNER).read_text()
-    assert len(claim.strip()) == 64 and "one" not in claim
+    mark = (tmp_path / "run" / OWNER).read_text()
+    assert len(mark.strip()) == 64 and "one" not in mark
+    # Where the storage is not shared, the others bring their own.
+    (tmp_path / "run" / "run.yaml").unlink()
+    bring_run_file(job(tmp_path))
+    assert (tmp_path / "run" / "run.yaml").read_text() == "name: t\n"
+
+
+def test_no_machine_writes_over_another_jobs_run_file(tmp_path: Path) -> None:
+    claim(job(tmp_path, run_text="name: other\n"), 0)
+    for node_rank in (0, 1):
+        with pytest.raises(AnygaugeError, match="holds another job's run"):
+            claim(job(tmp_path), node_rank)
+    assert (tmp_path / "run" / "run.yaml").read_text() == "name: other\n"
 
 
 def test_another_attempt_of_the_same_job_goes_on(tmp_path: Path) -> None:
-    put_in_place(job(tmp_path), 0)
+    claim(job(tmp_path), 0)
     (tmp_path / "run" / "metrics.jsonl").touch()
-    put_in_place(job(tmp_path), 0)
+    claim(job(tmp_path), 0)
 
 
 @pytest.mark.parametrize("left", ["claim", "metrics.jsonl", "checkpoints"])
 def test_the_run_of_another_job_is_not_written_over(tmp_path: Path, left: str) -> None:
     if left == "claim":
-        put_in_place(job(tmp_path, token="other"), 0)
+        claim(job(tmp_path, token="other"), 0)
     else:
         (tmp_path / "run" / left).mkdir(parents=True)
     with pytest.raises(AnygaugeError, match="holds another job's run: give this one another"):
-        put_in_place(job(tmp_path), 0)
-    put_in_place(job(tmp_path, takes_over=True), 0)  # --resume auto
-    put_in_place(job(tmp_path), 0)  # it is its own now
+        claim(job(tmp_path), 0)
+    claim(job(tmp_path, takes_over=True), 0)  # --resume auto
+    claim(job(tmp_path), 0)  # it is its own now
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(AnygaugeError, match=r"run cannot be written: .* storage that the job moun"):
-        put_in_place(job(tmp_path), 0)
+        claim(job(tmp_path), 0)
 
 
 def test_secrets_are_read_as_a_cluster_mounts_them(tmp_path: Path) -> None:

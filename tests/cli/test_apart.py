@@ -104,21 +104,24 @@ def test_a_network_that_the_backend_does_not_have_is_refused(tmp_path: Path) -> 
 
 def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path) -> None:
     client = Client("kubectl", tmp_path, sys.executable)
-    client.answer("create", "json", out=MADE)
     client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
     shell = {"PATH": client.path}
     folder = tmp_path / "out" / "tiny"
     done = anygauge(["launch", there(tmp_path), "--detach"], environment=shell)
     assert done.returncode == 0, done.stderr
     assert f"anygauge job follow {folder}" in done.stdout
     logs = anygauge(["job", "logs", folder], environment=shell)
-    assert logs.returncode == 1
-    assert "the job's machines keep them; the first one's: kubectl --namespace" in logs.stderr
+    assert "on the job's own storage (logs/rankN.log); what the first machine pr" in logs.stdout
+    assert "printed: kubectl --namespace default logs -f -l " in logs.stdout
     client.answer("get", "jobset", out={"status": {"conditions": []}})
     pod = {"metadata": {"name": "p"}, "status": {"phase": "Running"}}
     client.answer("get", "pods", out={"items": [pod]})
+    name = json.loads((folder / "launched.json").read_text())["record"]["name"]
+    assert name.startswith("tiny-")
     seen = anygauge(["job", "status", folder], environment=shell)
-    assert seen.stdout == "JobSet default/tiny runs\n"
+    assert seen.stdout == f"JobSet default/{name} runs\n"
     said = events_text(
         {"event": "message", "time": 1.0, "text": "hello from rank 0", "level": "info"},
         {"event": "ended", "time": 2.0, "state": "failed", "exit_status": 1, "cause": "rank 1 ..."},

@@ -173,6 +173,9 @@ def seen_by_ranks(folder: Path) -> list[dict[str, str | None]]:
 class TestKubernetes:
     """Pods, as the controllers of each kind make them."""
 
+    made: str
+    """Name of the object."""
+
     def pods(self, cluster: Cluster, kind: str, name: str, **changes: Any) -> list[dict[str, Any]]:
         """Submit, and mount what pods mount; returns the container of each pod."""
         stuff = cluster.folder / "input"
@@ -191,10 +194,11 @@ class TestKubernetes:
             "metadata": {"name": name, "namespace": "default", "uid": "u"},
         }
         client = Client("kubectl", Path(self._scratch(cluster)), sys.executable)
-        client.answer("create", "json", out=made)
         client.answer("create", "-")
+        client.answer("create", "json", out=made)
+        client.answer("patch", "secret")
         folder = submitted(path, client)
-        given = json.loads(client.asked[-1][1])["stringData"]
+        given = json.loads(client.asked[0][1])["stringData"]
         for place, files in (("job", given), ("secrets", {"MY_TOKEN": "s3cret"})):
             (ROOT / place).mkdir(parents=True)
             for file, text in files.items():
@@ -203,7 +207,8 @@ class TestKubernetes:
         (ROOT / "runs").symlink_to(cluster.folder / "runs")
         (ROOT / "input").symlink_to(stuff)
         manifest = yaml.safe_load((folder / "manifest.yaml").read_text())
-        cluster.named(**{f"{name}-node-0-0.{name}": "node1", f"{name}-master-0": "node1"})
+        self.made = made = manifest["metadata"]["name"]
+        cluster.named(**{f"{made}-node-0-0.{made}": "node1", f"{made}-master-0": "node1"})
         return self._containers(manifest)
 
     def _scratch(self, cluster: Cluster) -> Path:
@@ -226,8 +231,9 @@ class TestKubernetes:
             for _ in range(replica["replicas"])
         ]
 
-    def variables(self, kind: str, name: str, rank: int) -> dict[str, str]:
+    def variables(self, kind: str, rank: int) -> dict[str, str]:
         """What the controller sets, by its sources."""
+        name = self.made
         if kind == "JobSet":
             return {"JOB_COMPLETION_INDEX": str(rank)}
         head = f"{name}-node-0-0.{name}" if kind == "TrainJob" else f"{name}-master-0"
@@ -243,10 +249,10 @@ class TestKubernetes:
         }  # fmt: skip
 
     def start(
-        self, cluster: Cluster, pods: list[dict[str, Any]], name: str, kind: str = "JobSet"
+        self, cluster: Cluster, pods: list[dict[str, Any]], kind: str = "JobSet"
     ) -> list[subprocess.Popen[str]]:
         return [
-            cluster.start(node, pod["command"], self.variables(kind, name, rank))
+            cluster.start(node, pod["command"], self.variables(kind, rank))
             for rank, (node, pod) in enumerate(zip(NODES, pods, strict=True))
         ]
 
@@ -256,7 +262,7 @@ class TestKubernetes:
     ) -> None:
         pods = self.pods(cluster, kind, kind.lower())
         before = {name: cluster.machines.bytes_sent(name) for name in NODES}
-        ends = ends_of(self.start(cluster, pods, kind.lower(), kind))
+        ends = ends_of(self.start(cluster, pods, kind))
         folder = cluster.folder / "runs" / kind.lower()
         assert_trained(ends, folder, here)
         for name, count in before.items():
@@ -282,7 +288,7 @@ class TestKubernetes:
 
     def test_variables_and_secrets_arrive_as_they_are(self, cluster: Cluster) -> None:
         pods = self.pods(cluster, "JobSet", "probe", environment=watched(cluster.folder / "probe"))
-        ends = ends_of(self.start(cluster, pods, "probe"))
+        ends = ends_of(self.start(cluster, pods))
         assert [status for status, _, _ in ends] == [0, 0], ends
         for seen in seen_by_ranks(cluster.folder / "probe"):
             assert seen == {"PASSED": PASSED, "MY_TOKEN": "s3cret"}
@@ -290,7 +296,7 @@ class TestKubernetes:
     def test_pods_that_are_started_again_go_on_from_the_checkpoint(self, cluster: Cluster) -> None:
         pods = self.pods(cluster, "JobSet", "again", train={"steps": 60}, checkpoint={"every": 5})
         folder = cluster.folder / "runs" / "again"
-        first = self.start(cluster, pods, "again")
+        first = self.start(cluster, pods)
         until(lambda: (folder / "checkpoints").exists() and len(losses(folder)) >= 12, "steps")
         for pid in cluster.machines.of_job("node2"):
             with contextlib.suppress(ProcessLookupError):
@@ -298,7 +304,7 @@ class TestKubernetes:
         ends = ends_of(first)
         assert all(status != 0 for status, _, _ in ends), ends
         assert "node 1 (node2) is lost" in LEFT_BY_AGENTS.read_text()
-        ends = ends_of(self.start(cluster, pods, "again"))
+        ends = ends_of(self.start(cluster, pods))
         assert [status for status, _, _ in ends] == [0, 0], ends
         assert "resumed: " in ends[0][1]
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -307,7 +313,7 @@ class TestKubernetes:
     def test_a_request_to_end_leaves_a_checkpoint(self, cluster: Cluster) -> None:
         pods = self.pods(cluster, "JobSet", "asked", train={"steps": 100_000})
         folder = cluster.folder / "runs" / "asked"
-        started = self.start(cluster, pods, "asked")
+        started = self.start(cluster, pods)
         until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2, "steps")
         for node in NODES:  # the kubelet asks the first process of every pod
             for pid, text in cluster.machines.of_job(node).items():
@@ -318,13 +324,40 @@ class TestKubernetes:
         assert list((folder / "checkpoints").glob("step-*")), ends
 
     def test_another_jobs_run_is_not_written_over(self, cluster: Cluster) -> None:
-        (cluster.folder / "runs" / "taken" / "checkpoints").mkdir(parents=True)
+        taken = cluster.folder / "runs" / "taken"
+        taken.mkdir(parents=True)
+        (taken / "job.sha256").write_text("another job's\n")
+        (taken / "run.yaml").write_text("theirs")
         pods = self.pods(cluster, "JobSet", "taken")
-        started = cluster.start("node1", pods[0]["command"], self.variables("JobSet", "taken", 0))
-        ends = ends_of([started])
-        assert ends[0][0] == 1 and "Traceback" not in ends[0][2]
-        said = "/anygauge/runs/taken holds another job's run"
-        assert said in ends[0][1] and said in LEFT_BY_AGENTS.read_text()
+        ends = ends_of(self.start(cluster, pods))
+        for status, out, err in ends:
+            assert status == 1 and "Traceback" not in err
+            assert "/anygauge/runs/taken holds another job's run" in out
+        assert "holds another job's run" in LEFT_BY_AGENTS.read_text()
+        assert (taken / "run.yaml").read_text() == "theirs"
+
+    def test_a_pod_that_waits_for_others_ends_when_it_is_asked(self, cluster: Cluster) -> None:
+        pods = self.pods(cluster, "JobSet", "waits")
+        # The first process of a container: signals that it does not handle do not reach it.
+        inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        head = cluster.start("node1", [*inside, *pods[0]["command"]], self.variables("JobSet", 0))
+        log = cluster.folder / "runs" / "waits" / "logs" / "agent0.log"
+        until(log.exists, "the head")
+
+        def agents() -> list[int]:
+            found = cluster.machines.of_job("node1").items()
+            return [pid for pid, text in found if text.startswith(sys.executable)]
+
+        until(agents, "its process")
+        time.sleep(1)
+        for pid in agents():
+            os.kill(pid, signal.SIGTERM)
+        began = time.monotonic()
+        ((_, out, _),) = ends_of([head])
+        assert time.monotonic() - began < 20
+        ended = [json.loads(line) for line in out.splitlines() if '"ended"' in line]
+        assert ended[-1]["state"] == "cancelled" and ended[-1]["exit_status"] == 143
+        assert "asked to end before all nodes had met" in ended[-1]["cause"]
 
 
 class TestAzure:

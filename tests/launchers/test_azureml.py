@@ -13,11 +13,12 @@ import yaml
 
 from anygauge.interface import AnygaugeError, Plan, RunFileError, UnsupportedError
 from anygauge_launchers import azureml_node, service_job
-from anygauge_launchers.azureml import Azureml
+from anygauge_launchers.azureml import Azureml, AzureService
 from anygauge_launchers.service_job import ServiceJob
 from tests.helpers.machines import assert_pure
 from tests.launchers.apart import Client, events_text, job, merged
 
+NAME = "tiny-run-1-d94772fd"
 STORE = "azureml://datastores/blobs/paths"
 OPTIONS: dict[str, Any] = {
     "workspace": "research",
@@ -79,7 +80,8 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         "/anygauge/run/run.yaml",
     )
     assert plan.folders == ("/anygauge/run", "/data", "/models/llama")
-    assert plan.operations["status"][:6] == ("az", "ml", "job", "show", "--name", "{id}")
+    assert plan.operations["status"][:6] == ("az", "ml", "job", "show", "--name", NAME)
+    assert described(plan)["name"] == NAME
 
 
 @pytest.mark.parametrize(
@@ -199,8 +201,11 @@ def az(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
     monkeypatch.setenv("PATH", client.path)
     monkeypatch.setenv("HF_HOME", "/cache")
     monkeypatch.setattr(service_job, "ASK_S", 0.05)
-    monkeypatch.setattr(service_job, "_SETTLING_S", 0.3)
+    monkeypatch.setattr(AzureService, "settling_s", 0.3)
     return client
+
+
+HEADER = "RunId: calm_river_x1\nWeb View: https://ml.azure.com/runs/calm_river_x1\n"
 
 
 def submitted(client: Client, folder: Path) -> ServiceJob:
@@ -230,7 +235,7 @@ def test_a_job_is_followed_through_the_stream_of_its_first_machine(
     running = submitted(az, tmp_path)
     for state in ("Queued", "Running", "Completed"):
         az.answer("show", out=f"{state}\n")
-    az.answer("stream", out="RunId: calm_river_x1\n=====\n" + events_text(
+    az.answer("stream", out=HEADER + "=====\n" + events_text(
         {"event": "step", "time": 1.0, "step": 1},
         {"event": "ended", "time": 2.0, "state": "ok", "exit_status": 0, "cause": ""},
     ) + "\nExecution Summary\n")  # fmt: skip
@@ -244,9 +249,26 @@ def test_a_job_is_followed_through_the_stream_of_its_first_machine(
 def test_a_job_that_azure_says_failed_is_failed(az: Client, tmp_path: Path) -> None:
     running = submitted(az, tmp_path)
     az.answer("show", out="Failed\n")
-    az.answer("stream", status=1, err="JobException")
+    az.answer("stream", status=1, out=HEADER, err="JobException")
+    az.answer("download", status=1, err="no artifacts")
     final = list(running.events())[-1]
-    assert (final["state"], final["cause"]) == ("failed", "Azure ML job calm_river_x1: Failed")
+    assert (final["state"], final["exit_status"]) == ("failed", 1)
+    assert final["cause"] == "Azure ML job calm_river_x1: Failed"
+
+
+def test_of_a_job_that_has_ended_the_log_is_fetched(
+    az: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = submitted(az, tmp_path)
+    folder = tmp_path / "Tiny_Run.1"
+    az.answer("show", out="Failed\n")
+    az.answer("stream", out=HEADER)
+    az.answer("download", str(folder / "azure"))
+    kept = folder / "azure" / "artifacts" / "user_logs"
+    kept.mkdir(parents=True)
+    ended = {"event": "ended", "time": 2.0, "state": "failed", "exit_status": 1, "cause": "rank 3"}
+    (kept / "std_log_process_00.txt").write_text(events_text(ended))
+    assert list(running.events())[-1]["cause"] == "rank 3"
 
 
 def test_refusals_are_quoted(az: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, UnsupportedError
+from anygauge.interface import LOST, AnygaugeError, Job, Plan, RunFileError, UnsupportedError
 from anygauge_launchers import service_job
 from anygauge_launchers.kubernetes import Kubernetes
+from anygauge_launchers.kubernetes_service import KubernetesService
 from anygauge_launchers.service_job import ServiceJob
 from tests.helpers.machines import assert_pure
 from tests.launchers.apart import Client, events_text, job, merged
@@ -28,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "node_selector": {"pool": "cards"},
     "tolerations": [{"key": "cards", "effect": "NoSchedule"}],
 }
+NAME = "tiny-run-1-d94772fd"
 KINDS = ("JobSet", "TrainJob", "PyTorchJob", "MPIJob")
 
 
@@ -61,7 +63,9 @@ def test_rendering_is_pure_and_the_manifest_holds_no_values(
     assert "the token" not in text and "a 'project'" not in text
     held = [file for file in plan.files if "the token" in file.text]
     assert [(Path(file.path).name, file.mode) for file in held] == [("job.json", 0o600)]
-    assert manifest(plan)["metadata"] == {"name": "tiny-run-1", "namespace": "train"}
+    assert manifest(plan)["metadata"] == {
+        "name": NAME, "namespace": "train", "labels": {"anygauge.io/submission": "d94772fd"},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +83,7 @@ def test_pods_get_devices_memory_storage_and_secrets_by_name(kind: str) -> None:
     # A claim that is mounted twice is one volume.
     assert mounts["/models"]["name"] == mounts["/anygauge/runs"]["name"]
     volumes = {v["name"]: v for v in find(made, "volumes")[0]}
-    assert volumes["job"]["secret"]["secretName"] == "tiny-run-1-anygauge"
+    assert volumes["job"]["secret"]["secretName"] == f"{NAME}-anygauge"
     assert find(volumes["secrets"], "items") == [[{"key": "token", "path": "HF_TOKEN"}]]
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
     assert find(made, "nodeSelector")[0] == {"pool": "cards"}
@@ -87,10 +91,39 @@ def test_pods_get_devices_memory_storage_and_secrets_by_name(kind: str) -> None:
     assert find(made, "terminationGracePeriodSeconds")[0] == 75
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("option", "value", "shown"),
+    [
+        ("image_pull_policy", "Always", "imagePullPolicy"),
+        ("priority_class", "high", "priorityClassName"),
+        ("host_ipc", True, "hostIPC"),
+        ("image_pull_secrets", ["registry"], "imagePullSecrets"),
+        ("service_account", "trainer", "serviceAccountName"),
+        ("time_limit_s", 77, "activeDeadlineSeconds"),
+        ("restarts", 3, None),
+        ("queue", "team-a", "kueue.x-k8s.io/queue-name"),
+        ("keep_s", 7, "ttlSecondsAfterFinished"),
+    ],
+)
+def test_an_option_shows_in_every_kind_or_is_refused(
+    kind: str, option: str, value: Any, shown: str | None
+) -> None:
+    try:
+        made = manifest(rendered({"kind": kind, option: value}))
+    except RunFileError as refusal:
+        assert f"{option}: a {kind} " in str(refusal)
+        return
+    plain = manifest(rendered({"kind": kind}))
+    if shown is not None:
+        assert find(made, shown) and find(made, shown) != find(plain, shown)
+    assert made != plain
+
+
 @pytest.mark.parametrize(
     ("kind", "rank", "head"),
     [
-        ("JobSet", "$JOB_COMPLETION_INDEX", "tiny-run-1-node-0-0.tiny-run-1:4711"),
+        ("JobSet", "$JOB_COMPLETION_INDEX", f"{NAME}-node-0-0.{NAME}:4711"),
         ("TrainJob", "$PET_NODE_RANK", "$PET_MASTER_ADDR:4711"),
         ("PyTorchJob", "$PET_NODE_RANK", "$MASTER_ADDR:4711"),
         ("MPIJob", "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_HEAD:4711"),
@@ -107,21 +140,29 @@ def test_machines_and_restarts_are_those_of_the_job() -> None:
     jobset = manifest(rendered({"restarts": 3, "time_limit_s": 60}))["spec"]
     work = jobset["replicatedJobs"][0]["template"]["spec"]
     assert (work["parallelism"], work["completions"], work["backoffLimit"]) == (2, 2, 0)
-    assert jobset["failurePolicy"] == {"maxRestarts": 3}
+    assert jobset["failurePolicy"]["maxRestarts"] == 3
+    # What another attempt would meet again is not tried again.
+    (rule,) = jobset["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert rule["onJobFailureReasons"] == ["DeadlineExceeded", "PodFailurePolicy"]
+    assert work["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
     assert find(jobset, "activeDeadlineSeconds") == [60]
-    torch = manifest(rendered({"kind": "PyTorchJob", "restarts": 3}))["spec"]
+    torch = manifest(rendered({"kind": "PyTorchJob"}))["spec"]
     replicas = torch["pytorchReplicaSpecs"]
     assert [(n, r["replicas"], r["restartPolicy"]) for n, r in replicas.items()] == [
-        ("Master", 1, "OnFailure"), ("Worker", 1, "OnFailure"),
+        ("Master", 1, "Never"), ("Worker", 1, "Never"),
     ]  # fmt: skip
-    assert (torch["nprocPerNode"], torch["runPolicy"]["backoffLimit"]) == ("8", 3)
+    assert (torch["nprocPerNode"], torch["runPolicy"]["backoffLimit"]) == ("8", 0)
     alone = manifest(rendered({"kind": "PyTorchJob"}, nodes=1))["spec"]["pytorchReplicaSpecs"]
     assert set(alone) == {"Master"}
     train = manifest(rendered({"kind": "TrainJob"}))["spec"]
     assert (train["trainer"]["numNodes"], train["trainer"]["numProcPerNode"]) == (2, 8)
     mpi = manifest(rendered({"kind": "MPIJob"}))["spec"]["mpiReplicaSpecs"]
     assert (mpi["Worker"]["replicas"], find(mpi["Launcher"], "limits")) == (2, [])
-    assert find(mpi["Worker"], "command") == []  # the operator's own: sshd
+    worker = mpi["Worker"]["template"]["spec"]["containers"][0]
+    assert "command" not in worker  # the operator's own: sshd
+    assert worker["readinessProbe"] == {"tcpSocket": {"port": 22}}
+    assert worker["lifecycle"]["preStop"]["exec"]["command"][-1] == "end"
 
 
 def test_the_job_is_described_as_its_machines_see_it() -> None:
@@ -157,6 +198,8 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         ({"shm": "64"}, {}, "launch.options.shm: '64'"),
         ({"image": "My Image"}, {}, "launch.options.image: 'My Image'"),
         ({"kind": "TrainJob", "restarts": 2}, {}, "a TrainJob has it from its runtime alone"),
+        ({"kind": "TrainJob", "priority_class": "a"}, {}, "priority_class: a TrainJob has it from"),
+        ({"kind": "PyTorchJob", "restarts": 2}, {}, "starts single containers again; use kind"),
         ({"runtime": "mine"}, {}, "runtime: belongs to kind TrainJob, and kind is JobSet"),
         ({"name": "a" * 50}, {}, "name: 50 characters; pods of a JobSet"),
         ({"name": "1st"}, {}, "launch.options.name: '1st'"),
@@ -177,9 +220,9 @@ def test_bad_options_are_caught_before_anything_is_submitted(
 MADE = {
     "apiVersion": "jobset.x-k8s.io/v1alpha2",
     "kind": "JobSet",
-    "metadata": {"name": "tiny-run-1", "namespace": "train", "uid": "u-1"},
+    "metadata": {"name": NAME, "namespace": "train", "uid": "u-1"},
 }
-HEAD = "jobset.sigs.k8s.io/jobset-name=tiny-run-1,batch.kubernetes.io/job-completion-index=0"
+HEAD = f"jobset.sigs.k8s.io/jobset-name={NAME},batch.kubernetes.io/job-completion-index=0"
 
 
 @pytest.fixture
@@ -188,18 +231,19 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
     monkeypatch.setenv("PATH", client.path)
     monkeypatch.setenv("HF_HOME", "/a 'folder' $HOME")
     monkeypatch.setattr(service_job, "ASK_S", 0.05)
-    monkeypatch.setattr(service_job, "_SETTLING_S", 0.3)
+    monkeypatch.setattr(KubernetesService, "settling_s", 0.3)
     return client
 
 
 def submitted(client: Client, folder: Path) -> ServiceJob:
-    client.answer("create", "json", out=MADE)
     client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
     return Kubernetes().submit(rendered(folder=folder / "Tiny_Run.1"))
 
 
 def pod(phase: str, **status: Any) -> dict[str, Any]:
-    metadata = {"name": "tiny-run-1-node-0-0-x", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    metadata = {"name": f"{NAME}-node-0-0-x", "creationTimestamp": "2026-01-01T00:00:00Z"}
     return {"metadata": metadata, "status": {"phase": phase, **status}}
 
 
@@ -211,18 +255,18 @@ def test_what_belongs_to_a_job_goes_into_a_secret_that_the_job_owns(
     kubectl: Client, tmp_path: Path
 ) -> None:
     running = submitted(kubectl, tmp_path)
-    (create, _), (_, given) = kubectl.asked
+    (_, given), (create, _), (patch, _) = kubectl.asked
     assert create[:4] == ["--namespace", "train", "create", "-f"]
     made = json.loads(given)
-    assert (made["kind"], made["metadata"]["name"]) == ("Secret", "tiny-run-1-anygauge")
-    assert made["metadata"]["ownerReferences"] == [
-        {"apiVersion": MADE["apiVersion"], "kind": "JobSet", "name": "tiny-run-1", "uid": "u-1"}
+    assert (made["kind"], made["metadata"]["name"]) == ("Secret", f"{NAME}-anygauge")
+    assert json.loads(patch[-1])["metadata"]["ownerReferences"] == [
+        {"apiVersion": MADE["apiVersion"], "kind": "JobSet", "name": NAME, "uid": "u-1"}
     ]
     assert json.loads(made["stringData"]["variables.json"]) == {"HF_HOME": "/a 'folder' $HOME"}
     (tmp_path / "job.json").write_text(made["stringData"]["job.json"])
     assert Job.load(tmp_path / "job.json").token == "the token"
     assert running.record == {
-        "kind": "JobSet", "name": "tiny-run-1", "namespace": "train", "context": None,
+        "kind": "JobSet", "name": NAME, "namespace": "train", "context": None,
     }  # fmt: skip
     assert Kubernetes().attach(running.record, tmp_path).record == running.record
 
@@ -241,7 +285,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(kubectl: Client, tmp_path: 
     kubectl.answer("get", "pods", HEAD, out={"items": [pod("Pending", conditions=[unschedulable])]})
     kubectl.answer("get", "pods", HEAD, out={"items": [pod("Running")]})
     kubectl.answer(
-        *("logs", "tiny-run-1-node-0-0-x"),
+        *("logs", f"{NAME}-node-0-0-x"),
         out="a greeting of the image\n" + events_text(
             {"event": "step", "time": 1.0, "step": 1},
             {"event": "ended", "time": 2.0, "state": "ok", "exit_status": 0, "cause": ""},
@@ -250,9 +294,9 @@ def test_a_job_is_followed_from_the_queue_to_its_end(kubectl: Client, tmp_path: 
     events = list(running.events())
     texts = [event["text"] for event in events if event["event"] == "message"]
     assert texts[0] == (
-        "JobSet train/tiny-run-1 waits (Unschedulable: 0/3 nodes have enough example.com/card)"
+        f"JobSet train/{NAME} waits (Unschedulable: 0/3 nodes have enough example.com/card)"
     )
-    assert texts[-1] == "JobSet train/tiny-run-1 is complete"
+    assert texts[-1] == f"JobSet train/{NAME} is complete"
     # The log is read again after each end of its stream, and nothing of it is told twice.
     assert [event["event"] for event in events if event["event"] != "message"] == ["step", "ended"]
     assert running.wait() == 0
@@ -286,7 +330,7 @@ def test_an_image_that_cannot_be_pulled_is_named_while_it_waits(
         pod("Pending", containerStatuses=[{"name": "node", "state": waiting}])
     ]})  # fmt: skip
     assert running.status() == (
-        "JobSet train/tiny-run-1 waits (ImagePullBackOff: Back-off pulling x:1)"
+        f"JobSet train/{NAME} waits (ImagePullBackOff: Back-off pulling x:1)"
     )
 
 
@@ -297,13 +341,50 @@ def test_cancelling_gives_pods_time_for_a_checkpoint_and_then_none(
     kubectl.answer("delete")
     running.cancel()
     running.cancel()
-    first, second = (argv for argv, _ in kubectl.asked[-2:])
-    assert "--grace-period=0" not in first and "--cascade=foreground" in first
-    assert "--grace-period=0" in second
-    kubectl.answer("get", "jobset", status=1, err='jobsets "tiny-run-1" not found (NotFound)')
+    first, second, pods = (argv for argv, _ in kubectl.asked[-3:])
+    assert first[2:4] == second[2:4] == ["delete", "jobset"]
+    assert "--cascade=foreground" in first and "--grace-period=0" not in first
+    # An object's own grace is not that of its pods.
+    assert pods[2:4] == ["delete", "pods"] and "--grace-period=0" in pods and "--force" in pods
+    assert f"jobset.sigs.k8s.io/jobset-name={NAME}" in pods
+    gone = f'Error from server (NotFound): jobsets "{NAME}" not found'
+    kubectl.answer("get", "jobset", status=1, err=gone)
     kubectl.answer("get", "pods", out={"items": []})
     final = list(running.events())[-1]
     assert (final["state"], final["exit_status"]) == ("cancelled", 143)
+
+
+def test_a_client_that_lacks_something_is_no_end_of_the_job(
+    kubectl: Client, tmp_path: Path
+) -> None:
+    running = submitted(kubectl, tmp_path)
+    kubectl.answer("get", status=1, err="exec: executable auth-plugin not found")
+    assert "does not answer: exec: executable auth-plugin not found" in running.status()
+
+
+def test_a_job_that_someone_else_removed_is_lost(kubectl: Client, tmp_path: Path) -> None:
+    running = submitted(kubectl, tmp_path)
+    kubectl.answer("get", "jobset", status=1, err="Error from server (NotFound): gone")
+    kubectl.answer("get", "pods", out={"items": []})
+    final = list(running.events())[-1]
+    assert (final["state"], final["exit_status"]) == ("lost", LOST)
+
+
+def test_a_cancellation_that_fails_while_following_is_told_and_goes_on(
+    kubectl: Client, tmp_path: Path
+) -> None:
+    running = submitted(kubectl, tmp_path)
+    kubectl.answer("get", "jobset", out=jobset())
+    kubectl.answer("get", "pods", out={"items": []})
+    kubectl.answer("delete", status=1, err="Unable to connect to the server")
+    events = running.events()
+    assert "waits for its pods" in next(events)["text"]
+    running.cancel()
+    told = next(events)
+    assert told["level"] == "warning" and "kubectl cannot end JobSet" in told["text"]
+    events.close()
+    with pytest.raises(AnygaugeError, match="kubectl cannot end JobSet"):
+        Kubernetes().attach(running.record, tmp_path).cancel()
 
 
 def test_a_cluster_that_does_not_answer_is_no_end(kubectl: Client, tmp_path: Path) -> None:
@@ -321,18 +402,22 @@ def test_a_cluster_that_does_not_answer_is_no_end(kubectl: Client, tmp_path: Pat
     assert "does not answer" in events[0]["text"]
 
 
-def test_a_refusal_of_kubectl_is_quoted(kubectl: Client, tmp_path: Path) -> None:
+def test_a_refusal_of_kubectl_is_quoted_and_leaves_nothing(kubectl: Client, tmp_path: Path) -> None:
     plan = rendered(folder=tmp_path / "Tiny_Run.1")
+    kubectl.answer("create", "-")
     kubectl.answer("create", "json", status=1, err='error: no matches for kind "JobSet"\n')
-    with pytest.raises(AnygaugeError, match='refused the job: error: no matches for kind "JobSet"'):
+    kubectl.answer("delete", "jobset,secret")
+    with pytest.raises(AnygaugeError, match=r'refused the job .*: error: no matches for kind "Job'):
         Kubernetes().submit(plan)
+    # By this submission's mark: another job of the same name is not ours to remove.
+    assert "anygauge.io/submission=d94772fd" in kubectl.asked[-1][0]
 
 
-def test_a_job_without_its_secret_is_removed_again(kubectl: Client, tmp_path: Path) -> None:
-    kubectl.answer("create", "json", out=MADE)
-    kubectl.answer("create", "-", status=1, err="error: secrets is forbidden")
-    kubectl.answer("delete", "--grace-period=0")
-    with pytest.raises(AnygaugeError, match="secrets is forbidden; JobSet train/tiny-run-1 was"):
+def test_an_answer_that_is_none_removes_what_was_made(kubectl: Client, tmp_path: Path) -> None:
+    kubectl.answer("create", "-")
+    kubectl.answer("create", "json", out="warning: no JSON")
+    kubectl.answer("delete", "jobset,secret")
+    with pytest.raises(AnygaugeError, match="kubectl printed no JobSet"):
         Kubernetes().submit(rendered(folder=tmp_path / "Tiny_Run.1"))
     assert "delete" in kubectl.asked[-1][0]
 

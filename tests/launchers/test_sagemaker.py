@@ -13,7 +13,7 @@ import pytest
 
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, UnsupportedError
 from anygauge_launchers import sagemaker_node, service_job
-from anygauge_launchers.sagemaker import Sagemaker
+from anygauge_launchers.sagemaker import Sagemaker, SagemakerService
 from anygauge_launchers.service_job import ServiceJob
 from tests.helpers.machines import assert_pure
 from tests.launchers.apart import Client, events_text, job, merged
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "secrets": {"HF_TOKEN": SECRET},
     "region": "eu-west-1",
 }
-NAME = "tiny-run-1-7cf4e8f1"
+NAME = "tiny-run-1-d94772fd"
 
 
 def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
@@ -124,6 +124,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
         ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: 'hf_abc'"),
         ({"region": "Ireland"}, {}, "launch.options.region: 'Ireland'"),
         ({"instance": "x"}, {}, "launch.options.instance: the sagemaker launcher has no such"),
+        ({}, {"max_restarts": 2}, "launch.max_restarts: on several machines of SageMaker"),
         ({}, {"stop_grace_s": 300.0}, "checkpoint.grace_s: 300 s and launch.options.grace_s 5 s"),
     ],
 )  # fmt: skip
@@ -207,7 +208,7 @@ def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
     monkeypatch.setenv("PATH", client.path)
     monkeypatch.setenv("HF_HOME", "/cache")
     monkeypatch.setattr(service_job, "ASK_S", 0.05)
-    monkeypatch.setattr(service_job, "_SETTLING_S", 0.3)
+    monkeypatch.setattr(SagemakerService, "settling_s", 0.3)
     return client
 
 
@@ -235,6 +236,17 @@ def test_a_job_is_submitted_and_found_again(aws: Client, tmp_path: Path) -> None
     aws.answer("stop-training-job", running.record["name"])
     again.cancel()
     assert aws.asked[-1][0][1] == "stop-training-job"
+
+
+def test_a_job_that_has_just_ended_need_not_be_stopped(aws: Client, tmp_path: Path) -> None:
+    running = submitted(aws, tmp_path)
+    said = "ValidationException: The request was rejected because the training job is in status "
+    aws.answer("stop-training-job", status=254, err=said + "Completed.")
+    running.cancel()
+    aws.forget()
+    aws.answer("stop-training-job", status=254, err="AccessDeniedException")
+    with pytest.raises(AnygaugeError, match="cannot end SageMaker training job"):
+        running.cancel()
 
 
 def test_a_variable_that_the_service_would_refuse_is_named(
