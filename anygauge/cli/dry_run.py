@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +31,10 @@ def show(intent: Intent) -> None:
     )
     for name, reason in intent.selection.rejected:
         console.print(f"  not {name}: {reason}", markup=False)
+    apart = intent.registry.find_launcher(run.launch.launcher).spec.elsewhere
     console.print("\n[bold]Environment[/bold] of each rank, decided before torch is imported")
+    if apart:
+        console.print("  as it would be here; the job's machines decide for themselves")
     console.print(environment_table(rank_environments(intent)))
     console.print("\n[bold]Engine configuration[/bold]")
     _show_engine(console, intent)
@@ -37,8 +42,7 @@ def show(intent: Intent) -> None:
     _show_kernels(console, intent, backend)
     _show_plan(console, intent)
     console.print(
-        f"  each agent starts {job.devices_per_node}: "
-        f"python -m anygauge.training.worker --job {job.run_directory}/job.json",
+        f"  each agent starts {job.devices_per_node}: python -m anygauge.training.worker",
         markup=False,
     )
     first, last = (
@@ -54,7 +58,8 @@ def show(intent: Intent) -> None:
 
 def _show_plan(console: Console, intent: Intent) -> None:
     """What the launcher would do, and how far it was proven."""
-    plan = rendered(intent)
+    # The token by which agents know each other is drawn at submission.
+    plan = rendered(replace(intent, job=replace(intent.job, token="")))
     spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
     console.print("\n[bold]Processes[/bold]")
     about = describe(spec)
@@ -63,14 +68,16 @@ def _show_plan(console: Console, intent: Intent) -> None:
         console.print(f"    a job {ABILITIES[ability]}", markup=False)
     for file in plan.files:
         console.print(f"  writes {file.path}", markup=False)
-        # What only its owner may read is not for the screen, either.
-        if spec.apart and file.mode & 0o077:
+        # Such a job has no secrets by value.
+        if spec.apart and Path(file.path).name not in ("job.json", "variables.json"):
             console.print(f"{textwrap.indent(file.text.rstrip(), '    | ')}", markup=False)
     for process in plan.processes:
         where = process.host or "this machine"
         which = f"{where}:" if spec.apart else f"node {process.node_rank} on {where}:"
         console.print(f"  {which}", markup=False)
         console.print(f"    {shlex.join(process.argv)}", markup=False)
+    for note in plan.notes:
+        console.print(f"  note: {note}", style="yellow", markup=False)
     for name, argv in plan.operations.items():
         console.print(f"  by hand, {name}: {shlex.join(argv)}", markup=False)
 

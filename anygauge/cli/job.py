@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.run_folder import LAUNCHED
+from anygauge.cli.run_folder import CANCELLED, LAUNCHED
 from anygauge.interface import AnygaugeError, RunningJob
 
 
@@ -33,8 +33,17 @@ def job(
         return
     running = find(run_directory)
     if action is Action.CANCEL:
+        before = run_directory / CANCELLED
+        again = before.exists()
         running.cancel()
-        typer.echo("asked to end; its ranks write a checkpoint if they can")
+        if again:
+            running.cancel()
+        before.touch()
+        typer.echo(
+            "asked to end at once"
+            if again
+            else "asked to end; its ranks write a checkpoint if they can (once more: at once)"
+        )
     elif action is Action.STATUS:
         typer.echo(running.status())
     else:
@@ -60,7 +69,11 @@ def _recorded(folder: Path) -> dict[str, Any]:
     try:
         launched = dict(json.loads((folder / LAUNCHED).read_text()))
         launched["launcher"], launched["record"]
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not folder.is_dir():
+            raise AnygaugeError(
+                f"{folder} is no folder: name the run's, such as runs/NAME"
+            ) from error
         raise AnygaugeError(
             f"{folder} has no {LAUNCHED}: no job was started there that goes on by itself"
         ) from error

@@ -108,6 +108,11 @@ def write_plan(intent: Intent, folder: Path) -> None:
             {"path": f.path, "mode": f"{f.mode:o}", "text": inside(f.path)} for f in plan.files
         ],
         "processes": [dataclasses.asdict(process) for process in plan.processes],
+        "notes": [
+            *plan.notes,
+            "at submission by anygauge launch, the token by which agents know each other is drawn, "
+            "and the variables of pass_environment get their values",
+        ],
         "operations": {n: [here(word) for word in argv] for n, argv in plan.operations.items()},
     }
     chosen = run.model_copy(update={"backend": job.backend, "environment": shown})

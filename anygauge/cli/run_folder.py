@@ -13,6 +13,8 @@ RUN_FILE = "run.yaml"
 RENDEZVOUS = "rendezvous"
 LAUNCHED = "launched.json"
 """Which launcher has the job, and how it finds it again."""
+CANCELLED = "cancelled"
+"""There since the job of `LAUNCHED` was asked to end."""
 _LOCK = ".lock"
 
 
@@ -43,6 +45,7 @@ def claimed(folder: Path) -> Iterator[None]:
         AnygaugeError: a run is writing to it now.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / CANCELLED).unlink(missing_ok=True)
     with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

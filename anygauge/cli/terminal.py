@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
+from anygauge.cli.run_folder import LAUNCHED
 from anygauge.interface import STOPPED, RunningJob
 
 Event = Mapping[str, Any]
@@ -88,6 +89,24 @@ def follow(
     return int(worst.get("exit_status") or 1)
 
 
+@contextmanager
+def deferred() -> Iterator[list[int]]:
+    """Let Ctrl-C and SIGTERM wait until something is whole; yields those that came meanwhile."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {
+        number: signal.signal(number, lambda signum, frame: received.append(signum))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 _ENDING = "ending: the step under way is finished and a checkpoint written (Ctrl-C again to kill)"
 _KILLING = "killing the ranks"
 _GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
@@ -107,6 +126,10 @@ def _leave(running: RunningJob, signals: list[int], view: _View) -> bool:
     else:
         signals.clear()
     return False
+
+
+def _end_of_input(signum: int, frame: FrameType | None) -> None:
+    raise EOFError
 
 
 class _View:
@@ -149,14 +172,22 @@ class _View:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def ask(self, question: str) -> str:
-        """A letter from the terminal; Ctrl-C and the end of input are c."""
+        """A letter from the terminal; another Ctrl-C is c, SIGTERM and the end of input are d."""
         if self._bar is not None:
             self._bar.stop()
+        handlers = {
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+            signal.SIGTERM: signal.signal(signal.SIGTERM, _end_of_input),
+        }
         try:
             return input(question).strip().lower()[:1]
-        except (EOFError, KeyboardInterrupt):
+        except KeyboardInterrupt:
             return "c"
+        except EOFError:
+            return "d"
         finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             if self._bar is not None:
                 self._bar.start()
 
@@ -257,4 +288,7 @@ def _fail(errors: Console, text: str) -> None:
 
 
 def _logs(errors: Console, run_directory: str | Path) -> None:
-    errors.print(Text(f"logs: {Path(run_directory) / 'logs'}"), soft_wrap=True)
+    folder = Path(run_directory) / "logs"
+    elsewhere = (folder.parent / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
+    where = f"anygauge job logs {run_directory}" if elsewhere else folder
+    errors.print(Text(f"logs: {where}"), soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -64,12 +65,12 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     """
     import json
     import shlex
-    from pathlib import Path
+    import shutil
 
     from anygauge.cli.run_folder import LAUNCHED, claimed
-    from anygauge.cli.terminal import follow
+    from anygauge.cli.terminal import deferred, follow
     from anygauge.config import dump_run
-    from anygauge.interface import UnsupportedError
+    from anygauge.interface import AnygaugeError, UnsupportedError
     from anygauge.interface.files import write_text
     from anygauge.registry import is_secret
 
@@ -85,17 +86,48 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     chosen = run.model_copy(update={"backend": job.backend})
     secret = any(is_secret(name) for name in run.environment)
     folder = Path(job.run_directory)
+    unused = not folder.exists() or not any(folder.iterdir())
+    _refuse_second(intent, folder)
+    for note in plan.notes:
+        typer.echo(f"note: {note}", err=True)
     with claimed(folder):
-        write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
-        running = launcher.submit(plan)
-        if running.record is not None:
-            record = {"launcher": name, "record": dict(running.record)}
-            if spec.apart:
-                record["logs"] = shlex.join(plan.operations["logs"])
-            write_text(folder / LAUNCHED, json.dumps(record, indent=2) + "\n")
-        if detach:
-            typer.echo(
-                f"submitted: {dict(running.record or {})}; to see it: anygauge job follow {folder}"
-            )
+        with deferred() as asked:
+            write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
+            try:
+                running = launcher.submit(plan)
+            except AnygaugeError:
+                if unused and "detach" in spec.can:
+                    shutil.rmtree(folder, ignore_errors=True)  # nothing was started
+                raise
+            if running.record is not None:
+                record = {"launcher": name, "record": dict(running.record)}
+                if spec.apart:
+                    record["logs"] = shlex.join(plan.operations["logs"])
+                write_text(folder / LAUNCHED, json.dumps(record, indent=2) + "\n")
+            if asked:
+                running.cancel()
+        if detach and not asked:
+            if not quiet:
+                typer.echo(f"{running.status()}; to see it: anygauge job follow {folder}")
             return 0
         return follow(running, run_directory=folder, quiet=quiet)
+
+
+def _refuse_second(intent: Intent, folder: Path) -> None:
+    """A run that goes on must not have two jobs.
+
+    Raises:
+        AnygaugeError: an earlier job still waits or runs.
+    """
+    from anygauge.cli.job import find
+    from anygauge.cli.run_folder import LAUNCHED
+    from anygauge.interface import AnygaugeError
+
+    if not (folder / LAUNCHED).exists():
+        return
+    earlier = find(folder)
+    if earlier.alive is not False:
+        raise AnygaugeError(
+            f"{folder} has a job already: {earlier.status()}. To see it: anygauge job follow "
+            f"{folder}; to end it: anygauge job cancel {folder}"
+        )

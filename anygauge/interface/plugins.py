@@ -74,6 +74,7 @@ class Plan:
             ``{id}`` stands for the job's number.
         folders: where the machines have files that do not come with their image, for a launcher
             whose machines are `LauncherSpec.apart`.
+        notes: what the user should know before.
     """
 
     files: tuple[PlannedFile, ...] = ()
@@ -81,6 +82,7 @@ class Plan:
     pass_environment: tuple[str, ...] = ()
     operations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     folders: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class RunningJob(Protocol):
@@ -97,6 +99,10 @@ class RunningJob(Protocol):
 
     def status(self) -> str:
         """How it fares, in a line."""
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether it waits or runs; None where nobody answers."""
 
     def cancel(self) -> None:
         """Ask every agent to end its ranks, a second time to kill them; does not wait."""
@@ -143,7 +149,7 @@ class LauncherSpec:
 ABILITIES: Mapping[str, str] = {
     "detach": "goes on when the command line ends",
     "warn": "is told before its time is up",
-    "requeue": "is started again when its time is up, when it is preempted, or loses a node",
+    "requeue": "can be started again when it is preempted or loses a node, where it is asked for",
 }
 """What a launcher's jobs may be able to do."""
 

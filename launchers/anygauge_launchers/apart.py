@@ -23,10 +23,16 @@ Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
 """The name of an environment variable."""
 
 
+_OF_THE_SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr")
+
+
 def _folder(path: str) -> str:
-    if not re.fullmatch(r"/[A-Za-z0-9._/-]*[A-Za-z0-9._-]", path) or ".." in path.split("/"):
+    plain = path.rstrip("/")
+    if not re.fullmatch(r"/[A-Za-z0-9._/-]*[A-Za-z0-9._-]", plain) or ".." in plain.split("/"):
         raise ValueError("an absolute folder is needed, of letters, digits and ._/- alone")
-    return path
+    if plain.split("/")[1] in _OF_THE_SYSTEM:
+        raise ValueError(f"/{plain.split('/')[1]} is the image's own; choose another folder")
+    return plain
 
 
 Folder = Annotated[str, AfterValidator(_folder)]
@@ -64,6 +70,15 @@ class ApartOptions(Options):
                 "one that has anygauge in it"
             )
         return found
+
+    def notes_for(self, job: Job) -> tuple[str, ...]:
+        """What the user should know before: an image that cannot do it."""
+        if self.image is not None:
+            return ()
+        return (
+            f"launch.options.image: {job.profile.image} is the vendor's own. The job fails if "
+            "there is no anygauge in it: name one made from it",
+        )
 
 
 def moved(job: Job, folder: str) -> Job:

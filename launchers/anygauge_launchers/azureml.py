@@ -25,7 +25,7 @@ from anygauge.interface import (
 )
 from anygauge_launchers.apart import filled_in, moved, short_name, submitted, variables_file
 from anygauge_launchers.azureml_options import RUNS, AzuremlOptions
-from anygauge_launchers.clients import ask, last_line
+from anygauge_launchers.clients import ask, last_line, words
 from anygauge_launchers.options import read_options
 from anygauge_launchers.service_job import Seen, ServiceJob
 
@@ -75,6 +75,7 @@ class Azureml:
                 "logs": service.az("stream"),
                 "cancel": service.az("cancel"),
             },
+            notes=() if own.environment else own.notes_for(job),
             folders=(RUNS, *(one.at for one in own.inputs.values()), *own.in_image),
         )
 
@@ -90,9 +91,7 @@ class Azureml:
         done = submitted(argv, yaml.safe_load(job_yaml.read_text())["name"])
         name = done.stdout.strip()
         if done.returncode or not name:
-            raise AnygaugeError(
-                f"Azure ML refused the job: {last_line(done.stderr)}\nit was given {job_yaml}"
-            )
+            raise AnygaugeError(f"Azure ML refused the job: {words(done)}")
         scope = argv[argv.index("--resource-group") : argv.index("--query")]
         return ServiceJob(AzureService(name=name, scope=scope), job_yaml.parent)
 

@@ -35,12 +35,12 @@ def link(text: str) -> None:
     path = Path(name)
     if not target or not Path(target).exists():
         raise AnygaugeError(f"{name}: Azure mounted nothing for it (it said {target!r})")
-    if path.is_symlink() and path.readlink() == Path(target):
-        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(target)
     except OSError as error:
+        if path.is_symlink() and path.readlink() == Path(target):
+            return  # of an earlier start
         raise AnygaugeError(
             f"{name} cannot lead to {target}: {error.strerror}. Choose another folder (at)"
         ) from error

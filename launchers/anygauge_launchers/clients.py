@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from anygauge.interface import AnygaugeError
 
 LIMIT_S = 120.0
+_LINES = 8
 
 
 class NoAnswerError(AnygaugeError):
@@ -43,6 +44,14 @@ def ask(
         ) from error
     except subprocess.TimeoutExpired as error:
         raise NoAnswerError(f"{argv[0]} did not answer within {error.timeout:g} s") from error
+
+
+def words(done: subprocess.CompletedProcess[str]) -> str:
+    """What a client that refused has said: its errors, or else its output, of bounded length."""
+    lines = [line.rstrip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    if len(lines) > 2 * _LINES:
+        lines[_LINES:-_LINES] = ["..."]
+    return "\n  ".join(lines)
 
 
 def last_line(text: str) -> str:

@@ -70,6 +70,7 @@ class Kubernetes:
                 "cancel": service.kubectl("delete", own.kind.lower(), name),
             },
             folders=own.folders,
+            notes=own.notes_for(job),
         )
 
     def submit(self, plan: Plan) -> ServiceJob:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from anygauge.interface import Job, RunFileError
 from anygauge_launchers.apart import ApartOptions, Folder, Variable
@@ -24,6 +25,15 @@ Quantity = Annotated[
 ]
 Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
 Capability = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z_]*$")]
+
+
+def _below(path: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-][A-Za-z0-9._/-]*", path) or ".." in path.split("/"):
+        raise ValueError("a folder of the claim is needed: a relative path without '..'")
+    return path
+
+
+SubPath = Annotated[str, AfterValidator(_below)]
 SecretKey = Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$")]
 
 _KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
@@ -47,9 +57,7 @@ class Claim(Part):
 
     claim: Dotted
     path: Folder
-    sub_path: (
-        Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-][A-Za-z0-9._/-]*$")] | None
-    ) = None
+    sub_path: SubPath | None = None
     read_only: bool = False
 
 

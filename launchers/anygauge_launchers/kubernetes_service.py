@@ -13,7 +13,7 @@ import yaml
 
 from anygauge.interface import AnygaugeError, Plan, UnsupportedError
 from anygauge_launchers.apart import filled_in
-from anygauge_launchers.clients import ask, last_line
+from anygauge_launchers.clients import ask, last_line, words
 from anygauge_launchers.kubernetes_kinds import MARK, secret_of
 from anygauge_launchers.service_job import Seen, ServiceJob
 
@@ -177,7 +177,7 @@ def submit(plan: Plan) -> ServiceJob:
     }
     try:
         _carry_out(service.kubectl("create", "-f", "-"), "the job's Secret", json.dumps(secret))
-        made = json.loads(_carry_out(command, f"the job ({manifest})"))
+        made = json.loads(_carry_out(command, "the job"))
         owner = {
             **{"apiVersion": made["apiVersion"], "kind": made["kind"]},
             **{"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]},
@@ -197,8 +197,7 @@ def submit(plan: Plan) -> ServiceJob:
 def _carry_out(command: Sequence[str], what: str, given: str | None = None) -> str:
     done = ask(command, given=given)
     if done.returncode:
-        said = last_line(done.stderr) or last_line(done.stdout)
-        raise AnygaugeError(f"kubectl refused {what}: {said}")
+        raise AnygaugeError(f"kubectl refused {what}: {words(done)}")
     return done.stdout
 
 

@@ -136,6 +136,11 @@ class LocalJob:
         """Whether its agent runs."""
         return "running" if self._agent.poll() is None else "ended"
 
+    @property
+    def alive(self) -> bool:
+        """Whether its agent runs."""
+        return self._agent.poll() is None
+
     def cancel(self) -> None:
         """End the ranks in order; the second call ends them at once, the third ends the agent."""
         self._cancellations += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -45,14 +47,29 @@ def read_options(model: type[Read], launcher: str, options: Mapping[str, Any]) -
         ) from None
 
 
+_SECRET = (
+    "say where the secret is kept (docs/clouds.md), not what it is; what was received is not shown"
+)
+
+
 def _sentence(model: type[Options], launcher: str, one: Mapping[str, Any]) -> str:
-    place = ".".join(("launch.options", *map(str, one["loc"])))
+    # Names of alternatives that pydantic has tried are no part of the place.
+    parts = [str(part) for part in one["loc"] if not re.search(r"constrained|\[key\]", str(part))]
+    parts = [part for part in parts if not part[:1].isupper() or part.isupper()]
+    place = ".".join(("launch.options", *parts))
     if one["type"] == "extra_forbidden":
-        has = f"; it has: {', '.join(model.model_fields)}" if len(one["loc"]) == 1 else ""
+        has, near = "", get_close_matches(str(one["loc"][-1]), model.model_fields, 1)
+        if len(one["loc"]) == 1:
+            has = f"; it has: {', '.join(model.model_fields)}"
+            has = (f"; did you mean '{near[0]}'?" if near else "") + has
         return f"{place}: the {launcher} launcher has no such option{has}"
     if one["type"] == "missing":
         return f"{place}: the {launcher} launcher needs it"
     message = str(one["msg"]).removeprefix("Value error, ")
+    if "secrets" in one["loc"]:
+        return f"{place}: {_SECRET}"
     if isinstance(one["input"], dict):
         return f"{place}: {message}"
+    if one["type"] == "string_type" and isinstance(one["input"], (int, float)):
+        message += " (put it in quotes)"
     return f"{place}: {one['input']!r}: {message[:1].lower()}{message[1:]}"

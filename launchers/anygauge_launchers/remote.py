@@ -119,6 +119,11 @@ class RemoteJob:
         count = sum(connection.running for connection in self._connections)
         return f"{count} of {len(self._connections)} nodes connected"
 
+    @property
+    def alive(self) -> bool:
+        """Whether any of its connections is open."""
+        return any(connection.running for connection in self._connections)
+
     def cancel(self) -> None:
         """Ask the head to end all ranks; again to kill them; a third time, let go of all."""
         self._cancellations += 1

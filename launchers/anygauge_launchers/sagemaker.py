@@ -25,7 +25,7 @@ from anygauge.interface import (
 )
 from anygauge.interface.files import write_text
 from anygauge_launchers.apart import moved, short_name, submitted
-from anygauge_launchers.clients import ask, last_line
+from anygauge_launchers.clients import ask, last_line, words
 from anygauge_launchers.options import read_options
 from anygauge_launchers.sagemaker_node import CHANNELS, PIECE, RUNS, packed
 from anygauge_launchers.sagemaker_options import SagemakerOptions
@@ -106,9 +106,7 @@ class Sagemaker:
             raise AnygaugeError(f"cannot write {file.path}: {error}") from error
         done = submitted(plan.processes[0].argv, request["TrainingJobName"])
         if done.returncode:
-            raise AnygaugeError(
-                f"SageMaker refused the job: {last_line(done.stderr)}\nit was given {file.path}"
-            )
+            raise AnygaugeError(f"SageMaker refused the job: {words(done)}")
         argv = plan.processes[0].argv
         service = SagemakerService(
             name=request["TrainingJobName"],

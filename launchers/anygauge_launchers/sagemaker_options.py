@@ -153,6 +153,11 @@ class SagemakerOptions(ApartOptions):
                 "launch.options.image: SageMaker takes images from Amazon ECR alone: name one with "
                 f"anygauge in it{from_}"
             )
+        device = job.profile.cluster_resource
+        if device is not None and not device.startswith("nvidia.com/"):
+            raise RunFileError(
+                f"backend: {job.backend} needs {device}, which no machine of SageMaker's has"
+            )
         if job.max_restarts and job.nodes > 1:
             raise RunFileError(
                 "launch.max_restarts: on several machines of SageMaker, checkpoints reach the "
@@ -172,6 +177,11 @@ class SagemakerOptions(ApartOptions):
             )
         family, _, size = self.instance_type.rpartition(".")
         cards = CARDS.get(family, {}).get(size)
+        if device is not None and family in CARDS and cards is None:
+            raise RunFileError(
+                f"launch.options.instance_type: {self.instance_type}: of {family} there are "
+                f"{', '.join(CARDS[family])}"
+            )
         if cards is not None and job.devices_per_node > cards:
             raise RunFileError(
                 f"launch.options.instance_type: {self.instance_type} has {cards} accelerators, and "

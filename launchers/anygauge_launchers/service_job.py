@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from anygauge.interface import LOST, AnygaugeError
 from anygauge.interface.processes import parent_environment
+from anygauge_launchers.clients import last_line
 
 Event = Mapping[str, Any]
 
@@ -87,6 +88,7 @@ class ServiceJob:
         self._answers: queue.SimpleQueue[_Answer | AnygaugeError] = queue.SimpleQueue()
         self._known: set[int] = set()
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._complaints: set[str] = set()
         self._began = False
         self._cancellations = 0
         self._status = 1
@@ -150,8 +152,20 @@ class ServiceJob:
         """What the service says of it."""
         return self._service.look().text
 
+    @property
+    def alive(self) -> bool | None:
+        """Whether it waits or runs; None where the service does not answer."""
+        phase = self._service.look().phase
+        return None if phase == "silent" else phase in ("waiting", "running")
+
     def cancel(self) -> None:
-        """Ask the ranks to write a checkpoint and end; a second time, end the job."""
+        """Ask the ranks to write a checkpoint and end; a second time, end the job.
+
+        Raises:
+            AnygaugeError: the service refuses, and nobody follows the job, or it is over.
+        """
+        if not self._began and not self._cancellations and self.alive is False:
+            raise AnygaugeError(f"{self.status()}: there is nothing to end")
         self._cancellations += 1
         try:
             self._service.stop(firmly=self._cancellations > 1)
@@ -204,8 +218,16 @@ class ServiceJob:
         assert reader.stdout is not None
         for line in reader.stdout:
             self._lines.put(line)
-        reader.wait()
+        if reader.wait() > 0:
+            self._complain()
         self._lines.put(None)
+
+    def _complain(self) -> None:
+        """Why the head's output cannot be read, once."""
+        said = last_line(self._log.read_text(errors="replace"))
+        if said and said not in self._complaints:
+            self._complaints.add(said)
+            self._warnings.put(f"the first machine's output cannot be read: {said}")
 
     def _new(self) -> Iterator[Event]:
         with contextlib.suppress(queue.Empty):

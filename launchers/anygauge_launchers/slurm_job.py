@@ -129,6 +129,12 @@ class SlurmJob:
         why = f" ({reason})" if reason not in ("", "None") else ""
         return f"slurm job {self.number}: {state.lower()}{why}"
 
+    @property
+    def alive(self) -> bool | None:
+        """Whether Slurm has it in its queue or runs it; None where Slurm does not answer."""
+        state, _ = self._state()
+        return None if state == _UNREACHABLE else state in _LIVE
+
     def cancel(self) -> None:
         """Ask the ranks to write a checkpoint and end; a second time, end the job."""
         self._cancellations += 1

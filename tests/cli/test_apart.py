@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
+import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,7 @@ import pytest
 import yaml
 
 from anygauge.interface import Job
+from tests.agent.fakes import until
 from tests.helpers.runs import anygauge, run_file
 from tests.launchers.apart import Client, events_text
 
@@ -135,6 +142,122 @@ def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path)
     followed = anygauge(["job", "follow", folder], environment=shell)
     assert followed.returncode == 1
     assert "hello from rank 0" in followed.stdout and "rank 1 ..." in followed.stderr
+
+
+def submitted(folder: Path, client: Client) -> Path:
+    client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
+    client.answer("get", "pods", out={"items": []})
+    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    done = anygauge(["launch", there(folder), "--detach"], environment={"PATH": client.path})
+    assert done.returncode == 0, done.stderr
+    return folder / "out" / "tiny"
+
+
+def test_a_second_cancel_leaves_no_time_and_an_ended_job_needs_none(tmp_path: Path) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    shell = {"PATH": client.path}
+    folder = submitted(tmp_path, client)
+    client.answer("delete", "--cascade=foreground")
+    client.answer("delete", "pods", "--force")
+    first = anygauge(["job", "cancel", folder], environment=shell)
+    assert first.stdout.startswith("asked to end; its ranks write a checkpoint if they can")
+    assert not any("--force" in argv for argv, _ in client.asked)
+    second = anygauge(["job", "cancel", folder], environment=shell)
+    assert second.stdout == "asked to end at once\n"
+    assert any("--force" in argv for argv, _ in client.asked)
+    client.forget()
+    client.answer("get", "pods", out={"items": []})
+    complete = {"type": "Completed", "status": "True"}
+    client.answer("get", "jobset", out={"status": {"conditions": [complete]}})
+    over = anygauge(["job", "cancel", folder], environment=shell)
+    assert over.returncode == 1 and "is complete: there is nothing to end" in over.stderr
+
+
+def test_a_run_has_one_job_at_a_time(tmp_path: Path) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    shell = {"PATH": client.path}
+    folder = submitted(tmp_path, client)
+    again = anygauge(["launch", there(tmp_path), "--resume", "auto"], environment=shell)
+    assert again.returncode == 1
+    assert f"{folder} has a job already: JobSet default/tiny-" in again.stderr
+    assert f"anygauge job cancel {folder}" in again.stderr
+    client.forget()
+    gone = 'Error from server (NotFound): jobsets "tiny" not found'
+    client.answer("get", "jobset", status=1, err=gone)
+    client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
+    command = ["launch", there(tmp_path), "--resume", "auto", "--detach"]
+    done = anygauge(command, environment=shell)
+    assert done.returncode == 0 and str(folder) in done.stdout
+
+
+def test_a_submission_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    done = anygauge(["launch", there(tmp_path)], environment={"PATH": str(tmp_path)})
+    assert done.returncode == 1 and "kubectl is not installed here" in done.stderr
+    assert not (tmp_path / "out" / "tiny").exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_submission_waits_until_the_job_is_known(
+    tmp_path: Path, signum: int
+) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
+    client.answer("get", "pods", out={"items": []})
+    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    client.answer("delete", "--cascade=foreground")
+    client.slow("json", 2.0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anygauge.cli", "launch", str(there(tmp_path))],
+        env={**os.environ, "PATH": client.path},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    until(lambda: client.has_asked("create", "json"), "the submission")
+    time.sleep(0.5)
+    os.killpg(process.pid, signum)  # as a terminal does
+    until(lambda: client.has_asked("delete"), "the cancellation")
+    launched = json.loads((tmp_path / "out" / "tiny" / "launched.json").read_text())
+    assert launched["record"]["kind"] == "JobSet"
+    process.kill()
+    process.communicate()
+
+
+def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
+    tmp_path: Path,
+) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    folder = submitted(tmp_path, client)
+    client.answer("delete", "--cascade=foreground")
+    for keys, cancels in ((b"\x04", False), (b"\x03", True)):
+        primary, secondary = os.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "anygauge.cli", "job", "follow", str(folder)],
+            env={**os.environ, "PATH": client.path, "TERM": "dumb"},
+            stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(secondary)
+        shown = b""
+        while b"waits for its pods" not in shown:
+            shown += os.read(primary, 4096)
+        os.write(primary, b"\x03")
+        while b"Enter to go on" not in shown:
+            shown += os.read(primary, 4096)
+        os.write(primary, keys)
+        if cancels:
+            until(lambda: client.has_asked("delete"), "the cancellation")
+            process.kill()
+        else:
+            assert process.wait(timeout=60) == 0
+            assert not client.has_asked("delete")
+        process.wait()
+        os.close(primary)
 
 
 def test_launchers_are_listed_with_what_they_can_and_their_proof() -> None:

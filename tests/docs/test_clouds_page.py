@@ -22,7 +22,13 @@ OPTIONS = {
 
 
 def test_there_is_a_job_for_each() -> None:
-    assert set(JOBS) == {"kubernetes", "azureml", "sagemaker"}
+    assert set(JOBS) == {"whole", "kubernetes", "azureml", "sagemaker"}
+
+
+def test_the_whole_run_file_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(JOBS["whole"].text)
+    assert not rendered(read_intent(path, [], {}, need_device=True)).notes
 
 
 @pytest.mark.parametrize("name", ["kubernetes", "azureml", "sagemaker"])

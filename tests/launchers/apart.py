@@ -43,12 +43,15 @@ class Client:
     """
 
     SCRIPT = """#!{python}
-import json, sys
+import json, sys, time
 from pathlib import Path
 folder = Path({folder!r})
 given = "" if "-" not in sys.argv[1:] else sys.stdin.read()
 with (folder / "asked.jsonl").open("a") as file:
     file.write(json.dumps([sys.argv[1:], given]) + "\\n")
+for word, seconds in json.loads((folder / "slow.json").read_text()).items():
+    if word in sys.argv:
+        time.sleep(seconds)
 answers = json.loads((folder / "answers.json").read_text())
 for number, (words, status, out, err) in enumerate(answers):
     if all(word in sys.argv for word in words):
@@ -70,6 +73,7 @@ sys.exit(99)
         program.chmod(0o755)
         self.path = f"{self._folder}:{os.environ['PATH']}"
         self._answers: list[tuple[list[str], int, str, str]] = []
+        (self._folder / "slow.json").write_text("{}")
 
     def answer(self, *words: str, out: Any = "", status: int = 0, err: str = "") -> None:
         """What it says to a command with these words."""
@@ -80,6 +84,16 @@ sys.exit(99)
     def forget(self) -> None:
         """Answer nothing any more."""
         self._answers.clear()
+
+    def slow(self, word: str, seconds: float) -> None:
+        """Have it take its time over commands with a word."""
+        (self._folder / "slow.json").write_text(json.dumps({word: seconds}))
+
+    def has_asked(self, *words: str) -> bool:
+        """Whether there was a command with these words."""
+        if not (self._folder / "asked.jsonl").exists():
+            return False
+        return any(all(word in argv for word in words) for argv, _ in self.asked)
 
     @property
     def asked(self) -> list[tuple[list[str], str]]:

@@ -66,7 +66,8 @@ def job_there(plan: Plan, name: str) -> Job:
 @given(value=WITH_ODD, text=WITH_ODD)
 def test_a_job_arrives_as_it_was_written(name: str, value: str, text: str) -> None:
     launcher, options = LAUNCHERS[name]
-    plan = launcher.render(job(environment={"V": value}, run_text=text), options)
+    there = job(environment={"V": value}, run_text=text, profile=test_sagemaker.GPUS)
+    plan = launcher.render(there, options)
     arrived = job_there(plan, name)
     assert (arrived.environment["V"], arrived.run_text) == (value, text)
     # Nowhere else: what a cluster or a shell would read has nothing of it.

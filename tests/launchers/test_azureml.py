@@ -98,7 +98,7 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         ({"inputs": {"a": {"path": "azureml:a:1", "at": "/anygauge/run"}}}, {}, "launcher's own"),
         ({"shm": "64gb"}, {}, "launch.options.shm: '64gb'"),
         ({"image": "a/b:1", "environment": "ours:4"}, {}, "image and environment: give one"),
-        ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: 'hf_abc'"),
+        ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: say where the secret is kept"),
         ({"identity": None}, {}, "a job that reads secrets needs one"),
         ({"identity": "me"}, {}, "launch.options.identity: 'me'"),
         ({"time_limit_s": "60"}, {}, "launch.options.time_limit_s: '60'"),

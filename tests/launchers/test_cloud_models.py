@@ -63,13 +63,12 @@ def written(plan: Plan, folder: Path) -> Path:
 FULL_POD: dict[str, Any] = {
     "resources": {"memory": "64Gi", "hugepages-2Mi": "5120Mi", "vpc.amazonaws.com/efa": "4"},
     "capabilities": ["IPC_LOCK"],
-    "image_pull_policy": "Always",
     "image_pull_secrets": ["registry"],
     "service_account": "trainer",
     "time_limit_s": 3600,
     "queue": "team-a",
 }
-MORE = {"restarts": 2, "host_ipc": True, "priority_class": "high"}
+MORE = {"host_ipc": True, "priority_class": "high", "image_pull_policy": "Always", "keep_s": 60}
 
 
 @pytest.mark.parametrize("kind", test_kubernetes.KINDS)
@@ -79,7 +78,7 @@ def test_kubernetes_objects_pass_the_published_models(
 ) -> None:
     change = {"kind": kind, **(FULL_POD if full else {})}
     if full and kind != "TrainJob":
-        change |= MORE
+        change |= MORE if kind == "PyTorchJob" else {**MORE, "restarts": 2}
     assert problems("kubernetes", written(test_kubernetes.rendered(change), tmp_path)) == ""
 
 

@@ -187,10 +187,23 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         ({"namespace": "My_Team"}, {}, "launch.options.namespace: 'My_Team'"),
         ({"storage": {"claim": "runs", "path": "runs"}}, {}, "storage.path: 'runs': an absolute"),
         ({"volumes": [{"claim": "a", "path": "/anygauge/runs"}]}, {}, "mounted twice"),
-        ({"volumes": [{"claim": "a", "path": "/dev/shm"}]}, {}, "/dev/shm is mounted twice"),
+        ({"volumes": [{"claim": "a", "path": "/dev/shm"}]}, {}, "/dev is the image's own"),
+        (
+            {"volumes": [{"claim": "a", "path": "/anygauge/job/"}]},
+            {},
+            "/anygauge/job is mounted",
+        ),
         ({"volumes": [{"claim": "a", "path": "/a", "mode": 1}]}, {}, "volumes.0.mode: the kube"),
         ({"secrets": {"HF-TOKEN": {"secret": "a", "key": "b"}}}, {}, "secrets.HF-TOKEN"),
-        ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: 'hf_abc'"),
+        ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: say where the secret is kept"),
+        ({"volumes": [{"claim": "a", "path": "/a", "sub_path": "../b"}]}, {}, "without '..'"),
+        ({"storage": {"claim": "a", "path": "/usr"}}, {}, "/usr is the image's own"),
+        ({"storge": {"claim": "a"}}, {}, "did you mean 'storage'?"),
+        (
+            {"resources": {"cpu": 96}},
+            {},
+            "resources.cpu: 96: input should be a valid string (put",
+        ),
         ({"resources": {"memory": "64 GB"}}, {}, "resources.memory: '64 GB'"),
         ({"resources": {"rdma/ib": "1.5"}}, {}, "resources.rdma/ib: '1.5': devices are whole"),
         ({"resources": {"hugepages-2Mi": "1Gi"}}, {}, "Kubernetes wants memory or cpu beside"),
@@ -407,7 +420,7 @@ def test_a_refusal_of_kubectl_is_quoted_and_leaves_nothing(kubectl: Client, tmp_
     kubectl.answer("create", "-")
     kubectl.answer("create", "json", status=1, err='error: no matches for kind "JobSet"\n')
     kubectl.answer("delete", "jobset,secret")
-    with pytest.raises(AnygaugeError, match=r'refused the job .*: error: no matches for kind "Job'):
+    with pytest.raises(AnygaugeError, match='refused the job: error: no matches for kind "Job'):
         Kubernetes().submit(plan)
     # By this submission's mark: another job of the same name is not ours to remove.
     assert "anygauge.io/submission=d94772fd" in kubectl.asked[-1][0]

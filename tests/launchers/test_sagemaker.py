@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from anygauge_launchers import sagemaker_node, service_job
 from anygauge_launchers.sagemaker import Sagemaker, SagemakerService
 from anygauge_launchers.service_job import ServiceJob
 from tests.helpers.machines import assert_pure
-from tests.launchers.apart import Client, events_text, job, merged
+from tests.launchers.apart import CARDS, Client, events_text, job, merged
 
 SECRET = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:hf-AbCdEf"
 OPTIONS: dict[str, Any] = {
@@ -36,8 +37,11 @@ OPTIONS: dict[str, Any] = {
 NAME = "tiny-run-1-d94772fd"
 
 
+GPUS = replace(CARDS, cluster_resource="nvidia.com/gpu")
+
+
 def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
-    return Sagemaker().render(job(**fields), merged(OPTIONS, change or {}))
+    return Sagemaker().render(job(**{"profile": GPUS, **fields}), merged(OPTIONS, change or {}))
 
 
 def request(plan: Plan) -> dict[str, Any]:
@@ -105,6 +109,8 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
         ({"role": "SageMakerRole"}, {}, "launch.options.role: 'SageMakerRole'"),
         ({"image": "pytorch/pytorch:2"}, {}, "launch.options.image: 'pytorch/pytorch:2'"),
         ({"image": None}, {}, "takes images from Amazon ECR alone: name one with anygauge in it"),
+        ({"instance_type": "ml.p5.49xlarge"}, {}, "of ml.p5 there are 4xlarge, 48xlarge"),
+        ({}, {"profile": CARDS}, "backend: cards needs example.com/card, which no machine of Sag"),
         ({"instance_type": "p5.48xlarge"}, {}, "launch.options.instance_type: 'p5.48xlarge'"),
         ({"instance_type": "ml.p5.4xlarge"}, {}, "ml.p5.4xlarge has 1 accelerators, and"),
         ({"output": "/tmp/runs"}, {}, "launch.options.output: '/tmp/runs'"),
@@ -121,7 +127,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
         ),
         ({"time_limit_s": 0}, {}, "launch.options.time_limit_s: 0"),
         ({"network_isolation": True}, {}, "machines cannot ask Secrets Manager"),
-        ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: 'hf_abc'"),
+        ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: say where the secret is kept"),
         ({"region": "Ireland"}, {}, "launch.options.region: 'Ireland'"),
         ({"instance": "x"}, {}, "launch.options.instance: the sagemaker launcher has no such"),
         ({}, {"max_restarts": 2}, "launch.max_restarts: on several machines of SageMaker"),
