@@ -271,3 +271,40 @@ def test_launchers_are_listed_with_what_they_can_and_their_proof() -> None:
     assert "ssh\n    ranks on other machines; files are shared with this machine\n" in text
     assert "    a job ends with the command that started it\n" in text
     assert "    proven: emulated (rendered jobs pass the target's models, and" in text
+
+
+def test_who_leaves_leaves_no_process_behind(tmp_path: Path) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    folder = submitted(tmp_path, client)
+    client.forget()
+    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    pod = {"metadata": {"name": "p"}, "status": {"phase": "Running"}}
+    client.answer("get", "pods", out={"items": [pod]})
+    client.answer("logs", "p")
+    client.slow("logs", 300.0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anygauge.cli", "job", "follow", str(folder)],
+        env={**os.environ, "PATH": client.path},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def readers() -> list[int]:
+        program = f"{client.path.partition(':')[0]}/kubectl".encode()
+        return [
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit() and program in read(entry / "cmdline")
+        ]
+
+    until(lambda: client.has_asked("logs"), "a reader")
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "to see it again: anygauge job follow" in out
+    until(lambda: not readers(), "the end of the reader")
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
