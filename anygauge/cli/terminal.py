@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import select
 import signal
 import sys
 import threading
@@ -180,7 +181,12 @@ class _View:
             signal.SIGTERM: signal.signal(signal.SIGTERM, _end_of_input),
         }
         try:
-            return input(question).strip().lower()[:1]
+            print(question, end="", flush=True)
+            # A signal just before the terminal is read would otherwise wait for a line.
+            while not select.select([sys.stdin], [], [], _GLANCE_S)[0]:
+                pass
+            line = sys.stdin.readline()
+            return line.strip().lower()[:1] if line else "d"
         except KeyboardInterrupt:
             return "c"
         except EOFError:

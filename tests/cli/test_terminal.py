@@ -222,27 +222,30 @@ class Elsewhere(Played):
     ],
 )
 def test_a_job_elsewhere_is_left_or_cancelled(
-    signum: int, answer: str | None, status: int, cancelled: int, monkeypatch: pytest.MonkeyPatch
+    signum: int,
+    answer: str | None,
+    status: int,
+    cancelled: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[str] = []
-
-    def replies(question: str) -> str:
-        asked.append(question)
-        assert answer is not None
-        return answer
-
-    monkeypatch.setattr("builtins.input", replies)
-    monkeypatch.setattr("sys.stdin", mock.Mock(isatty=lambda: answer is not None))
-    running = Elsewhere(signum)
-    out = io.StringIO()
-    found = follow(
-        running,
-        run_directory="/runs/one",
-        console=Console(file=out, width=120),
-        errors=Console(file=io.StringIO()),
-    )
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as typed:
+        os.write(writer, f"{answer}\n".encode())
+        terminal = mock.Mock(wraps=typed, isatty=lambda: answer is not None)
+        terminal.fileno = lambda: reader
+        monkeypatch.setattr("sys.stdin", terminal)
+        running = Elsewhere(signum)
+        out = io.StringIO()
+        found = follow(
+            running,
+            run_directory="/runs/one",
+            console=Console(file=out, width=120),
+            errors=Console(file=io.StringIO()),
+        )
+        os.close(writer)
     assert (found, running.cancelled) == (status, cancelled)
-    assert len(asked) == (answer is not None)
+    assert ("d to detach" in capsys.readouterr().out) is (answer is not None)
     left = signum == signal.SIGTERM or answer == "d"
     assert ("anygauge job follow /runs/one" in out.getvalue()) is left
 
