@@ -110,7 +110,10 @@ class RemoteJob:
                 trouble = trouble or {
                     "event": "ended", "state": state, "exit_status": status, "cause": text,
                 }  # fmt: skip
-        final = endings.get(0) or trouble or next(iter(endings.values()), _CANCELLED)
+        head = endings.get(0)
+        if trouble is not None and head is not None and head.get("state") == "cancelled":
+            head = None  # it was let go of, since another node was not to be reached
+        final = head or trouble or next(iter(endings.values()), _CANCELLED)
         self._status = int(str(final["exit_status"]))
         yield final
 
