@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import selectors
 import socket
 import time
@@ -64,7 +65,7 @@ class Head(Nodes):
         for member in self._members.values():
             # Those who joined early have waited in silence for the last.
             member.link.heard = time.monotonic()
-            member.link.send("start", rendezvous=self.rendezvous)
+            member.link.send("start", rendezvous=self.rendezvous, clock=time.time())
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """See `Nodes.attach`."""
@@ -77,7 +78,7 @@ class Head(Nodes):
         now = time.monotonic()
         if now - self._beat >= BEAT_S:
             self._beat = now
-            self._send_all("beat")
+            self._send_all("beat", clock=time.time())
         for rank, member in self._members.items():
             member.link.flush()
             for message in member.link.receive():
@@ -130,7 +131,7 @@ class Head(Nodes):
                 raise EndedError(ASKED_TOO_EARLY)
             if now - self._beat >= BEAT_S:
                 self._beat = now
-                self._send_all("beat")
+                self._send_all("beat", clock=time.time())
             with contextlib.suppress(TimeoutError):
                 connection, address = listener.accept()
                 unknown.append(Link(connection, str(address[0])))
@@ -159,8 +160,8 @@ class Head(Nodes):
             link.send("refused", reason=str(error))
             link.shut()
             raise
-        offset = time.time() - float(message["clock"])
-        self._members[other.node_rank] = _Joined(link, other.host, offset)
+        self._members[other.node_rank] = joined = _Joined(link, other.host)
+        joined.compare_clocks(message)
 
     def _missing(self) -> str:
         missing = [r for r in range(1, self._job.nodes) if r not in self._members]
@@ -176,13 +177,14 @@ class Head(Nodes):
 
     def _take(self, rank: int, member: _Joined, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
-        if kind == "beat":
-            # The least delayed message tells the clocks' difference best.
-            member.offset = min(member.offset, time.time() - float(message["clock"]))
-        elif kind == "event":
+        if "clock" in message:
+            member.compare_clocks(message)
+        if kind == "event":
             self._outbox.forward(str(message["line"]).encode() + b"\n")
         elif kind == "report":
-            self._reports[rank] = parse_report(message["report"], member.offset)
+            self._reports[rank] = parse_report(
+                message["report"], least=member.least, most=member.most
+            )
         elif kind in ORDERS:
             order = Order(kind)
             self.signum = message.get("signum") or self.signum
@@ -215,11 +217,24 @@ class Head(Nodes):
 
 @dataclass(slots=True)
 class _Joined:
-    """A node as the head knows it; `offset`: seconds to add to its clock."""
+    """A node as the head knows it.
+
+    Attributes:
+        least: seconds that the head's clock is ahead of the node's, at the least: what the head
+            sent arrived later than it was sent.
+        most: and at the most, by what the node sent. The least delayed messages tell best.
+    """
 
     link: Link
     host: str
-    offset: float
+    least: float = -math.inf
+    most: float = math.inf
+
+    def compare_clocks(self, message: Mapping[str, Any]) -> None:
+        """Learn from a message that tells when it was sent, and what its sender learnt so far."""
+        self.most = min(self.most, time.time() - float(message["clock"]))
+        if message.get("least") is not None:
+            self.least = max(self.least, float(message["least"]))
 
 
 def _check(own: Introduction, other: Introduction, known: Mapping[int, str]) -> None:

@@ -52,6 +52,7 @@ class Member(Nodes):
         self._reported_at: float | None = None
         self._lost: str | None = None
         self._beat = time.monotonic()
+        self._least: float | None = None  # seconds that the head's clock is ahead, at the least
         self._link = self._join(head, asked)
 
     def attach(self, selector: selectors.BaseSelector) -> None:
@@ -64,7 +65,7 @@ class Member(Nodes):
         now = time.monotonic()
         if now - self._beat >= BEAT_S:
             self._beat = now
-            self._link.send("beat", clock=time.time())
+            self._link.send("beat", **self._clocks())
         self._link.flush()
         for message in self._link.receive():
             self._take(message)
@@ -98,7 +99,7 @@ class Member(Nodes):
     def report(self, report: Report) -> None:
         """See `Nodes.report`."""
         self._reported_at = time.monotonic()
-        self._link.send("report", report=report.record())
+        self._link.send("report", report=report.record(), **self._clocks())
 
     def begin_again(self) -> None:
         """See `Nodes.begin_again`."""
@@ -136,6 +137,7 @@ class Member(Nodes):
                 continue
             if answer["kind"] == "start":
                 self.rendezvous = str(answer["rendezvous"])
+                self._compare_clocks(answer)
                 return link
             raise AnygaugeError(
                 f"the head at {head[0]}:{head[1]} refused this node: {answer.get('reason')}"
@@ -155,6 +157,15 @@ class Member(Nodes):
         elif kind in ORDERS:
             self.signum = message.get("signum") or self.signum
             self._orders.append(Order(kind))
+        elif kind == "beat":
+            self._compare_clocks(message)
+
+    def _compare_clocks(self, message: Mapping[str, Any]) -> None:
+        ahead = float(message["clock"]) - time.time()
+        self._least = ahead if self._least is None else max(self._least, ahead)
+
+    def _clocks(self) -> dict[str, float | None]:
+        return {"clock": time.time(), "least": self._least}
 
     def _look_after(self, now: float) -> None:
         """Without its head, a node ends."""

@@ -58,18 +58,26 @@ class Report:
         return asdict(self)
 
 
-def parse_report(record: Mapping[str, Any], offset: float) -> Report:
-    """A report from another node.
+def parse_report(record: Mapping[str, Any], *, least: float, most: float) -> Report:
+    """A report from another node, its times by the clock of this one.
 
     Args:
-        offset: seconds to add to its clock's times.
+        least: seconds that this clock is ahead of the other, at the least.
+        most: and at the most; messages between the two took what lies between.
     """
-    endings = tuple(
-        Ending(**{**ending, "time": ending["time"] + offset}) for ending in record["endings"]
-    )
+    likely = (least + most) / 2
+    endings = []
+    for ending in record["endings"]:
+        # A death by signal counts from the earliest moment that it can have come.
+        ahead = min(least, most) if ending["by_signal"] else likely
+        endings.append(Ending(**{**ending, "time": ending["time"] + ahead}))
     at = record["signalled_at"]
     return Report(
-        **{**record, "endings": endings, "signalled_at": None if at is None else at + offset}
+        **{
+            **record,
+            "endings": tuple(endings),
+            "signalled_at": None if at is None else at + likely,
+        }
     )
 
 

@@ -27,6 +27,7 @@ from anygauge_cuda.environment import (
     TOPOLOGIES,
 )
 from anygauge_cuda.placement import CudaPlacement
+from anygauge_cuda.versions import IMAGE
 
 
 class CudaCollectives(Collectives):
@@ -58,7 +59,7 @@ class CudaBackend(Backend):
     launch = LaunchProfile(
         visibility_variable="CUDA_VISIBLE_DEVICES",
         # With compilers, since DeepSpeed builds its operations at first use.
-        image="pytorch/pytorch:2.9.0-cuda12.8-cudnn9-devel",
+        image=IMAGE,
         # NVIDIA's advice for containers that run several processes with NCCL.
         container_flags=("--gpus=all", "--ipc=host", "--ulimit=memlock=-1"),
         cluster_resource="nvidia.com/gpu",

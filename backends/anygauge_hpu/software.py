@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 PLUGIN = "habana-torch-plugin"
 """The distribution that brings the device to torch. It comes with Intel's image or from Intel's
@@ -34,51 +36,26 @@ class Release:
     source: str
 
 
-def _image(version: str, torch: str) -> str:
-    return (
-        f"vault.habana.ai/gaudi-docker/{version}/ubuntu22.04/habanalabs/"
-        f"pytorch-installer-{torch}:latest"
+def _releases() -> tuple[Release, ...]:
+    """The table that the images are built from, too."""
+    table = json.loads(Path(__file__).with_name("releases.json").read_text())
+    return tuple(
+        Release(
+            version=_short(row["release"]),
+            torch=row["torch"] and _short(row["torch"]),
+            image=row["base"] and f"{row['base']}:latest",
+            source=row["source"],
+        )
+        for row in table["variable"]["HPU_RELEASES"]["default"]
     )
 
 
-RELEASES = (
-    Release(
-        version="1.19",
-        torch="2.5",
-        image=_image("1.19.0", "2.5.1"),
-        source="gaudi-pytorch-bridge 1.19.0, profiles.json",
-    ),
-    Release(
-        version="1.20",
-        torch="2.6",
-        image=_image("1.20.0", "2.6.0"),
-        source="optimum-habana, image tags of its tests",
-    ),
-    Release(
-        version="1.21",
-        torch="2.6",
-        image=_image("1.21.0", "2.6.0"),
-        source="Intel's support matrix; DeepSpeed's tests on Gaudi",
-    ),
-    Release(
-        version="1.22",
-        torch="2.7",
-        image=_image("1.22.0", "2.7.1"),
-        source="optimum-habana, image tags of its tests",
-    ),
-    Release(
-        version="1.23",
-        torch="2.9",
-        image=_image("1.23.0", "2.9.0"),
-        source="optimum-habana 1.20, README",
-    ),
-    Release(
-        version="1.24",
-        torch=None,
-        image=None,
-        source="optimum-habana 1.21.2 was validated with it; its torch is unverified here",
-    ),
-)
+def _short(version: str) -> str:
+    """``1.19.0`` is 1.19."""
+    return ".".join(version.split(".")[:2])
+
+
+RELEASES = _releases()
 
 LAZY_BY_DEFAULT_BEFORE = (1, 21)
 """The release that made eager mode, with torch.compile, the default (Gaudi-tutorials, PR 154)."""

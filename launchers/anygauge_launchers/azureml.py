@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from anygauge_launchers.apart import filled_in, moved, short_name, submitted, va
 from anygauge_launchers.azureml_options import RUNS, AzuremlOptions
 from anygauge_launchers.clients import ask, last_line, words
 from anygauge_launchers.options import read_options
-from anygauge_launchers.service_job import Seen, ServiceJob
+from anygauge_launchers.service_job import Seen, Service, ServiceJob
 
 _NAME_LIMIT = 64
 _POLLING = "AZUREML_RUN_POLLING_INTERVAL_MAX"
@@ -175,17 +175,11 @@ def _prefixed(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AzureService:
+class AzureService(Service):
     """One job of a workspace."""
 
     name: str
     scope: tuple[str, ...]
-    settling_s = 15.0
-
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """See `Service.record`."""
-        return asdict(self)
 
     @property
     def shown(self) -> str:

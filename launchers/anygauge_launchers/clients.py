@@ -11,6 +11,10 @@ LIMIT_S = 120.0
 _LINES = 8
 
 
+class NotInstalledError(AnygaugeError):
+    """There is no such client on this machine."""
+
+
 class NoAnswerError(AnygaugeError):
     """A client that did not answer in time: what it was told may have been done or not."""
 
@@ -24,7 +28,7 @@ def ask(
         given: its standard input.
 
     Raises:
-        AnygaugeError: it is not installed.
+        NotInstalledError: it is not installed.
         NoAnswerError: it does not answer in time.
     """
     try:
@@ -39,7 +43,7 @@ def ask(
             **({"stdin": subprocess.DEVNULL} if given is None else {"input": given}),
         )
     except FileNotFoundError as error:
-        raise AnygaugeError(
+        raise NotInstalledError(
             f"{argv[0]} is not installed here: submit from a machine that has it"
         ) from error
     except subprocess.TimeoutExpired as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from anygauge.interface import AnygaugeError, Plan, UnsupportedError
 from anygauge_launchers.apart import filled_in
 from anygauge_launchers.clients import ask, last_line, words
 from anygauge_launchers.kubernetes_kinds import MARK, secret_of
-from anygauge_launchers.service_job import Seen, ServiceJob
+from anygauge_launchers.service_job import Seen, Service, ServiceJob
 
 _HEADS = {
     "JobSet": "jobset.sigs.k8s.io/jobset-name={},batch.kubernetes.io/job-completion-index=0",
@@ -35,14 +35,13 @@ _DONE = ("Succeeded", "Complete", "Completed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesService:
+class KubernetesService(Service):
     """One object in a cluster."""
 
     kind: str
     name: str
     namespace: str
     context: str | None = None
-    settling_s = 15.0
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> KubernetesService:
@@ -57,11 +56,6 @@ class KubernetesService:
         except (TypeError, KeyError) as error:
             raise UnsupportedError(f"{dict(record)} is no record of a Kubernetes job") from error
         return found
-
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """See `Service.record`."""
-        return asdict(self)
 
     @property
     def shown(self) -> str:
@@ -130,10 +124,6 @@ class KubernetesService:
             done = ask(self.kubectl("delete", "pods", *pods, "--wait=false"))
         if done.returncode:
             raise AnygaugeError(f"kubectl cannot end {self.shown}: {last_line(done.stderr)}")
-
-    def whole_log(self, folder: Path) -> bytes:
-        """See `Service.whole_log`: what is there was followed."""
-        return b""
 
     def _head_pod(self) -> dict[str, Any] | None:
         found = self._get("pods", "-l", self.head)

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from anygauge_launchers.options import read_options
 from anygauge_launchers.sagemaker_node import CHANNELS, PIECE, RUNS, packed
 from anygauge_launchers.sagemaker_options import SagemakerOptions
 from anygauge_launchers.sagemaker_request import request_of
-from anygauge_launchers.service_job import Seen, ServiceJob
+from anygauge_launchers.service_job import Seen, Service, ServiceJob
 
 REQUEST = "request.json"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -129,18 +129,13 @@ class Sagemaker:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SagemakerService:
+class SagemakerService(Service):
     """One training job."""
 
     name: str
     region: str | None = None
     profile: str | None = None
     settling_s = 30.0
-
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """See `Service.record`."""
-        return asdict(self)
 
     @property
     def shown(self) -> str:
@@ -198,10 +193,6 @@ class SagemakerService:
             *("--log-stream-name-prefix", f"{self.name}/algo-1-", "--output", "json"),
         )
         return (sys.executable, "-m", "anygauge_launchers.cloudwatch", *command)
-
-    def whole_log(self, folder: Path) -> bytes:
-        """See `Service.whole_log`: what is there was followed."""
-        return b""
 
     def stop(self, *, firmly: bool) -> None:
         """See `Service.stop`: SageMaker sends SIGTERM, and SIGKILL 120 s later, in any case."""

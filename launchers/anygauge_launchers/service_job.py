@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import os
@@ -11,13 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from anygauge.interface import LOST, AnygaugeError
 from anygauge.interface.processes import parent_environment
-from anygauge_launchers.clients import last_line
+from anygauge_launchers.clients import NotInstalledError, last_line
 
 Event = Mapping[str, Any]
 
@@ -43,22 +44,27 @@ class Seen:
 _Answer = tuple[Seen, tuple[str, ...] | None]
 
 
-class Service(Protocol):
-    """One job in the hands of a cluster's service.
+class Service(abc.ABC):
+    """One job in the hands of a cluster's service: a dataclass of what it is found by.
 
     Attributes:
         settling_s: seconds that the head's last words may take after the service knows of the end.
     """
 
-    settling_s: float
+    __slots__ = ()
+    settling_s = 15.0
 
     @property
     def record(self) -> Mapping[str, Any]:
         """By which it is found again."""
+        assert is_dataclass(self)
+        return asdict(self)
 
+    @abc.abstractmethod
     def look(self) -> Seen:
         """How it fares."""
 
+    @abc.abstractmethod
     def log_command(self) -> tuple[str, ...] | None:
         """What prints the head's output and follows it; None while there is none."""
 
@@ -68,7 +74,9 @@ class Service(Protocol):
         Args:
             folder: of the run, on this machine.
         """
+        return b""
 
+    @abc.abstractmethod
     def stop(self, *, firmly: bool) -> None:
         """Ask for its end; firmly: without time for a checkpoint."""
 
@@ -83,6 +91,7 @@ class ServiceJob:
         self._service = service
         self._folder = folder
         self._log = folder / "logs" / "head.log"
+        self._client_log = folder / "logs" / "client.log"
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader: subprocess.Popen[bytes] | None = None
         self._answers: queue.SimpleQueue[_Answer | AnygaugeError] = queue.SimpleQueue()
@@ -195,14 +204,14 @@ class ServiceJob:
             if command is not None and self._reader is None:
                 self._read(command)
             return seen
-        if not self._began and "is not installed" in str(answer):
+        if isinstance(answer, NotInstalledError):
             raise answer
         return Seen(phase="silent", text=str(answer))
 
     def _read(self, command: tuple[str, ...]) -> None:
         """Start reading; from the thread that follows, since for the kernel that is the parent."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
+        with self._client_log.open("ab") as log:
             self._reader = reader = subprocess.Popen(
                 # It ends with this process, however that ends.
                 (sys.executable, "-m", "anygauge_launchers.tied", *command),
@@ -224,7 +233,7 @@ class ServiceJob:
 
     def _complain(self) -> None:
         """Why the head's output cannot be read, once."""
-        said = last_line(self._log.read_text(errors="replace"))
+        said = last_line(self._client_log.read_text(errors="replace"))
         if said and said not in self._complaints:
             self._complaints.add(said)
             self._warnings.put(f"the first machine's output cannot be read: {said}")

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import Job, LaunchProfile
+import pytest
+
+from anygauge.interface import Job, LaunchProfile, Plan, RunFileError
+from anygauge_launchers import service_job
+from anygauge_launchers.service_job import Service
 
 CARDS = LaunchProfile(
     image="vendor/stack:1",
@@ -100,6 +106,24 @@ sys.exit(99)
         """Commands so far, each with what it was given on standard input."""
         lines = (self._folder / "asked.jsonl").read_text().splitlines()
         return [(argv, given) for argv, given in map(json.loads, lines)]
+
+
+def client_for(
+    name: str, service: type[Service], folder: Path, patch: pytest.MonkeyPatch
+) -> Client:
+    """A client on the path, of a service that is asked often and believed soon."""
+    client = Client(name, folder, sys.executable)
+    patch.setenv("PATH", client.path)
+    patch.setattr(service_job, "ASK_S", 0.05)
+    patch.setattr(service, "settling_s", 0.3)
+    return client
+
+
+def assert_refused(render: Callable[[], Plan], said: str) -> None:
+    """A bad option is named in our words, not in those of a library."""
+    with pytest.raises(RunFileError) as caught:
+        render()
+    assert said in str(caught.value) and "Value error" not in str(caught.value)
 
 
 def events_text(*events: dict[str, Any]) -> str:

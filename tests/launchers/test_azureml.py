@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.interface import AnygaugeError, Plan, RunFileError, UnsupportedError
-from anygauge_launchers import azureml_node, service_job
+from anygauge.interface import AnygaugeError, Plan, UnsupportedError
+from anygauge_launchers import azureml_node
 from anygauge_launchers.azureml import Azureml, AzureService
 from anygauge_launchers.service_job import ServiceJob
 from tests.helpers.machines import assert_pure
-from tests.launchers.apart import Client, events_text, job, merged
+from tests.launchers.apart import Client, assert_refused, client_for, events_text, job, merged
 
 NAME = "tiny-run-1-d94772fd"
 STORE = "azureml://datastores/blobs/paths"
@@ -113,9 +113,7 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
 def test_bad_options_are_caught_before_anything_is_submitted(
     change: dict[str, Any], fields: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(RunFileError) as caught:
-        rendered(change, **fields)
-    assert said in str(caught.value) and "Value error" not in str(caught.value)
+    assert_refused(lambda: rendered(change, **fields), said)
 
 
 class TestContainer:
@@ -197,12 +195,8 @@ class TestContainer:
 
 @pytest.fixture
 def az(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
-    client = Client("az", tmp_path, sys.executable)
-    monkeypatch.setenv("PATH", client.path)
     monkeypatch.setenv("HF_HOME", "/cache")
-    monkeypatch.setattr(service_job, "ASK_S", 0.05)
-    monkeypatch.setattr(AzureService, "settling_s", 0.3)
-    return client
+    return client_for("az", AzureService, tmp_path, monkeypatch)
 
 
 HEADER = "RunId: calm_river_x1\nWeb View: https://ml.azure.com/runs/calm_river_x1\n"

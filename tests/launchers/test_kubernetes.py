@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import pytest
 import yaml
 
 from anygauge.interface import LOST, AnygaugeError, Job, Plan, RunFileError, UnsupportedError
-from anygauge_launchers import service_job
 from anygauge_launchers.kubernetes import Kubernetes
 from anygauge_launchers.kubernetes_service import KubernetesService
 from anygauge_launchers.service_job import ServiceJob
 from tests.helpers.machines import assert_pure
-from tests.launchers.apart import Client, events_text, job, merged
+from tests.launchers.apart import Client, assert_refused, client_for, events_text, job, merged
 
 OPTIONS: dict[str, Any] = {
     "namespace": "train",
@@ -225,9 +223,7 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
 def test_bad_options_are_caught_before_anything_is_submitted(
     change: dict[str, Any], fields: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(RunFileError) as caught:
-        rendered(change, **fields)
-    assert said in str(caught.value) and "Value error" not in str(caught.value)
+    assert_refused(lambda: rendered(change, **fields), said)
 
 
 MADE = {
@@ -240,12 +236,8 @@ HEAD = f"jobset.sigs.k8s.io/jobset-name={NAME},batch.kubernetes.io/job-completio
 
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
-    client = Client("kubectl", tmp_path, sys.executable)
-    monkeypatch.setenv("PATH", client.path)
     monkeypatch.setenv("HF_HOME", "/a 'folder' $HOME")
-    monkeypatch.setattr(service_job, "ASK_S", 0.05)
-    monkeypatch.setattr(KubernetesService, "settling_s", 0.3)
-    return client
+    return client_for("kubectl", KubernetesService, tmp_path, monkeypatch)
 
 
 def submitted(client: Client, folder: Path) -> ServiceJob:

@@ -12,12 +12,20 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, UnsupportedError
-from anygauge_launchers import sagemaker_node, service_job
+from anygauge.interface import AnygaugeError, Job, Plan, UnsupportedError
+from anygauge_launchers import sagemaker_node
 from anygauge_launchers.sagemaker import Sagemaker, SagemakerService
 from anygauge_launchers.service_job import ServiceJob
 from tests.helpers.machines import assert_pure
-from tests.launchers.apart import CARDS, Client, events_text, job, merged
+from tests.launchers.apart import (
+    CARDS,
+    Client,
+    assert_refused,
+    client_for,
+    events_text,
+    job,
+    merged,
+)
 
 SECRET = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:hf-AbCdEf"
 OPTIONS: dict[str, Any] = {
@@ -137,9 +145,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
 def test_bad_options_are_caught_before_anything_is_submitted(
     change: dict[str, Any], fields: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(RunFileError) as caught:
-        rendered(change, **fields)
-    assert said in str(caught.value) and "Value error" not in str(caught.value)
+    assert_refused(lambda: rendered(change, **fields), said)
 
 
 class TestContainer:
@@ -210,12 +216,8 @@ class TestContainer:
 
 @pytest.fixture
 def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
-    client = Client("aws", tmp_path, sys.executable)
-    monkeypatch.setenv("PATH", client.path)
     monkeypatch.setenv("HF_HOME", "/cache")
-    monkeypatch.setattr(service_job, "ASK_S", 0.05)
-    monkeypatch.setattr(SagemakerService, "settling_s", 0.3)
-    return client
+    return client_for("aws", SagemakerService, tmp_path, monkeypatch)
 
 
 def submitted(client: Client, folder: Path) -> ServiceJob:

@@ -1,0 +1,94 @@
+"""The launcher and the workers of an MPIJob; mpirun is a script here, elsewhere the real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anygauge_launchers.mpi_pod import HOSTFILE, head_of
+
+POD = (sys.executable, "-m", "anygauge_launchers.mpi_pod")
+MPIRUN = """#!/bin/sh
+echo "$ANYGAUGE_HEAD" "$@"
+trap 'echo asked; exit 75' USR1
+trap 'echo hurried; exit 1' TERM
+echo ready
+while :; do sleep 0.1; done
+"""
+# Ends at SIGUSR1, as agents do, and leaves a word; the last argument makes it look like one.
+AGENT = "import signal, sys, time; signal.signal(10, lambda *_: sys.exit(75)); time.sleep(100)"
+
+
+@pytest.mark.parametrize(
+    ("text", "head"),
+    [
+        ("j-worker-0.j.ns.svc slots=1\nj-worker-1.j.ns.svc slots=1\n", "j-worker-0.j.ns.svc"),
+        ("# ours\n\nj-worker-0:1\n", "j-worker-0"),
+    ],
+)
+def test_the_head_is_the_first_host(text: str, head: str, tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text(text)
+    assert head_of(tmp_path / "hostfile") == head
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "said"),
+    [(None, "this is not the launcher of an MPIJob"), ("", "names no host"), ("absent", "No such")],
+)
+def test_what_is_not_a_launcher_says_so(hostfile: str | None, said: str, tmp_path: Path) -> None:
+    environ = dict(os.environ)
+    if hostfile is not None:
+        environ[HOSTFILE] = str(tmp_path / "hostfile")
+        if hostfile != "absent":
+            (tmp_path / "hostfile").write_text(hostfile)
+    done = subprocess.run(
+        [*POD, "2", "x"], env=environ, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_clusters_request_reaches_agents_as_the_signal_that_mpirun_passes_on(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mpirun").write_text(MPIRUN)
+    (tmp_path / "mpirun").chmod(0o755)
+    (tmp_path / "hostfile").write_text("worker-0 slots=1\nworker-1 slots=1\n")
+    process = subprocess.Popen(
+        [*POD, "2", "agent", "a b $HOME"],
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            HOSTFILE: str(tmp_path / "hostfile"),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    assert first.startswith(
+        "worker-0 --allow-run-as-root -np 2 --map-by ppr:1:node --bind-to none "
+    )
+    assert "-x ANYGAUGE_HEAD -x PATH" in first and first.endswith("agent a b $HOME\n")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("asked\n", 75)
+
+
+def test_a_worker_that_must_end_waits_for_its_agent() -> None:
+    # In a container of its own, so that no other agent of this machine is asked.
+    inside = [
+        *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"),
+        '"$0" -c "$1" anygauge.agent & agent=$!; sleep 1; '
+        '"$0" -m anygauge_launchers.mpi_pod end; wait $agent; echo ended $?',
+        *(sys.executable, AGENT),
+    ]
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--pid", "true"], check=False).returncode:
+        pytest.skip("a process namespace needs root")
+    done = subprocess.run(inside, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "ended 75\n", done.stderr
