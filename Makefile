@@ -8,6 +8,8 @@
 #                    what is missing (20 minutes)
 #   make test-gaudi-stack   the tests of what touches transformers, peft and DeepSpeed, with the versions
 #                    that go with Gaudi, in an environment of their own (.venv-gaudi; docs/stacks.md)
+#   make image-cpu   build the container image for CPUs without Docker, and run the demo inside it, cut
+#                    off from any network; as root, on Debian; installs what is missing
 #   make lint        lint, types and import contracts alone
 #   make format      format the code, and repair what the linter can
 #   make .venv       only make the environment
@@ -41,7 +43,8 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: demo plugins test test-slow test-launchers test-gaudi-stack test-core lint format clean .venv
+.PHONY: demo plugins test test-slow test-launchers test-gaudi-stack test-core image-cpu \
+    lint format clean .venv
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/demo.py
@@ -102,10 +105,15 @@ test-gaudi-stack:
 	@$(MAKE) --no-print-directory test-core \
 	    VENV=.venv-gaudi EXTRAS=dev,hpu PINS="deepspeed==0.16.9"
 
+image-cpu:
+	@sh docker/image-cpu.sh
+
 lint: $(STAMP)
 	@echo "==> ruff"
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
+	@echo "==> hadolint"
+	@$(BIN)/hadolint docker/*.Dockerfile
 	@echo "==> mypy"
 	@$(BIN)/mypy
 	@echo "==> import contracts"

@@ -1,32 +1,42 @@
 # syntax=docker/dockerfile:1
 # anygauge on CPUs: gloo, ssh and Open MPI. From the repository's root:
-#   docker buildx bake -f docker/docker-bake.hcl -f backends/anygauge_cpu/image.json cpu
+#   docker buildx bake -f docker/docker-bake.hcl -f backends/anygauge_cpu/releases.json cpu
 
-ARG BASE=docker.io/library/debian:12-slim
+ARG BASE
 
+# hadolint ignore=DL3006
 FROM ${BASE} AS build
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends build-essential ca-certificates python3-dev python3-venv \
+    && apt-get install -y --no-install-recommends \
+        build-essential ca-certificates libaio-dev python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/anygauge
 ENV PATH=/opt/anygauge/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_CACHE_DIR=1 \
-    DS_BUILD_OPS=0
+    PIP_NO_CACHE_DIR=1
 ARG TORCH_VERSION
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=
+COPY docker/constraints.txt docker/portable-c++ /build/
 # A mirror's address, with its password, comes as a secret and is in no layer.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==${TORCH_VERSION}"
+    pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==${TORCH_VERSION}" \
+    && pip install --constraint /build/constraints.txt \
+        ninja numpy packaging psutil py-cpuinfo setuptools wheel
+# The operation that offloading to NVMe needs; anygauge calls no other of DeepSpeed's.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    CXX=/build/portable-c++ DS_BUILD_AIO=1 \
+    pip install --no-build-isolation --no-binary deepspeed \
+        --constraint /build/constraints.txt "torch==${TORCH_VERSION}" deepspeed
 COPY pyproject.toml README.md LICENSE /src/
 COPY anygauge /src/anygauge
 COPY backends /src/backends
 COPY kernels /src/kernels
 COPY launchers /src/launchers
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install "torch==${TORCH_VERSION}" /src \
-    && pip uninstall --yes setuptools pip
+    pip install --constraint /build/constraints.txt "torch==${TORCH_VERSION}" /src \
+    && pip uninstall --yes ninja pip setuptools wheel
 
+# hadolint ignore=DL3006
 FROM ${BASE} AS run
 ARG VERSION
 ARG REVISION=unknown
@@ -37,12 +47,10 @@ LABEL org.opencontainers.image.title="anygauge, cpu" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        libtcmalloc-minimal4 openmpi-bin openssh-client openssh-server python3 tini \
+        libaio1 libtcmalloc-minimal4 openmpi-bin openssh-client openssh-server python3 tini \
     && rm -rf /var/lib/apt/lists/* /var/cache/debconf/* /var/log/* /etc/ssh/ssh_host_* \
     && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
-    && mkdir /work \
-    && chown 10001:0 /work \
-    && chmod g+rwx /work
+    && install -d -o 10001 -g 0 -m 775 /work
 COPY --from=build /opt/anygauge /opt/anygauge
 # Another user id, and a root file system that cannot be written, leave only /tmp and what is mounted.
 ENV PATH=/opt/anygauge/bin:$PATH \
@@ -51,7 +59,8 @@ ENV PATH=/opt/anygauge/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1
 WORKDIR /work
 USER 10001
-HEALTHCHECK --interval=5m --timeout=60s CMD ["anygauge", "doctor", "--backend", "cpu", "--output", "/tmp"]
+HEALTHCHECK --interval=5m --timeout=60s \
+    CMD ["anygauge", "doctor", "--backend", "cpu", "--output", "/tmp"]
 # tini passes signals on, and buries what ranks leave behind.
 ENTRYPOINT ["tini", "--", "anygauge"]
 CMD ["--help"]

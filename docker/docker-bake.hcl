@@ -6,7 +6,9 @@
 #     -f backends/anygauge_cuda/releases.json \
 #     -f backends/anygauge_hpu/releases.json cpu
 
-variable "REPOSITORY" {
+# Where images go, such as registry.example.com/team/anygauge; `anygauge image` and the launchers
+# look at it, too.
+variable "ANYGAUGE_REPOSITORY" {
   default = "anygauge"
 }
 
@@ -44,50 +46,52 @@ target "cpu" {
   inherits = ["common"]
   name     = "cpu-${replace(item.release, ".", "-")}"
   matrix = {
-    item = CPU_RELEASES
+    item = [for one in CPU_RELEASES : one if one.image]
   }
   dockerfile = "docker/cpu.Dockerfile"
   args = {
     BASE          = item.base
-    TORCH_VERSION = item.torch
-    TORCH_INDEX   = item.index
+    TORCH_VERSION = item.versions.torch
+    TORCH_INDEX   = item.arguments.index
     VERSION       = VERSION
     REVISION      = REVISION
   }
-  tags = ["${REPOSITORY}:${VERSION}-cpu-${item.release}"]
+  tags = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cpu-${item.release}"]
 }
 
 target "cuda" {
   inherits = ["common"]
   name     = "cuda-${replace(item.release, ".", "-")}"
   matrix = {
-    item = CUDA_RELEASES
+    item = [for one in CUDA_RELEASES : one if one.image]
   }
   dockerfile = "docker/cuda.Dockerfile"
   args = {
     BASE          = item.base
-    TORCH_VERSION = item.torch
-    ARCHITECTURES = item.architectures
+    BUILD_BASE    = item.arguments.build_base
+    TORCH_VERSION = item.versions.torch
+    ARCHITECTURES = item.arguments.architectures
     VERSION       = VERSION
     REVISION      = REVISION
   }
-  tags = ["${REPOSITORY}:${VERSION}-cuda-${item.release}"]
+  tags = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cuda-${item.release}"]
 }
 
 target "hpu" {
   inherits = ["common"]
   name     = "hpu-${replace(item.release, ".", "-")}"
   matrix = {
-    item = [for one in HPU_RELEASES : one if one.extras != null]
+    item = [for one in HPU_RELEASES : one if one.image]
   }
   dockerfile = "docker/hpu.Dockerfile"
   args = {
-    BASE          = "${item.base}:latest"
-    TORCH_VERSION = item.torch
-    DEEPSPEED     = item.deepspeed
-    EXTRAS        = item.extras
-    VERSION       = VERSION
-    REVISION      = REVISION
+    BASE           = item.base
+    TORCH_VERSION  = item.versions.torch
+    DEEPSPEED      = item.versions.deepspeed
+    TRANSFORMERS   = item.arguments.transformers
+    OPTIMUM_HABANA = item.arguments.optimum_habana
+    VERSION        = VERSION
+    REVISION       = REVISION
   }
-  tags = ["${REPOSITORY}:${VERSION}-hpu-${item.release}"]
+  tags = ["${ANYGAUGE_REPOSITORY}:${VERSION}-hpu-${item.release}"]
 }

@@ -1,8 +1,34 @@
 # syntax=docker/dockerfile:1
-# anygauge on Gaudi, over Intel's image, which brings torch, its plugin, drivers' libraries and Open
-# MPI. None of these is touched: what is installed here must go with them.
+# anygauge on Gaudi, over Intel's image, which brings torch, its plugin, the driver's libraries, ssh
+# and Open MPI. None of these is touched: what is installed here must go with them. From the root:
+#   docker buildx bake -f docker/docker-bake.hcl -f backends/anygauge_hpu/releases.json hpu
 
 ARG BASE
+
+# hadolint ignore=DL3006
+FROM ${BASE} AS build
+ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
+ARG TORCH_VERSION
+ARG DEEPSPEED
+# The torch that is there, with Intel's local part of the version, is a constraint on all others.
+COPY docker/constraints-hpu.txt /build/
+RUN python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.startswith('${TORCH_VERSION}'), v" \
+    && pip list --format=freeze | grep -iE '^(torch|habana|numpy)' > /build/constraints.txt \
+    && grep -v '^numpy==' /build/constraints-hpu.txt >> /build/constraints.txt
+# Intel's fork: its operations for Gaudi are Python, and there is nothing to build ahead.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    DS_BUILD_OPS=0 \
+    pip wheel --no-deps --no-build-isolation --wheel-dir /build/wheels \
+        "git+https://github.com/HabanaAI/DeepSpeed.git@${DEEPSPEED}" \
+    && pip install hatchling
+COPY pyproject.toml README.md LICENSE /src/
+COPY anygauge /src/anygauge
+COPY backends /src/backends
+COPY kernels /src/kernels
+COPY launchers /src/launchers
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /build/wheels /src
 
 # hadolint ignore=DL3006
 FROM ${BASE} AS run
@@ -13,32 +39,26 @@ LABEL org.opencontainers.image.title="anygauge, hpu" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_CACHE_DIR=1
-ARG TORCH_VERSION
-ARG DEEPSPEED
-ARG EXTRAS=
-COPY pyproject.toml README.md LICENSE /tmp/src/
-COPY anygauge /tmp/src/anygauge
-COPY backends /tmp/src/backends
-COPY kernels /tmp/src/kernels
-COPY launchers /tmp/src/launchers
-# The torch that is there stays as it is: its version, with Intel's local part, is the constraint.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
+    && install -d -o 10001 -g 0 -m 775 /work
+ARG TRANSFORMERS
+ARG OPTIMUM_HABANA=
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.startswith('${TORCH_VERSION}'), v; print('torch==' + v)" > /tmp/constraints \
-    && pip install "git+https://github.com/HabanaAI/DeepSpeed.git@${DEEPSPEED}" \
-    && pip install --constraint /tmp/constraints "/tmp/src${EXTRAS:+[$EXTRAS]}" \
-    && rm -rf /tmp/src /tmp/constraints
-RUN useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
-    && mkdir /work \
-    && chown 10001:0 /work \
-    && chmod g+rwx /work
+    --mount=type=bind,from=build,source=/build,target=/build \
+    PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    pip install --no-cache-dir --constraint /build/constraints.txt \
+        /build/wheels/deepspeed-*.whl "/build/wheels/anygauge-${VERSION}-py3-none-any.whl" \
+        "transformers==${TRANSFORMERS}" ${OPTIMUM_HABANA:+"optimum-habana==$OPTIMUM_HABANA"}
 ENV HOME=/tmp \
     USER=anygauge \
     PYTHONDONTWRITEBYTECODE=1
 WORKDIR /work
 USER 10001
-HEALTHCHECK --interval=5m --timeout=60s CMD ["anygauge", "doctor", "--backend", "hpu", "--output", "/tmp"]
-# exec form: signals reach the command line itself.
-ENTRYPOINT ["anygauge"]
+HEALTHCHECK --interval=5m --timeout=60s \
+    CMD ["anygauge", "doctor", "--backend", "hpu", "--output", "/tmp"]
+# tini passes signals on, and buries what ranks leave behind.
+ENTRYPOINT ["tini", "--", "anygauge"]
 CMD ["--help"]

@@ -37,7 +37,7 @@ run() {
         --ulimit nofile=1024:1024 --ulimit nproc=4096:4096 --shm-size 2g "$@"
 }
 
-base=${BASE:-localhost/debian:12-slim}
+base=${BASE:-localhost/debian:12}
 # shellcheck disable=SC2086
 if ! buildah $where inspect --type image "$base" >/dev/null 2>&1 && [ -z "${BASE:-}" ]; then
     say "making $base"
@@ -70,9 +70,11 @@ done
 field() {
     python3 -c 'import json, sys
 one = json.load(open(sys.argv[1]))["variable"]["CPU_RELEASES"]["default"][-1]
-print(one[sys.argv[2]])' "$top/backends/anygauge_cpu/releases.json" "$1"
+for name in sys.argv[2].split("."):
+    one = one[name]
+print(one)' "$top/backends/anygauge_cpu/releases.json" "$1"
 }
-index=$(field index)
+index=$(field arguments.index)
 # The machine's own source of torch comes first, where it has one.
 grep -q 'find-links\|index-url' pip.conf && index=
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$top/pyproject.toml")
@@ -81,7 +83,7 @@ say "building $image"
 began=$(date +%s)
 # shellcheck disable=SC2086
 build --quiet $mounts --secret id=pip,src=pip.conf --build-arg BASE="$base" \
-    --build-arg TORCH_VERSION="$(field torch)" --build-arg TORCH_INDEX="$index" \
+    --build-arg TORCH_VERSION="$(field versions.torch)" --build-arg TORCH_INDEX="$index" \
     --build-arg VERSION="$version" --build-arg REVISION="$(git -C "$top" rev-parse --short HEAD)" \
     --file "$top/docker/cpu.Dockerfile" --tag "$image" "$top" >/dev/null
 # shellcheck disable=SC2086

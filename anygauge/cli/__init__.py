@@ -19,6 +19,7 @@ COMMANDS = {
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",
     "doctor": "Check this machine for a backend, and say what to do.",
+    "image": "Show a backend's container image and how to run it; or run it.",
     "launchers": "List launchers: where each starts ranks, and how far it was proven.",
     "backends": "List backends, what each found here, and what auto would choose.",
     "kernels": "List kernels, and which of them a run here would have, and why.",

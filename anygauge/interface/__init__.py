@@ -65,6 +65,13 @@ if TYPE_CHECKING:
         TrackerOption,
         TrackerSpec,
     )
+    from anygauge.interface.images import (
+        REPOSITORY_VARIABLE,
+        ImageRelease,
+        own_image,
+        read_releases,
+        tagged,
+    )
     from anygauge.interface.probe import Finding, Presence, Probe
     from anygauge.interface.profile import LaunchProfile
     from anygauge.interface.rules import Decision, EnvironmentRule, Situation, leave, use
@@ -80,6 +87,7 @@ __all__ = [
     "HOST_DEVICE",
     "LOST",
     "ONE_NODE",
+    "REPOSITORY_VARIABLE",
     "STOPPED",
     "THREADS",
     "AnygaugeError",
@@ -96,6 +104,7 @@ __all__ = [
     "Fabric",
     "Finding",
     "Graph",
+    "ImageRelease",
     "Job",
     "KernelSpec",
     "LaunchProfile",
@@ -141,7 +150,10 @@ __all__ = [
     "missing_fabric",
     "named_fabric",
     "others_up",
+    "own_image",
+    "read_releases",
     "shown_by",
+    "tagged",
     "use",
 ]
 
@@ -169,6 +181,7 @@ _HOMES = {
     "Finding": "probe",
     "Graph": "graph",
     "HOST_DEVICE": "placement",
+    "ImageRelease": "images",
     "Job": "job",
     "KernelSpec": "plugins",
     "LaunchProfile": "profile",
@@ -190,6 +203,7 @@ _HOMES = {
     "PlannedFile": "plugins",
     "PlannedProcess": "plugins",
     "PluginError": "errors",
+    "REPOSITORY_VARIABLE": "images",
     "Presence": "probe",
     "Probe": "probe",
     "RdmaDevice": "job",
@@ -215,6 +229,9 @@ _HOMES = {
     "TrackerSpec": "plugins",
     "UnsupportedError": "errors",
     "hookimpl": "hooks",
+    "own_image": "images",
+    "read_releases": "images",
+    "tagged": "images",
     "leave": "rules",
     "use": "rules",
 }

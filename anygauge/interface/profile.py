@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from anygauge.interface.images import ImageRelease
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchProfile:
@@ -12,7 +14,9 @@ class LaunchProfile:
 
     Attributes:
         visibility_variable: names the devices that a process may see; None where there is none.
-        image: container image that carries the vendor's stack; None where none is published.
+        image: container image with anygauge and what the device needs, which jobs run in; None
+            where there is none.
+        releases: what such images are built of, oldest first; empty where they are made elsewhere.
         container_flags: extra arguments for the container runtime.
         cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.
         node_resources: further resources of a container with devices, name -> quantity.
@@ -25,6 +29,7 @@ class LaunchProfile:
 
     visibility_variable: str | None = None
     image: str | None = None
+    releases: tuple[ImageRelease, ...] = ()
     container_flags: tuple[str, ...] = ()
     cluster_resource: str | None = None
     node_resources: Mapping[str, str] = field(default_factory=dict)

@@ -16,10 +16,14 @@ from anygauge.interface import (
     RunFileError,
     Setting,
     Support,
+    own_image,
+    read_releases,
 )
 from anygauge_cpu.diagnostics import checks
 from anygauge_cpu.environment import ALLOCATORS, RULES
 from anygauge_cpu.placement import CpuPlacement, hardware_dtypes
+
+RELEASES = read_releases(Path(__file__).with_name("releases.json"))
 
 
 class CpuCollectives(Collectives):
@@ -45,7 +49,13 @@ class CpuBackend(Backend):
     known_options = ("bind_cores", "preload_allocator")
     environment_rules = RULES
     files = ALLOCATORS
-    launch = LaunchProfile()  # `open` binds a rank, for loops of one's own as well
+    launch = LaunchProfile(
+        image=own_image("cpu", RELEASES),
+        releases=RELEASES,
+        # PyTorch's advice: the usual 64 MiB of shared memory are too few for several processes.
+        container_flags=("--shm-size=1g",),
+        binding="none",  # `open` binds a rank, for loops of one's own as well
+    )
     capabilities: Mapping[str, Support] = {
         "bfloat16": Support(
             Level.PARTIAL,

@@ -16,6 +16,7 @@ from anygauge.interface import (
     RunFileError,
     Setting,
     Support,
+    own_image,
 )
 from anygauge_cuda.diagnostics import checks
 from anygauge_cuda.environment import (
@@ -27,7 +28,7 @@ from anygauge_cuda.environment import (
     TOPOLOGIES,
 )
 from anygauge_cuda.placement import CudaPlacement
-from anygauge_cuda.versions import IMAGE
+from anygauge_cuda.versions import RELEASES
 
 
 class CudaCollectives(Collectives):
@@ -58,10 +59,15 @@ class CudaBackend(Backend):
     files = (*TOPOLOGIES, NCCL_SETTINGS)
     launch = LaunchProfile(
         visibility_variable="CUDA_VISIBLE_DEVICES",
-        # With compilers, since DeepSpeed builds its operations at first use.
-        image=IMAGE,
+        image=own_image("cuda", RELEASES),
+        releases=RELEASES,
         # NVIDIA's advice for containers that run several processes with NCCL.
-        container_flags=("--gpus=all", "--ipc=host", "--ulimit=memlock=-1"),
+        container_flags=(
+            "--gpus=all",
+            "--ipc=host",
+            "--ulimit=memlock=-1",
+            "--ulimit=stack=67108864",
+        ),
         cluster_resource="nvidia.com/gpu",
     )
     capabilities: Mapping[str, Support] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anygauge.interface import Check, Outcome
 from anygauge_cuda.probe import driver_version, probe
-from anygauge_cuda.versions import TORCH_BUILDS, driver_serves, published_builds
+from anygauge_cuda.versions import RELEASES, TORCH_BUILDS, driver_serves, published_builds
 
 
 def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence[Check]:
@@ -79,7 +79,9 @@ def _compatibility(driver: str | None) -> Check:
             seen=seen,
             remedy="compare with NVIDIA's CUDA Compatibility guide: this version is not known here",
         )
-    return _step(name, serves, seen, "install a newer driver, or a torch for an older CUDA")
+    images = [r.name for r in RELEASES if r.built and driver_serves(driver, r.versions["cuda"])]
+    ready = f"; images for this driver: anygauge image --release {images[-1]}" if images else ""
+    return _step(name, serves, seen, f"install a newer driver, or a torch for an older CUDA{ready}")
 
 
 def _usable(expected: int | None) -> Check:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from anygauge.interface import read_releases
 
 TORCH_BUILDS: Mapping[str, tuple[str, ...]] = {
     "2.6": ("11.8", "12.4", "12.6"),
@@ -24,10 +25,8 @@ OLDEST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
 """CUDA major version -> oldest driver branch (NVIDIA CUDA Compatibility, minor versions)."""
 
 
-IMAGE: str = json.loads(Path(__file__).with_name("releases.json").read_text())["variable"][
-    "CUDA_RELEASES"
-]["default"][-1]["base"]
-"""Container image with torch and compilers; from the table that images are built from, too."""
+RELEASES = read_releases(Path(__file__).with_name("releases.json"))
+"""What images are built of."""
 
 
 def driver_serves(driver: str, cuda: str) -> bool | None:

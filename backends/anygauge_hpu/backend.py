@@ -17,6 +17,7 @@ from anygauge.interface import (
     Setting,
     Support,
     UnsupportedError,
+    own_image,
 )
 from anygauge_hpu.diagnostics import checks
 from anygauge_hpu.environment import FABRICS, MODULES_VARIABLE, RULES, refuse_contradictions
@@ -54,7 +55,8 @@ class HpuBackend(Backend):
     variables = (MODULES_VARIABLE,)
     launch = LaunchProfile(
         visibility_variable=MODULES_VARIABLE,
-        image=next(r.image for r in reversed(RELEASES) if r.image),
+        image=own_image("hpu", RELEASES),
+        releases=RELEASES,
         # Source: Intel's instructions for several nodes, as optimum-habana's README has them.
         container_flags=(
             "--runtime=habana",

@@ -58,19 +58,16 @@ def checks(
 def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     release, torch = release_of(versions[PLUGIN]), versions.get("torch", "")
     seen = f"{PLUGIN} {versions[PLUGIN]}, torch {torch or 'not installed'}"
-    known = f"{RELEASES[0].version} to {RELEASES[-1].version}"
+    known = f"{RELEASES[0].name} to {RELEASES[-1].name}"
     if release is None:
         release_check = _warn("release", seen, f"releases known here: {known}; compare Intel's")
-    elif release.torch is None:
-        release_check = _warn(
-            "release", seen, f"which torch goes with {release.version} is not known here"
-        )
     else:
         release_check = _step(
             "release",
-            major_minor(torch) == major_minor(release.torch),
-            f"{seen}; {release.version} goes with torch {release.torch} ({release.source})",
-            f"use {release.image}",
+            major_minor(torch) == major_minor(release.versions["torch"]),
+            f"{seen}; {release.name} goes with torch {release.versions['torch']} "
+            f"({release.source})",
+            f"use {release.base}, or an image made of it (anygauge image --backend hpu)",
         )
     driver = driver_version(root)
     same = driver is not None and major_minor(driver) == major_minor(versions[PLUGIN])

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
+
+from anygauge.interface import ImageRelease, read_releases
 
 PLUGIN = "habana-torch-plugin"
 """The distribution that brings the device to torch. It comes with Intel's image or from Intel's
@@ -19,43 +19,8 @@ own archive; it is on no public package index."""
 PACKAGE = "habana_frameworks"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Release:
-    """One release of Gaudi's software.
-
-    Attributes:
-        version: such as ``1.23``.
-        torch: major and minor version of the torch that it was made with; None where unverified.
-        image: Intel's container image with both; None where its tag is unverified.
-        source: where that is stated.
-    """
-
-    version: str
-    torch: str | None
-    image: str | None
-    source: str
-
-
-def _releases() -> tuple[Release, ...]:
-    """The table that the images are built from, too."""
-    table = json.loads(Path(__file__).with_name("releases.json").read_text())
-    return tuple(
-        Release(
-            version=_short(row["release"]),
-            torch=row["torch"] and _short(row["torch"]),
-            image=row["base"] and f"{row['base']}:latest",
-            source=row["source"],
-        )
-        for row in table["variable"]["HPU_RELEASES"]["default"]
-    )
-
-
-def _short(version: str) -> str:
-    """``1.19.0`` is 1.19."""
-    return ".".join(version.split(".")[:2])
-
-
-RELEASES = _releases()
+RELEASES = read_releases(Path(__file__).with_name("releases.json"))
+"""Releases of Gaudi's software, oldest first. Each is named as Intel names it, such as ``1.23.0``."""
 
 LAZY_BY_DEFAULT_BEFORE = (1, 21)
 """The release that made eager mode, with torch.compile, the default (Gaudi-tutorials, PR 154)."""
@@ -76,10 +41,10 @@ def why_missing() -> str | None:
     return None
 
 
-def release_of(version: str | None) -> Release | None:
+def release_of(version: str | None) -> ImageRelease | None:
     """The known release that a plugin's version belongs to; None for an unknown one."""
     pair = major_minor(version)
-    return next((r for r in RELEASES if pair and major_minor(r.version) == pair), None)
+    return next((r for r in RELEASES if pair and major_minor(r.name) == pair), None)
 
 
 def major_minor(version: str | None) -> tuple[int, int] | None:

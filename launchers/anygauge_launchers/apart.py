@@ -14,7 +14,14 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from anygauge.interface import AnygaugeError, Job, Plan, PlannedFile, RunFileError
+from anygauge.interface import (
+    REPOSITORY_VARIABLE,
+    AnygaugeError,
+    Job,
+    Plan,
+    PlannedFile,
+    RunFileError,
+)
 from anygauge.interface.files import write_text
 from anygauge_launchers.clients import NoAnswerError, ask
 from anygauge_launchers.options import Options
@@ -72,12 +79,14 @@ class ApartOptions(Options):
         return found
 
     def notes_for(self, job: Job) -> tuple[str, ...]:
-        """What the user should know before: an image that cannot do it."""
-        if self.image is not None:
+        """What the user should know before: an image that the machines may not have."""
+        image = job.profile.image
+        if self.image is not None or image is None or "/" in image:
             return ()
         return (
-            f"launch.options.image: {job.profile.image} is the vendor's own. The job fails if "
-            "there is no anygauge in it: name one made from it",
+            f"launch.options.image: {image} is on no registry, and the job fails on machines that "
+            f"do not have it. Build it, push it, and name its repository in {REPOSITORY_VARIABLE}, "
+            "or the whole image here (docs/images.md)",
         )
 
 

@@ -5,11 +5,12 @@ Patterns and limits: the service's own model, CreateTrainingJob.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from anygauge.interface import Job, RunFileError
+from anygauge.interface import REPOSITORY_VARIABLE, Job, RunFileError
 from anygauge_launchers.apart import ApartOptions, Variable
 from anygauge_launchers.options import Part
 
@@ -21,12 +22,9 @@ SecretArn = Annotated[
     str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:\S+$")
 ]
 Channel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-Registry = Annotated[
-    str,
-    StringConstraints(
-        pattern=r"^\d{12}\.dkr\.ecr(-fips)?\.[a-z0-9-]+\.amazonaws\.com(\.cn)?/\S+$", max_length=255
-    ),
-]
+_ECR = r"^\d{12}\.dkr\.ecr(-fips)?\.[a-z0-9-]+\.amazonaws\.com(\.cn)?/\S+$"
+
+Registry = Annotated[str, StringConstraints(pattern=_ECR, max_length=255)]
 
 FABRICS = ("efa", "ethernet")
 """Networks between machines that instance types have."""
@@ -147,11 +145,11 @@ class SagemakerOptions(ApartOptions):
         Raises:
             RunFileError: the options do not go with it.
         """
-        if self.image is None:
-            from_ = f", made from {job.profile.image}" if job.profile.image else ""
+        if not re.match(_ECR, self.image_for(job)):
             raise RunFileError(
-                "launch.options.image: SageMaker takes images from Amazon ECR alone: name one with "
-                f"anygauge in it{from_}"
+                "launch.options.image: SageMaker takes images from Amazon ECR alone, and "
+                f"{job.profile.image} is none: push it there, and name it here or its repository "
+                f"in {REPOSITORY_VARIABLE}"
             )
         device = job.profile.cluster_resource
         if device is not None and not device.startswith("nvidia.com/"):

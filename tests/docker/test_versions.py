@@ -4,55 +4,126 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+import tomllib
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+from anygauge.interface import own_image
+from anygauge_cpu.backend import CpuBackend
 from anygauge_cuda.backend import CudaBackend
 from anygauge_hpu.backend import HpuBackend
-from anygauge_hpu.software import RELEASES
+from tests.docker.bake import BACKENDS, ROOT, bake_file, table, targets
+from tests.helpers.runs import anygauge
 
-ROOT = Path(__file__).parents[2]
-BAKE = (ROOT / "docker/docker-bake.hcl").read_text()
-BACKENDS = ("cpu", "cuda", "hpu")
-
-
-def table(backend: str) -> list[dict[str, Any]]:
-    record = json.loads((ROOT / f"backends/anygauge_{backend}/releases.json").read_text())
-    return list(record["variable"][f"{backend.upper()}_RELEASES"]["default"])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROFILES = {"cpu": CpuBackend.launch, "cuda": CudaBackend.launch, "hpu": HpuBackend.launch}
 
 
-def target(backend: str) -> str:
-    """A target's block of the bake file."""
-    found = re.search(rf'^target "{backend}" {{\n(.*?)^}}', BAKE, re.M | re.S)
-    assert found is not None
-    return found[1]
+def arguments(backend: str) -> set[str]:
+    """What a Dockerfile lets be given."""
+    text = (ROOT / f"docker/{backend}.Dockerfile").read_text()
+    return set(re.findall(r"^ARG (\w+)", text, re.M))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_bake_file_gives_a_dockerfile_what_it_asks_for(backend: str) -> None:
-    block = target(backend)
-    args = re.search(r"args = {\n(.*?)^  }", block, re.S | re.M)
-    assert args is not None
-    given = set(re.findall(r"^\s*(\w+)\s*=", args[1], re.M))
-    asked = set(
-        re.findall(r"^ARG (\w+)", (ROOT / f"docker/{backend}.Dockerfile").read_text(), re.M)
-    )
-    assert given == asked
-    fields = set(re.findall(r"item\.(\w+)", block)) | set(re.findall(r"one\.(\w+)", block))
-    assert fields <= set.intersection(*(set(row) for row in table(backend)))
+def test_every_release_with_an_image_is_a_target(backend: str) -> None:
+    rendered = targets(backend)
+    rows = [row for row in table(backend) if row["image"]]
+    assert len(rendered) == len(rows) > 0
+    for (name, target), row in zip(rendered.items(), rows, strict=True):
+        assert re.fullmatch(r"[a-zA-Z0-9_-]+", name)
+        assert target["dockerfile"] == f"docker/{backend}.Dockerfile"
+        assert set(target["args"]) == arguments(backend)
+        assert target["tags"] == [f"anygauge:{PROJECT['version']}-{backend}-{row['release']}"]
+        assert target["args"]["BASE"] == row["base"]
+        assert target["args"]["TORCH_VERSION"] == row["versions"]["torch"]
+        assert target["args"]["VERSION"] == PROJECT["version"] == version("anygauge")
+
+
+def test_further_arguments() -> None:
+    assert targets("cpu")["cpu-torch-2-13"]["args"]["TORCH_INDEX"].endswith("/whl/cpu")
+    for name, target in targets("cuda").items():
+        base, build = target["args"]["BASE"], target["args"]["BUILD_BASE"]
+        assert base.replace("-runtime", "-devel") == build != base
+        assert name.replace("cuda-torch-2-13-", "").replace("-", ".") in base
+        assert re.fullmatch(r"\d+\.\d(;\d+\.\d)+", target["args"]["ARCHITECTURES"])
+    for target, row in zip(targets("hpu").values(), table("hpu")[1:], strict=True):
+        assert target["args"]["DEEPSPEED"] == row["versions"]["deepspeed"]
+        assert target["args"]["TRANSFORMERS"] == row["versions"]["transformers"]
+        assert target["args"]["OPTIMUM_HABANA"] == row["versions"].get("optimum-habana", "")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_row_cites_its_source(backend: str) -> None:
-    assert all(row["source"] and row["release"] for row in table(backend))
+    for row in table(backend):
+        assert row["source"] and row["release"]
+        assert row["image"] or row["note"], "why is there no image of it?"
 
 
-def test_backends_have_their_images_from_the_table() -> None:
-    assert CudaBackend.launch.image == table("cuda")[-1]["base"]
-    verified = [row["base"] for row in table("hpu") if row["base"]]
-    assert HpuBackend.launch.image == f"{verified[-1]}:latest"
-    assert [release.version for release in RELEASES] == [
-        "1.19", "1.20", "1.21", "1.22", "1.23", "1.24",
-    ]  # fmt: skip
+@pytest.mark.parametrize("row", table("hpu"), ids=lambda row: row["release"])
+def test_gaudis_rows_agree_with_themselves(row: dict[str, Any]) -> None:
+    release, torch = row["release"], row["versions"]["torch"]
+    # Ubuntu 22.04 has Python 3.10, which anygauge does not run on.
+    assert row["base"].startswith(
+        f"vault.habana.ai/gaudi-docker/{release}/ubuntu24.04/habanalabs/pytorch-installer-{torch}:"
+    )
+    assert row["image"] is (Requirement(requirement("torch")).specifier.contains(torch))
+    own = Requirement(requirement("transformers")).specifier
+    if row["image"]:
+        assert own.contains(row["versions"]["transformers"])
+    if "optimum-habana" in row["versions"]:
+        assert row["versions"]["optimum-habana"] == row["goes_with"]["optimum-habana"]
+        wanted = Requirement(f"transformers{row['goes_with']['transformers']}").specifier
+        assert wanted.contains(row["versions"]["transformers"])
+
+
+def test_gaudis_releases_are_all_there() -> None:
+    assert [row["release"] for row in table("hpu")] == [f"1.{n}.0" for n in range(19, 25)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_command_and_the_launchers_name_what_the_bake_file_builds(backend: str) -> None:
+    rendered = targets(backend)
+    newest = list(rendered)[-1]
+    told = json.loads(anygauge(["image", "--backend", backend, "--json"]).stdout)
+    assert told["image"] == rendered[newest]["tags"][0] == PROFILES[backend].image
+    assert told["build"][-1] == newest
+    assert told["release"]["base"] == rendered[newest]["args"]["BASE"]
+    assert set(told["releases"]) == {row["release"] for row in table(backend)}
+
+
+def test_one_variable_names_the_repository_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    (name,) = [n for n in bake_file()["variable"] if "REPOSITORY" in n]
+    monkeypatch.setenv(name, "registry.example.com/team/anygauge")
+    variables = {name: "registry.example.com/team/anygauge"}
+    assert own_image("hpu", PROFILES["hpu"].releases) == (
+        targets("hpu", variables)["hpu-1-24-0"]["tags"][0]
+    )
+
+
+def requirement(name: str) -> str:
+    """A direct dependency as pyproject.toml states it."""
+    return next(r for r in PROJECT["dependencies"] if Requirement(r).name == name)
+
+
+@pytest.mark.parametrize(
+    ("file", "given"),
+    [
+        ("constraints.txt", {"torch"}),
+        # By their own arguments of the build.
+        ("constraints-hpu.txt", {"torch", "deepspeed", "optimum-habana"}),
+    ],
+)
+def test_all_that_is_installed_is_pinned_within_its_range(file: str, given: set[str]) -> None:
+    lines = (ROOT / "docker" / file).read_text().splitlines()
+    pins = dict(line.split("==") for line in lines)
+    wanted = [*PROJECT["dependencies"]]
+    if file != "constraints.txt":
+        wanted += PROJECT["optional-dependencies"]["hpu"]
+    for one in map(Requirement, wanted):
+        if one.name not in given:
+            assert one.specifier.contains(pins[one.name]), one
+    assert not given & set(pins)

@@ -25,8 +25,10 @@ def rows(page: str, title: str) -> list[str]:
 
 def test_every_release_of_gaudis_software_is_listed() -> None:
     assert rows("gaudi.md", "release") == [
-        f"| {r.version} | {r.torch or 'not verified'} | "
-        + (f"`{r.image}` |" if r.image else "not verified |")
+        f"| {r.name} | {r.versions['torch']} | {r.versions['deepspeed']} | "
+        + r.goes_with["optimum-habana"]
+        + ("" if "optimum-habana" in r.versions or not r.built else ", not in the image")
+        + (f" | `{r.base}` |" if r.built else f" | none: {r.note} |")
         for r in RELEASES
     ]
 

@@ -1,0 +1,146 @@
+"""`anygauge image`: what it tells, what it starts, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import anygauge
+
+ENGINE = """#!{python}
+import json, sys
+open({log!r}, "a").write(json.dumps(sys.argv) + "\\n")
+if sys.argv[1:3] == ["image", "inspect"]:
+    sys.exit({known})
+sys.exit(7)
+"""
+
+
+def engine(folder: Path, name: str, *, knows_images: bool = True) -> Path:
+    """A container engine that writes down how it is called; its containers end with status 7."""
+    folder.mkdir(exist_ok=True)
+    log, program = folder / "log", folder / name
+    known = int(not knows_images)
+    program.write_text(ENGINE.format(python=sys.executable, log=str(log), known=known))
+    program.chmod(0o755)
+    return log
+
+
+def calls(log: Path) -> list[list[str]]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def told(*arguments: str, **environment: str) -> dict[str, object]:
+    done = anygauge(["image", "--json", *arguments], environment=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags"),
+    [
+        ("cpu", ["--shm-size=1g"]),
+        (
+            "cuda",
+            ["--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"],
+        ),
+        (
+            "hpu",
+            [
+                "--runtime=habana",
+                "-e=HABANA_VISIBLE_DEVICES=all",
+                "-e=OMPI_MCA_btl_vader_single_copy_mechanism=none",
+                "--cap-add=sys_nice",
+                "--net=host",
+                "--ipc=host",
+            ],
+        ),
+    ],
+)
+def test_the_command_hands_the_devices_in(backend: str, flags: list[str]) -> None:
+    found = told("--backend", backend, "--engine", "docker", "--", "train", "a run.yaml")
+    here = Path.cwd()
+    assert found["run"] == [
+        *("docker", "run", "--rm", *flags),
+        f"--user={os.getuid()}:{os.getgid()}",
+        f"--volume={here}:/work",
+        "--workdir=/work",
+        found["image"],
+        *("train", "a run.yaml"),
+    ]
+
+
+def test_for_people_it_is_a_list_to_copy_from() -> None:
+    done = anygauge(["image", "--backend", "hpu", "--", "train", "a run.yaml"])
+    assert done.returncode == 0
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()[1:]]
+    assert [line[0] for line in lines] == [
+        "image", "base", "has", "source", "build", "run", "others",
+    ]  # fmt: skip
+    assert "train 'a run.yaml'" in done.stdout and "1.19.0 (no image)" in done.stdout
+
+
+def test_another_release_is_another_tag() -> None:
+    newest, older = told("--backend", "hpu"), told("--backend", "hpu", "--release", "1.22.0")
+    assert str(older["image"]).endswith("-hpu-1.22.0") and older["image"] != newest["image"]
+    assert "older transformers" in older["release"]["note"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--backend", "hpu", "--release", "1.19.0"], 2, "its torch is older than anygauge takes"),
+        (["--backend", "hpu", "--release", "1"], 2, "no 1; images are of: 1.20.0, 1.21.0, 1.22.0"),
+        (["--backend", "cpu", "--engine", "lxc"], 2, "--engine: lxc is none of docker, podman"),
+        (["--backend", "gaudi"], 1, "there is no backend named 'gaudi'"),
+    ],
+)
+def test_what_there_is_not_is_refused(arguments: list[str], status: int, said: str) -> None:
+    done = anygauge(["image", *arguments], environment={"COLUMNS": "200"})
+    assert done.returncode == status and done.stdout == ""
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_run_becomes_the_engine(tmp_path: Path) -> None:
+    log = engine(tmp_path / "bin", "podman")
+    done = anygauge(
+        [
+            *("image", "--backend", "cpu", "--run", "--engine", "podman"),
+            *("--volume", "/models:/models:ro", "--", "train", "run.yaml"),
+        ],
+        environment={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 7
+    inspected, ran = calls(log)
+    assert inspected[1:3] == ["image", "inspect"]
+    assert ran[1:3] == ["run", "--rm"] and ran[-3:] == [inspected[3], "train", "run.yaml"]
+    assert f"--volume={tmp_path}:/work" in ran and "--volume=/models:/models:ro" in ran
+
+
+def test_an_image_that_is_not_built_is_said_before(tmp_path: Path) -> None:
+    log = engine(tmp_path / "bin", "docker", knows_images=False)
+    where = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = anygauge(["image", "--backend", "cpu", "--run", "--engine", "docker"], environment=where)
+    assert done.returncode == 1 and "docker has no image anygauge:" in done.stderr
+    # On a registry, it is fetched.
+    done = anygauge(
+        ["image", "--backend", "cpu", "--run", "--engine", "docker"],
+        environment={**where, "ANYGAUGE_REPOSITORY": "example.com/a/b"},
+    )
+    assert done.returncode == 7
+    assert [call[1] for call in calls(log)] == ["image", "run"]
+
+
+def test_without_an_engine_the_command_is_still_told(tmp_path: Path) -> None:
+    nothing = {"PATH": str(tmp_path)}
+    assert told("--backend", "cpu", **nothing)["run"][0] == "docker"  # type: ignore[index]
+    done = anygauge(["image", "--backend", "cpu", "--run"], environment=nothing)
+    assert done.returncode == 1
+    assert "docker is not installed here. The command would be: docker run" in done.stderr

@@ -1,0 +1,86 @@
+"""`anygauge image` with backends of third parties: what their launch profile says is all it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from anygauge.cli.image import image
+from anygauge.interface import UnsupportedError
+from tests.registry.conftest import SHIPPED, Install
+
+PROFILE = """
+Fake.launch = LaunchProfile(
+    image="registry.example.com/cards/anygauge:3", container_flags=("--device=/dev/card0",)
+)
+"""
+TABLE = """
+Fake.launch = LaunchProfile(
+    image="registry.example.com/cards/anygauge:3-b",
+    releases=(
+        ImageRelease(name="a", base="cards/stack:a", built=False, note="too old"),
+        ImageRelease(name="b", base="cards/stack:b", versions={"torch": "2.9.0"}, source="a page"),
+    ),
+)
+"""
+
+
+def app() -> typer.Typer:
+    made = typer.Typer()
+    made.command()(image)
+    return made
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]:
+    monkeypatch.setenv("ANYGAUGE_BLOCK_PLUGINS", ",".join(SHIPPED))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> dict[str, object]:
+        result = CliRunner().invoke(app(), ["--json", *arguments], catch_exceptions=False)
+        found = json.loads(result.output)
+        assert isinstance(found, dict)
+        return found
+
+    return run
+
+
+def put(install: Install, source: str) -> None:
+    install("cards-dist", "1.0", {"cards": "fake_cards"}, fake_cards=source)
+
+
+def test_image_and_flags_are_the_profiles(
+    install: Install, backend_source: Callable[..., str], command: Callable[..., dict[str, object]]
+) -> None:
+    put(install, backend_source("cards", more=PROFILE))
+    found = command("--backend", "cards", "--engine", "podman")
+    run = found["run"]
+    assert isinstance(run, list)
+    assert found["image"] == "registry.example.com/cards/anygauge:3" and "build" not in found
+    assert run[:4] == ["podman", "run", "--rm", "--device=/dev/card0"] and found["image"] in run
+
+
+def test_a_table_of_its_own(
+    install: Install, backend_source: Callable[..., str], command: Callable[..., dict[str, object]]
+) -> None:
+    put(install, backend_source("cards", more=TABLE))
+    found = command("--backend", "cards")
+    assert found["image"] == "registry.example.com/cards/anygauge:3-b"
+    assert found["release"] == {
+        "name": "b", "base": "cards/stack:b", "versions": {"torch": "2.9.0"}, "goes_with": {},
+        "source": "a page", "note": "",
+    }  # fmt: skip
+    refused = CliRunner().invoke(app(), ["--backend", "cards", "--release", "a"])
+    assert refused.exit_code == 2 and "no image of a (too old); images are" in refused.output
+
+
+def test_without_one_it_says_so(
+    install: Install, backend_source: Callable[..., str], command: Callable[..., dict[str, object]]
+) -> None:
+    put(install, backend_source("cards"))
+    with pytest.raises(UnsupportedError, match="the cards backend names no container image"):
+        command("--backend", "cards")
