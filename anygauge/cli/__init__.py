@@ -6,6 +6,7 @@ static, so that ``anygauge --help`` and a misspelt command need no import but th
 
 from __future__ import annotations
 
+import os
 import sys
 
 from anygauge.interface.errors import AnygaugeError
@@ -29,7 +30,13 @@ COMMANDS = {
 def main() -> None:
     """Entry point: an error meant for the user is one message, without a traceback."""
     try:
-        sys.exit(run(sys.argv[1:]))
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+        sys.exit(status)
+    except BrokenPipeError:
+        # The reader went away (`anygauge backends | head`): nothing is left to tell it, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except AnygaugeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
@@ -73,13 +80,10 @@ def run(arguments: list[str]) -> int:
 def run_command(name: str, arguments: list[str]) -> int:
     """Import the command's file and hand its arguments to typer."""
     import importlib
-    import signal
 
     import typer
     import typer.main
 
-    # A reader that went away (`anygauge backends | head`) ends us silently, as other tools do.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     app = typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,

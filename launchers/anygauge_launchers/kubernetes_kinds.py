@@ -118,6 +118,13 @@ def _placement(own: KubernetesOptions) -> Object:
         found["serviceAccountName"] = own.service_account
     if own.image_pull_secrets:
         found["imagePullSecrets"] = [{"name": name} for name in own.image_pull_secrets]
+    ids = {
+        "runAsUser": own.run_as_user,
+        "runAsGroup": own.run_as_group,
+        "fsGroup": own.fs_group,
+    }
+    if any(value is not None for value in ids.values()):
+        found["securityContext"] = {key: one for key, one in ids.items() if one is not None}
     return found
 
 
@@ -252,7 +259,16 @@ def _pytorchjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Objec
     }
 
 
+# What the operator would start, for images without host keys or its settings, too. Who may log in is
+# said by the keys that the operator mounts.
+SSHD = (
+    *("sh", "-c"),
+    "mkdir -p /run/sshd && ssh-keygen -A && exec /usr/sbin/sshd -De -o StrictModes=no",
+)
+
+
 def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
+    own = own.model_copy(update={"run_as_user": 0})  # for sshd, and for the keys in /root/.ssh
     agent = _agent(job, own, "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_HEAD")
     launcher = {
         "name": "launcher",
@@ -263,9 +279,7 @@ def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
             *(*agent, "--tied", "--parent-too"),
         ],
     }
-    # Without a command it is the operator's: sshd.
-    worker = _container(job, own, "worker", [])
-    del worker["command"]
+    worker = _container(job, own, "worker", list(SSHD))
     worker["readinessProbe"] = {"tcpSocket": {"port": 22}}
     # sshd, which is told to end first, would take the agent along.
     end = [own.python, "-m", "anygauge_launchers.mpi_pod", "end"]

@@ -84,6 +84,9 @@ class Toleration(Part):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
 
 
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class KubernetesOptions(ApartOptions):
     """Options of the kubernetes launcher.
 
@@ -102,6 +105,9 @@ class KubernetesOptions(ApartOptions):
             it lost or pre-empted one.
         keep_s: seconds after which an ended job is removed; a week by default.
         time_limit_s: seconds after which the cluster ends the job.
+        run_as_user: user id of pods, instead of the image's; an MPIJob's are root, as its sshd is.
+        run_as_group: their group id.
+        fs_group: group that owns what claims hold, so that pods of another user than root may write.
         runtime: of TrainJob.
         queue: of Kueue (label kueue.x-k8s.io/queue-name).
     """
@@ -124,6 +130,9 @@ class KubernetesOptions(ApartOptions):
     tolerations: list[Toleration] = Field(default_factory=list)
     service_account: Dotted | None = None
     priority_class: Dotted | None = None
+    run_as_user: Id | None = None
+    run_as_group: Id | None = None
+    fs_group: Id | None = None
     restarts: Annotated[int, Field(ge=0, le=100)] = 0
     time_limit_s: Annotated[int, Field(ge=1)] | None = None
     keep_s: Annotated[int, Field(ge=0)] | None = None
@@ -163,7 +172,9 @@ class KubernetesOptions(ApartOptions):
             for field in ("restarts", "host_ipc", "priority_class", "image_pull_policy", "keep_s"):
                 if getattr(self, field) not in (0, False, None):
                     raise ValueError(f"{field}: a TrainJob has it from its runtime alone")
-        elif self.runtime is not None:
+        if self.kind == "MPIJob" and self.run_as_user not in (None, 0):
+            raise ValueError("run_as_user: a MPIJob runs as root, which its sshd needs; leave it out")
+        if self.kind != "TrainJob" and self.runtime is not None:
             raise ValueError(f"runtime: belongs to kind TrainJob, and kind is {self.kind}")
         if self.name is not None and len(self.name) > self.kind_limit:
             raise ValueError(

@@ -18,7 +18,8 @@ from types import FrameType
 
 AGENT = b"anygauge.agent"
 HOSTFILE = "OMPI_MCA_orte_default_hostfile"
-"""Set by the operator in the launcher."""
+SSH_ARGUMENTS = "OMPI_MCA_plm_rsh_args"
+"""Both are set by the operator in the launcher."""
 
 
 def head_of(hostfile: Path) -> str:
@@ -52,6 +53,12 @@ def end_agents() -> None:
             os.kill(pid, signal.SIGUSR1)
     while agents():
         time.sleep(0.2)
+
+
+def ssh_arguments() -> str:
+    """Those of the operator, and that hosts are new: the pods' network is theirs, and keys decide."""
+    given = os.environ.get(SSH_ARGUMENTS, "")
+    return f"{given} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null".strip()
 
 
 def main(argv: list[str]) -> int:
@@ -89,7 +96,7 @@ def main(argv: list[str]) -> int:
                 *(("-x", "LD_LIBRARY_PATH") if "LD_LIBRARY_PATH" in os.environ else ()),
                 *command,
             ),
-            env={**os.environ, "ANYGAUGE_HEAD": head},
+            env={**os.environ, "ANYGAUGE_HEAD": head, SSH_ARGUMENTS: ssh_arguments()},
         )
     except OSError as error:
         print(f"mpirun cannot be started: {error}", file=sys.stderr)

@@ -102,6 +102,8 @@ def test_pods_get_devices_memory_storage_and_secrets_by_name(kind: str) -> None:
         ("restarts", 3, None),
         ("queue", "team-a", "kueue.x-k8s.io/queue-name"),
         ("keep_s", 7, "ttlSecondsAfterFinished"),
+        ("fs_group", 10001, "fsGroup"),
+        ("run_as_user", 10002, "runAsUser"),
     ],
 )
 def test_an_option_shows_in_every_kind_or_is_refused(
@@ -158,7 +160,9 @@ def test_machines_and_restarts_are_those_of_the_job() -> None:
     mpi = manifest(rendered({"kind": "MPIJob"}))["spec"]["mpiReplicaSpecs"]
     assert (mpi["Worker"]["replicas"], find(mpi["Launcher"], "limits")) == (2, [])
     worker = mpi["Worker"]["template"]["spec"]["containers"][0]
-    assert "command" not in worker  # the operator's own: sshd
+    assert worker["command"][:2] == ["sh", "-c"] and "exec /usr/sbin/sshd -De" in worker["command"][2]
+    assert mpi["Worker"]["template"]["spec"]["securityContext"] == {"runAsUser": 0}
+    assert mpi["Launcher"]["template"]["spec"]["securityContext"] == {"runAsUser": 0}
     assert worker["readinessProbe"] == {"tcpSocket": {"port": 22}}
     assert worker["lifecycle"]["preStop"]["exec"]["command"][-1] == "end"
 

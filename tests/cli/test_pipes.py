@@ -1,0 +1,80 @@
+"""Ends of pipes that go away: a reader of what is printed, an ssh that dies while it is spoken to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import anygauge, run_file
+
+SSH = """#!/bin/sh
+echo "ssh: connect to host away port 22: No route to host" >&2
+exit 255
+"""
+
+
+def test_an_ssh_that_went_away_does_not_take_the_command_along(tmp_path: Path) -> None:
+    program = tmp_path / "bin/ssh"
+    program.parent.mkdir()
+    program.write_text(SSH)
+    program.chmod(0o755)
+    launch = {
+        "launcher": "ssh",
+        "nodes": 2,
+        "options": {"hosts": ["away", "gone"]},
+        # More than a pipe holds: it is still being told when it dies.
+        "pass_environment": ["ONE", "TWO"],
+    }
+    done = anygauge(
+        ["launch", run_file(tmp_path, launch=launch)],
+        environment={
+            **{"PATH": f"{program.parent}:{os.environ['PATH']}"},
+            **{"ONE": "1" * 100_000, "TWO": "2" * 100_000},
+        },
+        timeout_s=120,
+    )
+    assert done.returncode == 1, done
+    assert "No route to host" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["backends"], ["env", "--backend", "cpu"], ["--help"]])
+def test_a_reader_that_goes_away_is_no_error(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "anygauge.cli", *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_run_whose_reader_goes_away_ends(tmp_path: Path) -> None:
+    path = run_file(tmp_path, train={"steps": 5000})
+    command = [sys.executable, "-m", "anygauge.cli", "train", str(path), "--devices", "2"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    while not process.stdout.readline().startswith("step 2/"):
+        assert process.poll() is None
+    process.stdout.close()
+    assert process.wait(timeout=100) != 0
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+    deadline = time.monotonic() + 60
+    while subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 0:
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.2)

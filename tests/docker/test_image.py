@@ -1,0 +1,257 @@
+"""The image for CPUs as it was built: what runs in it, how it ends, what its layers hold.
+
+`make test-image` builds it and runs these; the engine is the one that it leaves in build/images.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.docker.bake import ROOT, targets
+from tests.helpers.runs import anygauge, run_file
+from tests.helpers.tokenizer import FIXTURES
+
+pytestmark = pytest.mark.image
+
+STORAGE = Path(os.environ.get("STORAGE", ROOT / "build/images"))
+(TARGET,) = targets("cpu").values()
+IMAGE = f"localhost/{TARGET['tags'][0]}"
+
+BUILD_TOOLS = {
+    "as", "autoconf", "c++", "c89", "c99", "cargo", "cc", "clang", "cmake", "cpp", "g++", "gcc",
+    "gfortran", "git", "go", "ld", "make", "ninja", "nvcc", "pip", "pip3", "rustc", "uv",
+}  # fmt: skip
+CACHES = ("root/.cache", "root/.cargo", "tmp", "var/lib/apt/lists", "var/log", "src", "build")
+
+
+def podman(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    """The engine that holds the image."""
+    program = STORAGE / "podman"
+    assert program.exists(), "the image is not built: make image-cpu"
+    return subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def flags(folder: Path, *more: str) -> list[str]:
+    """Of `podman run`: cut off from networks, with a folder where it is on this machine."""
+    return [
+        *("run", "--rm", "--network=none", "--env=OMP_NUM_THREADS=1"),
+        *(f"--volume={folder}:{folder}", f"--volume={FIXTURES}:{FIXTURES}:ro", *more),
+    ]
+
+
+def contained(
+    folder: Path, *arguments: str, options: Sequence[str] = (), timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """``anygauge`` inside."""
+    return podman(*flags(folder, *options), IMAGE, *arguments, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for whichever user the container has."""
+    # pytest keeps its folders to this user.
+    for one in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        one.chmod(0o777)
+    return tmp_path
+
+
+def test_the_entry_is_the_command_line(folder: Path) -> None:
+    version = contained(folder, "--version")
+    assert (version.returncode, version.stdout.split()[0]) == (0, "anygauge")
+    assert "Usage: anygauge COMMAND" in contained(folder).stdout
+    wrong = contained(folder, "train", "nowhere.yaml")
+    assert wrong.returncode == 2 and "nowhere.yaml" in wrong.stderr
+
+
+def test_labels_user_and_health_check() -> None:
+    (seen,) = json.loads(podman("image", "inspect", IMAGE).stdout)
+    assert seen["User"] == "10001"
+    labels = seen["Labels"]
+    assert labels["org.opencontainers.image.version"] == TARGET["args"]["VERSION"]
+    assert re.fullmatch(r"[0-9a-f]{7,40}", labels["org.opencontainers.image.revision"])
+    health = seen["HealthCheck" if "HealthCheck" in seen else "Healthcheck"]
+    assert health["Test"][:2] == ["CMD", "anygauge"]
+    assert podman("run", "--rm", IMAGE, *health["Test"][2:]).returncode == 0
+
+
+def test_any_user_on_a_root_file_system_that_cannot_be_written(folder: Path) -> None:
+    path = run_file(folder, strategy={"name": "single"}, checkpoint={"every": 2})
+    done = contained(
+        folder, "train", str(path),
+        options=["--read-only", "--read-only-tmpfs=false", "--user=12345:23456", "--tmpfs=/tmp"],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = folder / "out/tiny/adapter/adapter_model.safetensors"
+    assert (result.stat().st_uid, result.stat().st_gid) == (12345, 23456)
+    assert next((folder / "out/tiny/checkpoints").glob("step*"), None) is not None
+
+
+def test_to_be_asked_to_end_is_to_write_a_checkpoint(folder: Path) -> None:
+    path = run_file(folder, train={"steps": 2000})
+    name = f"anygauge-test-{os.getpid()}"
+    started = podman(
+        *[flag for flag in flags(folder) if flag != "--rm"],
+        *("--detach", "--name", name, IMAGE, "train", str(path), "--devices", "2"),
+    )
+    assert started.returncode == 0, started.stderr
+    try:
+        metrics = folder / "out/tiny/metrics.jsonl"
+        deadline = time.monotonic() + 200
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert time.monotonic() < deadline, podman("logs", name).stdout
+            time.sleep(0.5)
+        assert podman("stop", "--time", "100", name).returncode == 0
+        ended = podman("inspect", "--format", "{{.State.ExitCode}}", name).stdout.strip()
+        assert ended == "75", podman("logs", name)
+        said = podman("logs", name)
+        assert "checkpoint" in said.stdout + said.stderr
+    finally:
+        podman("rm", "--force", name)
+    steps = metrics.read_text().count('"loss"')
+    assert 2 < steps < 2000
+    again = contained(
+        folder, "train", str(path), "--devices", "2", "--resume", "auto",
+        "--set", f"train.steps={steps + 2}", timeout_s=400,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stdout + again.stderr
+    kept = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [one["step"] for one in kept if "loss" in one] == list(range(1, steps + 3))
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    """The image's files."""
+    mounted = podman("image", "mount", IMAGE)
+    assert mounted.returncode == 0, mounted.stderr
+    yield Path(mounted.stdout.strip())
+    podman("image", "unmount", IMAGE)
+
+
+def files(root: Path) -> Iterator[Path]:
+    for where, _folders, names in os.walk(root):
+        yield from (Path(where, name) for name in names)
+
+
+def test_no_build_tool_is_in_it(root: Path) -> None:
+    found = set()
+    for path in files(root):
+        plain = re.sub(r"^x86_64-linux-gnu-|-?\d[\d.]*$", "", path.name)
+        if plain in BUILD_TOOLS and path.stat().st_mode & 0o111:
+            found.add(str(path.relative_to(root)))
+    assert found == set()
+    packages = {path.name.split(":")[0] for path in (root / "var/lib/dpkg/info").glob("*.list")}
+    assert not {name for name in packages if name.endswith(("-dev.list", "build-essential.list"))}
+    installed = {path.name.split("-")[0] for path in site(root).glob("*.dist-info")}
+    assert not installed & {"pip", "setuptools", "wheel", "ninja", "pytest", "ruff", "mypy"}
+    assert {"anygauge", "torch", "deepspeed", "transformers"} <= installed
+
+
+def test_no_cache_is_in_it(root: Path) -> None:
+    left = {
+        str(path.relative_to(root))
+        for name in CACHES
+        for path in files(root / name)
+    }  # fmt: skip
+    assert left == set()
+    assert not [path for path in files(root / "var/cache") if path.stat().st_size > 100_000]
+
+
+def test_no_secret_is_in_it(root: Path) -> None:
+    assert not list((root / "etc/ssh").glob("ssh_host_*"))
+    assert not (root / "etc/pip.conf").exists() or not (root / "etc/pip.conf").read_text()
+    for name in (".git", ".netrc", ".env", ".ssh", ".aws", ".huggingface", ".pypirc"):
+        assert not [p for p in (root, root / "root", root / "work") if (p / name).exists()]
+    # What pip was told, a mirror's address with its password say, is in no file and no layer.
+    told = [
+        line.partition("=")[2].strip() for line in (STORAGE / "pip.conf").read_text().splitlines()
+    ]
+    secrets = [value.encode() for value in told if "/" in value]
+    history = podman("history", "--no-trunc", "--format", "json", IMAGE).stdout
+    config = podman("image", "inspect", IMAGE).stdout
+    for secret in secrets:
+        assert secret.decode() not in history + config
+    for path in files(root):
+        if path.is_file() and not path.is_symlink() and path.stat().st_size < 200_000:
+            text = path.read_bytes()
+            assert not any(secret in text for secret in secrets), path
+            assert b"PRIVATE KEY-----" not in text or path.suffix in (".py", ".pyc"), path
+
+
+def test_versions_are_those_of_the_table(root: Path) -> None:
+    installed = {}
+    for path in site(root).glob("*.dist-info"):
+        name, _, version = path.name.removesuffix(".dist-info").rpartition("-")
+        installed[name.lower().replace("_", "-")] = version.partition("+")[0]
+    assert installed["torch"] == TARGET["args"]["TORCH_VERSION"]
+    pins = (ROOT / "docker/constraints.txt").read_text().split()
+    wrong = [pin for pin in pins if installed.get(pin.split("==")[0]) not in (None, pin[len(pin.split("==")[0]) + 2 :])]
+    assert wrong == []
+
+
+def site(root: Path) -> Path:
+    return next((root / "opt/anygauge/lib").glob("python3*/site-packages"))
+
+
+def test_two_containers_are_two_machines_for_ssh(folder: Path) -> None:
+    key = folder / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    names = [f"anygauge-test-{os.getpid()}-{number}" for number in (1, 2)]
+    config = folder / "config"
+    lines = [f"IdentityFile {key}", "StrictHostKeyChecking no", "UserKnownHostsFile /dev/null"]
+    try:
+        for number, name in enumerate(names):
+            port = 3122 + number
+            started = podman(
+                *("run", "--detach", "--name", name, "--network=host", "--user=0"),
+                *(f"--volume={folder}:{folder}", f"--volume={FIXTURES}:{FIXTURES}:ro"),
+                *(f"--volume={key}.pub:/keys:ro", f"--env=PORT={port}"),
+                *("--env=OMP_NUM_THREADS=1", "--entrypoint=tini", IMAGE, "--", "anygauge-sshd"),
+            )
+            assert started.returncode == 0, started.stderr
+            lines += [f"Host machine{number + 1}", "HostName 127.0.0.1", f"Port {port}", "User root"]
+        config.write_text("\n".join(lines) + "\n")
+        options = {
+            "hosts": ["machine1", "machine2"],
+            "config": str(config),
+            "head": "127.0.0.1",
+            "python": "/opt/anygauge/bin/python3",
+        }
+        path = run_file(
+            folder, launch={"launcher": "ssh", "nodes": 2, "devices": 1, "options": options}
+        )
+        deadline = time.monotonic() + 60
+        while subprocess.run(["ssh", "-F", config, "machine2", "true"], capture_output=True).returncode:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        done = anygauge(["launch", path])
+        logs = "".join(one.read_text() for one in folder.glob("out/tiny/logs/*.log"))
+        assert done.returncode == 0, done.stdout + done.stderr + logs
+    finally:
+        for name in names:
+            podman("rm", "--force", "--time", "0", name)
+    versions = json.loads((folder / "out/tiny/versions.json").read_text())
+    assert yaml.safe_load(path.read_text())["launch"]["nodes"] == 2 and versions
+    assert "rank 1 started" in (folder / "out/tiny/logs/agent1.log").read_text()
+
+
+def no_key_no_server(folder: Path) -> Any:
+    return podman("run", "--rm", "--entrypoint=anygauge-sshd", IMAGE)
+
+
+def test_a_server_without_keys_says_what_it_lacks(folder: Path) -> None:
+    done = no_key_no_server(folder)
+    assert done.returncode == 2 and "no public key in /keys: mount one" in done.stderr
+    assert signal.SIGTERM  # tini's business: see above
