@@ -10,6 +10,7 @@
 #                    that go with Gaudi, in an environment of their own (.venv-gaudi; docs/stacks.md)
 #   make image-cpu   build the container image for CPUs without Docker, and run the demo inside it, cut
 #                    off from any network; as root, on Debian; installs what is missing
+#   make test-image  the same, then the tests of that image
 #   make lint        lint, types and import contracts alone
 #   make format      format the code, and repair what the linter can
 #   make .venv       only make the environment
@@ -43,7 +44,7 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: demo plugins test test-slow test-launchers test-gaudi-stack test-core image-cpu \
+.PHONY: demo plugins test test-slow test-launchers test-gaudi-stack test-core image-cpu test-image \
     lint format clean .venv
 
 demo: $(STAMP)
@@ -54,7 +55,7 @@ plugins: $(BUILT)
 # Each plugin's tests have a process of their own: a device that torch has loaded is there for good.
 test: lint $(BUILT)
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -m "not slow and not launchers" -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -m "not slow and not launchers and not image" -n $(JOBS) --dist loadfile
 	@for plugin in $(PLUGINS); do \
 	    echo "==> tests of $$plugin"; \
 	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile) \
@@ -63,7 +64,7 @@ test: lint $(BUILT)
 
 test-slow: $(STAMP) $(BUILT)
 	@echo "==> slow tests"
-	@$(BIN)/python -m pytest -m "slow and not launchers"
+	@$(BIN)/python -m pytest -m "slow and not launchers and not image"
 	@for plugin in $(PLUGINS); do \
 	    echo "==> slow tests of $$plugin"; \
 	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m slow) || exit 1; \
@@ -107,6 +108,10 @@ test-gaudi-stack:
 
 image-cpu:
 	@sh docker/image-cpu.sh
+
+test-image: $(STAMP) image-cpu
+	@echo "==> tests of the image"
+	@$(BIN)/python -m pytest -m image
 
 lint: $(STAMP)
 	@echo "==> ruff"

@@ -8,33 +8,31 @@ ARG BASE
 FROM ${BASE} AS build
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        build-essential ca-certificates libaio-dev python3-dev python3-venv \
+        build-essential ca-certificates python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/anygauge
 ENV PATH=/opt/anygauge/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_CACHE_DIR=1
+    PIP_NO_CACHE_DIR=1 \
+    DS_BUILD_OPS=0
 ARG TORCH_VERSION
 ARG TORCH_INDEX=
-COPY docker/constraints.txt docker/portable-c++ /build/
+COPY docker/constraints.txt /build/
 # A mirror's address, with its password, comes as a secret and is in no layer.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==${TORCH_VERSION}" \
-    && pip install --constraint /build/constraints.txt \
-        ninja numpy packaging psutil py-cpuinfo setuptools wheel
-# The operation that offloading to NVMe needs; anygauge calls no other of DeepSpeed's.
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    CXX=/build/portable-c++ DS_BUILD_AIO=1 \
-    pip install --no-build-isolation --no-binary deepspeed \
-        --constraint /build/constraints.txt "torch==${TORCH_VERSION}" deepspeed
+    && pip install --upgrade pip \
+    && pip install --constraint /build/constraints.txt hatchling numpy packaging psutil setuptools wheel
 COPY pyproject.toml README.md LICENSE /src/
 COPY anygauge /src/anygauge
 COPY backends /src/backends
 COPY kernels /src/kernels
 COPY launchers /src/launchers
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --constraint /build/constraints.txt "torch==${TORCH_VERSION}" /src \
-    && pip uninstall --yes ninja pip setuptools wheel
+    pip install --no-build-isolation --constraint /build/constraints.txt \
+        "torch==${TORCH_VERSION}" /src \
+    && pip check \
+    && pip uninstall --yes hatchling ninja pip setuptools wheel
 
 # hadolint ignore=DL3006
 FROM ${BASE} AS run
@@ -47,10 +45,11 @@ LABEL org.opencontainers.image.title="anygauge, cpu" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        libaio1 libtcmalloc-minimal4 openmpi-bin openssh-client openssh-server python3 tini \
+        libtcmalloc-minimal4 openmpi-bin openssh-client openssh-server python3 tini \
     && rm -rf /var/lib/apt/lists/* /var/cache/debconf/* /var/log/* /etc/ssh/ssh_host_* \
     && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
     && install -d -o 10001 -g 0 -m 775 /work
+COPY docker/anygauge-sshd /usr/local/bin/
 COPY --from=build /opt/anygauge /opt/anygauge
 # Another user id, and a root file system that cannot be written, leave only /tmp and what is mounted.
 ENV PATH=/opt/anygauge/bin:$PATH \

@@ -22,10 +22,12 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.split('+')[0] == '${TORCH_VERSION}', v" \
     && pip install --constraint /build/constraints.txt \
         hatchling ninja numpy packaging psutil py-cpuinfo setuptools wheel
-# The operations of offloading, for any processor with AVX2 and the GPUs named.
+# The operations of offloading, for any processor with AVX2 and the GPUs named. There is no driver
+# here to link with: CUDA brings a stub of it.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     CXX=/build/portable-c++ TORCH_CUDA_ARCH_LIST="${ARCHITECTURES}" \
-    DS_BUILD_AIO=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 \
+    LIBRARY_PATH=/usr/local/cuda/lib64/stubs \
+    DS_BUILD_AIO=1 DS_BUILD_PIN_MEMORY=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 \
     pip wheel --no-deps --no-build-isolation --no-binary deepspeed \
         --constraint /build/constraints.txt --wheel-dir /build/wheels deepspeed
 COPY pyproject.toml README.md LICENSE /src/
@@ -51,6 +53,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* /var/cache/debconf/* /var/log/* /etc/ssh/ssh_host_* \
     && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
     && install -d -o 10001 -g 0 -m 775 /work
+COPY docker/anygauge-sshd /usr/local/bin/
 ARG TORCH_VERSION
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=bind,from=build,source=/build,target=/build \

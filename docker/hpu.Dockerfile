@@ -14,6 +14,7 @@ ARG TORCH_VERSION
 ARG DEEPSPEED
 # The torch that is there, with Intel's local part of the version, is a constraint on all others.
 COPY docker/constraints-hpu.txt /build/
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.startswith('${TORCH_VERSION}'), v" \
     && pip list --format=freeze | grep -iE '^(torch|habana|numpy)' > /build/constraints.txt \
     && grep -v '^numpy==' /build/constraints-hpu.txt >> /build/constraints.txt
@@ -44,6 +45,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
     && install -d -o 10001 -g 0 -m 775 /work
+COPY docker/anygauge-sshd /usr/local/bin/
 ARG TRANSFORMERS
 ARG OPTIMUM_HABANA=
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \

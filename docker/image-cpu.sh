@@ -5,6 +5,8 @@
 #   STORAGE=FOLDER  where images are kept (default: build/images)
 #   BASE=IMAGE      instead of a Debian that is made here
 #   DEMO=--quick    further arguments of the demo
+#
+# What it leaves is used with build/images/podman, and removed with `podman system reset` of that.
 set -eu
 top=$(cd "$(dirname "$0")/.." && pwd)
 storage=${STORAGE:-$top/build/images}
@@ -27,19 +29,26 @@ PATH=$PATH:/usr/sbin:/sbin
 
 where="--root $storage/root --runroot $storage/run --storage-driver overlay"
 [ -f policy.json ] || printf '{"default":[{"type":"insecureAcceptAnything"}]}' >policy.json
+# Limits that a machine without further rights can give, and no service besides.
+cat >containers.conf <<END
+[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+END
+printf '#!/bin/sh\n%s\nCONTAINERS_CONF=%s exec podman %s "$@"\n' \
+    "# Podman with the images that are kept here." "$storage/containers.conf" "$where" >podman
+chmod +x podman
 build() {
+    # Docker's format, since the other has no health check.
     # shellcheck disable=SC2086
-    buildah $where bud --isolation chroot --layers --signature-policy policy.json "$@"
-}
-run() {
-    # shellcheck disable=SC2086
-    podman $where --cgroup-manager cgroupfs --runtime runc run --rm --network none \
-        --ulimit nofile=1024:1024 --ulimit nproc=4096:4096 --shm-size 2g "$@"
+    buildah $where bud --isolation chroot --layers --format docker \
+        --signature-policy policy.json "$@"
 }
 
 base=${BASE:-localhost/debian:12}
-# shellcheck disable=SC2086
-if ! buildah $where inspect --type image "$base" >/dev/null 2>&1 && [ -z "${BASE:-}" ]; then
+if [ -z "${BASE:-}" ] && ! ./podman image exists "$base"; then
     say "making $base"
     mkdir -p base
     [ -f base/rootfs.tar ] || {
@@ -86,13 +95,12 @@ build --quiet $mounts --secret id=pip,src=pip.conf --build-arg BASE="$base" \
     --build-arg TORCH_VERSION="$(field versions.torch)" --build-arg TORCH_INDEX="$index" \
     --build-arg VERSION="$version" --build-arg REVISION="$(git -C "$top" rev-parse --short HEAD)" \
     --file "$top/docker/cpu.Dockerfile" --tag "$image" "$top" >/dev/null
-# shellcheck disable=SC2086
-size=$(podman $where image inspect --format '{{.Size}}' "$image")
+size=$(./podman image inspect --format '{{.Size}}' "$image")
 say "built in $(($(date +%s) - began)) s, $((size / 1000000)) MB"
 
 say "the demo, inside, without a network"
 began=$(date +%s)
 # shellcheck disable=SC2086
-run --env OMP_NUM_THREADS=1 --volume "$top/examples:/work/examples:ro" \
+./podman run --rm --network none --shm-size 2g --env OMP_NUM_THREADS=1 --volume "$top/examples:/work/examples:ro" \
     --entrypoint tini "$image" -- python /work/examples/demo/demo.py ${DEMO:-}
 say "ended in $(($(date +%s) - began)) s"

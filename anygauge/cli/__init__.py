@@ -34,7 +34,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.exit(status)
     except BrokenPipeError:
-        # The reader went away (`anygauge backends | head`): nothing is left to tell it, at exit either.
+        # The reader went away (`anygauge backends | head`): nobody is to be told, at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except AnygaugeError as error:

@@ -37,7 +37,7 @@ def image(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="What anygauge is to do inside, behind `--`: -- train run.yaml. By default doctor.",
+            help="What anygauge is to do inside, such as `-- train run.yaml`; by default doctor.",
             metavar="[-- COMMAND ...]",
             show_default=False,
         ),
@@ -203,7 +203,7 @@ def _installed() -> str | None:
     return next((one for one in ENGINES if shutil.which(one)), None)
 
 
-def _run(command: Sequence[str], name: str) -> None:
+def _run(command: list[str], name: str) -> None:
     """Become the container's client, so that its signals and exit status are ours.
 
     Raises:

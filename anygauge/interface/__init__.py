@@ -47,6 +47,13 @@ if TYPE_CHECKING:
     )
     from anygauge.interface.graph import Compiler, Graph, Phase, ShapeKind, ShapePolicy
     from anygauge.interface.hooks import hookimpl
+    from anygauge.interface.images import (
+        REPOSITORY_VARIABLE,
+        ImageRelease,
+        own_image,
+        read_releases,
+        tagged,
+    )
     from anygauge.interface.job import Job, NetworkInterface, Node, RdmaDevice
     from anygauge.interface.kernels import AttentionKernel, LoraKernel
     from anygauge.interface.placement import HOST_DEVICE, MemoryStats, PeakFlops, Placement
@@ -64,13 +71,6 @@ if TYPE_CHECKING:
         TrackerContext,
         TrackerOption,
         TrackerSpec,
-    )
-    from anygauge.interface.images import (
-        REPOSITORY_VARIABLE,
-        ImageRelease,
-        own_image,
-        read_releases,
-        tagged,
     )
     from anygauge.interface.probe import Finding, Presence, Probe
     from anygauge.interface.profile import LaunchProfile

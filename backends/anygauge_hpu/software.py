@@ -20,7 +20,7 @@ PACKAGE = "habana_frameworks"
 
 
 RELEASES = read_releases(Path(__file__).with_name("releases.json"))
-"""Releases of Gaudi's software, oldest first. Each is named as Intel names it, such as ``1.23.0``."""
+"""Releases of Gaudi's software, oldest first, named as Intel does: ``1.23.0``."""
 
 LAZY_BY_DEFAULT_BEFORE = (1, 21)
 """The release that made eager mode, with torch.compile, the default (Gaudi-tutorials, PR 154)."""

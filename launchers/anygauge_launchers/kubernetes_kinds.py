@@ -259,8 +259,8 @@ def _pytorchjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Objec
     }
 
 
-# What the operator would start, for images without host keys or its settings, too. Who may log in is
-# said by the keys that the operator mounts.
+# What the operator would start, for images without host keys or its settings, too. Who may log in
+# is said by the keys that the operator mounts.
 SSHD = (
     *("sh", "-c"),
     "mkdir -p /run/sshd && ssh-keygen -A && exec /usr/sbin/sshd -De -o StrictModes=no",

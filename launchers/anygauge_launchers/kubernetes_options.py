@@ -107,7 +107,7 @@ class KubernetesOptions(ApartOptions):
         time_limit_s: seconds after which the cluster ends the job.
         run_as_user: user id of pods, instead of the image's; an MPIJob's are root, as its sshd is.
         run_as_group: their group id.
-        fs_group: group that owns what claims hold, so that pods of another user than root may write.
+        fs_group: group that owns what claims hold, so that users other than root may write.
         runtime: of TrainJob.
         queue: of Kueue (label kueue.x-k8s.io/queue-name).
     """
@@ -173,7 +173,9 @@ class KubernetesOptions(ApartOptions):
                 if getattr(self, field) not in (0, False, None):
                     raise ValueError(f"{field}: a TrainJob has it from its runtime alone")
         if self.kind == "MPIJob" and self.run_as_user not in (None, 0):
-            raise ValueError("run_as_user: a MPIJob runs as root, which its sshd needs; leave it out")
+            raise ValueError(
+                "run_as_user: a MPIJob runs as root, which its sshd needs; leave it out"
+            )
         if self.kind != "TrainJob" and self.runtime is not None:
             raise ValueError(f"runtime: belongs to kind TrainJob, and kind is {self.kind}")
         if self.name is not None and len(self.name) > self.kind_limit:

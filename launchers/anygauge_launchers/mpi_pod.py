@@ -56,7 +56,7 @@ def end_agents() -> None:
 
 
 def ssh_arguments() -> str:
-    """Those of the operator, and that hosts are new: the pods' network is theirs, and keys decide."""
+    """Those of the operator, and that hosts are new: keys decide, in a network of the pods'."""
     given = os.environ.get(SSH_ARGUMENTS, "")
     return f"{given} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null".strip()
 

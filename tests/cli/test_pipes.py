@@ -1,4 +1,4 @@
-"""Ends of pipes that go away: a reader of what is printed, an ssh that dies while it is spoken to."""
+"""Pipes whose other end goes away: a reader of what is printed, an ssh that is spoken to."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def targets(backend: str, variables: Mapping[str, str] | None = None) -> dict[st
     }
     scope.update(variables or {})
     block = file["target"][backend]
-    chosen = re.fullmatch(r"\$\{\[for one in (\w+) : one if one\.image\]\}", block["matrix"]["item"])
+    chosen = re.fullmatch(
+        r"\$\{\[for one in (\w+) : one if one\.image\]\}", block["matrix"]["item"]
+    )
     assert chosen is not None and chosen[1] == f"{backend.upper()}_RELEASES"
     found = {}
     for row in table(backend):

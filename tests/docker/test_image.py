@@ -8,15 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from tests.docker.bake import ROOT, targets
 from tests.helpers.runs import anygauge, run_file
@@ -39,9 +36,7 @@ def podman(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProce
     """The engine that holds the image."""
     program = STORAGE / "podman"
     assert program.exists(), "the image is not built: make image-cpu"
-    return subprocess.run(
-        [program, *arguments], capture_output=True, text=True, timeout=timeout_s
-    )
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=timeout_s)
 
 
 def flags(folder: Path, *more: str) -> list[str]:
@@ -155,7 +150,9 @@ def test_no_build_tool_is_in_it(root: Path) -> None:
     packages = {path.name.split(":")[0] for path in (root / "var/lib/dpkg/info").glob("*.list")}
     assert not {name for name in packages if name.endswith(("-dev.list", "build-essential.list"))}
     installed = {path.name.split("-")[0] for path in site(root).glob("*.dist-info")}
-    assert not installed & {"pip", "setuptools", "wheel", "ninja", "pytest", "ruff", "mypy"}
+    assert not installed & {
+        *("hatchling", "mypy", "ninja", "pip", "pytest", "ruff", "setuptools", "wheel")
+    }
     assert {"anygauge", "torch", "deepspeed", "transformers"} <= installed
 
 
@@ -196,9 +193,9 @@ def test_versions_are_those_of_the_table(root: Path) -> None:
         name, _, version = path.name.removesuffix(".dist-info").rpartition("-")
         installed[name.lower().replace("_", "-")] = version.partition("+")[0]
     assert installed["torch"] == TARGET["args"]["TORCH_VERSION"]
-    pins = (ROOT / "docker/constraints.txt").read_text().split()
-    wrong = [pin for pin in pins if installed.get(pin.split("==")[0]) not in (None, pin[len(pin.split("==")[0]) + 2 :])]
-    assert wrong == []
+    pins = dict(line.split("==") for line in (ROOT / "docker/constraints.txt").read_text().split())
+    seen = {name: version for name, version in installed.items() if name in pins}
+    assert seen == {name: pins[name] for name in seen} and len(seen) > 50
 
 
 def site(root: Path) -> Path:
@@ -221,7 +218,12 @@ def test_two_containers_are_two_machines_for_ssh(folder: Path) -> None:
                 *("--env=OMP_NUM_THREADS=1", "--entrypoint=tini", IMAGE, "--", "anygauge-sshd"),
             )
             assert started.returncode == 0, started.stderr
-            lines += [f"Host machine{number + 1}", "HostName 127.0.0.1", f"Port {port}", "User root"]
+            lines += [
+                f"Host machine{number + 1}",
+                "HostName 127.0.0.1",
+                f"Port {port}",
+                "User root",
+            ]
         config.write_text("\n".join(lines) + "\n")
         options = {
             "hosts": ["machine1", "machine2"],
@@ -233,7 +235,9 @@ def test_two_containers_are_two_machines_for_ssh(folder: Path) -> None:
             folder, launch={"launcher": "ssh", "nodes": 2, "devices": 1, "options": options}
         )
         deadline = time.monotonic() + 60
-        while subprocess.run(["ssh", "-F", config, "machine2", "true"], capture_output=True).returncode:
+        while subprocess.run(
+            ["ssh", "-F", config, "machine2", "true"], capture_output=True
+        ).returncode:
             assert time.monotonic() < deadline
             time.sleep(0.5)
         done = anygauge(["launch", path])
@@ -242,16 +246,9 @@ def test_two_containers_are_two_machines_for_ssh(folder: Path) -> None:
     finally:
         for name in names:
             podman("rm", "--force", "--time", "0", name)
-    versions = json.loads((folder / "out/tiny/versions.json").read_text())
-    assert yaml.safe_load(path.read_text())["launch"]["nodes"] == 2 and versions
     assert "rank 1 started" in (folder / "out/tiny/logs/agent1.log").read_text()
 
 
-def no_key_no_server(folder: Path) -> Any:
-    return podman("run", "--rm", "--entrypoint=anygauge-sshd", IMAGE)
-
-
-def test_a_server_without_keys_says_what_it_lacks(folder: Path) -> None:
-    done = no_key_no_server(folder)
+def test_a_server_without_keys_says_what_it_lacks() -> None:
+    done = podman("run", "--rm", "--entrypoint=anygauge-sshd", IMAGE)
     assert done.returncode == 2 and "no public key in /keys: mount one" in done.stderr
-    assert signal.SIGTERM  # tini's business: see above

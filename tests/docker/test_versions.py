@@ -99,8 +99,9 @@ def test_one_variable_names_the_repository_for_all(monkeypatch: pytest.MonkeyPat
     (name,) = [n for n in bake_file()["variable"] if "REPOSITORY" in n]
     monkeypatch.setenv(name, "registry.example.com/team/anygauge")
     variables = {name: "registry.example.com/team/anygauge"}
-    assert own_image("hpu", PROFILES["hpu"].releases) == (
-        targets("hpu", variables)["hpu-1-24-0"]["tags"][0]
+    assert (
+        own_image("hpu", PROFILES["hpu"].releases)
+        == (targets("hpu", variables)["hpu-1-24-0"]["tags"][0])
     )
 
 

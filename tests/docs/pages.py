@@ -53,7 +53,7 @@ class Block:
 
     def commands(self) -> Iterator[list[str]]:
         """Its command lines, as arguments, without comments."""
-        for line in self.text.splitlines():
+        for line in self.text.replace("\\\n", " ").splitlines():
             arguments = shlex.split(line, comments=True)
             if arguments:
                 yield arguments

@@ -160,7 +160,9 @@ def test_machines_and_restarts_are_those_of_the_job() -> None:
     mpi = manifest(rendered({"kind": "MPIJob"}))["spec"]["mpiReplicaSpecs"]
     assert (mpi["Worker"]["replicas"], find(mpi["Launcher"], "limits")) == (2, [])
     worker = mpi["Worker"]["template"]["spec"]["containers"][0]
-    assert worker["command"][:2] == ["sh", "-c"] and "exec /usr/sbin/sshd -De" in worker["command"][2]
+    assert (
+        worker["command"][:2] == ["sh", "-c"] and "exec /usr/sbin/sshd -De" in worker["command"][2]
+    )
     assert mpi["Worker"]["template"]["spec"]["securityContext"] == {"runAsUser": 0}
     assert mpi["Launcher"]["template"]["spec"]["securityContext"] == {"runAsUser": 0}
     assert worker["readinessProbe"] == {"tcpSocket": {"port": 22}}

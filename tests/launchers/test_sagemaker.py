@@ -116,7 +116,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
         ({"role": None}, {}, "launch.options.role: the sagemaker launcher needs it"),
         ({"role": "SageMakerRole"}, {}, "launch.options.role: 'SageMakerRole'"),
         ({"image": "pytorch/pytorch:2"}, {}, "launch.options.image: 'pytorch/pytorch:2'"),
-        ({"image": None}, {}, "takes images from Amazon ECR alone, and vendor/stack:1 is none: push it"),
+        ({"image": None}, {}, "takes images from Amazon ECR alone, and vendor/stack:1 is none"),
         ({"instance_type": "ml.p5.49xlarge"}, {}, "of ml.p5 there are 4xlarge, 48xlarge"),
         ({}, {"profile": CARDS}, "backend: cards needs example.com/card, which no machine of Sag"),
         ({"instance_type": "p5.48xlarge"}, {}, "launch.options.instance_type: 'p5.48xlarge'"),

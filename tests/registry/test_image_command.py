@@ -1,4 +1,4 @@
-"""`anygauge image` with backends of third parties: what their launch profile says is all it needs."""
+"""`anygauge image` with backends of third parties: their launch profile is all it needs."""
 
 from __future__ import annotations
 
