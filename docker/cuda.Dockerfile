@@ -50,6 +50,7 @@ LABEL org.opencontainers.image.title="anygauge, cuda" \
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         gcc libaio-dev libc6-dev openmpi-bin openssh-client openssh-server python3-dev tini \
+    && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /var/cache/debconf/* /var/log/* /etc/ssh/ssh_host_* \
     && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
     && install -d -o 10001 -g 0 -m 775 /work

@@ -42,7 +42,8 @@ LABEL org.opencontainers.image.title="anygauge, hpu" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN apt-get update \
     && apt-get install -y --no-install-recommends tini \
-    && rm -rf /var/lib/apt/lists/* \
+    && apt-get clean \
+    && rm -rf /var/lib/apt/lists/* /var/cache/debconf/* \
     && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
     && install -d -o 10001 -g 0 -m 775 /work
 COPY docker/anygauge-sshd /usr/local/bin/
@@ -54,7 +55,9 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-cache-dir --constraint /build/constraints.txt \
         /build/wheels/deepspeed-*.whl "/build/wheels/anygauge-${VERSION}-py3-none-any.whl" \
         "transformers==${TRANSFORMERS}" ${OPTIMUM_HABANA:+"optimum-habana==$OPTIMUM_HABANA"}
+# Gaudi's software writes logs, for which it needs a folder of this user's.
 ENV HOME=/tmp \
+    HABANA_LOGS=/tmp/habana_logs \
     USER=anygauge \
     PYTHONDONTWRITEBYTECODE=1
 WORKDIR /work

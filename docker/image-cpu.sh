@@ -53,7 +53,9 @@ if [ -z "${BASE:-}" ] && ! ./podman image exists "$base"; then
     mkdir -p base
     [ -f base/rootfs.tar ] || {
         debootstrap --variant=minbase bookworm base/rootfs >base/debootstrap.log
-        tar -C base/rootfs -cf base/rootfs.tar .
+        rm -rf base/rootfs/var/cache/apt/* base/rootfs/var/lib/apt/lists/* base/rootfs/var/log/*
+        tar -C base/rootfs -cf base/rootfs.tar.part .
+        mv base/rootfs.tar.part base/rootfs.tar
         rm -rf base/rootfs
     }
     printf 'FROM scratch\nADD rootfs.tar /\nCMD ["sh"]\n' >base/Dockerfile

@@ -360,7 +360,8 @@ def test_a_sound_machine_passes(tmp_path: Path) -> None:
     [
         ({}, {"torch": "2.7.1+git0"}, "release", Outcome.FAIL),
         ({}, {"habana_torch_plugin": "9.9.0"}, "release", Outcome.WARN),
-        ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.9.0"}, "release", Outcome.WARN),
+        ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.9.0"}, "release", Outcome.FAIL),
+        ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.10.0a0+git1"}, "release", Outcome.PASS),
         ({}, {"habana_torch_plugin": "1.21.0"}, "driver release", Outcome.WARN),
         ({"PT_HPU_LAZY_MODE": "1"}, {"torch": "2.6.0"}, "mode", Outcome.FAIL),
         ({"PT_HPU_LAZY_MODE": "0"}, {}, "mode", Outcome.WARN),
@@ -387,7 +388,7 @@ def test_every_check_that_does_not_pass_says_what_to_do(tmp_path: Path) -> None:
 
 def test_releases_are_found_by_version() -> None:
     release = release_of("1.23.0.695")
-    assert release is not None and release.torch == "2.9"
+    assert release is not None and release.versions["torch"] == "2.9.0"
     assert release_of("2.0") is None and release_of(None) is None
     assert all(release.source for release in RELEASES)
     assert is_fork("2.6.0+git1a2b") and not is_fork("2.6.0") and not is_fork("2.6.0+cpu")
