@@ -45,7 +45,7 @@ USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[
 
 .DEFAULT_GOAL := test
 .PHONY: demo plugins test test-slow test-launchers test-gaudi-stack test-core image-cpu test-image \
-    lint format clean .venv
+    clean-images lint format clean .venv
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/demo.py
@@ -110,8 +110,14 @@ image-cpu:
 	@sh docker/image-cpu.sh
 
 test-image: $(STAMP) image-cpu
+	@sh docker/stand-ins.sh
 	@echo "==> tests of the image"
 	@$(BIN)/python -m pytest -m image
+
+# What is mounted there cannot be removed as files.
+clean-images:
+	@[ ! -x build/images/podman ] || build/images/podman system reset --force
+	@rm -rf build/images
 
 lint: $(STAMP)
 	@echo "==> ruff"
@@ -128,7 +134,7 @@ format: $(STAMP)
 	@$(BIN)/ruff format
 	@$(BIN)/ruff check --fix
 
-clean:
+clean: clean-images
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name $(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "Removed builds and caches. To make the environment anew: rm -rf $(VENV)"

@@ -16,6 +16,7 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_NO_CACHE_DIR=1
 ARG TORCH_VERSION
 ARG ARCHITECTURES
+ARG OPERATIONS="DS_BUILD_AIO=1 DS_BUILD_PIN_MEMORY=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1"
 COPY docker/constraints.txt docker/portable-c++ /build/
 # The torch that is there decides; an image of another one is a mistake.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
@@ -25,9 +26,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 # The operations of offloading, for any processor with AVX2 and the GPUs named. There is no driver
 # here to link with: CUDA brings a stub of it.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    CXX=/build/portable-c++ TORCH_CUDA_ARCH_LIST="${ARCHITECTURES}" \
-    LIBRARY_PATH=/usr/local/cuda/lib64/stubs \
-    DS_BUILD_AIO=1 DS_BUILD_PIN_MEMORY=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 \
+    env ${OPERATIONS} CXX=/build/portable-c++ TORCH_CUDA_ARCH_LIST="${ARCHITECTURES}" \
+        LIBRARY_PATH=/usr/local/cuda/lib64/stubs \
     pip wheel --no-deps --no-build-isolation --no-binary deepspeed \
         --constraint /build/constraints.txt --wheel-dir /build/wheels deepspeed
 COPY pyproject.toml README.md LICENSE /src/

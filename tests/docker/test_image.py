@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.docker.bake import ROOT, targets
-from tests.helpers.runs import anygauge, run_file
+from tests.helpers.runs import TINY, anygauge, run_file
 from tests.helpers.tokenizer import FIXTURES
 
 pytestmark = pytest.mark.image
@@ -252,3 +252,76 @@ def test_two_containers_are_two_machines_for_ssh(folder: Path) -> None:
 def test_a_server_without_keys_says_what_it_lacks() -> None:
     done = podman("run", "--rm", "--entrypoint=anygauge-sshd", IMAGE)
     assert done.returncode == 2 and "no public key in /keys: mount one" in done.stderr
+
+
+class TestOthers:
+    """The images for CUDA and Gaudi over stand-ins of their bases: all of them but the devices."""
+
+    @pytest.mark.parametrize("backend", ["cuda", "hpu"])
+    def test_the_newest_release_is_what_is_installed(self, backend: str) -> None:
+        wanted = list(targets(backend).values())[-1]["args"]
+        names = ("torch", "deepspeed", "transformers", "optimum-habana", "anygauge", "pip")
+        found = json.loads(inside(backend, VERSIONS, *names).stdout)
+        assert found["anygauge"] == wanted["VERSION"]
+        assert found["torch"].partition("+")[0] == TARGET["args"]["TORCH_VERSION"]  # the base's
+        assert found["transformers"] == wanted.get("TRANSFORMERS", pinned("transformers"))
+        if backend == "hpu":
+            assert found["optimum-habana"] == wanted["OPTIMUM_HABANA"]
+            assert found["deepspeed"].startswith("0.16.9")  # of the repository, not of an index
+        else:
+            assert found["deepspeed"] == pinned("deepspeed")
+
+    @pytest.mark.parametrize("backend", ["cuda", "hpu"])
+    def test_it_trains_as_any_user(self, folder: Path, backend: str) -> None:
+        path = run_file(folder, train={"steps": 2})
+        if backend == "hpu":  # whose transformers reads no folder that a newer one wrote
+            tokenizer = {"tokenizer": str(folder / "tokenizer/tokenizer.json")}
+            path = run_file(folder, train={"steps": 2}, model={"config": TINY, **tokenizer})
+        done = podman(
+            *flags(folder, "--read-only", "--user=12345:0", "--tmpfs=/tmp"),
+            *(f"localhost/stand-in-{backend}", "train", str(path), "--devices", "2"),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    @pytest.mark.parametrize("backend", ["cuda", "hpu"])
+    def test_nothing_of_the_build_is_left(self, backend: str) -> None:
+        image = f"localhost/stand-in-{backend}"
+        (seen,) = json.loads(podman("image", "inspect", image).stdout)
+        assert seen["User"] == "10001" and seen["Config"]["Entrypoint"][0] == "tini"
+        assert f"anygauge, {backend}" in seen["Labels"]["org.opencontainers.image.title"]
+        base = podman(
+            "image", "inspect", "--format", "{{len .RootFS.Layers}}", "localhost/stand-in:1"
+        )
+        assert len(seen["RootFS"]["Layers"]) > int(base.stdout)
+        mounted = podman("image", "mount", image)
+        try:
+            root = Path(mounted.stdout.strip())
+            for name in ("build", "src", "root/.cache", "var/lib/apt/lists"):
+                assert not list(files(root / name)), name
+            assert not (root / "etc/pip.conf").exists() or not (root / "etc/pip.conf").read_text()
+        finally:
+            podman("image", "unmount", image)
+
+
+VERSIONS = """
+import importlib.metadata, json, sys
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+print(json.dumps({name: version(name) for name in sys.argv[1:]}))
+"""
+
+
+def inside(backend: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A program in the image over a stand-in."""
+    return podman(
+        *("run", "--rm", "--network=none", "--entrypoint=python3", f"localhost/stand-in-{backend}"),
+        *("-c", program, *arguments),
+    )
+
+
+def pinned(name: str) -> str:
+    lines = (ROOT / "docker/constraints.txt").read_text().split()
+    return next(line.partition("==")[2] for line in lines if line.startswith(f"{name}=="))
