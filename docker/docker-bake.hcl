@@ -1,10 +1,20 @@
-# Images of all backends. The versions are the backends' own, which `anygauge doctor` and
-# `anygauge image` read, too:
+# Images of all backends. What they are made of is in the backends' own tables, which `anygauge doctor`,
+# `anygauge image` and the launchers read, too. Name the tables of the images that are wanted; later
+# files win, so each takes the place of an empty one here:
 #
-#   docker buildx bake -f docker/docker-bake.hcl \
-#     -f backends/anygauge_cpu/releases.json \
-#     -f backends/anygauge_cuda/releases.json \
-#     -f backends/anygauge_hpu/releases.json cpu
+#   docker buildx bake -f docker/docker-bake.hcl -f backends/anygauge_cpu/releases.json cpu
+
+variable "CPU_RELEASES" {
+  default = []
+}
+
+variable "CUDA_RELEASES" {
+  default = []
+}
+
+variable "HPU_RELEASES" {
+  default = []
+}
 
 # Where images go, such as registry.example.com/team/anygauge; `anygauge image` and the launchers
 # look at it, too.

@@ -37,7 +37,9 @@ def targets(backend: str, variables: Mapping[str, str] | None = None) -> dict[st
     """Rendered targets of a backend, name -> args, dockerfile and tags."""
     file = bake_file()
     scope: dict[str, Any] = {
-        name: _text(block["default"]) for name, block in file["variable"].items()
+        name: _text(block["default"])
+        for name, block in file["variable"].items()
+        if block["default"] != []  # a table's place
     }
     scope.update(variables or {})
     block = file["target"][backend]
