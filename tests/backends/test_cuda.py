@@ -19,7 +19,7 @@ from anygauge.interface import (
 )
 from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
-from anygauge_cuda.diagnostics import checks
+from anygauge_cuda.diagnostics import _compatibility, checks
 from anygauge_cuda.peaks import published_peak
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
 from anygauge_cuda.versions import driver_serves
@@ -388,6 +388,19 @@ def test_torch_is_compared_with_its_published_builds(
     line = {c.name: c for c in checks(tmp_path, tmp_path / "torch")}["torch and CUDA"]
     assert line.outcome == outcome and said in line.remedy
     assert f"torch {torch_version} for CUDA {cuda}" in line.seen
+
+
+def test_a_driver_that_is_too_old_is_told_which_image_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert _compatibility("580.65.06").outcome == "pass"
+    old = _compatibility("550.54.15")
+    assert old.outcome == "fail"
+    assert old.remedy.endswith("anygauge image --release torch-2.13-cuda12.6")
+    assert "anygauge image" not in _compatibility("450.80.02").remedy
 
 
 def test_every_failed_step_has_a_remedy(tmp_path: Path) -> None:
