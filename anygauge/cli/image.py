@@ -75,7 +75,10 @@ def image(
     row = _release(chosen, release)
     name = chosen.launch.image if row is None or release is None else tagged(chosen.name, row)
     if name is None:
-        raise UnsupportedError(f"the {chosen.name} backend names no container image of its own")
+        raise UnsupportedError(
+            f"the {chosen.name} backend names no container image of its own: its launch profile "
+            "may name one (docs/images.md)"
+        )
     command = run_command(
         engine or _installed() or ENGINES[0],
         chosen.launch,
@@ -110,10 +113,11 @@ def run_command(
         engine: the program, such as ``docker``.
         terminal: whether it may ask and draw.
     """
+    own = profile.podman_flags if engine == "podman" else None
     return [
         *(engine, "run", "--rm"),
         *(("--interactive", "--tty") if terminal else ()),
-        *profile.container_flags,
+        *(profile.container_flags if own is None else own),
         f"--user={os.getuid()}:{os.getgid()}",
         f"--volume={Path.cwd()}:{INSIDE}",
         *(f"--volume={one}" for one in volumes),

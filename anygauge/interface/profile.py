@@ -17,7 +17,8 @@ class LaunchProfile:
         image: container image with anygauge and what the device needs, which jobs run in; None
             where there is none.
         releases: what such images are built of, oldest first; empty where they are made elsewhere.
-        container_flags: extra arguments for the container runtime.
+        container_flags: extra arguments for the container runtime, as Docker takes them.
+        podman_flags: those that podman takes instead; None: the same.
         cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.
         node_resources: further resources of a container with devices, name -> quantity.
         fabric: the network between machines that was asked for by name.
@@ -31,6 +32,7 @@ class LaunchProfile:
     image: str | None = None
     releases: tuple[ImageRelease, ...] = ()
     container_flags: tuple[str, ...] = ()
+    podman_flags: tuple[str, ...] | None = None
     cluster_resource: str | None = None
     node_resources: Mapping[str, str] = field(default_factory=dict)
     fabric: str | None = None

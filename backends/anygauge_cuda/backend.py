@@ -30,6 +30,9 @@ from anygauge_cuda.environment import (
 from anygauge_cuda.placement import CudaPlacement
 from anygauge_cuda.versions import RELEASES
 
+# NVIDIA's advice for containers that run several processes with NCCL.
+_SHARED_MEMORY = ("--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864")
+
 
 class CudaCollectives(Collectives):
     """NCCL, bound to the rank's GPU from the start: barriers then cannot pick another one."""
@@ -61,12 +64,12 @@ class CudaBackend(Backend):
         visibility_variable="CUDA_VISIBLE_DEVICES",
         image=own_image("cuda", RELEASES),
         releases=RELEASES,
-        # NVIDIA's advice for containers that run several processes with NCCL.
-        container_flags=(
-            "--gpus=all",
-            "--ipc=host",
-            "--ulimit=memlock=-1",
-            "--ulimit=stack=67108864",
+        container_flags=("--gpus=all", *_SHARED_MEMORY),
+        # Source: docs.nvidia.com, Container Toolkit, Support for Container Device Interface.
+        podman_flags=(
+            "--device=nvidia.com/gpu=all",
+            "--security-opt=label=disable",
+            *_SHARED_MEMORY,
         ),
         cluster_resource="nvidia.com/gpu",
     )

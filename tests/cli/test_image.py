@@ -76,6 +76,12 @@ def test_the_command_hands_the_devices_in(backend: str, flags: list[str]) -> Non
     ]
 
 
+def test_podman_has_other_flags_for_gpus() -> None:
+    run = told("--backend", "cuda", "--engine", "podman")["run"]
+    assert isinstance(run, list)
+    assert "--device=nvidia.com/gpu=all" in run and "--ipc=host" in run and "--gpus=all" not in run
+
+
 def test_for_people_it_is_a_list_to_copy_from() -> None:
     done = anygauge(["image", "--backend", "hpu", "--", "train", "a run.yaml"])
     assert done.returncode == 0
