@@ -114,10 +114,8 @@ test-image: $(STAMP) image-cpu
 	@echo "==> tests of the image"
 	@$(BIN)/python -m pytest -m image
 
-# What is mounted there cannot be removed as files.
 clean-images:
-	@[ ! -x build/images/podman ] || build/images/podman system reset --force
-	@rm -rf build/images
+	@sh docker/clean.sh
 
 lint: $(STAMP)
 	@echo "==> ruff"

@@ -32,7 +32,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-build-isolation --constraint /build/constraints.txt \
         "torch==${TORCH_VERSION}" /src \
     && pip check \
-    && pip uninstall --yes hatchling ninja pip setuptools wheel
+    && pip uninstall --yes \
+        hatchling ninja pathspec pip setuptools tomlkit trove-classifiers wheel
 
 # hadolint ignore=DL3006
 FROM ${BASE} AS run
@@ -49,7 +50,7 @@ RUN apt-get update \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /var/cache/debconf/* /var/log/* /etc/ssh/ssh_host_* \
     && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
-    && install -d -o 10001 -g 0 -m 775 /work
+    && install -d -o 10001 -g 0 -m 775 /work /anygauge
 COPY docker/anygauge-sshd /usr/local/bin/
 COPY --from=build /opt/anygauge /opt/anygauge
 # Another user id, and a root file system that cannot be written, leave only /tmp and what is mounted.

@@ -17,7 +17,7 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 ARG TORCH_VERSION
 ARG ARCHITECTURES
 ARG OPERATIONS="DS_BUILD_AIO=1 DS_BUILD_PIN_MEMORY=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1"
-COPY docker/constraints.txt docker/portable-c++ /build/
+COPY docker/constraints.txt docker/portable-c++ docker/built-operations /build/
 # The torch that is there decides; an image of another one is a mistake.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.split('+')[0] == '${TORCH_VERSION}', v" \
@@ -26,10 +26,11 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 # The operations of offloading, for any processor with AVX2 and the GPUs named. There is no driver
 # here to link with: CUDA brings a stub of it.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    env ${OPERATIONS} CXX=/build/portable-c++ TORCH_CUDA_ARCH_LIST="${ARCHITECTURES}" \
-        LIBRARY_PATH=/usr/local/cuda/lib64/stubs \
+    env ${OPERATIONS} DS_ACCELERATOR=cuda CXX=/build/portable-c++ \
+        TORCH_CUDA_ARCH_LIST="${ARCHITECTURES}" LIBRARY_PATH=/usr/local/cuda/lib64/stubs \
     pip wheel --no-deps --no-build-isolation --no-binary deepspeed \
-        --constraint /build/constraints.txt --wheel-dir /build/wheels deepspeed
+        --constraint /build/constraints.txt --wheel-dir /build/wheels deepspeed \
+    && /build/built-operations /build/wheels/deepspeed-*.whl cuda ${OPERATIONS}
 COPY pyproject.toml README.md LICENSE /src/
 COPY anygauge /src/anygauge
 COPY backends /src/backends
@@ -53,14 +54,15 @@ RUN apt-get update \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /var/cache/debconf/* /var/log/* /etc/ssh/ssh_host_* \
     && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
-    && install -d -o 10001 -g 0 -m 775 /work
+    && install -d -o 10001 -g 0 -m 775 /work /anygauge
 COPY docker/anygauge-sshd /usr/local/bin/
 ARG TORCH_VERSION
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=bind,from=build,source=/build,target=/build \
     PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
     pip install --no-cache-dir --constraint /build/constraints.txt "torch==${TORCH_VERSION}" \
-        /build/wheels/deepspeed-*.whl "/build/wheels/anygauge-${VERSION}-py3-none-any.whl[cuda]"
+        /build/wheels/deepspeed-*.whl "/build/wheels/anygauge-${VERSION}-py3-none-any.whl[cuda]" \
+    && pip check
 ENV HOME=/tmp \
     USER=anygauge \
     PYTHONDONTWRITEBYTECODE=1

@@ -30,12 +30,12 @@ variable "REVISION" {
   default = "unknown"
 }
 
-# Such as type=registry,ref=registry.example.com/cache; empty: no cache but the builder's own.
+# A repository for layers, such as registry.example.com/cache; empty: no cache but the builder's own.
 variable "CACHE" {
   default = ""
 }
 
-# A file with pip's settings for a mirror; it is in no layer.
+# A file with pip's settings for a mirror, which then has torch, too; it is in no layer.
 variable "PIP_SETTINGS" {
   default = ""
 }
@@ -45,11 +45,9 @@ group "default" {
 }
 
 target "common" {
-  context    = "."
-  platforms  = ["linux/amd64"]
-  cache-from = CACHE == "" ? [] : [CACHE]
-  cache-to   = CACHE == "" ? [] : ["${CACHE},mode=max"]
-  secret     = PIP_SETTINGS == "" ? [] : ["id=pip,src=${PIP_SETTINGS}"]
+  context   = "."
+  platforms = ["linux/amd64"]
+  secret    = PIP_SETTINGS == "" ? [] : ["id=pip,src=${PIP_SETTINGS}"]
 }
 
 target "cpu" {
@@ -62,11 +60,17 @@ target "cpu" {
   args = {
     BASE          = item.base
     TORCH_VERSION = item.versions.torch
-    TORCH_INDEX   = item.arguments.index
+    TORCH_INDEX   = PIP_SETTINGS == "" ? item.arguments.index : ""
     VERSION       = VERSION
     REVISION      = REVISION
   }
-  tags = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cpu-${item.release}"]
+  labels = {
+    "org.opencontainers.image.base.name" = item.base
+    "org.opencontainers.image.ref.name"  = "${VERSION}-cpu-${item.release}"
+  }
+  tags       = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cpu-${item.release}"]
+  cache-from = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cpu-${item.release}"]
+  cache-to   = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cpu-${item.release},mode=max"]
 }
 
 target "cuda" {
@@ -84,7 +88,13 @@ target "cuda" {
     VERSION       = VERSION
     REVISION      = REVISION
   }
-  tags = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cuda-${item.release}"]
+  labels = {
+    "org.opencontainers.image.base.name" = item.base
+    "org.opencontainers.image.ref.name"  = "${VERSION}-cuda-${item.release}"
+  }
+  tags       = ["${ANYGAUGE_REPOSITORY}:${VERSION}-cuda-${item.release}"]
+  cache-from = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cuda-${item.release}"]
+  cache-to   = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:cuda-${item.release},mode=max"]
 }
 
 target "hpu" {
@@ -103,5 +113,11 @@ target "hpu" {
     VERSION        = VERSION
     REVISION       = REVISION
   }
-  tags = ["${ANYGAUGE_REPOSITORY}:${VERSION}-hpu-${item.release}"]
+  labels = {
+    "org.opencontainers.image.base.name" = item.base
+    "org.opencontainers.image.ref.name"  = "${VERSION}-hpu-${item.release}"
+  }
+  tags       = ["${ANYGAUGE_REPOSITORY}:${VERSION}-hpu-${item.release}"]
+  cache-from = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:hpu-${item.release}"]
+  cache-to   = CACHE == "" ? [] : ["type=registry,ref=${CACHE}:hpu-${item.release},mode=max"]
 }

@@ -21,6 +21,8 @@ if [ -n "$missing" ]; then
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
 fi
 
+# A mark in pip's settings, by which a test finds out whether they got into an image.
+NOT_IN_IMAGES=pip-settings-are-in-no-layer
 printf '{"default":[{"type":"insecureAcceptAnything"}]}\n' >policy.json
 # Limits that a machine without further rights can give, and no service besides.
 cat >containers.conf <<END
@@ -35,6 +37,7 @@ END
 python3 -m pip config list 2>/dev/null |
     sed -n "s/^\(global\|:env:\)\.\.\{0,1\}\([a-z-]*\)='\(.*\)'$/\2 = \3/p" |
     awk -F' = ' 'BEGIN { print "[global]" } !seen[$1]++' >pip.conf
+echo "# $NOT_IN_IMAGES" >>pip.conf
 mounts=
 authority=$(sed -n 's/^cert = //p' pip.conf)
 if [ -n "$authority" ]; then
@@ -48,18 +51,21 @@ for folder in $(sed 's,file://\([^ ]*\)/[^ /]*,\1,g' pip.conf | tr ' ' '\n' | gr
     [ -d "$folder" ] && mounts="$mounts --volume $folder:$folder:ro"
 done
 
+# By their whole paths: this folder may be on the path, too.
+podman=$(PATH=/usr/local/bin:/usr/bin:/bin command -v podman)
+buildah=$(PATH=/usr/local/bin:/usr/bin:/bin command -v buildah)
 where="--root $storage/root --runroot $storage/run --storage-driver overlay"
 cat >podman <<END
 #!/bin/sh
 # Podman, with the images that are kept here. It would complain of each health check where there is
 # no systemd.
-CONTAINERS_CONF=$storage/containers.conf exec podman --log-level fatal $where "\$@"
+CONTAINERS_CONF=$storage/containers.conf exec $podman --log-level fatal $where "\$@"
 END
 # Docker's format, since the other has no health check.
 cat >build <<END
 #!/bin/sh
 # As \`docker build\`, with the images that are kept here, and with pip's settings.
-exec buildah $where bud --isolation chroot --layers --format docker \\
+exec $buildah $where bud --isolation chroot --layers --format docker \\
     --signature-policy $storage/policy.json --secret id=pip,src=$storage/pip.conf $mounts "\$@"
 END
 chmod +x podman build

@@ -12,17 +12,20 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_NO_CACHE_DIR=1
 ARG TORCH_VERSION
 ARG DEEPSPEED
-# The torch that is there, with Intel's local part of the version, is a constraint on all others.
+ARG DEEPSPEED_SOURCE=git+https://github.com/HabanaAI/DeepSpeed.git
+# The torch that is there, with Intel's local part of the version, is a constraint on all others. What
+# its stack may want in a version of its own (numpy, and what is built for it) is pinned by it alone.
 COPY docker/constraints-hpu.txt /build/
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.startswith('${TORCH_VERSION}'), v" \
     && pip list --format=freeze | grep -iE '^(torch|habana|numpy)' > /build/constraints.txt \
-    && grep -v '^numpy==' /build/constraints-hpu.txt >> /build/constraints.txt
+    && grep -vE '^(numpy|pandas|pillow|protobuf|scikit-learn|scipy|setuptools)==' \
+        /build/constraints-hpu.txt >> /build/constraints.txt
 # Intel's fork: its operations for Gaudi are Python, and there is nothing to build ahead.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     DS_BUILD_OPS=0 \
     pip wheel --no-deps --no-build-isolation --wheel-dir /build/wheels \
-        "git+https://github.com/HabanaAI/DeepSpeed.git@${DEEPSPEED}" \
+        "${DEEPSPEED_SOURCE}@${DEEPSPEED}" \
     && pip install hatchling
 COPY pyproject.toml README.md LICENSE /src/
 COPY anygauge /src/anygauge
@@ -43,9 +46,9 @@ LABEL org.opencontainers.image.title="anygauge, hpu" \
 RUN apt-get update \
     && apt-get install -y --no-install-recommends tini \
     && apt-get clean \
-    && rm -rf /var/lib/apt/lists/* /var/cache/debconf/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/debconf/* /etc/ssh/ssh_host_* \
     && useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp anygauge \
-    && install -d -o 10001 -g 0 -m 775 /work
+    && install -d -o 10001 -g 0 -m 775 /work /anygauge
 COPY docker/anygauge-sshd /usr/local/bin/
 ARG TRANSFORMERS
 ARG OPTIMUM_HABANA=
@@ -54,7 +57,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
     pip install --no-cache-dir --constraint /build/constraints.txt \
         /build/wheels/deepspeed-*.whl "/build/wheels/anygauge-${VERSION}-py3-none-any.whl" \
-        "transformers==${TRANSFORMERS}" ${OPTIMUM_HABANA:+"optimum-habana==$OPTIMUM_HABANA"}
+        "transformers==${TRANSFORMERS}" ${OPTIMUM_HABANA:+"optimum-habana==$OPTIMUM_HABANA"} \
+    && (pip check || echo "the lines above may be the base's own")
 # Gaudi's software writes logs, for which it needs a folder of this user's.
 ENV HOME=/tmp \
     HABANA_LOGS=/tmp/habana_logs \

@@ -1,18 +1,19 @@
 """Writes what an environment has of anygauge's dependencies, as pip's constraints: `pin.py > FILE`.
 
-Run it with the interpreter of an environment that the tests have passed in. torch is left out: its
-version is a release's own.
+Run it with the interpreter of an environment that the tests have passed in; extras are arguments.
+torch is left out, and what comes with its builds for GPUs: their versions are a release's own.
 """
 
 from __future__ import annotations
 
 import importlib.metadata as metadata
+import re
 import sys
 from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
-LEFT_OUT = {"torch", "anygauge"}
+LEFT_OUT = re.compile(r"anygauge|torch|triton|nvidia-(?!ml-py).*|cuda-.*")
 
 
 def needed(name: str, extras: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -37,11 +38,13 @@ def closure(name: str, extras: tuple[str, ...]) -> dict[str, str]:
             found[one[0]] = metadata.version(one[0])
         except metadata.PackageNotFoundError:
             continue  # not for this platform, or left out on purpose
-        if one[0] != "torch":  # what it needs goes with its build
-            waiting.extend(needed(*one))
-    return {key: found[key] for key in sorted(found) if key not in LEFT_OUT}
+        waiting.extend(needed(*one))
+    return {key: found[key] for key in sorted(found) if not LEFT_OUT.fullmatch(key)}
 
 
 if __name__ == "__main__":
-    for package, version in closure("anygauge", tuple(sys.argv[1:])).items():
-        print(f"{package}=={version}")
+    pins = closure("anygauge", tuple(sys.argv[1:]))
+    for builder in ("hatchling", "wheel"):
+        pins |= closure(builder, ())
+    for package in sorted(pins):
+        print(f"{package}=={pins[package]}")

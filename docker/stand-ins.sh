@@ -17,7 +17,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends \\
     build-essential ca-certificates git openmpi-bin openssh-server python3-dev python3-pip
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \\
-    pip install "torch==$torch" && pip install --upgrade pip hatchling numpy wheel \\
+    pip install "torch==$torch" && pip install --upgrade pip hatchling numpy==1.26.4 wheel \\
     && pip download --no-deps --no-binary :all: --no-build-isolation --dest /opt deepspeed==0.16.9
 RUN cd /opt && tar --no-same-owner -xzf deepspeed-0.16.9.tar.gz && cd deepspeed-0.16.9 && git init --quiet \\
     && git add . && git -c user.name=stand-in -c user.email=stand-in@localhost commit --quiet -m . \\

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,7 +80,7 @@ def image(
             "may name one (docs/images.md)"
         )
     command = run_command(
-        engine or _installed() or ENGINES[0],
+        engine or (_answering() if run else next(_installed(), ENGINES[0])),
         chosen.launch,
         name,
         arguments or ["doctor", "--backend", chosen.name, "--output", INSIDE],
@@ -113,11 +113,14 @@ def run_command(
         engine: the program, such as ``docker``.
         terminal: whether it may ask and draw.
     """
-    own = profile.podman_flags if engine == "podman" else None
+    podman = engine == "podman"
+    own = profile.podman_flags if podman else None
     return [
         *(engine, "run", "--rm"),
         *(("--interactive", "--tty") if terminal else ()),
         *(profile.container_flags if own is None else own),
+        # Without root, podman's users are others inside unless it is told to keep them.
+        *(("--userns=keep-id",) if podman and os.getuid() else ()),
         f"--user={os.getuid()}:{os.getgid()}",
         f"--volume={Path.cwd()}:{INSIDE}",
         *(f"--volume={one}" for one in volumes),
@@ -139,8 +142,6 @@ def describe(
         "releases": {one.name: one.built for one in backend.launch.releases},
     }
     if row is not None:
-        table = f"backends/anygauge_{backend.name}/releases.json"
-        target = f"{backend.name}-{row.name.replace('.', '-')}"
         found["release"] = {
             "name": row.name,
             "base": row.base,
@@ -149,6 +150,9 @@ def describe(
             "source": row.source,
             "note": row.note,
         }
+    if row is not None and row.image is None:
+        table = f"backends/anygauge_{backend.name}/releases.json"
+        target = f"{backend.name}-{row.name.replace('.', '-')}"
         found["build"] = ["docker", "buildx", "bake", "-f", _BAKE, "-f", table, target]
     return found
 
@@ -164,6 +168,7 @@ def show(found: dict[str, Any]) -> None:
         lines["has"] = ", ".join(f"{key} {value}" for key, value in row["versions"].items())
         lines["source"] = row["source"]
         lines["note"] = row["note"]
+    if "build" in found:
         lines["build"] = shlex.join(found["build"])
     lines["run"] = shlex.join(found["run"])
     lines["others"] = ", ".join(
@@ -203,8 +208,30 @@ def _release(backend: Backend, asked: str | None) -> ImageRelease | None:
     return row
 
 
-def _installed() -> str | None:
-    return next((one for one in ENGINES if shutil.which(one)), None)
+def _installed() -> Iterator[str]:
+    return (one for one in ENGINES if shutil.which(one))
+
+
+def _answering() -> str:
+    """The first engine that is ready to run something; the first of all if none is installed.
+
+    Raises:
+        AnygaugeError: none of those that are installed answers.
+    """
+    complaints = []
+    for one in _installed():
+        asked = subprocess.run([one, "info"], capture_output=True, text=True, check=False)
+        if asked.returncode == 0:
+            return one
+        complaints.append(f"{one} does not answer: {_last_line(asked)}")
+    if complaints:
+        raise AnygaugeError("; ".join(complaints))
+    return ENGINES[0]
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit status {done.returncode}"
 
 
 def _run(command: list[str], name: str) -> None:
@@ -216,10 +243,12 @@ def _run(command: list[str], name: str) -> None:
     try:
         if "/" not in name:
             look = [command[0], "image", "inspect", name]
-            if subprocess.run(look, capture_output=True, check=False).returncode:
+            seen = subprocess.run(look, capture_output=True, text=True, check=False)
+            if seen.returncode:
                 raise AnygaugeError(
-                    f"{command[0]} has no image {name}. Build it (`anygauge image` shows how), or "
-                    f"name the repository that has it in {REPOSITORY_VARIABLE}"
+                    f"{command[0]} has no image {name} ({_last_line(seen)}). Build it (`anygauge "
+                    "image` shows how), or name the repository that has it in "
+                    f"{REPOSITORY_VARIABLE}"
                 )
         os.execvp(command[0], command)
     except FileNotFoundError as error:

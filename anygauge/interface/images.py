@@ -24,6 +24,7 @@ class ImageRelease:
         name: the end of the image's tag, such as a vendor's release.
         base: the image it is built on, with its tag.
         built: whether there is an image of it; else `note` says why not.
+        image: its whole name, where it is not built from anygauge's sources.
         versions: what is in it, package -> version.
         goes_with: what its maker names besides, which the image may lack, package -> version.
         source: where these facts are from.
@@ -33,6 +34,7 @@ class ImageRelease:
     name: str
     base: str
     built: bool = True
+    image: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     goes_with: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
@@ -59,6 +61,8 @@ def own_image(backend: str, releases: tuple[ImageRelease, ...]) -> str:
 
 def tagged(backend: str, release: ImageRelease) -> str:
     """The name of a release's image, such as ``anygauge:0.1.0-cpu-torch-2.13``."""
+    if release.image is not None:
+        return release.image
     repository = os.environ.get(REPOSITORY_VARIABLE) or _REPOSITORY
     try:
         own = version("anygauge")

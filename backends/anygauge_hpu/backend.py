@@ -31,6 +31,15 @@ _NO_GRAPH = Support(
     Level.SWITCHED_OFF, "only lazy mode accumulates a graph (backend_options.mode: lazy)"
 )
 
+# Source: Intel's instructions for several nodes, as optimum-habana's README has them.
+_CONTAINER = (
+    "-e=HABANA_VISIBLE_DEVICES=all",
+    "-e=OMPI_MCA_btl_vader_single_copy_mechanism=none",
+    "--cap-add=sys_nice",
+    "--net=host",
+    "--ipc=host",
+)
+
 
 class HpuCollectives(Collectives):
     """HCCL. It has no mean: the sum is divided, as everywhere. Gaudi's software replaces torch's
@@ -57,15 +66,9 @@ class HpuBackend(Backend):
         visibility_variable=MODULES_VARIABLE,
         image=own_image("hpu", RELEASES),
         releases=RELEASES,
-        # Source: Intel's instructions for several nodes, as optimum-habana's README has them.
-        container_flags=(
-            "--runtime=habana",
-            "-e=HABANA_VISIBLE_DEVICES=all",
-            "-e=OMPI_MCA_btl_vader_single_copy_mechanism=none",
-            "--cap-add=sys_nice",
-            "--net=host",
-            "--ipc=host",
-        ),
+        container_flags=("--runtime=habana", *_CONTAINER),
+        # Where Intel's package habanalabs-container-runtime has it; Docker knows it by name.
+        podman_flags=("--runtime=/usr/bin/habana-container-runtime", *_CONTAINER),
         cluster_resource="habana.ai/gaudi",
         # Source: docs.habana.ai, Kubernetes quick start.
         node_resources={"hugepages-2Mi": "95000Mi", "memory": "409Gi"},

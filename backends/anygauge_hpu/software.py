@@ -54,8 +54,9 @@ def major_minor(version: str | None) -> tuple[int, int] | None:
 
 
 def is_fork(torch_version: str) -> bool:
-    """Whether a torch is Intel's own build, which lazy mode needs: its local part starts so.
+    """Whether a torch is Intel's own build, which lazy mode needs: its local part says so.
 
-    Source: gaudi-pytorch-bridge 1.19.0, habana_frameworks/torch/__init__.py.
+    Source: gaudi-pytorch-bridge 1.19.0, habana_frameworks/torch/__init__.py, for ``git``; later
+    releases report themselves as ``2.6.0+hpu_1.20.0-543.git4952fce``, too.
     """
-    return torch_version.partition("+")[2].startswith("git")
+    return torch_version.partition("+")[2].startswith(("git", "hpu"))

@@ -391,4 +391,5 @@ def test_releases_are_found_by_version() -> None:
     assert release is not None and release.versions["torch"] == "2.9.0"
     assert release_of("2.0") is None and release_of(None) is None
     assert all(release.source for release in RELEASES)
+    assert is_fork("2.6.0+hpu_1.20.0-543.git4952fce") and is_fork("2.10.0a0+gitc1e5ed4")
     assert is_fork("2.6.0+git1a2b") and not is_fork("2.6.0") and not is_fork("2.6.0+cpu")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,14 @@ def targets(backend: str, variables: Mapping[str, str] | None = None) -> dict[st
             found[_value(block["name"], here)] = {
                 "args": {key: _value(text, here) for key, text in block["args"].items()},
                 "dockerfile": _value(block["dockerfile"], here),
+                "labels": {_text(k): _value(text, here) for k, text in _plain(block["labels"])},
                 "tags": [_value(text, here) for text in block["tags"]],
             }
     return found
+
+
+def _plain(block: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in block.items() if not key.startswith("__"))
 
 
 def _text(quoted: str) -> str:
@@ -72,6 +77,9 @@ def _value(text: str, scope: Mapping[str, Any]) -> str:
 
 
 def _expression(text: str, scope: Mapping[str, Any]) -> str:
+    choice = re.fullmatch(r'(\w+) == "" \? (.+) : ""', text)
+    if choice:
+        return _expression(choice[2], scope) if scope[choice[1]] == "" else ""
     call = re.fullmatch(r'replace\((.+), "(.*)", "(.*)"\)', text)
     if call:
         return _expression(call[1], scope).replace(call[2], call[3])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import tomllib
+import zipfile
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +43,8 @@ def test_every_release_with_an_image_is_a_target(backend: str) -> None:
         assert arguments(backend, needed=True) <= set(target["args"]) <= arguments(backend)
         assert target["tags"] == [f"anygauge:{PROJECT['version']}-{backend}-{row['release']}"]
         assert target["args"]["BASE"] == row["base"]
+        assert target["labels"]["org.opencontainers.image.base.name"] == row["base"]
+        assert target["tags"][0].endswith(target["labels"]["org.opencontainers.image.ref.name"])
         assert target["args"]["TORCH_VERSION"] == row["versions"]["torch"]
         assert target["args"]["VERSION"] == PROJECT["version"] == version("anygauge")
 
@@ -78,6 +84,61 @@ def test_gaudis_rows_agree_with_themselves(row: dict[str, Any]) -> None:
         assert row["versions"]["optimum-habana"] == row["goes_with"]["optimum-habana"]
         wanted = Requirement(f"transformers{row['goes_with']['transformers']}").specifier
         assert wanted.contains(row["versions"]["transformers"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bases_are_pinned(backend: str) -> None:
+    for row in table(backend):
+        for base in (row["base"], row["arguments"].get("build_base", row["base"])):
+            tag = base.rpartition(":")[2]
+            assert re.search(r"\d+\.\d+", tag) and "latest" not in tag, base
+
+
+def test_a_mirror_that_pip_is_told_of_has_torch_too() -> None:
+    told = targets("cpu", {"PIP_SETTINGS": "pip.conf"})["cpu-torch-2-13"]["args"]
+    assert told["TORCH_INDEX"] == ""
+
+
+def test_a_compiler_for_any_processor(tmp_path: Path) -> None:
+    # What DeepSpeed asks for where it is built, and what it gets.
+    (tmp_path / "c++").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "c++").chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "docker/portable-c++", "-march=native", "-D__AVX512__", "-DX=a b", "-O0"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["-march=x86-64-v3", "-D__AVX256__", "-DX=a b", "-O0"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (["DS_BUILD_AIO=1", "DS_BUILD_CPU_ADAM=1"], None),
+        (["DS_BUILD_OPS=0"], None),
+        (["DS_BUILD_FUSED_ADAM=1"], "or without fused_adam"),
+    ],
+)
+@pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
+def test_operations_that_would_not_be_loaded_fail_the_build(
+    tmp_path: Path, wanted: list[str], said: str | None, accelerator: str
+) -> None:
+    wheel = tmp_path / "deepspeed.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr(
+            "deepspeed/git_version_info_installed.py",
+            "installed_ops={'async_io': True, 'cpu_adam': True, 'fused_adam': False}\n"
+            f"accelerator_name={accelerator!r}\n",
+        )
+    done = subprocess.run(
+        [ROOT / "docker/built-operations", wheel, "cuda", *wanted], capture_output=True, text=True
+    )
+    if accelerator == "cuda" and said is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 1 and (said or "built for cpu, not for cuda") in done.stderr
 
 
 def test_gaudis_releases_are_all_there() -> None:
@@ -121,9 +182,8 @@ def requirement(name: str) -> str:
 def test_all_that_is_installed_is_pinned_within_its_range(file: str, given: set[str]) -> None:
     lines = (ROOT / "docker" / file).read_text().splitlines()
     pins = dict(line.split("==") for line in lines)
-    wanted = [*PROJECT["dependencies"]]
-    if file != "constraints.txt":
-        wanted += PROJECT["optional-dependencies"]["hpu"]
+    extra = "cuda" if file == "constraints.txt" else "hpu"
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra], "hatchling"]
     for one in map(Requirement, wanted):
         if one.name not in given:
             assert one.specifier.contains(pins[one.name]), one

@@ -23,7 +23,10 @@ Fake.launch = LaunchProfile(
     image="registry.example.com/cards/anygauge:3-b",
     releases=(
         ImageRelease(name="a", base="cards/stack:a", built=False, note="too old"),
-        ImageRelease(name="b", base="cards/stack:b", versions={"torch": "2.9.0"}, source="a page"),
+        ImageRelease(
+            name="b", base="cards/stack:b", versions={"torch": "2.9.0"}, source="a page",
+            image="registry.example.com/cards/anygauge:3-b",
+        ),
     ),
 )
 """
@@ -69,7 +72,9 @@ def test_a_table_of_its_own(
 ) -> None:
     put(install, backend_source("cards", more=TABLE))
     found = command("--backend", "cards")
-    assert found["image"] == "registry.example.com/cards/anygauge:3-b"
+    assert found == command("--backend", "cards", "--release", "b")
+    # It is built elsewhere, in a way of its own.
+    assert found["image"] == "registry.example.com/cards/anygauge:3-b" and "build" not in found
     assert found["release"] == {
         "name": "b", "base": "cards/stack:b", "versions": {"torch": "2.9.0"}, "goes_with": {},
         "source": "a page", "note": "",
