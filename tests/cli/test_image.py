@@ -16,16 +16,19 @@ import json, sys
 open({log!r}, "a").write(json.dumps(sys.argv) + "\\n")
 if sys.argv[1:3] == ["image", "inspect"]:
     sys.exit({known})
+if sys.argv[1] == "info":
+    print("cannot connect to the daemon", file=sys.stderr)
+    sys.exit({silent})
 sys.exit(7)
 """
 
 
-def engine(folder: Path, name: str, *, knows_images: bool = True) -> Path:
+def engine(folder: Path, name: str, *, knows_images: bool = True, answers: bool = True) -> Path:
     """A container engine that writes down how it is called; its containers end with status 7."""
     folder.mkdir(exist_ok=True)
     log, program = folder / "log", folder / name
-    known = int(not knows_images)
-    program.write_text(ENGINE.format(python=sys.executable, log=str(log), known=known))
+    statuses = {"known": int(not knows_images), "silent": int(not answers)}
+    program.write_text(ENGINE.format(python=sys.executable, log=str(log), **statuses))
     program.chmod(0o755)
     return log
 
@@ -142,6 +145,17 @@ def test_an_image_that_is_not_built_is_said_before(tmp_path: Path) -> None:
     )
     assert done.returncode == 7
     assert [call[1] for call in calls(log)] == ["image", "run"]
+
+
+def test_an_engine_that_answers_is_taken(tmp_path: Path) -> None:
+    where = {"PATH": f"{tmp_path / 'bin'}:{tmp_path / 'more'}"}
+    log = engine(tmp_path / "bin", "docker", answers=False)
+    done = anygauge(["image", "--backend", "cpu", "--run"], environment=where)
+    assert done.returncode == 1
+    assert "docker does not answer: cannot connect to the daemon" in done.stderr
+    engine(tmp_path / "bin", "podman")
+    done = anygauge(["image", "--backend", "cpu", "--run"], environment=where)
+    assert done.returncode == 7 and Path(calls(log)[-1][0]).name == "podman"
 
 
 def test_without_an_engine_the_command_is_still_told(tmp_path: Path) -> None:

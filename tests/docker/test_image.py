@@ -278,7 +278,7 @@ class TestOthers:
     @pytest.mark.parametrize("backend", ["cuda", "hpu"])
     def test_the_newest_release_is_what_is_installed(self, backend: str) -> None:
         wanted = list(targets(backend).values())[-1]["args"]
-        names = ("torch", "deepspeed", "transformers", "optimum-habana", "anygauge", "pip")
+        names = ("torch", "deepspeed", "transformers", "optimum-habana", "anygauge", "numpy")
         found = json.loads(inside(backend, VERSIONS, *names).stdout)
         assert found["anygauge"] == wanted["VERSION"]
         assert found["torch"].partition("+")[0] == TARGET["args"]["TORCH_VERSION"]  # the base's
@@ -286,6 +286,7 @@ class TestOthers:
         if backend == "hpu":
             assert found["optimum-habana"] == wanted["OPTIMUM_HABANA"]
             assert found["deepspeed"].startswith("0.16.9")  # of the repository, not of an index
+            assert found["numpy"] == "1.26.4"  # the base's, too
         else:
             assert found["deepspeed"] == pinned("deepspeed")
 

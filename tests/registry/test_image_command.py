@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from anygauge.cli.image import image
+from anygauge.cli.image import image, run_command
+from anygauge.interface import LaunchProfile
 from anygauge.interface import UnsupportedError
 from tests.registry.conftest import SHIPPED, Install
 
@@ -65,6 +66,17 @@ def test_image_and_flags_are_the_profiles(
     assert isinstance(run, list)
     assert found["image"] == "registry.example.com/cards/anygauge:3" and "build" not in found
     assert run[:4] == ["podman", "run", "--rm", "--device=/dev/card0"] and found["image"] in run
+
+
+@pytest.mark.parametrize(("engine", "user", "kept"), [("podman", 1000, True), ("podman", 0, False),
+                                                       ("docker", 1000, False)])  # fmt: skip
+def test_podman_keeps_the_user_where_it_is_not_root(
+    monkeypatch: pytest.MonkeyPatch, engine: str, user: int, kept: bool
+) -> None:
+    monkeypatch.setattr("os.getuid", lambda: user)
+    found = run_command(engine, LaunchProfile(), "an/image", ["doctor"])
+    assert ("--userns=keep-id" in found) is kept
+    assert any(flag.startswith(f"--user={user}:") for flag in found)
 
 
 def test_a_table_of_its_own(
