@@ -10,8 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from anygauge.cli.image import image, run_command
-from anygauge.interface import LaunchProfile
-from anygauge.interface import UnsupportedError
+from anygauge.interface import LaunchProfile, UnsupportedError
 from tests.registry.conftest import SHIPPED, Install
 
 PROFILE = """
