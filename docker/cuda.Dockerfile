@@ -17,7 +17,7 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 ARG TORCH_VERSION
 ARG ARCHITECTURES
 ARG OPERATIONS="DS_BUILD_AIO=1 DS_BUILD_PIN_MEMORY=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1"
-COPY docker/constraints.txt docker/portable-c++ docker/built-operations /build/
+COPY docker/constraints.txt docker/portable-c++ docker/built_operations.py /build/
 # The torch that is there decides; an image of another one is a mistake.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.split('+')[0] == '${TORCH_VERSION}', v" \
@@ -30,7 +30,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
         TORCH_CUDA_ARCH_LIST="${ARCHITECTURES}" LIBRARY_PATH=/usr/local/cuda/lib64/stubs \
     pip wheel --no-deps --no-build-isolation --no-binary deepspeed \
         --constraint /build/constraints.txt --wheel-dir /build/wheels deepspeed \
-    && /build/built-operations /build/wheels/deepspeed-*.whl cuda ${OPERATIONS}
+    && python3 /build/built_operations.py /build/wheels/deepspeed-*.whl cuda ${OPERATIONS}
 COPY pyproject.toml README.md LICENSE /src/
 COPY anygauge /src/anygauge
 COPY backends /src/backends

@@ -33,8 +33,10 @@ def main() -> None:
         status = run(sys.argv[1:])
         sys.stdout.flush()
         sys.exit(status)
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         # The reader went away (`anygauge backends | head`): nobody is to be told, at exit either.
+        if not _unread():
+            print(f"error: a program that was spoken to has ended ({error})", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except AnygaugeError as error:
@@ -50,6 +52,15 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _unread() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    import select
+
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def run(arguments: list[str]) -> int:

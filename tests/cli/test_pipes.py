@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from anygauge import cli
 from tests.helpers.runs import anygauge, run_file
 
 SSH = """#!/bin/sh
@@ -55,6 +56,19 @@ def test_a_reader_that_goes_away_is_no_error(arguments: list[str]) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_another_pipe_that_breaks_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(arguments: list[str]) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(cli, "run", broken)
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)  # pytest's own output goes on
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "a program that was spoken to has ended" in capfd.readouterr().err
 
 
 def test_a_run_whose_reader_goes_away_ends(tmp_path: Path) -> None:

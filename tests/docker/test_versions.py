@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 import zipfile
 from importlib.metadata import version
@@ -133,7 +134,9 @@ def test_operations_that_would_not_be_loaded_fail_the_build(
             f"accelerator_name={accelerator!r}\n",
         )
     done = subprocess.run(
-        [ROOT / "docker/built-operations", wheel, "cuda", *wanted], capture_output=True, text=True
+        [sys.executable, ROOT / "docker/built_operations.py", wheel, "cuda", *wanted],
+        capture_output=True,
+        text=True,
     )
     if accelerator == "cuda" and said is None:
         assert done.returncode == 0, done.stderr

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
-"""Fails unless a wheel of DeepSpeed has its operations: built-operations WHEEL ACCELERATOR DS_BUILD_X=1 ...
+"""Fails unless a wheel of DeepSpeed has its operations: WHEEL ACCELERATOR DS_BUILD_X=1 ...
 
-DeepSpeed loads an operation that was built ahead only if it was built for the accelerator of the run,
-and compiles it anew otherwise, for which an image without compilers has nothing.
+DeepSpeed loads an operation that was built ahead only if it was built for the accelerator of the
+run, and compiles it anew otherwise, for which an image without compilers has nothing.
 """
 
 import sys
@@ -11,10 +10,10 @@ import zipfile
 wheel, accelerator, *wanted = sys.argv[1:]
 with zipfile.ZipFile(wheel) as file:
     record = file.read("deepspeed/git_version_info_installed.py").decode()
-found: dict[str, object] = {}
+found: dict = {}
 exec(record, found)
-names = [one.removeprefix("DS_BUILD_").removesuffix("=1").lower() for one in wanted if one[-2:] == "=1"]
-names = ["async_io" if name == "aio" else name for name in names]
+on = [one.removesuffix("=1") for one in wanted if one.endswith("=1")]
+names = [one.removeprefix("DS_BUILD_").lower().replace("aio", "async_io") for one in on]
 missing = [name for name in names if not found["installed_ops"].get(name)]
 if found["accelerator_name"] != accelerator or missing:
     sys.exit(
