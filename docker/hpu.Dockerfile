@@ -14,12 +14,13 @@ ARG TORCH_VERSION
 ARG DEEPSPEED
 ARG DEEPSPEED_SOURCE=git+https://github.com/HabanaAI/DeepSpeed.git
 # The torch that is there, with Intel's local part of the version, is a constraint on all others. What
-# its stack may want in a version of its own (numpy, and what is built for it) is pinned by it alone.
+# it or its stack may want in a version of its own (torch 2.6 one of sympy, others one of numpy) is left
+# to them.
 COPY docker/constraints-hpu.txt /build/
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.startswith('${TORCH_VERSION}'), v" \
     && pip list --format=freeze | grep -iE '^(torch|habana|numpy)' > /build/constraints.txt \
-    && grep -vE '^(numpy|pandas|pillow|protobuf|scikit-learn|scipy|setuptools)==' \
+    && grep -vE '^(mpmath|networkx|numpy|pandas|pillow|protobuf|scikit-learn|scipy|setuptools|sympy)==' \
         /build/constraints-hpu.txt >> /build/constraints.txt
 # Intel's fork: its operations for Gaudi are Python, and there is nothing to build ahead.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
