@@ -33,7 +33,10 @@ runtime = "runc"
 cgroup_manager = "cgroupfs"
 END
 
-# What pip is told on this machine, it is told in there: a mirror, its certificate, local folders.
+# What pip is told on this machine, it is told in there: a mirror, its certificate, local folders. It
+# may hold a password.
+rm -f pip.conf
+(umask 077 && : >pip.conf)
 python3 -m pip config list 2>/dev/null |
     sed -n "s/^\(global\|:env:\)\.\.\{0,1\}\([a-z-]*\)='\(.*\)'$/\2 = \3/p" |
     awk -F' = ' 'BEGIN { print "[global]" } !seen[$1]++' >pip.conf

@@ -180,6 +180,7 @@ def test_no_secret_is_in_it(root: Path) -> None:
     ]
     secrets = [value.encode() for value in told if "/" in value] + [MARK]
     assert MARK in (STORAGE / "pip.conf").read_bytes()
+    assert (STORAGE / "pip.conf").stat().st_mode & 0o077 == 0
     history = podman("history", "--no-trunc", "--format", "json", IMAGE).stdout
     config = podman("image", "inspect", IMAGE).stdout
     for secret in secrets:
