@@ -44,9 +44,11 @@ def test_another_accelerator_than_the_one_imported_is_refused(record: dict[str, 
 
 
 def test_a_type_that_deepspeed_does_not_train_in_is_refused(record: dict[str, Any]) -> None:
-    said = record["float16"]
+    said = record["float16 elsewhere"]
     assert "does not train in float16" in said
     assert "float32, bfloat16" in said, "and what it does train in"
+    assert record["float16 there"] is None
+    assert (record["float16"] is None) == record["float16 served"], "the machine decides"
 
 
 # -- settings ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -103,11 +104,28 @@ def main(output: Path) -> None:
     except UnsupportedError as error:
         result["refusal"] = str(error)
     backend.close()
-    try:
-        refuse_unserved_type("float16")
-    except UnsupportedError as error:
-        result["float16"] = str(error)
+    result["float16"] = refusal_of("float16")
+    # What DeepSpeed trains in is the processor's affair: some have instructions for float16.
+    accelerator = get_accelerator()
+    result["float16 served"] = bool(accelerator.is_fp16_supported())
+    for name, answer in (("elsewhere", False), ("there", True)):
+        with mock.patch.object(accelerator, "is_fp16_supported", return_value=answer):
+            result[f"float16 {name}"] = refusal_of("float16")
     output.write_text(json.dumps(result))
+
+
+def get_accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator as get
+
+    return get()
+
+
+def refusal_of(dtype: str) -> str | None:
+    try:
+        refuse_unserved_type(dtype)
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 if __name__ == "__main__":
