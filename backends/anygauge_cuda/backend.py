@@ -52,7 +52,6 @@ class CudaBackend(Backend):
     device_type = "cuda"
     placement_class = CudaPlacement
     collectives_class = CudaCollectives
-    packed_kernels = {"attention": "blocks"}
     attention = "sdpa"
     attention_why = "torch chooses a fused operation by shape and mask"
     known_options = ("ofi_nccl_version",)

@@ -29,6 +29,7 @@ def why_no_compiler() -> str | None:
     return None
 
 
+# None in Triton and none that torch compiles is a default: no card has run one yet.
 @hookimpl
 def anygauge_provide_kernels() -> Iterable[KernelSpec]:
     """Announce the kernels."""
@@ -45,7 +46,6 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             factory="anygauge_kernels.triton_softmax:kernel",
             api_version=WRITTEN_FOR,
             device_types=frozenset({"cuda"}),
-            default=True,
             missing=why_no_triton,
         ),
         KernelSpec(
@@ -54,7 +54,6 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             factory="anygauge_kernels.triton_loss:kernel",
             api_version=WRITTEN_FOR,
             device_types=frozenset({"cuda"}),
-            default=True,
             missing=why_no_triton,
         ),
         KernelSpec(

@@ -17,6 +17,7 @@ from anygauge.interface import (
     RunFileError,
     Scope,
 )
+from anygauge.registry import Registry
 from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
 from anygauge_cuda.diagnostics import _compatibility, checks
@@ -516,3 +517,22 @@ def test_too_high_a_rank_is_refused(opened: CudaBackend) -> None:
 
 def test_all_checks_pass_or_warn(opened: CudaBackend) -> None:
     assert not [check for check in opened.diagnostics() if check.outcome == "fail"]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_no_kernel_that_no_card_has_run_is_a_default(
+    packing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a machine where all of them could be built.
+    monkeypatch.setattr("anygauge_kernels.find_spec", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda program: program)
+    chosen = Registry.load().resolve_kernels(CudaBackend(), {}, packing=packing)
+    assert {operation: choice.name for operation, choice in chosen.items()} == {
+        "attention": "reference",
+        "adamw": "reference",
+        "clip_grad_norm": "reference",
+        "linear_cross_entropy": "chunked",
+        "lora_linear": "reference",
+        "rms_norm": "reference",
+        "softmax": "reference",
+    }
