@@ -91,7 +91,15 @@ def _adamw(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
 
 
 def _has_fused_adamw(device: torch.device) -> bool:
-    """Whether torch has a fused kernel there; it says so in a step, not when it is constructed."""
+    """Whether torch has a fused kernel there.
+
+    A step alone cannot tell: a device that leaves to the host what it lacks takes one, by copying
+    everything there and back. So the device's own kernel is asked for, and then the step, since
+    torch refuses a device that it does not know for this there, not when it is constructed.
+    """
+    key = torch._C._dispatch_key_for_device(device.type)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key):
+        return False
     trial = nn.Parameter(torch.zeros(1, device=device))
     trial.grad = torch.zeros_like(trial)
     try:

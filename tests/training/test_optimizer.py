@@ -131,3 +131,19 @@ def test_adamw_is_fused_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(check, "_get_fused_kernels_supported_devices", lambda: [])
     made = optimizer_factory(OptimizerSection())(named("x"))
     assert isinstance(made, torch.optim.AdamW) and not made.param_groups[0]["fused"]
+
+
+def test_a_device_that_leaves_the_fused_step_to_the_host_is_not_taken_for_one_that_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The step itself succeeds here, as it does on a device with a fallback to the host.
+    asked: list[tuple[str, str]] = []
+
+    def has_kernel(operation: str, key: str) -> bool:
+        asked.append((operation, key))
+        return False
+
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", has_kernel)
+    made = optimizer_factory(OptimizerSection())(named("x"))
+    assert not made.param_groups[0]["fused"]
+    assert asked == [("aten::_fused_adamw_", "CPU")]
