@@ -112,7 +112,10 @@ def results(model: Any, batch: Batch, masks_of: str) -> tuple[Tensor, dict[str, 
     plan = plan_masks(model.config, masks_of, LENGTH)
     # Torch's attention by blocks has no backward on the host.
     model.requires_grad_(masks_of != "flex_attention")
-    logits = model(**model_inputs(batch, torch.float32, plan)).logits
+    # transformers compiles what makes masks by blocks; on processors without AVX-512 the code that
+    # torch writes for it reads beyond the end of short rows, and says so.
+    with torch.compiler.set_stance("force_eager"):
+        logits = model(**model_inputs(batch, torch.float32, plan)).logits
     real = logits[batch.attention_mask.bool()]
     if real.requires_grad:
         real.pow(2).mean().backward()
