@@ -26,6 +26,7 @@ from anygauge.agent.verdict import Ending, Report
 from anygauge.agent.wakeup import collect
 from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.interface.processes import die_with_parent, tie_to_parent
+from anygauge.interface.rendezvous import file_of
 
 RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> the whole environment of that rank, but for its identity."""
@@ -101,6 +102,10 @@ def main(
         if network and node_rank == 0 and job.nodes > 1:
             nodes.send("message", level="info", text=network)
         while True:
+            meeting = file_of(nodes.rendezvous)
+            if meeting is not None:
+                # Ranks of an attempt that was killed have left their keys there.
+                Path(meeting).unlink(missing_ok=True)
             status = Supervisor(
                 replace(job, rendezvous=nodes.rendezvous),
                 node_rank=node_rank,

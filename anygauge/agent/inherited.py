@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from anygauge.interface.events import EVENTS_FD
 from anygauge.interface.processes import PARENT_PID
+from anygauge.interface.rendezvous import STORE_FD
 
 NAMES = frozenset(
     {
@@ -16,7 +17,7 @@ NAMES = frozenset(
         *("LOCAL_SIZE", "CROSS_SIZE", "ROLE_NAME"),
         *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS"),
         *("SLURM_GTIDS", "SLURM_TASK_PID"),
-        *(EVENTS_FD, PARENT_PID),
+        *(EVENTS_FD, PARENT_PID, STORE_FD),
     }
 )
 PREFIXES = ("MASTER_", "TORCHELASTIC_", "PET_", "OMPI_COMM_", "PMI_", "PMIX_")

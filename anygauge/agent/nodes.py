@@ -8,9 +8,11 @@ orders at each turn of its loop, and gives it its report.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import selectors
 import signal
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,6 +91,10 @@ class Nodes:
         """Read and answer the others; what they demand."""
         found, self._orders = self._orders, []
         return found
+
+    def store_socket(self, rank: int) -> contextlib.AbstractContextManager[socket.socket | None]:
+        """The socket on which the ranks' store listens, for the rank whose store it is."""
+        return contextlib.nullcontext()
 
     def forward(self, line: bytes) -> None:
         """Pass on a rank's event."""

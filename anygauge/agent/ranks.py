@@ -18,6 +18,7 @@ from anygauge.interface import STOPPED
 from anygauge.interface.events import EVENTS_FD
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import END_AT_ONCE, parent_environment
+from anygauge.interface.rendezvous import STORE_FD
 
 _PF_EXITING = 0x4  # <linux/sched.h>
 _CHUNKS = 16
@@ -45,11 +46,13 @@ class Rank:
         environment: Mapping[str, str],
         run_directory: Path,
         cores: tuple[int, ...] = (),
+        listener: int | None = None,
     ) -> None:
         """Start the process.
 
         Args:
             cores: logical processors that it is bound to; empty for no binding.
+            listener: descriptor that it inherits: where the ranks' store is to listen.
 
         Raises:
             OSError: it cannot be started, or its log cannot be written.
@@ -81,11 +84,12 @@ class Rank:
                         **parent_environment(),
                         EVENTS_FD: str(writer),
                         "PYTHONUNBUFFERED": "1",
+                        **({} if listener is None else {STORE_FD: str(listener)}),
                     },
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    pass_fds=(writer,),
+                    pass_fds=(writer,) if listener is None else (writer, listener),
                     start_new_session=True,
                 )
         except BaseException:
@@ -233,7 +237,7 @@ class Rank:
     def _take(self, line: bytes) -> dict[str, Any] | None:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -49,10 +50,11 @@ def measure(
             devices_per_node=ranks,
             rendezvous=f"file://{folder}/rendezvous",
             collective_timeout_s=COLLECTIVE_TIMEOUT_S,
+            token=secrets.token_hex(16),
             backend_options=dict(options),
         )
         path = Path(folder) / "job.json"
-        path.write_text(job.dump(), encoding="utf-8")
+        write_text(path, job.dump(), mode=0o600)
         argv = [sys.executable, "-m", "anygauge.agent.round_trip", "--agent", "--job", str(path)]
         try:
             done = subprocess.run(
@@ -121,6 +123,7 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
             world_size=world_size,
             timeout_s=job.collective_timeout_s,
             device=device,
+            secret=job.token,
         )
         wanted = float(sum(range(1, world_size + 1)))
         sizes, wrong = [], []

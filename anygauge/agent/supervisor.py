@@ -133,7 +133,12 @@ class Supervisor:
             environment = {**self._environment(local_rank), **numbers}
             try:
                 cores = self._cores.get(local_rank, ())
-                started = Rank(rank, local_rank, self._argv, environment, directory, cores)
+                # The rank holds a copy of the socket from then on; this one is closed.
+                with self._nodes.store_socket(rank) as store:
+                    listener = None if store is None else store.fileno()
+                    started = Rank(
+                        rank, local_rank, self._argv, environment, directory, cores, listener
+                    )
             except OSError as error:
                 raise AnygaugeError(
                     f"rank {rank} cannot be started on {self._hostname}: {error}"

@@ -2,15 +2,19 @@
 
 Defaults work for any library with a sum: the mean is a sum and a division, since several
 libraries have no mean. Host-side messages (objects, agreement on control flow) go through
-`control_group`, so that they never wait for the device.
+`control_group`, so that they never wait for the device, and carry proofs (`exchange`).
 """
 
 from __future__ import annotations
 
 import datetime
+import json
+import struct
 from typing import TYPE_CHECKING, Any
 
+from anygauge.interface.exchange import Exchange
 from anygauge.interface.placement import HOST_DEVICE
+from anygauge.interface.rendezvous import open_store
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +33,7 @@ class Collectives:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self._control_group: Any = None
+        self._exchange: Exchange | None = None
 
     def open(
         self,
@@ -38,12 +43,20 @@ class Collectives:
         world_size: int,
         timeout_s: float,
         device: torch.device,
+        secret: str = "",
+        listener: int | None = None,
     ) -> None:
         """Join all ranks of the run in the default process group.
 
         Args:
-            rendezvous: ``file:///path`` or ``tcp://host:port``.
+            rendezvous: ``file:///path``, the path as it is; or ``tcp://host:port``.
             timeout_s: seconds after which a collective that hangs raises.
+            secret: what all ranks of the job know, and nobody else; needed where they meet at a
+                port.
+            listener: descriptor of a socket that listens at that port, for rank 0.
+
+        Raises:
+            AnygaugeError: who joined as one of the ranks does not know the secret.
         """
         import torch.distributed as dist
 
@@ -54,7 +67,14 @@ class Collectives:
         bound: dict[str, Any] = {"device_id": device} if self.binds_device else {}
         dist.init_process_group(
             name,
-            init_method=rendezvous,
+            store=open_store(
+                rendezvous,
+                secret=secret,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                listener=listener,
+            ),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -66,6 +86,7 @@ class Collectives:
             if name == host_backend
             else dist.new_group(backend=host_backend, timeout=timeout)
         )
+        self._exchange = Exchange(self._control_group, secret)
 
     def backend_name(self, device: torch.device) -> str:
         """The c10d backend of a device: the one named, or else torch's default for its type."""
@@ -79,7 +100,7 @@ class Collectives:
 
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._control_group = None
+        self._control_group = self._exchange = None
 
     @property
     def control_group(self) -> dist.ProcessGroup:
@@ -123,20 +144,38 @@ class Collectives:
     # -- host-side messages ------------------------------------------------------------------
 
     def sum_on_host(self, values: list[float]) -> list[float]:
-        """Sum each number over all ranks, in float64, without touching the device."""
-        import torch
-
-        if self._control_group is None:
+        """Sum each number over all ranks, in float64 and the order of ranks, without touching the
+        device."""
+        exchange = self._messages()
+        if exchange is None:
             return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=HOST_DEVICE)
-        return self.all_reduce(tensor, group=self._control_group).tolist()
+        form = f"<{len(values)}d"
+        everyone = exchange.gather_alike(struct.pack(form, *values), "sum")
+        return [sum(each) for each in zip(*(struct.unpack(form, e) for e in everyone), strict=True)]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Everyone's picklable value, in rank order."""
-        import torch.distributed as dist
+        """Everyone's value, in rank order, by way of JSON: a tuple comes back as a list.
 
-        if self._control_group is None:
+        Raises:
+            TypeError: the value is none of JSON's: text, numbers, booleans, None, lists, and
+                dictionaries with keys of text.
+        """
+        exchange = self._messages()
+        if exchange is None:
             return [value]
-        everyone: list[Any] = [None] * dist.get_world_size(self._control_group)
-        dist.all_gather_object(everyone, value, group=self._control_group)
-        return everyone
+        everyone = exchange.gather(json.dumps(value).encode(), "value")
+        return [json.loads(text) for text in everyone]
+
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        """Everyone's bytes, in rank order; at most 16 MiB each."""
+        exchange = self._messages()
+        return [value] if exchange is None else exchange.gather(value, "bytes")
+
+    def _messages(self) -> Exchange | None:
+        """None for a process that is alone."""
+        if self._exchange is None and self._control_group is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.open made a group without Collectives.open, which makes "
+                "what carries messages between ranks"
+            )
+        return self._exchange

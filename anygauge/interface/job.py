@@ -24,11 +24,11 @@ class Job:
         strategy: name of the strategy.
         nodes: number of machines.
         devices_per_node: ranks started on each machine.
-        rendezvous: where the ranks of one machine meet: ``file:///path`` or ``tcp://host:port``.
-            Those of several meet where the agents agree.
+        rendezvous: where the ranks of one machine meet: ``file:///path``, the path as it is, or
+            ``tcp://host:port``. Those of several meet where the agents agree.
         working_directory: absolute path that relative ones in the run file start from; every node
             sees it. Empty: that of the agent.
-        token: by which the agents of a job know each other; a secret.
+        token: by which the agents and the ranks of a job know each other; a secret.
         max_restarts: how often the ranks are started again after a failure.
         port: where the head's agent listens for the others.
         pass_environment: names of variables of the submitting process that go to every agent.

@@ -89,12 +89,18 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """Which process of the run this is, and how it speaks to the user."""
+    """Which process of the run this is, and how it speaks to the user.
+
+    Attributes:
+        listener: descriptor of the socket on which the ranks' store listens, where it is this
+            rank's.
+    """
 
     index: int
     local: int
     world_size: int
     events: EventWriter
+    listener: int | None = None
 
     def say(self, text: str) -> None:
         """A line for the terminal, once per run."""
@@ -129,6 +135,8 @@ def open_device(job: Job, rank: Rank, registry: Registry, strategy: Strategy) ->
             world_size=rank.world_size,
             timeout_s=job.collective_timeout_s,
             device=device,
+            secret=job.token,
+            listener=rank.listener,
         )
     return backend
 

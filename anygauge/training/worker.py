@@ -24,6 +24,7 @@ from anygauge.interface import STOPPED, AnygaugeError, Backend, Job
 from anygauge.interface.events import EventWriter
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import die_with_parent
+from anygauge.interface.rendezvous import STORE_FD
 
 GIB = 2**30
 SIGN_OF_LIFE_S = 5.0
@@ -112,6 +113,7 @@ def run_rank(
         local=int(os.environ["LOCAL_RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         events=events,
+        listener=int(os.environ[STORE_FD]) if STORE_FD in os.environ else None,
     )
     if rank.world_size != job.world_size:
         raise AnygaugeError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
@@ -84,7 +85,11 @@ class CheckpointKeeper:
         """Write the checkpoint of this step, and remove what need not be kept any more."""
         exported = self.engine.export_state()
         counters = self.engine.counters()
-        rng = self.backend.collectives.gather_objects(self.backend.placement.rng_state())
+        states = {n: s.contiguous() for n, s in self.backend.placement.rng_state().items()}
+        rng = [
+            safetensors.torch.load(each)
+            for each in self.backend.collectives.gather_bytes(safetensors.torch.save(states))
+        ]
         if self.rank:
             for _ in exported:
                 pass  # rank 0 gets what the ranks put together

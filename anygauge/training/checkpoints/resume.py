@@ -42,11 +42,14 @@ def find_checkpoint(
     """
     if resume == NEVER:
         return Resumed(None)
-    mine = _search(resume, run_directory) if rank == 0 else None
+    mine = None
+    if rank == 0:
+        found, passed_over, failure = _search(resume, run_directory)
+        mine = [None if found is None else str(found), passed_over, failure]
     folder, passed_over, failure = collectives.gather_objects(mine)[0]
     if failure is not None:
         raise AnygaugeError(failure)
-    return Resumed(None if folder is None else Checkpoint(folder), passed_over)
+    return Resumed(None if folder is None else Checkpoint(Path(folder)), tuple(passed_over))
 
 
 def _search(resume: str, run_directory: Path) -> tuple[Path | None, tuple[str, ...], str | None]:

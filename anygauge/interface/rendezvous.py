@@ -1,0 +1,102 @@
+"""Where ranks meet: torch's store, made here and never from a URL.
+
+Torch cuts a URL of a path at ``#`` and ``?``, and its own server of a store listens at every
+address of the machine. So a path is taken as it is written, and a server gets a socket that is
+bound to the one address by which the ranks know it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from typing import TYPE_CHECKING
+
+from anygauge.interface.errors import AnygaugeError
+from anygauge.interface.exchange import derived_key
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_FILE, _TCP = "file://", "tcp://"
+
+STORE_FD = "ANYGAUGE_STORE_FD"
+"""Environment variable of rank 0: the socket on which its store listens, if its agent opened it."""
+
+
+def file_of(rendezvous: str) -> str | None:
+    """The path of a meeting point that is a file, character for character; None for another."""
+    return rendezvous.removeprefix(_FILE) if rendezvous.startswith(_FILE) else None
+
+
+def tcp_address(host: str, port: int) -> str:
+    """The meeting point at an address."""
+    return f"{_TCP}[{host}]:{port}" if ":" in host else f"{_TCP}{host}:{port}"
+
+
+def open_store(
+    rendezvous: str,
+    *,
+    secret: str,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta,
+    listener: int | None = None,
+) -> dist.Store:
+    """The store of a run. Its keys stand under a prefix that follows from the job's secret.
+
+    The prefix keeps jobs apart, those before this one too. It is no password: whoever reaches the
+    store can read it there.
+
+    Args:
+        rendezvous: ``file://PATH`` or ``tcp://HOST:PORT``.
+        listener: descriptor of a socket that listens there, for rank 0; the store takes it over.
+
+    Raises:
+        AnygaugeError: it is neither of the two, or a port is to be used without a secret.
+    """
+    import torch.distributed as dist
+
+    path = file_of(rendezvous)
+    store: dist.Store
+    if path is not None:
+        store = dist.FileStore(path, world_size)
+    else:
+        host, port = _host_and_port(rendezvous)
+        if not secret:
+            raise AnygaugeError(
+                f"ranks cannot meet at {rendezvous} without a secret: anyone could join. The job "
+                "file has no token; start the run with anygauge train or launch, which draw one"
+            )
+        if rank == 0 and listener is None:
+            listener = listen_at(host, port).detach()
+        store = dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            master_listen_fd=listener if rank == 0 else None,
+            # Torch's newer server takes no socket of others before its release 2.8.
+            use_libuv=False,
+        )
+    store.set_timeout(timeout)
+    return dist.PrefixStore(derived_key(secret, "keys of the store").hex()[:32], store)
+
+
+def listen_at(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
+    """A socket that listens at one address; port 0 takes one that is free.
+
+    Raises:
+        OSError: it is no address of this machine, or the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def _host_and_port(rendezvous: str) -> tuple[str, int]:
+    host, _, port = rendezvous.removeprefix(_TCP).rpartition(":")
+    if not rendezvous.startswith(_TCP) or not host or not port.isdecimal():
+        raise AnygaugeError(
+            f"ranks cannot meet at {rendezvous!r}: file:///path and tcp://host:port are known"
+        )
+    return host.strip("[]"), int(port)
