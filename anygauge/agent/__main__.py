@@ -200,13 +200,18 @@ def meet(
         fabric=fabric,
         settings=settings,
     )
+    if not job.token:
+        raise AnygaugeError(
+            "the job file has no token, by which the nodes know each other: it was written to be "
+            "read. anygauge train and anygauge launch draw one when they submit the job"
+        )
     address = read_head(head, os.environ)
     if not 0 <= node_rank < job.nodes:
         raise AnygaugeError(
             f"{host} was told to be node {node_rank}; the job has nodes 0 to {job.nodes - 1}"
         )
     return (
-        Head(job, outbox, own, address[1], asked)
+        Head(job, outbox, own, address, asked)
         if node_rank == 0
         else Member(job, outbox, own, address, asked)
     )

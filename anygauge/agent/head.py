@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from anygauge.agent.admission import check_introduction, read_introduction
 from anygauge.agent.link import Link
+from anygauge.agent.listening import Door
 from anygauge.agent.nodes import (
     ASKED_TOO_EARLY,
     BEAT_S,
@@ -25,6 +26,9 @@ from anygauge.agent.nodes import (
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.verdict import Ending, Report, parse_report, settle
 from anygauge.interface import AnygaugeError, Job
+from anygauge.interface.rendezvous import listen_at, tcp_address
+
+_TURN_S = 0.05
 
 
 class Head(Nodes):
@@ -35,13 +39,13 @@ class Head(Nodes):
         job: Job,
         outbox: Outbox,
         own: Introduction,
-        port: int,
+        address: tuple[str, int],
         asked: Sequence[object] = (),
     ) -> None:
         """Wait for all nodes.
 
         Args:
-            port: where the others find this one.
+            address: name or address, and port, by which the others find this one.
             asked: fills when this agent is asked to end.
 
         Raises:
@@ -49,12 +53,13 @@ class Head(Nodes):
         """
         super().__init__(job, outbox)
         self._reports: dict[int, Report] = {}
-        self._members: dict[int, _Joined] = {}
+        self._members: dict[int, Joined] = {}
         self._told: set[Order] = set()
         self._beat = time.monotonic()
-        with _listening(port) as listener:
+        self._store: socket.socket | None = None
+        with Door(*address, job.token, job.nodes) as door:
             try:
-                self._gather(listener, own, asked)
+                self._gather(door, own, asked)
             except AnygaugeError as error:
                 for member in self._members.values():
                     member.link.send("refused", reason=str(error))
@@ -110,60 +115,68 @@ class Head(Nodes):
 
     def close(self) -> None:
         """See `Nodes.close`."""
+        self._close_store()
         for member in self._members.values():
             member.link.shut()
 
+    def store_socket(self, rank: int) -> contextlib.AbstractContextManager[socket.socket | None]:
+        """See `Nodes.store_socket`."""
+        if rank != 0 or self._store is None:
+            return contextlib.nullcontext()
+        found, self._store = self._store, None
+        return found
+
     def _next_rendezvous(self) -> str:
-        return f"tcp://{_bracketed(self._address)}:{_free_port(self._address)}"
+        self._close_store()
+        # Bound already: no other process can take the port before rank 0 listens there.
+        self._store = listen_at(self._address)
+        return tcp_address(self._address, self._store.getsockname()[1])
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     def _send_all(self, kind: str, **fields: Any) -> None:
         for member in self._members.values():
             member.link.send(kind, **fields)
 
-    def _gather(self, listener: socket.socket, own: Introduction, asked: Sequence[object]) -> None:
+    def _gather(self, door: Door, own: Introduction, asked: Sequence[object]) -> None:
         deadline = time.monotonic() + self._job.join_timeout_s
-        unknown: list[Link] = []
         while len(self._members) < self._job.nodes - 1:
             now = time.monotonic()
             if now > deadline:
-                raise AnygaugeError(self._missing())
+                raise AnygaugeError(self._missing(door.where))
             if asked:
                 raise EndedError(ASKED_TOO_EARLY)
             if now - self._beat >= BEAT_S:
                 self._beat = now
                 self._send_all("beat", clock=time.time())
-            with contextlib.suppress(TimeoutError):
-                connection, address = listener.accept()
-                unknown.append(Link(connection, str(address[0])))
-            for link in list(unknown):
-                messages = link.receive()
-                if not messages and not link.closed:
-                    continue
-                unknown.remove(link)
-                if messages:
-                    self._admit(link, messages[0], own)
-        for link in unknown:
-            link.shut(0)
+            for link, message in door.joined(_TURN_S):
+                self._admit(door, link, message, own)
 
-    def _admit(self, link: Link, message: Mapping[str, Any], own: Introduction) -> None:
-        token = str(message.get("token", "")).encode(errors="replace")
-        if message["kind"] != "join" or not hmac.compare_digest(token, self._job.token.encode()):
-            link.send("refused", reason="that agent is of another job")
+    def _admit(self, door: Door, link: Link, message: Mapping[str, Any], own: Introduction) -> None:
+        try:
+            other = read_introduction(message.get("introduction"))
+            joined = Joined(link, other.host)
+            joined.compare_clocks(message)
+        except (ValueError, TypeError, KeyError) as error:
+            reason = f"what it says of itself cannot be read here: {error}"
+            link.send("refused", reason=f"{reason}. Has each node the same version of anygauge?")
             link.shut()
+            door.note(link, reason)
             return
-        other = Introduction(**message["introduction"])
         link.peer = f"node {other.node_rank} ({other.host})"
         known = {0: own.host, **{rank: each.host for rank, each in self._members.items()}}
         try:
-            _check(own, other, known)
+            check_introduction(own, other, known)
         except AnygaugeError as error:
             link.send("refused", reason=str(error))
             link.shut()
             raise
-        self._members[other.node_rank] = joined = _Joined(link, other.host)
-        joined.compare_clocks(message)
+        self._members[other.node_rank] = joined
 
-    def _missing(self) -> str:
+    def _missing(self, where: str) -> str:
         missing = [r for r in range(1, self._job.nodes) if r not in self._members]
         here = ", ".join(f"node {rank} ({m.host})" for rank, m in sorted(self._members.items()))
         return (
@@ -172,10 +185,10 @@ class Head(Nodes):
             f"{', '.join(f'node {rank}' for rank in missing)} missing"
             + (f"; {here} joined" if here else "")
             + ". Their logs (logs/agentN.log) say whether they started; if they did, they cannot "
-            "reach this node's port"
+            f"reach this node, which listens at {where}"
         )
 
-    def _take(self, rank: int, member: _Joined, message: Mapping[str, Any]) -> None:
+    def _take(self, rank: int, member: Joined, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
         if "clock" in message:
             member.compare_clocks(message)
@@ -191,7 +204,7 @@ class Head(Nodes):
             self._orders.append(order)
             self.tell(order, self.signum)
 
-    def _look_after(self, rank: int, member: _Joined, now: float) -> None:
+    def _look_after(self, rank: int, member: Joined, now: float) -> None:
         link, limit = member.link, self._job.lost_after_s
         silent = now - link.heard
         if not link.closed and silent <= limit:
@@ -216,7 +229,7 @@ class Head(Nodes):
 
 
 @dataclass(slots=True)
-class _Joined:
+class Joined:
     """A node as the head knows it.
 
     Attributes:
@@ -235,68 +248,3 @@ class _Joined:
         self.most = min(self.most, time.time() - float(message["clock"]))
         if message.get("least") is not None:
             self.least = max(self.least, float(message["least"]))
-
-
-def _check(own: Introduction, other: Introduction, known: Mapping[int, str]) -> None:
-    """Refuse a node that does not fit.
-
-    Raises:
-        AnygaugeError: it is there twice, or was started for another job or from another version.
-    """
-    who = f"node {other.node_rank} ({other.host})"
-    if other.node_rank in known:
-        raise AnygaugeError(
-            f"two agents say that they are node {other.node_rank}: {known[other.node_rank]} and "
-            f"{other.host}. Each machine must be given a number of its own, from 0 to "
-            f"{own.nodes - 1}"
-        )
-    if not 0 <= other.node_rank < own.nodes:
-        raise AnygaugeError(f"{who}: the job has nodes 0 to {own.nodes - 1}")
-    for name, mine, theirs in (
-        ("launch.nodes", own.nodes, other.nodes),
-        ("launch.devices", own.devices_per_node, other.devices_per_node),
-        ("the version of anygauge", own.version, other.version),
-    ):
-        if mine != theirs:
-            raise AnygaugeError(
-                f"{who} has {theirs} for {name}, the head ({own.host}) {mine}: all nodes must "
-                "have the same"
-            )
-    names = sorted({*own.settings, *other.settings})
-    differ = [name for name in names if own.settings.get(name) != other.settings.get(name)]
-    if own.fabric != other.fabric:
-        raise AnygaugeError(
-            f"launch.fabric: {who} would use {other.fabric or 'what its library finds'} between "
-            f"machines, the head ({own.host}) {own.fabric or 'what its library finds'}: name one "
-            "that all have"
-        )
-    if differ:
-        raise AnygaugeError(
-            f"{', '.join(differ)}: {who} has another value than the head ({own.host}), and the "
-            "whole job needs one. Set it in the run file (environment), which wins on every node"
-        )
-
-
-@contextlib.contextmanager
-def _listening(port: int) -> Iterator[socket.socket]:
-    try:
-        listener = socket.create_server(("", port), backlog=128)
-    except OSError as error:
-        raise AnygaugeError(
-            f"the agent of node 0 cannot listen at port {port} on {socket.gethostname()}: "
-            f"{error.strerror or error}. If another job has it, give this one launch.port"
-        ) from error
-    listener.settimeout(0.05)
-    with listener:
-        yield listener
-
-
-def _free_port(address: str) -> int:
-    with socket.create_server(
-        (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
-    ) as found:
-        return int(found.getsockname()[1])
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -1,16 +1,48 @@
-"""A connection between the agents of two nodes: JSON lines both ways, without ever blocking."""
+"""A connection between the agents of two nodes: JSON lines both ways, without ever blocking.
+
+It begins in the open, and is sealed once both ends have drawn a number (`admission`): from then on
+each line carries an HMAC over who sent it, its number and its text. A line that was altered, left
+out, repeated or sent by somebody else closes the connection.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import socket
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 LONGEST_LINE = 16 * 1024 * 1024
+LONGEST_OF_STRANGERS = 64 * 1024
+"""Bytes of a line before its sender is known."""
+
+_CHUNK = 65536
 _CHUNKS = 16
+_PROOF = 64  # hexadecimal digits
+
+
+@dataclass(slots=True)
+class Seal:
+    """What proves the lines of one direction.
+
+    Attributes:
+        sender: who sends them: ``head`` or ``member``.
+        count: of lines so far.
+    """
+
+    key: bytes
+    sender: str
+    count: int = 0
+
+    def next(self, text: bytes) -> bytes:
+        """The proof of the next line."""
+        said = f"{self.sender} {self.count} ".encode() + text
+        self.count += 1
+        return hmac.digest(self.key, said, "sha256").hex().encode()
 
 
 class Link:
@@ -21,9 +53,12 @@ class Link:
         heard: when something last arrived (monotonic seconds).
         closed: nothing more will arrive: the other end closed, died, or sent what is no line.
         why: what closed it, in words.
+        longest: bytes that a line may have.
     """
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(
+        self, connection: socket.socket, peer: str, longest: int = LONGEST_OF_STRANGERS
+    ) -> None:
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -32,8 +67,12 @@ class Link:
         self.heard = time.monotonic()
         self.closed = False
         self.why = ""
-        self._incoming = b""
+        self.longest = longest
+        self._incoming = bytearray()
+        self._searched = 0
         self._outgoing: deque[memoryview] = deque()
+        self._sent: Seal | None = None
+        self._received: Seal | None = None
 
     def fileno(self) -> int:
         """For selectors."""
@@ -49,11 +88,23 @@ class Link:
         """Messages that have not been sent yet."""
         return len(self._outgoing)
 
+    def seal(self, key: bytes, own: str, other: str) -> None:
+        """Prove every line from now on, and demand it of the other end.
+
+        Args:
+            key: of this connection alone.
+            own, other: what the two ends are.
+        """
+        self._sent, self._received = Seal(key, own), Seal(key, other)
+
     def send(self, kind: str, **fields: Any) -> None:
         """Queue a message, and send what can be sent."""
         if self.closed:
             return
-        self._outgoing.append(memoryview(json.dumps({"kind": kind, **fields}).encode() + b"\n"))
+        text = json.dumps({"kind": kind, **fields}).encode()
+        if self._sent is not None:
+            text = self._sent.next(text) + text
+        self._outgoing.append(memoryview(text + b"\n"))
         self.flush()
 
     def flush(self) -> None:
@@ -65,40 +116,75 @@ class Link:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._close(str(error))
+                self.close(str(error))
                 return
             if sent == len(first):
                 self._outgoing.popleft()
             else:
                 self._outgoing[0] = first[sent:]
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self, chunks: int = _CHUNKS) -> list[dict[str, Any]]:
         """The whole messages that have arrived; bounded, so that no peer can hold up its agent."""
         found: list[dict[str, Any]] = []
-        for _ in range(_CHUNKS):
-            if self.closed:
-                break
-            try:
-                chunk = self._socket.recv(65536)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self._close(str(error))
-                break
-            if not chunk:
-                self._close("the connection was closed")
-                break
-            self.heard = time.monotonic()
-            *lines, self._incoming = (self._incoming + chunk).split(b"\n")
-            for line in lines:
-                message = _parse(line)
-                if message is None:
-                    self._close(f"it sent what is no message: {line[:80]!r}")
-                    return found
+        for _ in range(chunks):
+            while (message := self._next()) is not None:
                 found.append(message)
-            if len(self._incoming) > LONGEST_LINE:
-                self._close("it sent a line without end")
+            if not self._read():
+                break
+        while (message := self._next()) is not None:
+            found.append(message)
         return found
+
+    def receive_one(self) -> dict[str, Any] | None:
+        """The next whole message, if it has arrived; for what must be sealed between two."""
+        message = self._next()
+        if message is None and self._read():
+            message = self._next()
+        return message
+
+    def _read(self) -> bool:
+        """Take in what has arrived, so much at most; whether there was anything."""
+        if self.closed:
+            return False
+        try:
+            chunk = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.close(str(error))
+            return False
+        if not chunk:
+            self.close("the connection was closed")
+            return False
+        self.heard = time.monotonic()
+        self._incoming += chunk
+        return True
+
+    def _next(self) -> dict[str, Any] | None:
+        """The next message of what was read; closes the connection where it is none."""
+        end = self._incoming.find(b"\n", self._searched)
+        if (len(self._incoming) if end < 0 else end) > self.longest:
+            self._incoming.clear()
+            self._searched = 0
+            self.close(f"it sent a line of more than {self.longest:,} bytes")
+            return None
+        if end < 0:
+            self._searched = len(self._incoming)
+            return None
+        line = bytes(self._incoming[:end])
+        del self._incoming[: end + 1]
+        self._searched = 0
+        if self._received is not None:
+            proof, line = line[:_PROOF], line[_PROOF:]
+            if not hmac.compare_digest(proof, self._received.next(line)):
+                self._incoming.clear()
+                self.close(UNPROVEN)
+                return None
+        message = _parse(line)
+        if message is None:
+            self._incoming.clear()
+            self.close(f"it sent what is no message: {line[:80]!r}")
+        return message
 
     def shut(self, timeout_s: float = 2.0) -> None:
         """Send what is left, for so long at most, and close."""
@@ -106,18 +192,22 @@ class Link:
             self._socket.settimeout(timeout_s)
             while self._outgoing and not self.closed:
                 self._socket.sendall(self._outgoing.popleft())
-        self._close("it was closed here")
+        self.close("it was closed here")
 
-    def _close(self, why: str) -> None:
+    def close(self, why: str) -> None:
+        """Close at once, and keep the reason."""
         if not self.closed:
             self.closed, self.why = True, why
             self._socket.close()
 
 
+UNPROVEN = "it sent what does not prove that it knows this job's secret"
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         return None

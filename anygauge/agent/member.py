@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anygauge.agent.link import Link
+from anygauge.agent.admission import OF_ANOTHER_JOB, Application
+from anygauge.agent.link import UNPROVEN, Link
 from anygauge.agent.nodes import (
     ASKED_TOO_EARLY,
     BEAT_S,
@@ -26,6 +27,7 @@ from anygauge.interface import LOST, AnygaugeError, Job
 
 _RETRY_S = 0.5
 _VERDICT_S = 30.0
+_PROOF_S = 10.0
 
 
 class Member(Nodes):
@@ -123,13 +125,15 @@ class Member(Nodes):
                 time.sleep(_RETRY_S)
                 continue
             link = Link(connection, "the head")
-            link.send(
-                "join",
-                token=self._job.token,
-                clock=time.time(),
-                introduction=asdict(self._own),
-            )
-            answer = _answer(link, self._job.lost_after_s, asked)
+            join = {"clock": time.time(), "introduction": asdict(self._own)}
+            application = Application(link, self._job.token, join)
+            answer = _answer(application, self._job.lost_after_s, asked)
+            if link.why == UNPROVEN:
+                raise AnygaugeError(
+                    f"what listens at {head[0]}:{head[1]} is not the head of this job, or does not "
+                    f"know its secret: {OF_ANOTHER_JOB}. If another job has that port, give this "
+                    "one launch.port"
+                )
             if answer is None:
                 trouble = link.why or "it did not answer"
                 link.shut(0)
@@ -188,12 +192,18 @@ class Member(Nodes):
             self.verdict = Verdict(state="lost", exit_status=LOST, cause=text)
 
 
-def _answer(link: Link, limit_s: float, asked: Sequence[object]) -> dict[str, Any] | None:
+def _answer(
+    application: Application, limit_s: float, asked: Sequence[object]
+) -> Mapping[str, Any] | None:
     """The head's first word but for its beats; None if it falls silent before."""
+    link, began = application.link, time.monotonic()
     while not link.closed and not asked and time.monotonic() - link.heard < limit_s:
+        if not application.joined and time.monotonic() - began > _PROOF_S:
+            link.close(f"it had not proved that it is the head after {_PROOF_S:g} s")
         link.flush()
-        for message in link.receive():
-            if message["kind"] in ("start", "refused"):
-                return message
-        time.sleep(0.02)
+        message = application.advance()
+        if message is not None and message["kind"] in ("start", "refused"):
+            return message
+        if message is None:
+            time.sleep(0.02)
     return None

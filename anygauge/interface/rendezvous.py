@@ -83,14 +83,14 @@ def open_store(
     return dist.PrefixStore(derived_key(secret, "keys of the store").hex()[:32], store)
 
 
-def listen_at(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
-    """A socket that listens at one address; port 0 takes one that is free.
+def listen_at(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens at one address (all, where it is empty); port 0 takes a free one.
 
     Raises:
         OSError: it is no address of this machine, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=backlog)
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
 
 
 def _host_and_port(rendezvous: str) -> tuple[str, int]:
