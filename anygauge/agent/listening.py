@@ -68,6 +68,11 @@ class Door:
         for newcomer in self._newcomers:
             newcomer.link.close("all nodes have met, or the job has ended")
 
+    @property
+    def unknown(self) -> int:
+        """Connections whose senders are not known yet."""
+        return len(self._newcomers)
+
     def joined(self, timeout_s: float) -> list[tuple[Link, Mapping[str, Any]]]:
         """Wait for news, so long at most; those who have proved themselves, and their ``join``."""
         # Of poll rather than epoll, which would need a descriptor of its own.

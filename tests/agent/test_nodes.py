@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 import pytest
@@ -20,87 +18,16 @@ from anygauge.agent.__main__ import meet
 from anygauge.agent.link import Link
 from anygauge.agent.outbox import Outbox
 from anygauge.interface import LOST, STOPPED, AnygaugeError, Job
+from tests.agent.cluster import Cluster
 from tests.agent.fakes import (
     FAKE_AGENT,
     FINISHED,
     FOREVER,
     PATIENCE_S,
     alive,
-    read_pid,
     sends,
     until,
-    write_script,
 )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
-class Cluster:
-    """Agents of one job, each as if on a machine of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port = free_port()
-        self.agents: dict[int, subprocess.Popen[str]] = {}
-        self.job = folder / "run" / "job.json"
-
-    def prepare(self, ranks: dict[int, list[Any]], nodes: int, **options: Any) -> None:
-        self.script = write_script(self.folder, ranks)
-        self.job.parent.mkdir(exist_ok=True)
-        job = Job(
-            name="t",
-            run_directory=str(self.job.parent),
-            run_file=str(self.job.parent / "run.yaml"),
-            backend="cpu",
-            strategy="single",
-            nodes=nodes,
-            devices_per_node=len(ranks) // nodes,
-            rendezvous="file:///nowhere",
-            **{"token": "of this job", "join_timeout_s": 30.0, "lost_after_s": 30.0, **options},
-        )
-        self.job.write_text(job.dump())
-
-    def start(self, node: int, *extra: str, key: int | None = None, **popen: Any) -> None:
-        self.agents[node if key is None else key] = subprocess.Popen(
-            [
-                *(sys.executable, FAKE_AGENT, str(self.script), "--job", str(self.job)),
-                *("--node-rank", str(node), "--head", f"127.0.0.1:{self.port}"),
-                *("--grace", "0.5", *extra),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **popen,
-        )
-
-    def run(self, ranks: dict[int, list[Any]], nodes: int = 2, **options: Any) -> None:
-        self.prepare(ranks, nodes, **options)
-        for node in range(nodes):
-            self.start(node)
-
-    def end(self, key: int = 0) -> dict[str, Any]:
-        """Wait for one agent; its last event."""
-        out, err = self.agents[key].communicate(timeout=PATIENCE_S)
-        self.events = [json.loads(line) for line in out.splitlines()]
-        assert self.events and self.events[-1]["event"] == "ended", err
-        assert self.events[-1]["exit_status"] == self.agents[key].returncode
-        return self.events[-1]
-
-    def started(self, *ranks: int) -> list[int]:
-        return [read_pid(self.folder / f"pid{rank}") for rank in ranks]
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    one = Cluster(tmp_path)
-    yield one
-    for agent in one.agents.values():
-        if agent.poll() is None:
-            agent.kill()
-            agent.communicate()
 
 
 def test_all_nodes_finish_and_the_head_tells_of_all_ranks(cluster: Cluster) -> None:

@@ -140,6 +140,12 @@ def test_lines_that_are_no_events_are_kept_from_the_stream(run: Run) -> None:
     assert "oops" in err
 
 
+def test_a_line_of_brackets_does_not_end_the_agent(run: Run) -> None:
+    deep = "[" * 200_000 + "\n"
+    run({0: [["raw", deep], ["raw", '{"event":' * 60_000 + "\n"], FINISHED]})
+    assert run.events[-1]["state"] == "ok"
+
+
 def test_a_rank_knows_who_it_is_and_nothing_of_another_launcher(run: Run) -> None:
     stale = {
         "RANK": "17",

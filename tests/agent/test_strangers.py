@@ -1,0 +1,308 @@
+"""Attacks on a head that waits for its nodes: after each of them the honest ones are admitted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from anygauge.agent.__main__ import meet
+from anygauge.agent.admission import Application, Newcomer, key_of
+from anygauge.agent.link import LONGEST_OF_STRANGERS, UNPROVEN, Link
+from anygauge.agent.listening import MOST_UNKNOWN, Door
+from anygauge.agent.outbox import Outbox
+from anygauge.interface import AnygaugeError, Job
+from tests.agent.cluster import Cluster, free_port
+from tests.agent.fakes import FINISHED, PATIENCE_S, until
+
+TOKEN = "of this job"
+
+
+@contextlib.contextmanager
+def connected(port: int) -> Iterator[socket.socket]:
+    """A connection to the head, once it listens."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            found = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "the head does not listen"
+            time.sleep(0.05)
+            continue
+        with found:
+            yield found
+        return
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether the head closes a connection; whatever it says before is read."""
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def sent(port: int, *pieces: bytes) -> None:
+    """Send until the head has had enough, and see that it closes the connection."""
+    with connected(port) as stranger:
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                stranger.sendall(piece)
+        assert ends(stranger)
+
+
+def deep(port: int) -> None:
+    sent(port, b"[" * 200_000 + b"\n")
+    sent(port, b"[" * (LONGEST_OF_STRANGERS - 1) + b"\n")
+    sent(port, b'{"kind":' * 5_000 + b"\n")
+
+
+def without_end(port: int) -> None:
+    for _ in range(12):
+        sent(port, *([b"x" * 2**20] * 15))
+
+
+def noise(port: int) -> None:
+    for line in (b"GET / HTTP/1.1\r\n\r\n", b"\0\xff\n", b"null\n", b'{"kind": 5}\n', b"NaN\n"):
+        sent(port, line)
+    for number in (None, 5, "", "x" * 31, ["x" * 32]):
+        sent(port, json.dumps({"kind": "hello", "number": number}).encode() + b"\n")
+    sent(port, json.dumps({"kind": "join", "token": "of another"}).encode() + b"\n")
+
+
+def unproven(port: int) -> None:
+    """All that there is to say, but without the secret."""
+    with connected(port) as stranger:
+        stranger.sendall(b'{"kind": "hello", "number": "%s"}\n' % (b"0" * 32))
+        number, known = stranger.makefile("rb").readline(), stranger.recv(1000)
+        assert b"number" in number and b"known" in known
+        stranger.sendall(known)  # its own proof, sent back
+        assert ends(stranger)
+
+
+INTRODUCTION = {
+    "node_rank": 1, "host": "evil", "nodes": 2, "devices_per_node": 1, "version": "0", "fabric": "",
+    "settings": {},
+}  # fmt: skip
+
+
+def introduced(port: int, record: Any, clock: Any = 0.0) -> str:
+    """What the head answers to one who knows the secret, and says this of himself."""
+    with connected(port) as stranger:
+        application = Application(
+            Link(stranger.dup(), "the head"), TOKEN, {"clock": clock, "introduction": record}
+        )
+        answer = None
+        deadline = time.monotonic() + PATIENCE_S
+        while answer is None or answer["kind"] == "beat":
+            assert time.monotonic() < deadline and not application.link.closed
+            answer = application.advance()
+        assert ends(stranger)
+    return str(answer["reason"])
+
+
+def badly_introduced(port: int) -> None:
+    for record, said in (
+        (None, "no mapping"),
+        ({}, "'devices_per_node' is missing"),
+        ({**INTRODUCTION, "more": 1}, "'more' is unknown"),
+        ({**INTRODUCTION, "node_rank": True}, "'node_rank' is no whole number: True"),
+        ({**INTRODUCTION, "host": ["x"]}, "'host' is no text"),
+        ({**INTRODUCTION, "settings": {"A": 1}}, "'settings' is no mapping"),
+    ):
+        reason = introduced(port, record)
+        assert said in reason and "cannot be read here" in reason
+    assert "cannot be read here" in introduced(port, INTRODUCTION, clock="now")
+
+
+@pytest.mark.parametrize("attack", [deep, without_end, noise, unproven, badly_introduced])
+def test_the_head_admits_its_nodes_after(cluster: Cluster, attack: Callable[[int], None]) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    cluster.start(0)
+    attack(cluster.port)
+    cluster.start(1)
+    assert cluster.end()["state"] == "ok"
+    assert cluster.end(1)["state"] == "ok"
+    assert "127.0.0.1 was turned away: " in (cluster.job.parent / "logs/agent0.log").read_text()
+
+
+@pytest.mark.parametrize("descriptors", [256, 40], ids=["bounded", "exhausted"])
+def test_idle_connections_keep_nobody_out(cluster: Cluster, descriptors: int) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    cluster.start(0, preexec_fn=few)
+    with contextlib.ExitStack() as held:
+        idle = [held.enter_context(connected(cluster.port)) for _ in range(300)]
+        # Those that came first had to go.
+        assert ends(idle[0])
+        cluster.start(1)
+        assert cluster.end()["state"] == "ok"
+        assert cluster.end(1)["state"] == "ok"
+    why = f"more than {MOST_UNKNOWN + 2} connections" if descriptors > 100 else "no descriptor"
+    assert why in (cluster.job.parent / "logs/agent0.log").read_text()
+
+
+def test_nobody_stays_unknown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Door("127.0.0.1", port := free_port(), TOKEN, 2) as door, connected(port) as slow:
+        slow.sendall(b'{"kind"')
+        until(lambda: door.joined(0.05) == [] and door.unknown == 1, "the connection")
+        monkeypatch.setattr("anygauge.agent.listening.UNKNOWN_S", -1.0)
+        assert door.joined(0) == [] and door.unknown == 0
+        assert ends(slow)
+
+
+def recorded(port: int, to: int, heard: list[bytes]) -> threading.Thread:
+    """Stand between a member and its head, and write down what the member says."""
+
+    def pass_on(source: socket.socket, target: socket.socket, copy: list[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                copy.append(data)
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def run() -> None:
+        with listener, listener.accept()[0] as member, connected(to) as head:
+            back = threading.Thread(target=pass_on, args=(head, member, []))
+            back.start()
+            pass_on(member, head, heard)
+            back.join(PATIENCE_S)
+
+    listener = socket.create_server(("127.0.0.1", port))
+    listener.settimeout(PATIENCE_S)
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_recorded_join_is_refused(cluster: Cluster) -> None:
+    cluster.prepare({rank: [FINISHED] for rank in range(3)}, 3)
+    cluster.start(0)
+    head, cluster.port = cluster.port, free_port()
+    heard: list[bytes] = []
+    between = recorded(cluster.port, head, heard)
+    cluster.start(1)
+    until(lambda: b'"join"' in b"".join(heard), "the join")
+    said = b"".join(heard)
+    assert TOKEN.encode() not in said
+    sent(head, said)
+    cluster.port = head
+    cluster.start(2)
+    for node in range(3):
+        assert cluster.end(node)["state"] == "ok"
+    between.join(PATIENCE_S)
+    log = (cluster.job.parent / "logs/agent0.log").read_text()
+    assert f"127.0.0.1 was turned away: {UNPROVEN}" in log
+
+
+def test_a_false_head_learns_nothing_and_is_not_obeyed(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    heard: list[bytes] = []
+
+    def false_head() -> None:
+        with socket.create_server(("127.0.0.1", cluster.port)) as listener:
+            listener.settimeout(PATIENCE_S)
+            with listener.accept()[0] as member:
+                member.settimeout(PATIENCE_S)
+                heard.append(member.recv(65536))
+                member.sendall(b'{"kind": "number", "number": "%s"}\n' % (b"0" * 32))
+                member.sendall(b"0" * 64 + b'{"kind": "known"}\n')
+                member.sendall(b'{"kind": "start", "rendezvous": "tcp://evil:1", "clock": 0}\n')
+                with contextlib.suppress(ConnectionError):
+                    while data := member.recv(65536):
+                        heard.append(data)
+
+    thread = threading.Thread(target=false_head)
+    thread.start()
+    with pytest.raises(AnygaugeError, match="that agent is of another job"):
+        meet(
+            Job.load(cluster.job), Outbox(os.open(os.devnull, os.O_WRONLY)), 1, "host1",
+            f"127.0.0.1:{cluster.port}", {"NAME": "digest"},
+        )  # fmt: skip
+    thread.join(PATIENCE_S)
+    said = json.loads(b"".join(heard))
+    assert set(said) == {"kind", "number"} and TOKEN not in said["number"]
+
+
+def test_a_job_without_a_token_does_not_meet(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2, token="")
+    for node in (0, 1):
+        cluster.start(node)
+        assert "has no token, by which the nodes know each other" in cluster.end(node)["cause"]
+
+
+def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
+    """Two sealed links with somebody between them, who holds the inner ends."""
+    (left, inner_left), (inner_right, right) = socket.socketpair(), socket.socketpair()
+    one, two = Link(left, "two"), Link(right, "one")
+    key = key_of(TOKEN, "a", "b")
+    one.seal(key, "head", "member")
+    two.seal(key, "member", "head")
+    return one, two, inner_left, inner_right
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: [lines[0].replace(b"1}", b"2}"), *lines[1:]],
+        lambda lines: [lines[0], lines[0]],
+        lambda lines: lines[1:],
+        lambda lines: [lines[1], lines[0]],
+        lambda lines: [lines[0][64:]],
+        lambda lines: [b"\n"],
+    ],
+    ids=["altered", "repeated", "left out", "in another order", "without proof", "empty"],
+)
+def test_a_sealed_link_takes_its_lines_once_and_in_order(
+    change: Callable[[list[bytes]], list[bytes]],
+) -> None:
+    one, two, left, right = pair()
+    for number in (1, 2):
+        one.send("n", number=number)
+    lines = left.recv(65536).splitlines(keepends=True)
+    changed = change(lines)
+    right.sendall(b"".join(changed))
+    taken = [message["number"] for message in two.receive()]
+    assert two.closed and two.why == UNPROVEN
+    assert taken == ([1] if changed[0] == lines[0] else [])
+    # What one says is no word of the other either.
+    left.sendall(lines[0])
+    assert one.receive() == [] and one.why == UNPROVEN
+
+
+def test_both_ends_of_a_link_must_know_the_secret() -> None:
+    for token, joined in (("one", True), ("two", False)):
+        left, right = socket.socketpair()
+        newcomer = Newcomer(Link(left, "stranger"), "one", 0.0)
+        application = Application(Link(right, "the head"), token, {"clock": 0.0})
+        assert newcomer.advance() is None
+        for _ in range(2):
+            assert application.advance() is None
+        message = newcomer.advance()
+        assert (message is not None, application.joined) == (joined, joined)
+        if not joined:
+            assert application.link.why == UNPROVEN
+
+
+def test_the_head_listens_at_its_address_alone(cluster: Cluster) -> None:
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    cluster.start(0)
+    with connected(cluster.port), pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", cluster.port), timeout=5)
+    cluster.start(1)
+    assert cluster.end()["state"] == "ok"
+    log = (cluster.job.parent / "logs/agent0.log").read_text()
+    assert f"waiting for the other nodes at 127.0.0.1, port {cluster.port}" in log
