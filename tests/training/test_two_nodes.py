@@ -1,0 +1,69 @@
+"""Ranks of two machines meet at a port: two agents on this one, with real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anygauge.interface import Job
+from tests.agent.fakes import until
+from tests.helpers.runs import run_file
+
+STEPS = 12
+
+
+@pytest.mark.slow
+def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path: Path) -> None:
+    path = run_file(
+        tmp_path,
+        strategy={"name": "zero"},
+        train={"steps": STEPS},
+        checkpoint={"every": 3},
+        environment={"GLOO_SOCKET_IFNAME": "lo"},
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    job = Job(
+        name="two", run_directory=str(run), run_file=str(path), backend="cpu", strategy="zero",
+        nodes=2, devices_per_node=1, rendezvous="file:///nowhere", token="of this job",
+        max_restarts=1, environment={"GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    (run / "job.json").write_text(job.dump())
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "anygauge.agent", "--job", str(run / "job.json")),
+                *("--node-rank", str(node), "--head", f"127.0.0.1:{port}"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for node in range(2)
+    ]
+    try:
+        until((run / "checkpoints" / "step-00000003").exists, "a checkpoint")
+        log = (run / "logs" / "agent0.log").read_text()
+        pid = int(log.partition("rank 0 started, process ")[2].split()[0])
+        os.kill(pid, signal.SIGKILL)
+        out, err = agents[0].communicate(timeout=240)
+        assert agents[0].returncode == 0, f"{out}\n{err}"
+        assert agents[1].wait(timeout=60) == 0
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+    assert "restart 1 of 1" in out
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in records if "loss" in each] == list(range(1, STEPS + 1))
