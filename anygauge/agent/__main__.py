@@ -203,7 +203,8 @@ def meet(
     if not job.token:
         raise AnygaugeError(
             "the job file has no token, by which the nodes know each other: it was written to be "
-            "read. anygauge train and anygauge launch draw one when they submit the job"
+            "read. anygauge train and anygauge launch draw one when they submit the job; for one "
+            "that is submitted by hand, put a long random text into its field token"
         )
     address = read_head(head, os.environ)
     if not 0 <= node_rank < job.nodes:

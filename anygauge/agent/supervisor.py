@@ -137,7 +137,8 @@ class Supervisor:
                 with self._nodes.store_socket(rank) as store:
                     listener = None if store is None else store.fileno()
                     started = Rank(
-                        rank, local_rank, self._argv, environment, directory, cores, listener
+                        *(rank, local_rank, self._argv, environment, directory, cores),
+                        listener=listener,
                     )
             except OSError as error:
                 raise AnygaugeError(

@@ -154,6 +154,30 @@ def test_idle_connections_keep_nobody_out(cluster: Cluster, descriptors: int) ->
     assert why in (cluster.job.parent / "logs/agent0.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("host", "resolved", "where"),
+    [
+        ("127.0.0.2", None, "127.0.0.2"),
+        ("localhost", ["127.0.0.1"], "127.0.0.1"),
+        ("node1", ["127.0.0.1"], "every address"),  # as Debian has it for a machine's own name
+        ("node1", ["203.0.113.9"], "every address"),  # of a service in front of it
+        ("node1", ["203.0.113.9", "127.0.0.1"], "every address"),
+        ("no such name", OSError("unknown"), "every address"),
+    ],
+)
+def test_where_the_head_listens(
+    monkeypatch: pytest.MonkeyPatch, host: str, resolved: Any, where: str
+) -> None:
+    def resolve(name: str, *_: Any, **__: Any) -> list[Any]:
+        if isinstance(resolved, OSError):
+            raise resolved
+        return [(None, None, None, "", (address, 0)) for address in resolved or [name]]
+
+    monkeypatch.setattr("anygauge.agent.listening.socket.getaddrinfo", resolve)
+    with Door(host, port := free_port(), TOKEN, 2) as door:
+        assert door.where == f"{where}, port {port}"
+
+
 def test_nobody_stays_unknown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with Door("127.0.0.1", port := free_port(), TOKEN, 2) as door, connected(port) as slow:
         slow.sendall(b'{"kind"')
