@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 from anygauge.agent.affinity import bound
 from anygauge.agent.failures import Failure, from_event, from_exit
+from anygauge.agent.progress import Movement
 from anygauge.interface import STOPPED
 from anygauge.interface.events import EVENTS_FD
 from anygauge.interface.files import write_text
@@ -36,6 +38,7 @@ class Rank:
         stopped: its ``stopped`` event, if it ended at its request.
         failure: how it failed, if it did so on its own account.
         silent: it has closed its pipe of events.
+        movement: whether it moves, and what it is in.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class Rank:
         run_directory: Path,
         cores: tuple[int, ...] = (),
         listener: int | None = None,
+        still_limit_s: float = math.inf,
     ) -> None:
         """Start the process.
 
         Args:
             cores: logical processors that it is bound to; empty for no binding.
             listener: descriptor that it inherits: where the ranks' store is to listen.
+            still_limit_s: how long it may neither work nor report.
 
         Raises:
             OSError: it cannot be started, or its log cannot be written.
@@ -97,6 +102,7 @@ class Rank:
             raise
         finally:
             os.close(writer)
+        self.movement = Movement(self._process.pid, still_limit_s)
         self.handle: int | None = None
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # an old kernel or a sandbox: then we poll
@@ -111,6 +117,11 @@ class Rank:
     def running(self) -> bool:
         """Whether its end has not been noticed yet."""
         return self.observed_exit is None
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it has not reported its end in any way."""
+        return self.running and self.finished_at is None and not self.stopped and not self.failure
 
     @property
     def ok(self) -> bool:
@@ -241,6 +252,7 @@ class Rank:
             return None
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             return None
+        self.movement.reported(event)
         if event["event"] == "finished":
             self.finished_at = time.time()
         elif event["event"] == "stopped":

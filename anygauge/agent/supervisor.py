@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from anygauge.agent.failures import Failure, cause
@@ -30,6 +31,7 @@ _TURN_S = 0.2  # bounds how long ago a rank was last seen alive
 _TURN_WITHOUT_HANDLES_S = 0.02
 _UNKILLABLE_S = 30.0
 _REPEATED_SIGNAL_S = 0.5
+_LIMITS = "launch.collective_timeout_s and the grace time"
 
 
 def rank_numbers(job: Job, node_rank: int, local_rank: int) -> dict[str, str]:
@@ -86,6 +88,8 @@ class Supervisor:
         self._first_finish: float | None = None
         self._finish_told = 0.0
         self._reported = False
+        self._limit_s = job.collective_timeout_s + grace_s
+        self._then = ""  # what the ranks were in when the first of them failed
         self._cancelled_by: int | None = None
         self._cancelled_at: float | None = None  # since the epoch: compared with failures
 
@@ -139,6 +143,7 @@ class Supervisor:
                     started = Rank(
                         *(rank, local_rank, self._argv, environment, directory, cores),
                         listener=listener,
+                        still_limit_s=self._limit_s,
                     )
             except OSError as error:
                 raise AnygaugeError(
@@ -186,7 +191,8 @@ class Supervisor:
             if event is None:
                 _note(f"rank {rank.rank} sent what is no event: {line[:500]!r}")
                 continue
-            self._nodes.forward(line)
+            if event["event"] != "progress":  # for this agent alone
+                self._nodes.forward(line)
             if self._first_finish is not None:
                 self._finishing()  # who reports is not stuck
         if rank.silent:
@@ -204,6 +210,7 @@ class Supervisor:
             self._nodes.tell(Order.FINISH)
 
     def _fail(self) -> None:
+        self._keep_doings()
         self._end_ranks(END_AT_ONCE, self._grace_s)
         self._nodes.tell(Order.END)
 
@@ -265,25 +272,53 @@ class Supervisor:
         now = time.monotonic()
         if self._kill_at is not None and now > self._kill_at:
             self._kill_ranks()
-        limit = self._job.collective_timeout_s + self._grace_s
+        self._watch(now)
         if (
             self._kill_at is None
             and self._first_finish is not None
-            and now - self._first_finish > limit
+            and now - self._first_finish > self._limit_s
         ):
             late = next((rank for rank in self._ranks if rank.running), None)
             if late is None:
                 return
             did = "did not end" if late.finished_at is not None else "did not finish"
-            late.failure = Failure(
-                rank=late.rank,
-                time=time.time(),
-                what=f"{did} within {limit:g} s after the first rank had finished its work "
-                "(launch.collective_timeout_s and the grace time); it was killed",
+            self._give_up(
+                late,
+                f"{did} within {self._limit_s:g} s after the first rank had finished its work "
+                f"({_LIMITS}); it was killed",
             )
-            self._ended_with, self._kill_at = END_AT_ONCE, now
-            self._kill_ranks()
-            self._nodes.tell(Order.END)
+
+    def _watch(self, now: float) -> None:
+        """End the job if a rank neither works nor reports: no library need ever notice."""
+        for rank in self._ranks:
+            if rank.running:
+                rank.movement.turn(now, excused=not self._reading)
+        if self._kill_at is not None:
+            return
+        at_work = [rank for rank in self._ranks if rank.at_work]
+        still = max(at_work, key=lambda rank: rank.movement.still_s(now), default=None)
+        if still is not None and still.movement.still_s(now) > still.movement.limit_s:
+            self._give_up(
+                still,
+                f"neither worked nor reported anything for {still.movement.limit_s:g} s "
+                f"({_LIMITS}); it was killed",
+            )
+
+    def _give_up(self, rank: Rank, what: str) -> None:
+        """Kill all ranks because of one that does not go on."""
+        self._keep_doings()
+        rank.failure = Failure(rank=rank.rank, time=time.time(), what=what)
+        self._ended_with, self._kill_at = END_AT_ONCE, time.monotonic()
+        self._kill_ranks()
+        self._nodes.tell(Order.END)
+
+    def _keep_doings(self) -> None:
+        """Before ranks are ended: what each was in, if one of them hangs."""
+        now = time.monotonic()
+        running = [rank for rank in self._ranks if rank.running]
+        if not self._then and any(rank.movement.suspicious(now) for rank in running):
+            doings = (f"rank {rank.rank}: {rank.movement.describe(now)}" for rank in running)
+            self._then = "\n".join((f"the ranks on {self._hostname} then:", *doings))
 
     def _balance_reading(self) -> None:
         """Let ranks wait with their events while the follower is far behind."""
@@ -320,6 +355,8 @@ class Supervisor:
         )
 
     def _ending(self, rank: Rank, failure: Failure) -> Ending:
+        if self._then and not failure.for_user:
+            failure = replace(failure, what=f"{failure.what}\n{self._then}")
         return Ending(
             time=failure.time,
             rank=rank.rank,

@@ -7,12 +7,16 @@ libraries have no mean. Host-side messages (objects, agreement on control flow) 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import struct
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface.exchange import Exchange
+
+from anygauge.interface.limits import PATIENT_S, limit_groups, release_groups
 from anygauge.interface.placement import HOST_DEVICE
 from anygauge.interface.rendezvous import open_store
 
@@ -101,6 +105,32 @@ class Collectives:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._control_group = self._exchange = None
+        release_groups()
+
+    # -- how long collectives may wait -------------------------------------------------------
+
+    def limit(self, seconds: float) -> tuple[str, ...]:
+        """Give all groups of this process this limit, those of other libraries among them, and
+        those that are made from now on. Nothing happens in a process that has joined none.
+
+        Returns:
+            Names of libraries whose groups keep the limit that they were made with.
+        """
+        return limit_groups(seconds) if self._control_group is not None else ()
+
+    @contextlib.contextmanager
+    def patient(self, *, then: float) -> Iterator[None]:
+        """Let ranks wait for each other as long as work takes that is not the same on all: loading,
+        saving. All ranks enter it; none leaves it before the last has come to its end.
+
+        Args:
+            then: the limit afterwards, in seconds.
+        """
+        self.limit(max(PATIENT_S, then))
+        yield
+        if self._control_group is not None:
+            self.barrier()
+        self.limit(then)
 
     @property
     def control_group(self) -> dist.ProcessGroup:

@@ -11,7 +11,8 @@ ranks, ``rank``.
                       a header for the terminal
 ``step``              ``step`` (1-based), ``steps`` and the metrics of one optimizer step
 ``evaluation``        ``step``, ``name`` and ``eval_loss`` (nats per token)
-``saving``            again and again while a rank saves: it is not stuck
+``progress``          ``doing``: what a rank is in, in words; again and again in long work of its
+                      own, so that its agent knows that it is not stuck; it is not forwarded
 ``finished``          the rank has done all its work; rank 0 adds ``summary`` (name: value)
 ``stopped``           asked to end, the rank has done so; rank 0 adds ``step`` and ``checkpoint``
 ``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),

@@ -18,6 +18,7 @@ from anygauge.strategies.base import DeviceBatch, Engine, LossFunction, Placed
 from anygauge.training.checkpoints import CheckpointKeeper, StopRequest
 from anygauge.training.guard import check_finite
 from anygauge.training.meter import RunMeter
+from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
 
 
@@ -29,6 +30,7 @@ class Loop:
         place: moves a micro-batch to the device and makes the model's arguments.
         loss_function: (the model's outputs, labels) -> summed loss.
         evaluations: name -> this rank's batches and the supervised tokens over all ranks.
+        progress: told where this rank is.
         start: steps that were done before, in the part of the run that this one resumes.
     """
 
@@ -42,6 +44,7 @@ class Loop:
     checkpoints: CheckpointKeeper
     stop: StopRequest
     settings: TrainSection
+    progress: Progress
     start: int = 0
 
     def run(self) -> bool:
@@ -54,6 +57,7 @@ class Loop:
         if self._due(self.start) and not self.meter.history.evaluated(self.start):
             self.evaluate(self.start)
         for index in range(self.start, steps):
+            self.progress.at(f"step {index + 1}, forward and backward")
             began = time.perf_counter()
             micro_batches = self.batches.step(index)
             tokens = self.batches.supervised_tokens(index)
@@ -61,8 +65,10 @@ class Loop:
             result = self.engine.run_step(
                 Placed(micro_batches, self.place), self.loss_function, tokens
             )
+            self.progress.at(f"step {index + 1}, update")
             update = self.engine.update(lr, self.settings.clip)
             sums = [float(loss) for loss in result.loss_sums]
+            self.progress.at(f"step {index + 1}, sums over ranks")
             slots = sum(batch.input_ids.numel() for batch in micro_batches)
             total, stop, places = self.backend.collectives.sum_on_host(
                 [sum(sums), self.stop.asked, slots]
@@ -93,6 +99,7 @@ class Loop:
 
     def evaluate(self, done: int) -> dict[str, float]:
         """Mean loss per supervised token of each evaluation set, after `done` steps."""
+        self.progress.at(f"evaluation after step {done}")
         losses = {}
         for name, (batches, tokens) in self.evaluations.items():
             sums = self.engine.evaluate(map(self.place, batches), self.loss_function)

@@ -67,6 +67,7 @@ from anygauge.training.kernels import (
 from anygauge.training.loop import Loop
 from anygauge.training.meter import History, RunMeter, Volume
 from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.progress import Progress
 from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.checks import check_trackers
 from anygauge.training.trackers.group import no_trackers, open_trackers
@@ -89,7 +90,7 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """Which process of the run this is, and how it speaks to the user.
+    """Which process of the run this is, and how it speaks to the user and its agent.
 
     Attributes:
         listener: descriptor of the socket on which the ranks' store listens, where it is this
@@ -100,6 +101,7 @@ class Rank:
     local: int
     world_size: int
     events: EventWriter
+    progress: Progress
     listener: int | None = None
 
     def say(self, text: str) -> None:
@@ -133,7 +135,8 @@ def open_device(job: Job, rank: Rank, registry: Registry, strategy: Strategy) ->
             rendezvous=job.rendezvous,
             rank=rank.index,
             world_size=rank.world_size,
-            timeout_s=job.collective_timeout_s,
+            # Ranks come here as fast as each has imported what it needs.
+            timeout_s=max(job.collective_timeout_s, job.join_timeout_s),
             device=device,
             secret=job.token,
             listener=rank.listener,
@@ -148,11 +151,21 @@ class Placer:
         shapes: of all that were moved; a device with graphs compiles for each of them.
     """
 
-    def __init__(self, backend: Backend, compute: str, *, packed: MaskPlan, labelled: bool) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        compute: str,
+        *,
+        packed: MaskPlan,
+        labelled: bool,
+        progress: Progress,
+    ) -> None:
         """Args:
         packed: masks of packed rows.
         labelled: the model makes its loss itself.
+        progress: told of each micro-batch.
         """
+        self._progress = progress
         self._placement = backend.placement
         self._packed = packed
         self._labelled = labelled
@@ -161,6 +174,7 @@ class Placer:
 
     def __call__(self, batch: MicroBatch) -> DeviceBatch:
         """One micro-batch on the device."""
+        self._progress.batch()
         self.shapes.add(tuple(batch.input_ids.shape))
         moved = dataclasses.replace(batch, **self._placement.to_device(batch.tensors()))
         inputs = model_inputs(moved, self._dtype, self._packed)
@@ -271,7 +285,13 @@ def prepare_run(
         + f"; loss {loss}"
     )
     peak = backend.placement.peak_flops(precision.compute)
-    place = Placer(backend, precision.compute, packed=packed, labelled=bool(factory.loss))
+    place = Placer(
+        backend,
+        precision.compute,
+        packed=packed,
+        labelled=bool(factory.loss),
+        progress=rank.progress,
+    )
     meter = RunMeter(
         path=Path(job.run_directory) / "metrics.jsonl",
         rank=rank.index,
@@ -325,6 +345,11 @@ def prepare_run(
         # Not checked by a forward, unlike a run's result.
         else lambda folder, trained: save_adapter(engine.model, trained, folder, base=run.model),
         say=rank.say,
+        writing=lambda step: rank.progress.unlike_others(
+            f"writing the checkpoint of step {step}",
+            backend.collectives,
+            then_limit_s=job.collective_timeout_s,
+        ),
     )
     keeper.adopt()
     loop = Loop(
@@ -338,6 +363,7 @@ def prepare_run(
         checkpoints=keeper,
         stop=StopRequest(),
         settings=run.train,
+        progress=rank.progress,
         start=0 if start is None else start.step,
     )
     return PreparedRun(

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -23,11 +22,12 @@ from typing import Any
 from anygauge.interface import STOPPED, AnygaugeError, Backend, Job
 from anygauge.interface.events import EventWriter
 from anygauge.interface.files import write_text
+from anygauge.interface.limits import PATIENT_S
 from anygauge.interface.processes import die_with_parent
 from anygauge.interface.rendezvous import STORE_FD
+from anygauge.training.progress import Progress
 
 GIB = 2**30
-SIGN_OF_LIFE_S = 5.0
 
 
 def main() -> int:
@@ -101,31 +101,43 @@ def run_rank(
     Args:
         opened: takes what must be closed once all is done.
     """
-    from anygauge.config import load_run_file
-    from anygauge.registry import Registry
-    from anygauge.strategies import create_strategy
-    from anygauge.training.checkpoints import checkpoint_folder
-    from anygauge.training.save import save
-    from anygauge.training.setup import Rank, open_device, prepare_run
+    progress = Progress(events)
+    opened.enter_context(progress.reporting())
+    with progress.long("start-up"):
+        from anygauge.config import load_run_file
+        from anygauge.registry import Registry
+        from anygauge.strategies import create_strategy
+        from anygauge.training.checkpoints import checkpoint_folder
+        from anygauge.training.save import save
+        from anygauge.training.setup import Rank, open_device, prepare_run
 
-    rank = Rank(
-        index=index,
-        local=int(os.environ["LOCAL_RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        events=events,
-        listener=int(os.environ[STORE_FD]) if STORE_FD in os.environ else None,
-    )
-    if rank.world_size != job.world_size:
-        raise AnygaugeError(
-            f"the job has {job.world_size} ranks, but this process was told of {rank.world_size}"
+        rank = Rank(
+            index=index,
+            local=int(os.environ["LOCAL_RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            events=events,
+            progress=progress,
+            listener=int(os.environ[STORE_FD]) if STORE_FD in os.environ else None,
         )
-    began = time.time()
-    registry = Registry.load()
-    strategy = create_strategy(load_run_file(job.run_file).run.strategy, rank.world_size)
-    backend = open_device(job, rank, registry, strategy)
+        if rank.world_size != job.world_size:
+            raise AnygaugeError(
+                f"the job has {job.world_size} ranks, but this process was told of "
+                f"{rank.world_size}"
+            )
+        began = time.time()
+        registry = Registry.load()
+        strategy = create_strategy(load_run_file(job.run_file).run.strategy, rank.world_size)
+        backend = open_device(job, rank, registry, strategy)
     opened.callback(backend.close)
+    limit = job.collective_timeout_s
     with out_of_memory_advice(backend):
-        prepared = prepare_run(job, rank, registry, backend, strategy)
+        with progress.unlike_others("start-up", backend.collectives, then_limit_s=limit):
+            prepared = prepare_run(job, rank, registry, backend, strategy)
+        for library in backend.collectives.limit(limit):
+            rank.warn(
+                f"launch.collective_timeout_s: groups of {library} keep the limit that they were "
+                "made with; a rank that hangs in one of them is ended by its agent"
+            )
         opened.callback(prepared.engine.close)
         if index == 0:
             events.send(
@@ -145,8 +157,13 @@ def run_rank(
         opened.enter_context(listening_if_it_can_stop(prepared))
         try:
             complete = prepared.loop.run()
-            with signs_of_life(events):
-                summary = save(job, rank, prepared) if complete else {}
+            if complete:
+                # Rank 0 writes; the others end before it has, and nobody waits in a collective.
+                backend.collectives.limit(max(PATIENT_S, limit))
+                with progress.long("saving the result"):
+                    summary = save(job, rank, prepared)
+            else:
+                summary = {}
         except BaseException:
             prepared.meter.close("failed")
             raise
@@ -184,25 +201,6 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
             f"peak {stats.peak / GIB:.1f} GiB{limit}. Lower train.micro_batch or "
             "data.max_length, switch train.gradient_checkpointing on, or shard over more --devices"
         ) from error
-
-
-@contextlib.contextmanager
-def signs_of_life(events: EventWriter) -> Iterator[None]:
-    """Report that this rank is saving, again and again: other ranks have nothing left to do, and
-    the agent would take a long silence for a rank that is stuck."""
-    done = threading.Event()
-
-    def report() -> None:
-        while not done.wait(SIGN_OF_LIFE_S):
-            events.send("saving")
-
-    thread = threading.Thread(target=report, name="signs-of-life", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def write_versions(folder: Path) -> None:

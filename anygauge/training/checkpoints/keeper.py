@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class CheckpointKeeper:
         record: what else goes into ``checkpoint.json``; called on rank 0.
         export_adapter: writes trained parameters in peft's form; None where there is no adapter.
         say: a line for the terminal.
+        writing: around the writing of a step's checkpoint: rank 0 writes while the others wait.
         losses: step -> evaluation loss of the checkpoints that are there.
     """
 
@@ -56,6 +58,7 @@ class CheckpointKeeper:
     record: Callable[[], Mapping[str, Any]]
     export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None
     say: Callable[[str], None]
+    writing: Callable[[int], AbstractContextManager[None]]
     losses: dict[int, float | None] = field(default_factory=dict)
 
     def adopt(self) -> None:
@@ -79,7 +82,8 @@ class CheckpointKeeper:
         every = self.section.every
         due = bool(every) and (step % every == 0 or last)
         if due or (stop and not last) or self._among_best(loss):
-            self.save(step, loss)
+            with self.writing(step):
+                self.save(step, loss)
 
     def save(self, step: int, loss: float | None) -> None:
         """Write the checkpoint of this step, and remove what need not be kept any more."""

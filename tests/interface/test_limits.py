@@ -1,0 +1,86 @@
+"""One limit for all process groups: two real processes on gloo, one of which is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed
+import torch.distributed.distributed_c10d as c10d
+
+from anygauge.interface import Collectives
+from anygauge.interface.limits import limit_groups, release_groups
+
+RANK = Path(__file__).with_name("limits_rank.py")
+REPOSITORY = RANK.parents[2]
+HANGS_S = 120
+"""Torch's own default is 1800."""
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+    reason="this build of torch has no gloo",
+)
+def test_groups_of_other_libraries_take_the_limit_and_patience_suspends_it(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), (tmp_path / "rendezvous").as_uri(), str(rank)],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, err = ranks[0].communicate(timeout=HANGS_S)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[0].returncode == 0, err
+    seen = json.loads(out.splitlines()[-1])
+    assert set(seen) == {"came through", "before", "after"}
+
+
+def test_torch_has_its_own_defaults_again() -> None:
+    names = [name for name in vars(c10d) if name.startswith("default_pg_")]
+    before = {name: getattr(c10d, name) for name in names}
+    assert limit_groups(7.0) == ()
+    assert c10d.default_pg_timeout.total_seconds() == 7.0
+    release_groups()
+    assert {name: getattr(c10d, name) for name in names} == before
+
+
+def test_a_library_that_takes_no_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        def name(self) -> str:
+            return "its-name"
+
+    class Refusing(Library):
+        def set_timeout(self, limit: object) -> None:
+            raise RuntimeError("not supported")
+
+    class Group:
+        def __init__(self, library: Library) -> None:
+            self._device_types = ("its-device",)
+            self._get_backend = lambda device: library
+
+    for library in (Library(), Refusing()):
+        monkeypatch.setattr(c10d, "_pg_map", {Group(library): None})
+        try:
+            assert limit_groups(7.0) == ("its-name",)
+        finally:
+            release_groups()
+
+
+def test_a_process_alone_is_patient_with_nobody() -> None:
+    alone = Collectives("cpu")
+    with alone.patient(then=1.0):
+        assert alone.limit(5.0) == ()
