@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,22 +40,65 @@ def _free(wanted: Path) -> Path:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder; the kernel ends the claim with this process.
+def claimed(folder: Path) -> Iterator[int]:
+    """Keep other runs out of a folder.
+
+    Yields:
+        The descriptor that holds the claim. The kernel ends it with the last process that has it:
+        an agent that inherits it (`Plan.held`) keeps the folder until its ranks have ended, even
+        if this process is killed.
 
     Raises:
-        AnygaugeError: a run is writing to it now.
+        AnygaugeError: a run is writing to it now, or its lock cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CANCELLED).unlink(missing_ok=True)
-    with (folder / _LOCK).open("w") as lock:
+    lock = _open_lock(folder / _LOCK)
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise AnygaugeError(
                 f"a run is writing to {folder} now; wait for its end, or give this one another "
-                "'name' or --output"
+                "'name' or --output. A run whose command was killed saves before it ends, which "
+                "may take some time"
             ) from None
+        (folder / CANCELLED).unlink(missing_ok=True)
         # Where ranks of an earlier part of the run met: they would take each other for alive.
         (folder / RENDEZVOUS).unlink(missing_ok=True)
-        yield
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _open_lock(path: Path) -> int:
+    """Open a lock file, which need not be there; nothing is written to it.
+
+    Raises:
+        AnygaugeError: something else is there, or it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if path.is_symlink():
+            raise AnygaugeError(_no_lock(path, "a link")) from None
+        raise AnygaugeError(
+            f"{path} cannot be opened: {error.strerror}. It keeps two runs out of one folder: "
+            "make it yours to read and write, or give the run another 'name' or --output"
+        ) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise AnygaugeError(_no_lock(path, "no plain file"))
+    if descriptor > 2:
+        return descriptor
+    # Where standard streams were closed, a child's own ones would take its place.
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
+
+
+def _no_lock(path: Path, what: str) -> str:
+    return (
+        f"{path} is {what}. anygauge makes it itself, to keep two runs out of one folder, and "
+        "follows nothing that stands in its place: remove it, or give the run another 'name' or "
+        "--output"
+    )

@@ -66,6 +66,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     import json
     import shlex
     import shutil
+    from dataclasses import replace
 
     from anygauge.cli.run_folder import LAUNCHED, claimed
     from anygauge.cli.terminal import deferred, follow
@@ -90,11 +91,11 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     _refuse_second(intent, folder)
     for note in plan.notes:
         typer.echo(f"note: {note}", err=True)
-    with claimed(folder):
+    with claimed(folder) as lock:
         with deferred() as asked:
             write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
             try:
-                running = launcher.submit(plan)
+                running = launcher.submit(replace(plan, held=(lock,)))
             except AnygaugeError:
                 if unused and "detach" in spec.can:
                     shutil.rmtree(folder, ignore_errors=True)  # nothing was started

@@ -75,6 +75,8 @@ class Plan:
         folders: where the machines have files that do not come with their image, for a launcher
             whose machines are `LauncherSpec.apart`.
         notes: what the user should know before.
+        held: open descriptors that processes on this machine inherit and keep to their end: the
+            lock of the run directory is one. Other machines have no use for them.
     """
 
     files: tuple[PlannedFile, ...] = ()
@@ -83,6 +85,7 @@ class Plan:
     operations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     folders: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    held: tuple[int, ...] = ()
 
 
 class RunningJob(Protocol):

@@ -85,6 +85,9 @@ class Local:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
+                    # The folder's lock: nobody else enters while ranks still save, even if the
+                    # command line is killed. The agent keeps it from its ranks.
+                    pass_fds=plan.held,
                     # Ctrl-C reaches the command line alone, which then ends the job in order.
                     start_new_session=True,
                 )

@@ -276,6 +276,53 @@ def test_a_rank_that_stays_behind_is_ended_after_the_collective_timeout(run: Run
     assert not alive(run.pid("pid1"))
 
 
+def at(doing: str) -> list[Any]:
+    return sends("progress", doing=doing)
+
+
+def test_a_stopped_rank_ends_the_run_and_each_ranks_doing_is_named(run: Run) -> None:
+    ended = run(
+        {0: [at("step 3, update"), FOREVER], 1: [at("step 2, update"), ["die", signal.SIGSTOP]]},
+        timeout=2.8,
+        grace=0.2,
+    )
+    assert ended["state"] == "failed"
+    assert "neither worked nor reported anything for 3 s" in ended["cause"]
+    assert "launch.collective_timeout_s" in ended["cause"]
+    assert "rank 0: step 3, update" in ended["cause"]
+    assert "rank 1: step 2, update; stopped (state T in /proc)" in ended["cause"]
+    assert not alive(run.pid("pid0"))
+    assert not alive(run.pid("pid1"))
+    assert "progress" not in {event["event"] for event in run.events}
+
+
+def test_a_rank_that_fails_because_another_is_stopped_names_both(run: Run) -> None:
+    failed = sends("failed", error="RuntimeError", message="Timed out waiting for recv")
+    ended = run(
+        {
+            0: [at("step 3, update"), ["wait_for_stop", "pid1"], failed, FOREVER],
+            1: [at("step 2, update"), ["die", signal.SIGSTOP]],
+        },
+        grace=0.5,
+    )
+    assert "rank 0 on " in ended["cause"]
+    assert "Timed out waiting for recv" in ended["cause"]
+    assert "rank 1: step 2, update; stopped (state T in /proc)" in ended["cause"]
+
+
+def test_ranks_that_report_or_work_may_take_their_time(run: Run) -> None:
+    """One saves, one has a single micro-batch for longer than the limit; both go on."""
+    ended = run(
+        {
+            0: [at("start-up"), ["report", 4], FINISHED],
+            1: [at("step 1, forward and backward"), ["work", 4], FINISHED],
+        },
+        timeout=2.8,
+        grace=0.2,
+    )
+    assert ended["state"] == "ok", ended["cause"]
+
+
 def test_a_rank_that_closes_its_events_is_still_watched(run: Run) -> None:
     ended = run({0: [["close_events", None], ["sleep", 0.5], ["exit", 4]]})
     assert "exit status 4" in ended["cause"]

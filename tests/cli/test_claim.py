@@ -1,0 +1,106 @@
+"""A folder has one run at a time, also while the ranks of a killed command still save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anygauge.cli.run_folder import claimed
+from anygauge.interface import AnygaugeError
+from tests.agent.fakes import FOREVER, alive, read_pid, until, write_script
+
+ROOT = Path(__file__).parents[2]
+FAKE_TRAIN = str(Path(__file__).with_name("fake_train.py"))
+
+
+def is_claimed(folder: Path) -> bool:
+    try:
+        with claimed(folder):
+            return False
+    except AnygaugeError as error:
+        assert "a run is writing to" in str(error)
+        assert "wait for its end" in str(error)
+        return True
+
+
+def test_a_claim_ends_with_its_block(tmp_path: Path) -> None:
+    with claimed(tmp_path):
+        assert is_claimed(tmp_path)
+    assert not is_claimed(tmp_path)
+
+
+def test_the_lock_is_its_owners_alone_and_is_not_truncated(tmp_path: Path) -> None:
+    with claimed(tmp_path):
+        lock = tmp_path / ".lock"
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+    lock.write_text("kept")
+    with claimed(tmp_path):
+        assert lock.read_text() == "kept"
+
+
+def test_a_link_in_its_place_is_refused_and_its_target_untouched(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".lock").symlink_to(target)
+    with pytest.raises(AnygaugeError, match=r"\.lock is a link.*remove it"), claimed(folder):
+        pass
+    assert target.read_text() == "precious"
+
+
+def test_what_is_no_file_in_its_place_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(AnygaugeError, match=r"\.lock is no plain file"), claimed(tmp_path):
+        pass
+
+
+def test_a_refused_claim_leaves_the_marks_of_the_run_that_has_it(tmp_path: Path) -> None:
+    with claimed(tmp_path):
+        marks = [tmp_path / name for name in ("cancelled", "rendezvous")]
+        for mark in marks:
+            mark.touch()
+        assert is_claimed(tmp_path)
+        assert all(mark.exists() for mark in marks)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGHUP])
+def test_the_agent_keeps_the_claim_of_a_command_that_dies(tmp_path: Path, signum: int) -> None:
+    # A rank that saves for as long as it likes: it is done when it finds the file.
+    script = write_script(
+        tmp_path, {0: [["ignore", signal.SIGTERM], ["touch", "up"], ["wait", "saved"], ["exit", 0]]}
+    )
+    folder = tmp_path / "run"
+    command = subprocess.Popen([sys.executable, FAKE_TRAIN, script, folder], cwd=ROOT)
+    try:
+        until((tmp_path / "up").exists, "the rank")
+        command.send_signal(signum)
+        command.wait(timeout=60)
+        assert is_claimed(folder)
+        assert alive(read_pid(tmp_path / "pid0"))
+    finally:
+        command.kill()
+        (tmp_path / "saved").touch()
+    until(lambda: not alive(read_pid(tmp_path / "agent_pid")), "the agent's end")
+    assert not is_claimed(folder)
+
+
+def test_ranks_do_not_inherit_the_claim(tmp_path: Path) -> None:
+    script = write_script(tmp_path, {0: [["touch", "up"], FOREVER]})
+    folder = tmp_path / "run"
+    command = subprocess.Popen([sys.executable, FAKE_TRAIN, script, folder], cwd=ROOT)
+    try:
+        until((tmp_path / "up").exists, "the rank")
+        open_there = Path(f"/proc/{read_pid(tmp_path / 'pid0')}/fd")
+        held = {each.readlink() for each in open_there.iterdir() if each.is_symlink()}
+        assert folder / ".lock" not in held
+    finally:
+        command.kill()
+        command.wait(timeout=60)
+    until(lambda: not alive(read_pid(tmp_path / "agent_pid")), "the agent's end")
