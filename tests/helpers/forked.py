@@ -42,10 +42,16 @@ class Part:
     stop_after_s: float | None = None
 
 
-def runs_of(parts: Sequence[Part], *, timeout_s: float = 600) -> list[Run]:
-    """Do all parts, one after another; a rank's exit status is that of the first that failed."""
+def runs_of(
+    parts: Sequence[Part], *, timeout_s: float = 600, module: str = "tests.helpers.forked"
+) -> list[Run]:
+    """Do all parts, one after another; a rank's exit status is that of the first that failed.
+
+    Args:
+        module: what to start; one that changes something first, and ends in `main`.
+    """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.forked"],
+        [sys.executable, "-m", module],
         cwd=ROOT,
         input=json.dumps([asdict(part) for part in parts]),
         capture_output=True,
@@ -61,9 +67,11 @@ def runs_of(parts: Sequence[Part], *, timeout_s: float = 600) -> list[Run]:
     ]
 
 
-def finished(parts: Sequence[Part], *, timeout_s: float = 600) -> list[Run]:
+def finished(
+    parts: Sequence[Part], *, timeout_s: float = 600, module: str = "tests.helpers.forked"
+) -> list[Run]:
     """The same, and all of them must succeed."""
-    runs = runs_of(parts, timeout_s=timeout_s)
+    runs = runs_of(parts, timeout_s=timeout_s, module=module)
     for run in runs:
         assert run.status == 0, run.err
     return runs

@@ -1,0 +1,38 @@
+"""Forked ranks whose rank 0 alone is slow: while it loads, writes a checkpoint, and saves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from tests.helpers import forked
+
+SLOW_S = 12.0
+
+
+def slow(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slowly(*args: Any, **options: Any) -> Any:
+        if os.environ["RANK"] == "0":
+            print(f"slow: {function.__name__}", flush=True)
+            time.sleep(SLOW_S)
+        return function(*args, **options)
+
+    return slowly
+
+
+if __name__ == "__main__":
+    forked.preload()
+    from anygauge.models.factory import CausalModelFactory
+    from anygauge.training import save, setup
+    from anygauge.training.checkpoints import keeper
+
+    with (
+        mock.patch.object(setup, "prepare", slow(setup.prepare)),
+        mock.patch.object(CausalModelFactory, "adapt", slow(CausalModelFactory.adapt)),
+        mock.patch.object(keeper, "write_checkpoint", slow(keeper.write_checkpoint)),
+        mock.patch.object(save, "save_adapter", slow(save.save_adapter)),
+    ):
+        forked.main()
