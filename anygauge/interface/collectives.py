@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface.exchange import Exchange
-
 from anygauge.interface.limits import PATIENT_S, limit_groups, release_groups
 from anygauge.interface.placement import HOST_DEVICE
 from anygauge.interface.rendezvous import open_store
