@@ -83,7 +83,7 @@ def main(
             claim(job, node_rank)
             again = True
         if job.nodes > 1:
-            _keep_log(Path(job.run_directory) / "logs" / f"agent{node_rank}.log")
+            _keep_log(job.start_directory / "logs" / f"agent{node_rank}.log")
         if job.working_directory:
             os.chdir(job.working_directory)
         settings: dict[str, str] = {}

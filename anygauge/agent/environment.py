@@ -36,9 +36,7 @@ class NodeEnvironment:
             rank: resolve_environment(registry, backend, job, node, rank, inherited)
             for rank in range(job.devices_per_node)
         }
-        write_provenance(
-            Path(job.run_directory) / f"environment-node{node_rank}.json", self._by_rank
-        )
+        write_provenance(job.start_directory / f"environment-node{node_rank}.json", self._by_rank)
 
     def of_rank(self, local_rank: int) -> dict[str, str]:
         """All variables of a rank, but for its identity."""

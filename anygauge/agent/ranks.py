@@ -21,6 +21,7 @@ from anygauge.interface.events import EVENTS_FD
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import END_AT_ONCE, parent_environment
 from anygauge.interface.rendezvous import STORE_FD
+from anygauge.interface.start import settled
 
 _PF_EXITING = 0x4  # <linux/sched.h>
 _CHUNKS = 16
@@ -47,7 +48,7 @@ class Rank:
         local_rank: int,
         argv: Sequence[str],
         environment: Mapping[str, str],
-        run_directory: Path,
+        directory: Path,
         cores: tuple[int, ...] = (),
         listener: int | None = None,
         still_limit_s: float = math.inf,
@@ -55,6 +56,7 @@ class Rank:
         """Start the process.
 
         Args:
+            directory: where its log and its result belong, until they are put in place.
             cores: logical processors that it is bound to; empty for no binding.
             listener: descriptor that it inherits: where the ranks' store is to listen.
             still_limit_s: how long it may neither work nor report.
@@ -64,8 +66,8 @@ class Rank:
         """
         self.rank = rank
         self.local_rank = local_rank
-        self.log = run_directory / "logs" / f"rank{rank}.log"
-        self.result = run_directory / "ranks" / f"rank{rank}.json"
+        self._log = directory / "logs" / f"rank{rank}.log"
+        self._result = directory / "ranks" / f"rank{rank}.json"
         self.code: int | None = None
         self.observed_exit: float | None = None
         self.finished_at: float | None = None
@@ -107,6 +109,16 @@ class Rank:
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # an old kernel or a sandbox: then we poll
                 self.handle = os.pidfd_open(self._process.pid)
+
+    @property
+    def log(self) -> Path:
+        """The file of what it prints, where it is now."""
+        return settled(self._log)
+
+    @property
+    def result(self) -> Path:
+        """The file of what became of it."""
+        return settled(self._result)
 
     @property
     def pid(self) -> int:

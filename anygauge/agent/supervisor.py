@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from anygauge.agent.failures import Failure, cause
 from anygauge.agent.nodes import Nodes, Order
@@ -127,7 +126,7 @@ class Supervisor:
         return self._nodes.over
 
     def _start(self) -> None:
-        directory = Path(self._job.run_directory)
+        directory = self._job.start_directory
         count = self._job.devices_per_node
         for local_rank in range(count):
             if self._signals:

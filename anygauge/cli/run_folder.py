@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from anygauge.cli.failed_start import clear, took_no_step
 from anygauge.interface import AnygaugeError
+from anygauge.interface.job import START
 
 RUN_FILE = "run.yaml"
 RENDEZVOUS = "rendezvous"
@@ -17,7 +20,6 @@ LAUNCHED = "launched.json"
 """Which launcher has the job, and how it finds it again."""
 CANCELLED = "cancelled"
 """There since the job of `LAUNCHED` was asked to end."""
-_LOCK = ".lock"
 
 
 def run_folder(wanted: Path, *, resume: bool) -> Path:
@@ -31,12 +33,40 @@ def run_folder(wanted: Path, *, resume: bool) -> Path:
 
 
 def _free(wanted: Path) -> Path:
-    """`wanted`, or the first of ``wanted-2``, ``wanted-3``, ... that is no run's already."""
+    """`wanted`, or the first of ``wanted-2``, ``wanted-3``, ... that is no run's already.
+
+    A start that never took a step has no claim to its name.
+    """
     number, folder = 1, wanted
-    while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    while folder.exists() and not (folder.is_dir() and took_no_step(folder)):
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder
+
+
+def goes_on(folder: Path) -> bool:
+    """Whether a folder holds a run that took steps, or one that is about to."""
+    return (folder / RUN_FILE).is_file() and not took_no_step(folder)
+
+
+def made_ready(folder: Path, *, staged: bool) -> None:
+    """Clear a claimed folder of what an earlier start left that came to nothing.
+
+    Args:
+        staged: the run in it stays; the files of this start wait in `START`.
+
+    Raises:
+        AnygaugeError: another run has taken the folder since it was chosen.
+    """
+    if staged:
+        shutil.rmtree(folder / START, ignore_errors=True)
+        (folder / START).mkdir()
+    elif took_no_step(folder, locked=True):
+        clear(folder)
+    else:
+        raise AnygaugeError(
+            f"{folder} was taken by another run just now; give the command again, or another 'name'"
+        )
 
 
 @contextlib.contextmanager
@@ -52,7 +82,7 @@ def claimed(folder: Path) -> Iterator[int]:
         AnygaugeError: a run is writing to it now, or its lock cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = _open_lock(folder / _LOCK)
+    lock = _open_lock(folder / LOCK)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,7 +7,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,8 @@ from rich.text import Text
 from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.cli.run_folder import LAUNCHED
 from anygauge.interface import STOPPED, RunningJob
+from anygauge.interface.job import START
+from anygauge.interface.start import settled
 
 Event = Mapping[str, Any]
 
@@ -31,8 +33,11 @@ def follow(
     quiet: bool = False,
     console: Console | None = None,
     errors: Console | None = None,
+    asked: Sequence[int] = (),
 ) -> int:
     """Show a job until it ends. Ctrl-C ends its ranks in order, a second time kills them.
+
+    Before the ranks train there is nothing to save: then they end at once.
 
     A job that can go on by itself (`RunningJob.record`) is left to itself by SIGTERM; on a terminal
     Ctrl-C asks what is meant.
@@ -41,6 +46,7 @@ def follow(
         quiet: only warnings and how it ended.
         console: where the run is shown; None for standard output, with a bar on a terminal.
         errors: where failures are shown; None for standard error.
+        asked: signals that came before, for which the job was asked to end.
 
     Returns:
         The exit status: that of the job (`STOPPED` where it wrote a checkpoint at the user's
@@ -50,9 +56,11 @@ def follow(
     errors = errors or Console(stderr=True, emoji=False, highlight=False)
     view = _View(console, quiet)
     endings: list[Event] = []
-    with _interruptible(running) as signals:
+    told = len(asked)
+    with _interruptible(running, asked) as signals:
         with view.live():
-            told = 0
+            if told:
+                view.line(view.ending, "notice")
             for event in _stream(running):
                 if len(signals) > told:
                     if running.record is not None and _leave(running, signals, view):
@@ -60,7 +68,7 @@ def follow(
                         return 0
                     told = len(signals)
                     if told:
-                        view.line(_ENDING if told == 1 else _KILLING, "notice")
+                        view.line(view.ending if told == 1 else _KILLING, "notice")
                 if event is None:
                     continue
                 if event["event"] == "ended":
@@ -69,11 +77,12 @@ def follow(
                     view.show(event)
         status = running.wait()
     if signals and all(event.get("state") == "cancelled" for event in endings):
-        errors.print("ended by request; the ranks have ended", soft_wrap=True)
+        when = "" if view.began else " before the first step; there was nothing to save"
+        errors.print(f"ended by request{when}; the ranks have ended", soft_wrap=True)
         _logs(errors, run_directory)
         return 128 + signals[0]
     if not endings:
-        log = Path(run_directory) / "logs" / "agent0.log"
+        log = settled(Path(run_directory) / START / "logs" / "agent0.log")
         _fail(errors, f"the agent died before it could report (exit status {status}); see {log}")
         return 1
     stopped = next((event for event in endings if event.get("state") == "stopped"), None)
@@ -109,6 +118,10 @@ def deferred() -> Iterator[list[int]]:
 
 
 _ENDING = "ending: the step under way is finished and a checkpoint written (Ctrl-C again to kill)"
+_NOTHING_YET = "ending: no step was taken yet, so there is nothing to save (Ctrl-C again to kill)"
+_NO_CHECKPOINT = (
+    "ending: this run cannot write checkpoints; nothing is saved (Ctrl-C again to kill)"
+)
 _KILLING = "killing the ranks"
 _GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
 
@@ -134,9 +147,15 @@ def _end_of_input(signum: int, frame: FrameType | None) -> None:
 
 
 class _View:
-    """Turns events into lines, and on a terminal into a bar below them."""
+    """Turns events into lines, and on a terminal into a bar below them.
+
+    Attributes:
+        began: ranks train, or have trained.
+        stops: asked to end, they would finish a step and write a checkpoint.
+    """
 
     def __init__(self, console: Console, quiet: bool) -> None:
+        self.began = self.stops = False
         self._console = console
         self._quiet = quiet
         self._bar: Progress | None = None
@@ -153,6 +172,13 @@ class _View:
                 transient=True,
                 expand=True,
             )
+
+    @property
+    def ending(self) -> str:
+        """What a request to end comes to now."""
+        if not self.began:
+            return _NOTHING_YET
+        return _ENDING if self.stops else _NO_CHECKPOINT
 
     @contextmanager
     def live(self) -> Iterator[None]:
@@ -200,6 +226,8 @@ class _View:
     def show(self, event: Event) -> None:
         """What one event has to say; rank 0 speaks for all but in messages."""
         kind, rank = event["event"], event.get("rank") or 0
+        if kind in ("started", "step") and not self.began:
+            self.began, self.stops = True, bool(event.get("stops", True))
         if kind == "message":
             prefix = f"rank {rank}: " if rank else ""
             self.line(prefix + str(event.get("text", "")), str(event.get("level", "info")))
@@ -267,9 +295,13 @@ def _stream(running: RunningJob) -> Iterator[Event | None]:
 
 
 @contextmanager
-def _interruptible(running: RunningJob) -> Iterator[list[int]]:
-    """Answer Ctrl-C and SIGTERM by cancelling the job; yields the signals received so far."""
-    received: list[int] = []
+def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[int]]:
+    """Answer Ctrl-C and SIGTERM by cancelling the job; yields the signals received so far.
+
+    Args:
+        asked: those that were answered before.
+    """
+    received = list(asked)
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals go to the main thread, which has its own plans
         return
@@ -294,7 +326,9 @@ def _fail(errors: Console, text: str) -> None:
 
 
 def _logs(errors: Console, run_directory: str | Path) -> None:
-    folder = Path(run_directory) / "logs"
-    elsewhere = (folder.parent / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
+    home = Path(run_directory)
+    # Those of a start that was not accepted are beside those of the run.
+    folder = home / START / "logs" if (home / START / "logs").is_dir() else home / "logs"
+    elsewhere = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
     where = f"anygauge job logs {run_directory}" if elsewhere else folder
     errors.print(Text(f"logs: {where}"), soft_wrap=True)

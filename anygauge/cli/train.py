@@ -68,11 +68,13 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     import shutil
     from dataclasses import replace
 
-    from anygauge.cli.run_folder import LAUNCHED, claimed
+    from anygauge.cli.resume import finished_before
+    from anygauge.cli.run_folder import LAUNCHED, claimed, goes_on, made_ready
     from anygauge.cli.terminal import deferred, follow
     from anygauge.config import dump_run
     from anygauge.interface import AnygaugeError, UnsupportedError
     from anygauge.interface.files import write_text
+    from anygauge.interface.job import START
     from anygauge.registry import is_secret
 
     job, run = intent.job, intent.run
@@ -83,16 +85,29 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
             f"--detach: a job of the {name} launcher ends with the command that started it"
         )
     launcher = intent.registry.launcher(name)()
+    folder = Path(job.run_directory)
+    # Until its ranks accept it, a start changes nothing of the run that it goes on with.
+    staged = not spec.apart and run.checkpoint.resume == "auto" and goes_on(folder)
+    if staged:
+        finished = finished_before(run, folder)
+        if finished is not None:
+            typer.echo(finished.describe())
+            return 0
+        job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
+        intent = replace(intent, job=job)
     plan = rendered(intent)
     chosen = run.model_copy(update={"backend": job.backend})
     secret = any(is_secret(name) for name in run.environment)
-    folder = Path(job.run_directory)
     unused = not folder.exists() or not any(folder.iterdir())
     _refuse_second(intent, folder)
     for note in plan.notes:
         typer.echo(f"note: {note}", err=True)
+    if not quiet:
+        typer.echo(f"run: {folder}")
     with claimed(folder) as lock:
         with deferred() as asked:
+            if not (spec.apart and Path(job.run_file).exists()):
+                made_ready(folder, staged=staged)
             write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
             try:
                 running = launcher.submit(replace(plan, held=(lock,)))
@@ -111,7 +126,10 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
             if not quiet:
                 typer.echo(f"{running.status()}; to see it: anygauge job follow {folder}")
             return 0
-        return follow(running, run_directory=folder, quiet=quiet)
+        status = follow(running, run_directory=folder, quiet=quiet, asked=asked)
+        if staged and status == 0 and (folder / START).is_dir() and running.alive is False:
+            shutil.rmtree(folder / START, ignore_errors=True)  # the run was done before
+        return status
 
 
 def _refuse_second(intent: Intent, folder: Path) -> None:

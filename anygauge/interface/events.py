@@ -7,8 +7,9 @@ ranks, ``rank``.
 
 ====================  =============================================================================
 ``message``           ``text``, ``level`` (``info`` or ``warning``): a line for the terminal
-``started``           ``steps`` (total), ``world_size``, ``device``: the loop begins; ``lines``:
-                      a header for the terminal
+``started``           ``steps`` (total), ``done`` (before), ``world_size``, ``device``: the loop
+                      begins; ``stops``: asked to end, it writes a checkpoint; ``lines``: a header
+                      for the terminal
 ``step``              ``step`` (1-based), ``steps`` and the metrics of one optimizer step
 ``evaluation``        ``step``, ``name`` and ``eval_loss`` (nats per token)
 ``progress``          ``doing``: what a rank is in, in words; again and again in long work of its

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,8 +29,11 @@ def replaced(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: str | Path, text: str, mode: int = 0o644) -> None:
+def write_text(path: str | Path, text: str, mode: int = 0o666) -> None:
     """Write a text file in one piece; folders above it are made.
+
+    Args:
+        mode: permissions, less what the umask takes away.
 
     Raises:
         OSError: the file cannot be written; what was there before is untouched.
@@ -39,6 +44,46 @@ def write_text(path: str | Path, text: str, mode: int = 0o644) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
             file.write(text)
+
+
+def read_text(path: Path, limit: int) -> str:
+    """What a small text file holds: what it is said to be is never read on for ever.
+
+    Args:
+        limit: most bytes.
+
+    Raises:
+        OSError: it cannot be opened, is no regular file (a device, a pipe), or is larger.
+        UnicodeDecodeError: it is no UTF-8.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for someone who writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", str(path))
+    return content.decode("utf-8")
+
+
+def usual_mode(folder: Path) -> int:
+    """The permissions that a new file gets in a folder: what the umask leaves.
+
+    Libraries that write to a temporary file first leave theirs to its owner alone.
+
+    Raises:
+        OSError: no file can be made there.
+    """
+    probe = folder / f".{socket.gethostname()}.{os.getpid()}.mode"
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            return stat.S_IMODE(os.fstat(descriptor).st_mode)
+        finally:
+            os.close(descriptor)
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 from anygauge.interface.errors import AnygaugeError
 from anygauge.interface.profile import LaunchProfile
 
+START = ".start"
+"""In a run directory: files of a start that is not accepted yet (`anygauge.interface.start`)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
@@ -19,7 +22,8 @@ class Job:
     Attributes:
         name: short name for humans.
         run_directory: absolute path that every node sees; holds the resolved run file and logs.
-        run_file: absolute path of the resolved run file.
+        run_file: absolute path of the resolved run file: in the run directory, or in its `START`
+            until the ranks have accepted to go on there.
         backend: name of the backend.
         strategy: name of the strategy.
         nodes: number of machines.
@@ -79,6 +83,14 @@ class Job:
         """Ranks in the whole job."""
         return self.nodes * self.devices_per_node
 
+    @property
+    def start_directory(self) -> Path:
+        """Where files of this start belong now: `START`, as long as it waits there, or the run
+        directory."""
+        home = Path(self.run_directory)
+        waiting = Path(self.run_file).parent == home / START and (home / START).is_dir()
+        return home / START if waiting else home
+
     def dump(self) -> str:
         """The job as JSON text; `load` reads it back."""
         fields = {name: value for name, value in asdict(self).items() if name != "profile"}
@@ -91,8 +103,11 @@ class Job:
         Raises:
             AnygaugeError: the file is missing or is no job file of this version.
         """
+        path = Path(path)
+        if path.parent.name == START and not path.exists():
+            path = path.parent.parent / path.name  # it was put in place meanwhile
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = json.loads(path.read_text())
             return cls(**{**fields, "pass_environment": tuple(fields["pass_environment"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise AnygaugeError(f"{path} is not a job file of this anygauge: {error}") from error

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
+from anygauge.interface.files import usual_mode
 from anygauge.models.adapter import ADAPTER_NAME
 from anygauge.models.factory import dtype_name
 from anygauge.models.start import CONFIG_FILE, WEIGHTS_FILE
@@ -116,6 +117,7 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / WEIGHTS_FILE
     save_file(state, path, metadata={"format": "pt"})
+    path.chmod(usual_mode(folder))
     back = load_file(path)
     if back.keys() != state.keys() or any(
         not torch.equal(back[name], tensor) for name, tensor in state.items()
@@ -162,6 +164,9 @@ def save_model(
         folder,
         metadata={"format": "pt"},
     )
+    mode = usual_mode(folder)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
     setattr(config, dtype_name(), dtype)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -15,7 +15,8 @@ from anygauge.config.schema import TrainSection
 from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Backend
 from anygauge.strategies.base import DeviceBatch, Engine, LossFunction, Placed
-from anygauge.training.checkpoints import CheckpointKeeper, StopRequest
+from anygauge.training.checkpoints.keeper import CheckpointKeeper
+from anygauge.training.checkpoints.stop import StopRequest
 from anygauge.training.guard import check_finite
 from anygauge.training.meter import RunMeter
 from anygauge.training.progress import Progress

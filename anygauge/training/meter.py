@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,15 @@ class History:
     tokens: int = 0
     seconds: float = 0.0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> History:
+        """What a checkpoint kept of it, where null stands for nan."""
+        evaluations = [
+            {**one, "eval_loss": _number(one["eval_loss"])} for one in record["evaluations"]
+        ]
+        losses = {name: _number(record[name]) for name in ("first_loss", "last_loss")}
+        return cls(**{**record, **losses, "evaluations": evaluations})
 
     def evaluated(self, step: int) -> bool:
         """Whether an evaluation was made after this step."""
@@ -226,6 +235,10 @@ class RunMeter:
 def _finite(value: Any) -> Any:
     """JSON has no inf or nan: they become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def cut_after(path: Path, step: int) -> None:

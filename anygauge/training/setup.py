@@ -28,6 +28,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.interface.events import EventWriter
+from anygauge.interface.start import put_in_place, settled
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory, load_config
 from anygauge.models.flops import step_flops
@@ -46,16 +47,11 @@ from anygauge.strategies.base import (
 )
 from anygauge.strategies.state import ResumedFactory
 from anygauge.training.attention import choose_attention
-from anygauge.training.checkpoints import (
-    Checkpoint,
-    CheckpointKeeper,
-    StopRequest,
-    changed_settings,
-    check_same_run,
-    find_checkpoint,
-    identity_of,
-    settings_of,
-)
+from anygauge.training.checkpoints.files import Checkpoint
+from anygauge.training.checkpoints.identity import identity_of, settings_of
+from anygauge.training.checkpoints.keeper import CheckpointKeeper
+from anygauge.training.checkpoints.resume import check_resumed, find_checkpoint
+from anygauge.training.checkpoints.stop import StopRequest
 from anygauge.training.kernels import (
     LORA,
     kernels_of_run,
@@ -86,6 +82,7 @@ class PreparedRun:
     precision: Precision
     data: Prepared
     choices: Mapping[str, Any]
+    identity: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +184,7 @@ def prepare_run(
     job: Job, rank: Rank, registry: Registry, backend: Backend, strategy: Strategy
 ) -> PreparedRun:
     """Build everything that the loop needs on this rank's opened device."""
-    run = load_run_file(job.run_file).run
+    run = load_run_file(settled(Path(job.run_file))).run
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
@@ -247,11 +244,12 @@ def prepare_run(
         rank.warn(text)
     start = resumed.checkpoint
     identity = identity_of(run, factory.config.to_dict(), batches.fingerprint())
+    settings = settings_of(run)
+    changes = check_resumed(resumed, identity, settings, batches.steps)
     if start is not None:
-        check_same_run(start, identity)
         rank.say(f"resumed: {start.folder} ({start.step} steps done)")
-        for change in changed_settings(start, settings_of(run)):
-            rank.say(f"changed since: {change}")
+    for change in changes:
+        rank.say(f"changed since: {change}")
     engine = strategy.build(
         BuildContext(
             factory=factory if start is None else ResumedFactory(factory, start),
@@ -292,6 +290,8 @@ def prepare_run(
         labelled=bool(factory.loss),
         progress=rank.progress,
     )
+    if rank.index == 0:
+        put_in_place(job)
     meter = RunMeter(
         path=Path(job.run_directory) / "metrics.jsonl",
         rank=rank.index,
@@ -325,7 +325,7 @@ def prepare_run(
         if rank.index == 0
         else None,
         log_every=run.train.log_every,
-        history=None if start is None else History(**start.record["history"]),
+        history=None if start is None else History.of_record(start.record["history"]),
     )
     keeper = CheckpointKeeper(
         section=run.checkpoint,
@@ -337,7 +337,7 @@ def prepare_run(
             "steps": batches.steps,
             "world_size": rank.world_size,
             "identity": identity,
-            "settings": settings_of(run),
+            "settings": settings,
             "history": dataclasses.asdict(meter.history),
         },
         export_adapter=None
@@ -375,6 +375,7 @@ def prepare_run(
         tokenizer=tokenizer,
         precision=precision,
         data=data,
+        identity=identity,
         choices={
             "attention": {"name": attention.name, "why": attention.why},
             "precision": dataclasses.asdict(precision),

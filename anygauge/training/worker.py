@@ -25,6 +25,7 @@ from anygauge.interface.files import write_text
 from anygauge.interface.limits import PATIENT_S
 from anygauge.interface.processes import die_with_parent
 from anygauge.interface.rendezvous import STORE_FD
+from anygauge.interface.start import settled
 from anygauge.training.progress import Progress
 
 GIB = 2**30
@@ -107,7 +108,10 @@ def run_rank(
         from anygauge.config import load_run_file
         from anygauge.registry import Registry
         from anygauge.strategies import create_strategy
-        from anygauge.training.checkpoints import checkpoint_folder
+        from anygauge.training.checkpoints.files import finite
+        from anygauge.training.checkpoints.finished import REPORT, FinishedError
+        from anygauge.training.checkpoints.identity import settings_of
+        from anygauge.training.checkpoints.keeper import checkpoint_folder
         from anygauge.training.save import save
         from anygauge.training.setup import Rank, open_device, prepare_run
 
@@ -126,19 +130,26 @@ def run_rank(
             )
         began = time.time()
         registry = Registry.load()
-        strategy = create_strategy(load_run_file(job.run_file).run.strategy, rank.world_size)
+        run = load_run_file(settled(Path(job.run_file))).run
+        strategy = create_strategy(run.strategy, rank.world_size)
         backend = open_device(job, rank, registry, strategy)
     opened.callback(backend.close)
     limit = job.collective_timeout_s
     with out_of_memory_advice(backend):
-        with progress.unlike_others("start-up", backend.collectives, then_limit_s=limit):
-            prepared = prepare_run(job, rank, registry, backend, strategy)
+        try:
+            with progress.unlike_others("start-up", backend.collectives, then_limit_s=limit):
+                prepared = prepare_run(job, rank, registry, backend, strategy)
+        except FinishedError as done:
+            rank.say(str(done))
+            return dict(done.finished.report)
         for library in backend.collectives.limit(limit):
             rank.warn(
                 f"launch.collective_timeout_s: groups of {library} keep the limit that they were "
                 "made with; a rank that hangs in one of them is ended by its agent"
             )
         opened.callback(prepared.engine.close)
+        # Until the end: a request that comes while the result is saved comes too late.
+        opened.enter_context(listening_if_it_can_stop(prepared))
         if index == 0:
             events.send(
                 "started",
@@ -146,6 +157,7 @@ def run_rank(
                 world_size=rank.world_size,
                 device=str(backend.placement.device),
                 done=prepared.loop.start,
+                stops=bool(prepared.engine.keeps_state()),
                 lines=[
                     f"training: {prepared.loop.batches.steps} steps on {rank.world_size} "
                     f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
@@ -153,8 +165,6 @@ def run_rank(
                 ],
             )
             write_versions(Path(job.run_directory))
-        # Until the end: a request that comes while the result is saved comes too late.
-        opened.enter_context(listening_if_it_can_stop(prepared))
         try:
             complete = prepared.loop.run()
             if complete:
@@ -175,7 +185,9 @@ def run_rank(
         summary["trackers"] = "; ".join(prepared.meter.troubles)
     summary["seconds"] = time.time() - began
     if index == 0:
-        write_text(Path(job.run_directory) / "report.json", json.dumps(summary, indent=2) + "\n")
+        report = {**summary, "identity": prepared.identity, "settings": settings_of(run)}
+        text = json.dumps(finite(report), indent=2, allow_nan=False)
+        write_text(Path(job.run_directory) / REPORT, text + "\n")
     return summary
 
 

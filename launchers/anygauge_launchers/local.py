@@ -22,6 +22,7 @@ from anygauge.interface import (
 )
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import parent_environment
+from anygauge.interface.start import settled
 from anygauge_launchers.options import Options, read_options
 
 
@@ -42,7 +43,7 @@ class Local:
                 f"{job.nodes}. Set launch.nodes to 1, or name a launcher for several machines, "
                 "such as ssh."
             )
-        job_file = str(Path(job.run_directory) / "job.json")
+        job_file = str(Path(job.run_file).with_name("job.json"))
         return Plan(
             # The run file's variables stand in it by value, and some may be secrets.
             files=(PlannedFile(path=job_file, text=job.dump(), mode=0o600),),
@@ -130,7 +131,7 @@ class LocalJob:
         for line in self._agent.stdout:
             event = _parse(line)
             if event is None:
-                with self._log.open("ab") as log:
+                with settled(self._log).open("ab") as log:
                     log.write(line)
             else:
                 yield event

@@ -49,7 +49,7 @@ class Mpi(TiedLauncher):
         """
         own = read_options(MpiOptions, "mpi", options)
         hosts, head = own.settled(job)
-        folder = Path(job.run_directory)
+        folder = Path(job.run_file).parent
         settings: dict[str, str] = {}
         # The ssh that leads to a daemon must notice, too, that nobody is there any more.
         alive = max(1, int(job.lost_after_s // 5))

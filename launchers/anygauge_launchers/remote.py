@@ -24,6 +24,7 @@ from anygauge.interface import (
 )
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import describe_exit, parent_environment
+from anygauge.interface.start import settled
 
 Event = Mapping[str, Any]
 
@@ -255,13 +256,14 @@ class _Connection:
             if event is not None:
                 yield event
                 continue
-            with self._log.open("ab") as log:
+            with settled(self._log).open("ab") as log:
                 log.write(line)
 
     def why_it_ended(self) -> str:
         """Once its output has ended: its exit and its last words."""
         code = self._process.wait()
-        with self._log.open("rb") as file:
+        log = settled(self._log)
+        with log.open("rb") as file:
             file.seek(self._log_begin)
             text = file.read().decode(errors="replace")
         # Open MPI frames what it says with dashes.
@@ -271,7 +273,7 @@ class _Connection:
         words = "".join(f"\n  | {line}" for line in lines)
         return (
             f"node {self.node_rank} ({self._host}): {self._name} ended with {describe_exit(code)}"
-            f"\nits log: {self._log}{words}"
+            f"\nits log: {log}{words}"
         )
 
 

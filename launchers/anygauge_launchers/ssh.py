@@ -57,7 +57,7 @@ class Ssh(TiedLauncher):
         """
         own = read_options(SshOptions, "ssh", options)
         hosts, head = own.settled(job)
-        job_file = str(Path(job.run_directory) / "job.json")
+        job_file = str(Path(job.run_file).with_name("job.json"))
         alive = max(1, int(job.lost_after_s // _ALIVE_S))
         command = (
             *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),

@@ -14,28 +14,14 @@ from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
 from anygauge.interface import AnygaugeError, Collectives
-from anygauge.strategies.state import PARAMETER, Counters
-from anygauge.training.checkpoints import (
-    Checkpoint,
-    CheckpointKeeper,
-    complaint_about,
-    find_checkpoint,
-    write_checkpoint,
-)
+from anygauge.strategies.state import Counters
+from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
+from anygauge.training.checkpoints.keeper import CheckpointKeeper
+from anygauge.training.checkpoints.resume import find_checkpoint
+from anygauge.training.checkpoints.sound import complaint_about
+from tests.helpers.checkpoints import RECORD, exported, write
 
 ALONE = Collectives("none")  # no group was joined: this rank is all there is
-RECORD = {"step": 3, "loss": 0.5, "counters": {"updates": 3, "loss_scale": None, "good_steps": 0}}
-
-
-def exported(size: int = 6) -> Iterator[tuple[str, str, Tensor | None]]:
-    for name in ("layer.0.weight", "layer.1.weight"):
-        for kind in (PARAMETER, "exp_avg"):
-            yield name, kind, torch.arange(float(size)) + len(kind)
-
-
-def write(folder: Path, **options: Any) -> Path:
-    write_checkpoint(folder, exported(), RECORD, [{"host": torch.zeros(4)}], **options)
-    return folder
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 2**30])
@@ -148,6 +134,9 @@ class FakeBackend:
             return {"host": torch.zeros(4)}
 
 
+OF_THE_RUN = ("steps", "world_size", "identity", "settings", "history")
+
+
 def keeper(folder: Path, **section: Any) -> CheckpointKeeper:
     made: Any = CheckpointKeeper
     return made(
@@ -156,7 +145,7 @@ def keeper(folder: Path, **section: Any) -> CheckpointKeeper:
         engine=FakeEngine(),
         backend=FakeBackend(),
         rank=0,
-        record=dict,
+        record=lambda: {name: RECORD[name] for name in OF_THE_RUN},
         export_adapter=None,
         say=lambda text: None,
     )

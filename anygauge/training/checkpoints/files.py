@@ -15,8 +15,9 @@ The folder is written under a name that begins with a dot and renamed when all i
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,13 +26,18 @@ from typing import Any
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE, AnygaugeError
-from anygauge.interface.files import flush
+from anygauge.interface.files import flush, usual_mode
 from anygauge.strategies.state import PARAMETER, Counters
+from anygauge.training.checkpoints.sound import (
+    FORMAT,
+    MANIFEST,
+    RECORD,
+    RNG,
+    digest_of,
+    read_record,
+    state_files,
+)
 
-FORMAT = 1
-RECORD = "checkpoint.json"
-MANIFEST = "manifest.json"
-RNG = "rng.safetensors"
 ADAPTER = "adapter"
 SHARD_BYTES = 2 * 2**30
 """Host memory that writing takes: tensors are collected up to this size, then written."""
@@ -62,7 +68,6 @@ def write_checkpoint(
     from safetensors import SafetensorError
 
     temporary = folder.with_name(f".{folder.name}.part")
-    replaced = folder.with_name(f".{folder.name}.old")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -71,69 +76,58 @@ def write_checkpoint(
             export_adapter(temporary / ADAPTER, parameters)
         states = {f"{rank}/{name}": s for rank, own in enumerate(rng) for name, s in own.items()}
         _save(states, temporary / RNG)
-        (temporary / RECORD).write_text(json.dumps({"format": FORMAT, **record}, indent=2) + "\n")
+        text = json.dumps(finite({"format": FORMAT, **record}), indent=2, allow_nan=False)
+        (temporary / RECORD).write_text(text + "\n")
         size = _seal(temporary)
-        if folder.exists():
-            folder.rename(replaced)
-        temporary.rename(folder)
-        flush(folder.parent)
+        _put_in_place(temporary, folder)
     except (OSError, SafetensorError) as error:
         raise AnygaugeError(
             f"the checkpoint {folder} cannot be written: {error}; make room, or give another "
             "folder with --output. Earlier checkpoints are untouched"
         ) from error
     finally:
-        for leftover in (temporary, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return size
 
 
-def complaint_about(folder: Path) -> str | None:
-    """What is wrong with a checkpoint: missing, torn or altered files; None if it is sound."""
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Give a written checkpoint its name; one that had it is removed after that, not before."""
+    replaced = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files = dict(manifest["files"])
-        listed = {
-            name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()
-        }
-    except OSError as error:
-        return f"{MANIFEST}: {error.strerror}"
-    except (ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
-    for name, (size, digest) in listed.items():
-        path = folder / name
-        try:
-            actual = path.stat().st_size
-            if actual != size:
-                return f"{name} has {actual} bytes, {size} were written"
-            if _digest(path) != digest:
-                return f"{name}: its SHA-256 is not that of the manifest"
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-    unlisted = sorted({RECORD, RNG} - set(listed))
-    return f"{MANIFEST} does not list {unlisted[0]}" if unlisted else None
+        temporary.rename(folder)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(folder)
+        raise
+    flush(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def finite(value: Any) -> Any:
+    """Values as JSON has them: inf and nan become null."""
+    if isinstance(value, Mapping):
+        return {name: finite(below) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(below) for below in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Checkpoint:
-    """A sound checkpoint, opened; implements `TrainedState`. Tensors are read when asked for."""
+    """A sound checkpoint, opened; implements `TrainedState`. Tensors are read when asked for.
+
+    Raises:
+        AnygaugeError: its record or the head of a file cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            self.record: dict[str, Any] = json.loads((folder / RECORD).read_text())
-        except (OSError, ValueError) as error:
-            raise AnygaugeError(f"{folder / RECORD} cannot be read: {error}") from error
-        if self.record.get("format") != FORMAT:
-            raise AnygaugeError(
-                f"{folder}: format {self.record.get('format')} of checkpoints; this version of "
-                f"anygauge reads format {FORMAT}"
-            )
-        self.step = int(self.record["step"])
+        self.record: dict[str, Any] = read_record(folder)
+        self.step: int = self.record["step"]
         self.counters = Counters(**self.record["counters"])
-        self._files: dict[str, Path] = {}
-        for path in sorted(folder.glob("state-*.safetensors")):
-            with _open(path) as file:
-                self._files.update(dict.fromkeys(file.keys(), path))
+        self._files = state_files(folder)
         self._kinds: dict[str, list[str]] = {}
         for key in self._files:
             kind, _, name = key.partition("/")
@@ -197,20 +191,27 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(dict(tensors), path, metadata={"format": "pt"})
 
 
-def _open(path: Path) -> Any:
-    from safetensors import safe_open
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
 
-    return safe_open(path, framework="pt", device=HOST_DEVICE)
+    try:
+        with safe_open(path, framework="pt", device=HOST_DEVICE) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise AnygaugeError(f"{path} cannot be read: {error}") from error
 
 
 def _seal(folder: Path) -> int:
     """Write the manifest, and see to it that everything is on disk; returns the bytes."""
     files = {}
+    mode = usual_mode(folder)
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        path.chmod(mode)
         flush(path)
         files[str(path.relative_to(folder))] = {
             "bytes": path.stat().st_size,
-            "sha256": _digest(path),
+            "sha256": digest_of(path),
         }
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
@@ -220,8 +221,3 @@ def _seal(folder: Path) -> int:
             flush(path)
     flush(folder)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from anygauge.config.schema import RunFile
+from anygauge.interface import RunFileError
 
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of a model's configuration that say nothing of its architecture."""
@@ -25,13 +27,20 @@ def identity_of(run: RunFile, architecture: Mapping[str, Any], data: str) -> dic
         data: digest of rows and their order.
     """
     fields = {k: v for k, v in architecture.items() if k not in _VOLATILE}
+    return {
+        "model architecture": _digest(fields),
+        "data and its order": data,
+        **identity_of_file(run),
+    }
+
+
+def identity_of_file(run: RunFile) -> dict[str, Any]:
+    """The part of it that stands in the run file."""
     adapter = None
     if run.adapter is not None:
         adapter = run.adapter.model_dump(mode="json", exclude=set(_FREE_IN_ADAPTER))
     return {
-        "model architecture": _digest(fields),
         "adapter": adapter,
-        "data and its order": data,
         "train.seed": run.train.seed,
         "train.global_batch": run.train.global_batch,
         "train.optimizer.name": run.train.optimizer.name,
@@ -53,6 +62,44 @@ def settings_of(run: RunFile) -> dict[str, Any]:
     for name in _MAY_CHANGE:
         collect(values[name], name)
     return found
+
+
+def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuse another run: the losses would not be what either would have given.
+
+    Args:
+        folder: what is refused.
+        kept: name -> value of all that fixes its learning curve before the first step.
+        identity: the same of this run, or a part of it.
+
+    Raises:
+        RunFileError: names what differs, and both values.
+    """
+    different = [
+        f"{name} (before: {_short(kept.get(name))}; now: {_short(value)})"
+        for name, value in identity.items()
+        if kept.get(name) != value
+    ]
+    if different:
+        raise RunFileError(
+            f"{folder} belongs to another run: {'; '.join(different)}. Give the run file that it "
+            "was made with, or another name to begin anew"
+        )
+
+
+def changed_settings(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Fields that may change when a run is resumed, and did: ``field: before -> now``."""
+    names = sorted({*kept, *settings})
+    return [
+        f"{name}: {_short(kept.get(name))} -> {_short(settings.get(name))}"
+        for name in names
+        if kept.get(name) != settings.get(name)
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _digest(value: Any) -> str:

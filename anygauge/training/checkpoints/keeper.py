@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -14,27 +13,23 @@ import safetensors.torch
 from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
-from anygauge.interface import AnygaugeError, Backend
+from anygauge.interface import Backend
 from anygauge.strategies.base import Engine
-from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
-
-FOLDER = "checkpoints"
-_NAME = re.compile(r"step-(\d+)")
+from anygauge.training.checkpoints.files import finite, write_checkpoint
+from anygauge.training.checkpoints.sound import (
+    FOLDER,
+    checkpoints_in,
+    complaint_about,
+    hidden_in,
+    read_record,
+    set_aside,
+    shown,
+)
 
 
 def checkpoint_folder(run_directory: Path, step: int) -> Path:
     """Where a run keeps the checkpoint of a step."""
     return run_directory / FOLDER / f"step-{step:08}"
-
-
-def checkpoints_in(run_directory: Path) -> list[Path]:
-    """A run's checkpoints, newest first; none of them looked into."""
-    found = [
-        (int(match[1]), path)
-        for path in (run_directory / FOLDER).glob("step-*")
-        if path.is_dir() and (match := _NAME.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,13 +57,17 @@ class CheckpointKeeper:
     losses: dict[int, float | None] = field(default_factory=dict)
 
     def adopt(self) -> None:
-        """Count the checkpoints that an earlier part of this run left in its folder."""
-        for path in checkpoints_in(self.run_directory):
-            try:
-                checkpoint = Checkpoint(path)
-            except AnygaugeError:
-                continue  # torn; it is neither kept nor removed
-            self.losses[checkpoint.step] = checkpoint.record.get("loss")
+        """Count the checkpoints that an earlier part of this run left in its folder, and tidy up
+        after kills. Every rank calls it, once all have read what they go on from.
+        """
+        gather = self.backend.collectives.gather_objects
+        gather(None)  # who still reads a checkpoint that was set aside reads it by that name
+        found: list[list[Any]] = []
+        if self.rank == 0:
+            tidy(self.run_directory)
+            found = losses_in(self.run_directory)
+        # What is among the best decides whether all ranks write: they must agree on it.
+        self.losses.update({step: loss for step, loss in gather(found)[0]})
 
     def after(self, step: int, *, last: bool, stop: bool, losses: Mapping[str, float]) -> None:
         """Write a checkpoint after `step` steps, if one is due. Every rank calls it alike.
@@ -87,6 +86,7 @@ class CheckpointKeeper:
 
     def save(self, step: int, loss: float | None) -> None:
         """Write the checkpoint of this step, and remove what need not be kept any more."""
+        loss = finite(loss)
         exported = self.engine.export_state()
         counters = self.engine.counters()
         states = {n: s.contiguous() for n, s in self.backend.placement.rng_state().items()}
@@ -118,13 +118,13 @@ class CheckpointKeeper:
         return [step for _, step in scored[: self.section.keep_best]]
 
     def _among_best(self, loss: float | None) -> bool:
-        if loss is None or not self.section.keep_best:
+        if finite(loss) is None or not self.section.keep_best:
             return False
         best = self._best()
         if len(best) < self.section.keep_best:
             return True
         worst = self.losses[best[-1]]
-        assert worst is not None
+        assert worst is not None and loss is not None
         return loss < worst
 
     def _prune(self) -> None:
@@ -139,3 +139,27 @@ class CheckpointKeeper:
                 if folder.exists():
                     folder.rename(hidden)
                 shutil.rmtree(hidden, ignore_errors=True)
+
+
+def losses_in(run_directory: Path) -> list[list[Any]]:
+    """[step, evaluation loss] of the checkpoints of a run; reads their records, and no tensors.
+
+    One that is torn is left as it is, neither kept nor removed.
+    """
+    sound = (p for p in checkpoints_in(run_directory) if complaint_about(p, contents=False) is None)
+    records = map(read_record, sound)
+    return [[record["step"], record["loss"]] for record in records]
+
+
+def tidy(run_directory: Path) -> None:
+    """Put back a sound checkpoint that a kill kept from being replaced; remove all else that is
+    hidden beside the checkpoints. Only while nobody writes one.
+    """
+    for path in set_aside(run_directory):
+        if complaint_about(path) is None:
+            path.rename(shown(path))
+    for path in hidden_in(run_directory):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)

@@ -7,9 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Collectives, RunFileError
-from anygauge.training.checkpoints.files import Checkpoint, complaint_about
-from anygauge.training.checkpoints.keeper import FOLDER, checkpoints_in
+from anygauge.interface import AnygaugeError, Collectives
+from anygauge.training.checkpoints.files import Checkpoint
+from anygauge.training.checkpoints.finished import (
+    Finished,
+    FinishedError,
+    as_finished,
+    check_length,
+    finished_run,
+)
+from anygauge.training.checkpoints.identity import changed_settings, check_same_run
+from anygauge.training.checkpoints.sound import (
+    FOLDER,
+    checkpoints_in,
+    complaint_about,
+    set_aside,
+    shown,
+    step_of,
+)
 
 NEVER, AUTO = "never", "auto"
 
@@ -21,10 +36,12 @@ class Resumed:
     Attributes:
         checkpoint: None to begin from the start.
         passed_over: checkpoints that are torn or altered, each with what is wrong with it.
+        finished: the run, if it is done already.
     """
 
     checkpoint: Checkpoint | None
     passed_over: tuple[str, ...] = ()
+    finished: Finished | None = None
 
 
 def find_checkpoint(
@@ -32,7 +49,7 @@ def find_checkpoint(
 ) -> Resumed:
     """The checkpoint that ``checkpoint.resume`` asks for; every rank calls it and gets the same.
 
-    Rank 0 alone reads and sums the files.
+    Rank 0 alone looks for it, and sums the files.
 
     Args:
         resume: ``never``, ``auto`` (the newest sound one in `run_directory`) or a folder.
@@ -42,68 +59,60 @@ def find_checkpoint(
     """
     if resume == NEVER:
         return Resumed(None)
-    mine = None
-    if rank == 0:
-        found, passed_over, failure = _search(resume, run_directory)
-        mine = [None if found is None else str(found), passed_over, failure]
-    folder, passed_over, failure = collectives.gather_objects(mine)[0]
+    mine = _search(resume, run_directory) if rank == 0 else None
+    folder, passed_over, failure, report = collectives.gather_objects(mine)[0]
     if failure is not None:
         raise AnygaugeError(failure)
-    return Resumed(None if folder is None else Checkpoint(Path(folder)), tuple(passed_over))
+    return Resumed(
+        None if folder is None else Checkpoint(Path(folder)),
+        tuple(passed_over),
+        as_finished(run_directory, report),
+    )
 
 
-def _search(resume: str, run_directory: Path) -> tuple[Path | None, tuple[str, ...], str | None]:
-    """(folder, what was passed over, why nothing can be resumed)."""
+def _search(resume: str, run_directory: Path) -> list[Any]:
+    """[folder, what was passed over, why nothing can be resumed, report of a finished run]."""
     passed_over: list[str] = []
     if resume != AUTO:
         folder = Path(resume)
         complaint = complaint_about(folder)
         if complaint is None:
-            return folder, (), None
+            return [str(folder), [], None, None]
         inside = checkpoints_in(folder) or checkpoints_in(folder.parent)
         hint = f"; checkpoints near it: {', '.join(map(str, inside))}" if inside else ""
-        return None, (), f"--resume {folder} is no sound checkpoint: {complaint}{hint}"
-    for folder in checkpoints_in(run_directory):
+        return [None, [], f"--resume {folder} is no sound checkpoint: {complaint}{hint}", None]
+    done = finished_run(run_directory)
+    report = None if done is None else dict(done.report)
+    found = [*checkpoints_in(run_directory), *set_aside(run_directory)]
+    for folder in sorted(found, key=lambda path: step_of(shown(path)) or 0, reverse=True):
         complaint = complaint_about(folder)
         if complaint is None:
-            return folder, tuple(passed_over), None
+            return [str(folder), passed_over, None, report]
         passed_over.append(f"{FOLDER}/{folder.name} is passed over: {complaint}")
-    return None, tuple(passed_over), None
+    return [None, passed_over, None, report]
 
 
-def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another run: the losses would not be what either would have given.
+def check_resumed(
+    resumed: Resumed, identity: Mapping[str, Any], settings: Mapping[str, Any], steps: int
+) -> list[str]:
+    """Accept what was found as a part of this run; returns which settings have changed since.
 
     Args:
-        identity: name -> value of all that fixes the learning curve before the first step.
+        identity: see `identity_of`.
+        settings: see `settings_of`.
+        steps: of the whole run, now.
 
     Raises:
-        RunFileError: names what differs, and both values.
+        RunFileError: it is part of another run, or what it was left as cannot be gone on with.
+        FinishedError: the run is done.
     """
-    kept = checkpoint.record["identity"]
-    different = [
-        f"{name} (checkpoint: {_short(kept.get(name))}; now: {_short(value)})"
-        for name, value in identity.items()
-        if kept.get(name) != value
-    ]
-    if different:
-        raise RunFileError(
-            f"{checkpoint.folder} belongs to another run: {'; '.join(different)}. Give the run "
-            "file that it was made with, or another name to begin anew"
-        )
-
-
-def changed_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> list[str]:
-    """Fields that may change when a run is resumed, and did: ``field: before -> now``."""
-    kept = checkpoint.record["settings"]
-    names = sorted({*kept, *settings})
-    return [
-        f"{name}: {_short(kept.get(name))} -> {_short(settings.get(name))}"
-        for name in names
-        if kept.get(name) != settings.get(name)
-    ]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    start, finished = resumed.checkpoint, resumed.finished
+    if finished is not None:
+        if finished.identity:
+            check_same_run(finished.folder, finished.identity, identity)
+        if check_length(finished, steps, None if start is None else start.step):
+            raise FinishedError(finished)
+    if start is None:
+        return []
+    check_same_run(start.folder, start.record["identity"], identity)
+    return changed_settings(start.record["settings"], settings)

@@ -1,0 +1,49 @@
+"""What can be said of a run that is to be gone on with before a rank is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anygauge.cli.run_folder import RUN_FILE
+
+if TYPE_CHECKING:
+    from anygauge.training.checkpoints.finished import Finished
+
+_DECIDE = ("model", "adapter", "data", "train")
+"""Sections that decide what is trained, and for how long."""
+
+
+def finished_before(run: Any, folder: Path) -> Finished | None:
+    """The run of a folder, if it is done and just this was asked for; reads records, no tensors.
+
+    Where sections differ, the ranks decide: they know the data and the number of steps.
+
+    Raises:
+        RunFileError: what the folder holds belongs to another run.
+    """
+    from anygauge.training.checkpoints.finished import finished_run
+    from anygauge.training.checkpoints.identity import check_same_run, identity_of_file
+    from anygauge.training.checkpoints.sound import checkpoints_in, complaint_about, read_record
+
+    finished = finished_run(folder)
+    kept, where = (finished.identity if finished else {}), folder
+    if not kept:
+        sound = (p for p in checkpoints_in(folder) if complaint_about(p, contents=False) is None)
+        newest = next(sound, None)
+        if newest is not None:
+            kept, where = read_record(newest)["identity"], newest
+    if kept:
+        check_same_run(where, kept, identity_of_file(run))
+    return finished if finished and _asks_the_same(run, folder) else None
+
+
+def _asks_the_same(run: Any, folder: Path) -> bool:
+    from anygauge.config import load_run_file
+    from anygauge.interface import AnygaugeError
+
+    try:
+        before = load_run_file(folder / RUN_FILE).run
+    except AnygaugeError:
+        return False
+    return all(getattr(before, name) == getattr(run, name) for name in _DECIDE)

@@ -1,0 +1,309 @@
+"""Whether a checkpoint can be gone on from; whatever is wrong with one is said in words.
+
+Nothing in a checkpoint's folder is believed: files are read up to a bound, names stay inside of the
+folder, and every field must have its type. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from anygauge.interface import AnygaugeError
+from anygauge.interface.files import read_text
+
+FORMAT = 1
+RECORD = "checkpoint.json"
+MANIFEST = "manifest.json"
+RNG = "rng.safetensors"
+FOLDER = "checkpoints"
+RECORD_BYTES = 64 * 2**20
+"""More than any record or manifest has."""
+
+_NAME = re.compile(r"step-([0-9]{1,18})")
+_HIDDEN = re.compile(r"\.step-[0-9]{1,18}\.(part|old)")
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+Test = Callable[[Any], bool]
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None if it is not named as one."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints_in(run_directory: Path) -> list[Path]:
+    """A run's checkpoints, newest first; none of them looked into."""
+    found = [
+        (step, path)
+        for path in (run_directory / FOLDER).glob("step-*")
+        if path.is_dir() and (step := step_of(path)) is not None
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def set_aside(run_directory: Path) -> list[Path]:
+    """Checkpoints that a kill kept from being replaced: hidden, and the only ones of their step."""
+    return [
+        path
+        for path in hidden_in(run_directory)
+        if path.suffix == ".old"
+        and path.is_dir()
+        and not path.is_symlink()
+        and not shown(path).exists()
+    ]
+
+
+def shown(path: Path) -> Path:
+    """The name that a checkpoint has which was set aside."""
+    return path.with_name(path.name.removeprefix(".").removesuffix(".old"))
+
+
+def hidden_in(run_directory: Path) -> list[Path]:
+    """Everything that writing and removing checkpoints leaves behind when it is killed."""
+    names = (run_directory / FOLDER).glob(".step-*")
+    return sorted(path for path in names if _HIDDEN.fullmatch(path.name))
+
+
+def complaint_about(folder: Path, *, contents: bool = True) -> str | None:
+    """What is wrong with a checkpoint: missing, torn, altered, foreign files; None if it is sound.
+
+    Args:
+        contents: sum and open all files; otherwise names, sizes and the record are looked at.
+    """
+    try:
+        listed = _manifest(folder)
+        for name, (size, digest) in listed.items():
+            _check_file(folder, name, size, digest if contents or name == RECORD else None)
+        for name in (RECORD, RNG):
+            if name not in listed:
+                return f"{MANIFEST} does not list {name}"
+        for path in sorted(folder.glob("state-*")):
+            if path.name not in listed:
+                return f"{MANIFEST} does not list {path.name}"
+        read_record(folder)
+        if contents:
+            state_files(folder)
+            keys_of(folder / RNG)
+    except AnygaugeError as error:
+        return str(error).removeprefix(f"{folder}/")
+    except _UNREADABLE as error:  # a name that no file system takes
+        return f"{MANIFEST} cannot be followed ({error})"
+    return None
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """``checkpoint.json``, every field of its type; no tensor is looked at.
+
+    Raises:
+        AnygaugeError: it cannot be read, is of another format, or a field is not what it must be.
+    """
+    path = folder / RECORD
+    record = read_json(path)
+    if record.get("format") != FORMAT:
+        raise AnygaugeError(
+            f"{path}: format {_short(record.get('format'))} of checkpoints; this version of "
+            f"anygauge reads format {FORMAT}"
+        )
+    _check_fields(path, "", record, _RECORD)
+    _check_fields(path, "counters.", record["counters"], _COUNTERS)
+    _check_fields(path, "history.", record["history"], _HISTORY)
+    named = step_of(folder)
+    if named is not None and named != record["step"]:
+        raise AnygaugeError(f"{path}: step is {record['step']}, and its folder is {folder.name}")
+    return record
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size; numbers in it are finite.
+
+    Raises:
+        AnygaugeError: there is none.
+    """
+    try:
+        value = json.loads(read_text(path, RECORD_BYTES), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise AnygaugeError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise AnygaugeError(f"{path} cannot be read ({reason})") from error
+    if not isinstance(value, dict):
+        raise AnygaugeError(f"{path} cannot be read (it holds no object: {_short(value)})")
+    return value
+
+
+def state_files(folder: Path) -> dict[str, Path]:
+    """``KIND/NAME`` -> the file that holds this tensor; reads headers alone.
+
+    Raises:
+        AnygaugeError: a file is no safetensors file.
+    """
+    return {
+        key: path for path in sorted(folder.glob("state-*.safetensors")) for key in keys_of(path)
+    }
+
+
+def keys_of(path: Path) -> list[str]:
+    """Names of the tensors in a safetensors file.
+
+    Raises:
+        AnygaugeError: it is none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise AnygaugeError(f"{path}: it is no regular file")
+        with safe_open(path, framework="numpy") as file:
+            return list(file.keys())
+    except (SafetensorError, *_UNREADABLE) as error:
+        raise AnygaugeError(f"{path} cannot be read: {error}") from error
+
+
+def _manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    """Name -> (bytes, SHA-256); the names stay inside of the folder."""
+    path = folder / MANIFEST
+    _refuse_link(folder, MANIFEST)
+    files = read_json(path).get("files")
+    if not isinstance(files, dict):
+        raise AnygaugeError(f"{path} cannot be read (files is {_short(files)})")
+    listed = {}
+    for name, entry in files.items():
+        parts = PurePosixPath(name).parts
+        if not parts or "\0" in name or PurePosixPath(name).is_absolute() or ".." in parts:
+            raise AnygaugeError(f"{path} names {_short(name)}, which is outside of the checkpoint")
+        size = entry.get("bytes") if isinstance(entry, dict) else None
+        digest = entry.get("sha256") if isinstance(entry, dict) else None
+        if size is None or not is_count(size) or not isinstance(digest, str):
+            raise AnygaugeError(f"{path} cannot be read ({_short(name)}: {_short(entry)})")
+        listed[name] = (int(size), digest)
+    return listed
+
+
+def _check_file(folder: Path, name: str, size: int, digest: str | None) -> None:
+    path = folder / name
+    _refuse_link(folder, name)
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise AnygaugeError(f"{path}: it is no regular file")
+        if found.st_size != size:
+            raise AnygaugeError(f"{path} has {found.st_size} bytes, {size} were written")
+        if digest is not None and digest_of(path) != digest:
+            raise AnygaugeError(f"{path}: its SHA-256 is not that of the manifest")
+    except OSError as error:
+        raise AnygaugeError(f"{path}: {error.strerror}") from error
+
+
+def _refuse_link(folder: Path, name: str) -> None:
+    """The folder itself may be a link; nothing in it may."""
+    path = folder
+    for part in PurePosixPath(name).parts:
+        path = path / part
+        try:
+            if path.is_symlink():
+                raise AnygaugeError(f"{path}: it is a link to {os.readlink(path)}")  # noqa: PTH115
+        except OSError as error:
+            raise AnygaugeError(f"{path}: {error.strerror}") from error
+
+
+def digest_of(path: Path) -> str:
+    """A file's SHA-256.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value can be a number of things."""
+    return _whole(value) and 0 <= value < 2**63
+
+
+def _number(value: Any) -> bool:
+    return (
+        (_whole(value) and abs(value) < 2**63)
+        or (isinstance(value, float) and math.isfinite(value))
+    )  # fmt: skip
+
+
+def _number_or_none(value: Any) -> bool:
+    return value is None or _number(value)
+
+
+def _object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _evaluations(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and is_count(one.get("step"))
+        and isinstance(one.get("name"), str)
+        and _number_or_none(one.get("eval_loss"))
+        for one in value
+    )
+
+
+_RECORD: Mapping[str, Test] = {
+    "step": is_count,
+    "steps": is_count,
+    "world_size": lambda value: is_count(value) and value > 0,
+    "loss": _number_or_none,
+    "counters": _object,
+    "identity": _object,
+    "settings": _object,
+    "history": _object,
+}
+_COUNTERS: Mapping[str, Test] = {
+    "updates": is_count,
+    "loss_scale": _number_or_none,
+    "good_steps": _whole,
+}
+_HISTORY: Mapping[str, Test] = {
+    "step": is_count,
+    "first_loss": _number_or_none,
+    "last_loss": _number_or_none,
+    "tokens": is_count,
+    "seconds": _number,
+    "evaluations": _evaluations,
+}
+
+
+def _check_fields(
+    path: Path, prefix: str, found: Mapping[str, Any], tests: Mapping[str, Test]
+) -> None:
+    for name, test in tests.items():
+        if name not in found:
+            raise AnygaugeError(f"{path} has no {prefix}{name}")
+        if not test(found[name]):
+            raise AnygaugeError(f"{path}: {prefix}{name} cannot be {_short(found[name])}")
+    unknown = [] if not prefix else sorted(set(found) - set(tests))
+    if unknown:
+        raise AnygaugeError(f"{path}: {prefix}{_short(unknown[0])} is unknown to this anygauge")
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # ValueError: an integer of too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."

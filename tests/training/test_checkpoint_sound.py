@@ -1,0 +1,273 @@
+"""Whatever is wrong with one checkpoint makes it passed over by name; leftovers of kills go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.interface import AnygaugeError, Collectives
+from anygauge.interface.files import read_text
+from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
+from anygauge.training.checkpoints.keeper import losses_in, tidy
+from anygauge.training.checkpoints.resume import find_checkpoint
+from anygauge.training.checkpoints.sound import complaint_about, digest_of
+from tests.helpers.checkpoints import RECORD, exported, write
+
+ALONE = Collectives("none")
+FILES = ("checkpoint.json", "manifest.json", "rng.safetensors", "state-00001.safetensors")
+PATIENCE_S = 30
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    """A file that never ends ends the test."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError("a hostile file was read on and on")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(PATIENCE_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def two(run: Path) -> tuple[Path, Path]:
+    """An older checkpoint and the newest."""
+    folder = run / "checkpoints"
+    return write(folder / "step-00000003"), write(folder / "step-00000004")
+
+
+def reseal(folder: Path, name: str, content: bytes) -> None:
+    """Change a file so that the manifest agrees with it: the work of a person, not of a kill."""
+    (folder / name).write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": digest_of(folder / name)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("size", [0, 7, -2])
+@pytest.mark.parametrize("which", ["older", "newest"])
+def test_a_truncated_file_of_any_kept_step(
+    name: str, size: int, which: str, tmp_path: Path
+) -> None:
+    older, newest = two(tmp_path)
+    torn, sound = (older, newest) if which == "older" else (newest, older)
+    content = (torn / name).read_bytes()
+    (torn / name).write_bytes(content[:size])
+    found = find_checkpoint("auto", tmp_path, 0, ALONE)
+    assert found.checkpoint is not None and found.checkpoint.folder == sound
+    assert [step for step, _ in losses_in(tmp_path)] == [found.checkpoint.step]
+    if which == "newest":
+        (text,) = found.passed_over
+        assert text.startswith(f"checkpoints/{torn.name} is passed over: {name}")
+    with pytest.raises(AnygaugeError, match="no sound checkpoint"):
+        find_checkpoint(str(torn), tmp_path, 0, ALONE)
+
+
+HOSTILE = ["[]", "7", '"x"', "null", "", "{", "[" * 200_000, '{"a":' * 200_000, "1" * 5000]
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, '{"format": 1, "step": Infinity}'], ids=range(10))
+@pytest.mark.parametrize("name", ["checkpoint.json", "manifest.json"])
+def test_json_that_is_none(name: str, text: str, tmp_path: Path) -> None:
+    older, newest = two(tmp_path)
+    if name == "manifest.json":
+        (newest / name).write_text(text)
+    else:
+        reseal(newest, name, text.encode())
+    found = find_checkpoint("auto", tmp_path, 0, ALONE)
+    assert found.checkpoint is not None and found.checkpoint.folder == older
+    assert found.passed_over[0].startswith(f"checkpoints/{newest.name} is passed over: {name}")
+    assert len(found.passed_over[0]) < 300
+    assert losses_in(tmp_path) == [[3, 0.5]]
+
+
+BAD: list[Any] = [None, "3", 1.5, -1, True, [], {}, 1e999, 2**70]
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["step", "steps", "world_size", "counters.updates", "history.step", "history.tokens"],
+)
+def test_a_field_of_a_wrong_type(field: str, tmp_path: Path) -> None:
+    older, newest = two(tmp_path)
+    text = (newest / "checkpoint.json").read_text()
+    *above, last = field.split(".")
+    for value in BAD:
+        record = json.loads(text)
+        (record[above[0]] if above else record)[last] = value
+        changed = json.dumps(record).replace("Infinity", "1e999")  # JSON, and yet infinite
+        reseal(newest, "checkpoint.json", changed.encode())
+        found = find_checkpoint("auto", tmp_path, 0, ALONE)
+        assert found.checkpoint is not None and found.checkpoint.folder == older
+        assert f"checkpoint.json: {field} cannot be" in found.passed_over[0]
+
+
+@pytest.mark.parametrize("field", [*RECORD, "format"])
+def test_a_record_that_lacks_a_field_or_has_text_there(field: str, tmp_path: Path) -> None:
+    newest = write(tmp_path / "checkpoints/step-00000004")
+    record = json.loads((newest / "checkpoint.json").read_text())
+    for changed in ({**record, field: "text"}, {k: v for k, v in record.items() if k != field}):
+        reseal(newest, "checkpoint.json", json.dumps(changed).encode())
+        assert "checkpoint.json" in str(complaint_about(newest))
+        with pytest.raises(AnygaugeError):
+            Checkpoint(newest)
+        assert losses_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/dev/zero",
+        "/etc/hostname",
+        "../step-00000003/rng.safetensors",
+        "a/../../x",
+        "",
+        "\0",
+        "\ud800",
+    ],
+)
+def test_a_manifest_that_leads_out(name: str, tmp_path: Path) -> None:
+    older, newest = two(tmp_path)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": 0, "sha256": "0" * 64}
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    found = find_checkpoint("auto", tmp_path, 0, ALONE)
+    assert found.checkpoint is not None and found.checkpoint.folder == older
+    assert "manifest.json" in found.passed_over[0]
+    found.passed_over[0].encode()
+
+
+def link(path: Path, older: Path) -> None:
+    path.symlink_to(older / path.name)
+
+
+def device(path: Path, older: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def pipe(path: Path, older: Path) -> None:
+    os.mkfifo(path)
+
+
+def folder(path: Path, older: Path) -> None:
+    path.mkdir()
+
+
+def huge(path: Path, older: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+@pytest.mark.parametrize("made", [link, device, pipe, folder, huge])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_none(name: str, made: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    older, newest = two(tmp_path)
+    (newest / name).unlink()
+    made(newest / name, older)
+    found = find_checkpoint("auto", tmp_path, 0, ALONE)
+    assert found.checkpoint is not None and found.checkpoint.folder == older
+    assert name in found.passed_over[0]
+    assert losses_in(tmp_path) == [[3, 0.5]]
+
+
+def test_a_tensor_file_that_the_manifest_agrees_with_and_is_none(tmp_path: Path) -> None:
+    older, newest = two(tmp_path)
+    reseal(newest, "state-00001.safetensors", b"\xff" * 100)
+    found = find_checkpoint("auto", tmp_path, 0, ALONE)
+    assert found.checkpoint is not None and found.checkpoint.folder == older
+    with pytest.raises(AnygaugeError, match=r"state-00001\.safetensors cannot be read"):
+        Checkpoint(newest)
+
+
+def test_a_tensor_file_that_nobody_listed(tmp_path: Path) -> None:
+    (newest,) = {write(tmp_path / "step-00000004")}
+    (newest / "state-00002.safetensors").write_bytes((newest / FILES[3]).read_bytes())
+    assert complaint_about(newest) == "manifest.json does not list state-00002.safetensors"
+
+
+def test_a_folder_of_another_step(tmp_path: Path) -> None:
+    moved = write(tmp_path / "step-00000004").rename(tmp_path / "step-00000009")
+    assert "step is 4, and its folder is step-00000009" in str(complaint_about(moved))
+
+
+def test_a_loss_that_is_no_number_is_kept_as_null(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints/step-00000003"
+    history = {**RECORD["history"], "last_loss": float("nan")}
+    record = {**RECORD, "loss": float("inf"), "history": history}
+    write_checkpoint(folder, exported(), record, [])
+    assert complaint_about(folder) is None
+    assert losses_in(tmp_path) == [[3, None]]
+    assert Checkpoint(folder).record["history"]["last_loss"] is None
+
+
+def test_reading_has_a_bound(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("12345")
+    assert read_text(tmp_path / "text", 5) == "12345"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_text(tmp_path / "text", 4)
+    with pytest.raises(OSError, match="no regular file"):
+        read_text(Path("/dev/zero"), 4)
+
+
+def hidden(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_what_kills_leave_is_removed_and_what_they_kept_from_its_place_is_put_back(
+    tmp_path: Path,
+) -> None:
+    older, newest = two(tmp_path)
+    folder = newest.parent
+    newest.rename(folder / ".step-00000004.old")  # killed between two renames
+    (folder / ".step-00000004.part").mkdir()
+    (folder / ".step-00000003.old").mkdir()
+    (folder / ".step-00000002.old").mkdir()  # killed while it was removed
+    (folder / ".step-00000002.old/rng.safetensors").touch()
+    (folder / ".step-00000001.part").symlink_to(older)
+    (folder / ".notes").touch()
+    before = hidden(tmp_path)
+    found = find_checkpoint("auto", tmp_path, 0, ALONE)
+    assert found.checkpoint is not None and found.checkpoint.step == 4
+    assert hidden(tmp_path) == before, "looking changes nothing"
+    tidy(tmp_path)
+    assert hidden(tmp_path) == [".notes", older.name, newest.name]
+    assert complaint_about(newest) is None and complaint_about(older) is None
+
+
+def test_one_that_cannot_be_replaced_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "step-00000003")
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.endswith(".part"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(AnygaugeError, match="Earlier checkpoints are untouched"):
+        write(folder)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert complaint_about(folder) is None
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_all_files_have_the_mode_that_files_get(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        folder = write(tmp_path / "step-00000003")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
