@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from anygauge.cli.failed_start import clear, took_no_step
+from anygauge.cli.failed_start import LOCK, clear, took_no_step
 from anygauge.interface import AnygaugeError
 from anygauge.interface.job import START
 

@@ -6,6 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from anygauge.interface import RunFileError
+from anygauge.strategies.facts import check_section
 
 if TYPE_CHECKING:
     from anygauge.config.schema import StrategySection
@@ -41,17 +42,14 @@ def create_strategy(section: StrategySection, world_size: int) -> Strategy:
 
     Raises:
         RunFileError: there is none of that name, or it does not take the options given.
+        UnsupportedError: it cannot run with the options given.
     """
     check_name(section.name, world_size)
+    check_section(section)
     if section.name == "zero":
         from anygauge.strategies.zero import Zero
 
         return Zero(section.stage, section.options, section.gather)
     from anygauge.strategies.single import Single
 
-    if section.options:
-        raise RunFileError(
-            f"strategy.options: {section.name!r} has none, but got "
-            f"{', '.join(section.options)}; remove them"
-        )
     return Single()

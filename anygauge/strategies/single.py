@@ -24,6 +24,7 @@ from anygauge.strategies.base import (
     torch_dtype,
     trained_parameters,
 )
+from anygauge.strategies.facts import FACTS
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.regions import compile_regions
 from anygauge.strategies.state import (
@@ -160,9 +161,9 @@ class SingleEngine:
 class Single:
     """One process, one device, the whole model."""
 
-    needs: Sequence[Requirement] = ()
+    needs: Sequence[Requirement] = FACTS["single"].needs
     needs_process_group = False
-    updates_whole = FULL
+    updates_whole = FACTS["single"].updates_whole
 
     def settings(
         self,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.precision import Precision
-from anygauge.interface import HOST_DEVICE, Backend, Level, Phase, Requirement, Setting, Support
+from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting, Support
 from anygauge.strategies.base import (
     BuildContext,
     DeviceBatch,
@@ -27,6 +27,7 @@ from anygauge.strategies.base import (
     torch_dtype,
     trained_parameters,
 )
+from anygauge.strategies.facts import FACTS
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.regions import compile_regions
 from anygauge.strategies.state import Counters, TrainedState
@@ -145,14 +146,9 @@ class ZeroEngine:
 class Zero:
     """DeepSpeed over all ranks."""
 
-    needs: Sequence[Requirement] = (
-        Requirement(capability="zero", because="strategy.name is zero"),
-        Requirement(capability="collectives", because="ZeRO shards over ranks"),
-    )
+    needs: Sequence[Requirement] = FACTS["zero"].needs
     needs_process_group = True
-    updates_whole = Support(
-        Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
-    )
+    updates_whole = FACTS["zero"].updates_whole
 
     def __init__(self, stage: int, options: Mapping[str, Any], gather: str = "layer") -> None:
         """Args: gather: what stage 3 gathers at a time: a ``layer`` or a ``module``."""

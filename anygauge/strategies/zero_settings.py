@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from anygauge.config.precision import Precision
-from anygauge.interface import Backend, Setting, UnsupportedError
+from anygauge.interface import Backend, Setting
 from anygauge.strategies.base import trained_parameters
+from anygauge.strategies.facts import check_stage_types
 from anygauge.strategies.materialise import decoder_layers
 
 ENGINE = "deepspeed"
@@ -88,12 +89,7 @@ def zero_settings(
     elif precision.compute == "float16":
         add("fp16.enabled", True, "precision.compute; the loss is scaled dynamically")
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    if stage == 0 and precision.reduce != precision.compute:
-        raise UnsupportedError(
-            f"strategy zero, stage 0: DeepSpeed accumulates gradients in the compute type "
-            f"({precision.compute}) there, not in {precision.reduce}. Set precision.reduce: "
-            "compute, or strategy.stage: 1 or higher."
-        )
+    check_stage_types(stage, precision)
     add("data_types.grad_accum_dtype", short[precision.reduce], "precision.reduce")
     if stage > 0:
         add("communication_data_type", short[precision.reduce], "precision.reduce")

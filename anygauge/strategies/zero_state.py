@@ -57,8 +57,7 @@ class ZeroState:
         if getattr(self._optimizer, "swap_optimizer", False):
             return Support(
                 Level.NOT_WRITTEN_YET,
-                "the optimizer's state is on NVMe (strategy.options.offload_optimizer); offload it "
-                "to the host's memory instead",
+                "the optimizer's state is on NVMe, from where it is not put together",
             )
         return FULL
 

@@ -1,0 +1,110 @@
+"""What is known of each strategy before torch is imported: what it needs, and what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from anygauge.interface import FULL, Level, Requirement, RunFileError, Support, UnsupportedError
+
+if TYPE_CHECKING:
+    from anygauge.config.precision import Precision
+    from anygauge.config.schema import StrategySection
+    from anygauge.interface import Backend
+
+OFFLOADS: dict[str, object] = {"offload_optimizer": "none", "cpu_offload": False}
+"""Fields of DeepSpeed's zero_optimization that move the optimizer off the device -> what switches
+each off, as its value or as its ``device``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyFacts:
+    """A strategy as a dry run knows it.
+
+    Attributes:
+        needs: what it asks of a device.
+        updates_whole: see `Strategy`.
+    """
+
+    needs: Sequence[Requirement] = ()
+    updates_whole: Support = FULL
+
+
+FACTS = {
+    "single": StrategyFacts(),
+    "zero": StrategyFacts(
+        needs=(
+            Requirement(capability="zero", because="strategy.name is zero"),
+            Requirement(capability="collectives", because="ZeRO shards over ranks"),
+        ),
+        updates_whole=Support(
+            Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
+        ),
+    ),
+}
+
+
+def check_needs(backend: Backend, needs: Sequence[Requirement]) -> None:
+    """Refuse a device that lacks what a strategy needs.
+
+    Raises:
+        UnsupportedError: quotes the capability's reason.
+    """
+    for need in needs:
+        support = backend.support(need.capability)
+        if not support:
+            raise UnsupportedError(
+                f"backend {backend.name!r} lacks {need.capability!r}, needed because "
+                f"{need.because}: {support}"
+            )
+
+
+def check_section(section: StrategySection) -> None:
+    """Refuse options that the strategy does not take, or cannot run with.
+
+    Raises:
+        RunFileError: it takes no options.
+        UnsupportedError: the options move the optimizer off the device.
+    """
+    if section.name != "zero":
+        if section.options:
+            raise RunFileError(
+                f"strategy.options: {section.name!r} has none, but got "
+                f"{', '.join(section.options)}; remove them"
+            )
+        return
+    for name, value in section.options.items():
+        if name in OFFLOADS and not _is_off(value, OFFLOADS[name]):
+            raise UnsupportedError(
+                f"strategy.options.{name}: anygauge cannot train with an offloaded optimizer yet: "
+                "DeepSpeed takes only an optimizer of its own there, and the field that permits "
+                "another (zero_force_ds_cpu_optimizer) is outside of zero_optimization, which is "
+                "all that strategy.options reaches. Leave it out; to save memory on the device, "
+                "shard over more ranks or train an adapter"
+            )
+
+
+def _is_off(value: Any, off: object) -> bool:
+    device = value.get("device", off) if isinstance(value, dict) else value
+    return device is None or device == off
+
+
+def check_types(section: StrategySection, precision: Precision) -> None:
+    """Refuse types of numbers that the strategy does not combine.
+
+    Raises:
+        UnsupportedError: DeepSpeed has no such combination of stage and types.
+    """
+    if section.name == "zero":
+        check_stage_types(section.stage, precision)
+
+
+def check_stage_types(stage: int, precision: Precision) -> None:
+    """The same for one stage of `zero`."""
+    if stage == 0 and precision.reduce != precision.compute:
+        raise UnsupportedError(
+            f"strategy zero, stage 0: DeepSpeed accumulates gradients in the compute type "
+            f"({precision.compute}) there, not in {precision.reduce}. Set precision.reduce: "
+            "compute, or strategy.stage: 1 or higher."
+        )

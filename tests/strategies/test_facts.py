@@ -1,0 +1,58 @@
+"""What is refused of a strategy before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from anygauge.config.schema import StrategySection
+from anygauge.interface import Level, RunFileError, Support, UnsupportedError
+from anygauge.strategies.facts import FACTS, check_needs, check_section
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}},
+        {"cpu_offload": True},
+    ],
+)
+def test_an_offloaded_optimizer_is_refused_with_the_reason(options: dict[str, Any]) -> None:
+    section = StrategySection(options=options)
+    with pytest.raises(UnsupportedError, match="an optimizer of its own.*Leave it out"):
+        check_section(section)
+
+
+def test_options_that_move_no_optimizer_pass() -> None:
+    for options in (
+        {},
+        {"offload_optimizer": {"device": "none"}},
+        {"offload_optimizer": None},
+        {"cpu_offload": False},
+        {"reduce_bucket_size": 1000},
+    ):
+        check_section(StrategySection(options=options))
+
+
+def test_options_of_a_strategy_that_has_none() -> None:
+    with pytest.raises(RunFileError, match="'single' has none, but got stage3"):
+        check_section(StrategySection(name="single", options={"stage3": 1}))
+
+
+def test_a_device_that_lacks_what_zero_needs_is_named_with_the_reason() -> None:
+    backend: Any = SimpleNamespace(
+        name="toy", support=lambda capability: Support(Level.NOT_WRITTEN_YET, "one card only")
+    )
+    with pytest.raises(UnsupportedError, match="'toy' lacks 'zero', needed because.*one card only"):
+        check_needs(backend, FACTS["zero"].needs)
+    check_needs(backend, FACTS["single"].needs)
+
+
+def test_this_needs_no_torch() -> None:
+    code = "import sys; import anygauge.strategies.facts; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
