@@ -35,7 +35,7 @@ def data(
 ) -> None:
     """Show what a run's data becomes: counts, lengths, padding, and which tokens are learned."""
     from anygauge.config import check_paths, load_run_file
-    from anygauge.data import TokenizedRows, accumulation, peek, prepare
+    from anygauge.data import TokenizedRows, accumulation, advice, peek, prepare
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
     from anygauge.registry import Registry
@@ -63,6 +63,8 @@ def data(
     if prepared.eval is not None:
         _show_counts(console, section, prepared.eval, "eval")
     _show_lengths(console, trained)
+    if short := advice(trained, section):
+        console.print(f"  {short}", style="yellow", markup=False)
     _show_padding(console, run, trained, _layout(run, tokenizer, shapes))
     for index in _spread(len(trained), rows):
         tokens = trained.tokens(index)

@@ -59,7 +59,7 @@ def show(intent: Intent) -> None:
 def _show_plan(console: Console, intent: Intent) -> None:
     """What the launcher would do, and how far it was proven."""
     # The token by which agents know each other is drawn at submission.
-    plan = rendered(replace(intent, job=replace(intent.job, token="")))
+    plan = rendered(replace(intent, job=replace(intent.job, id="", token="")))
     spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
     console.print("\n[bold]Processes[/bold]")
     about = describe(spec)

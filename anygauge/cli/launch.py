@@ -87,7 +87,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
         raise AnygaugeError(f"--render: {folder} is there already, and not an empty folder")
     run = intent.run
     shown = {n: HIDDEN if is_secret(n) else v for n, v in run.environment.items()}
-    job = dataclasses.replace(intent.job, token="", environment=shown)
+    job = dataclasses.replace(intent.job, id="", token="", environment=shown)
     spec = intent.registry.find_launcher(run.launch.launcher).spec
     plan = rendered(dataclasses.replace(intent, job=job))
     home = Path(job.run_directory)

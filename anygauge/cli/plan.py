@@ -116,6 +116,7 @@ def read_intent(
         collective_timeout_s=run.launch.collective_timeout_s,
         stop_grace_s=run.checkpoint.grace_s,
         working_directory="" if launcher.apart else str(Path.cwd()),
+        id=secrets.token_hex(8),
         token=secrets.token_hex(16),
         max_restarts=run.launch.max_restarts,
         port=run.launch.port,

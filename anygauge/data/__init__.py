@@ -4,7 +4,7 @@ from anygauge.data.batches import Batches, Layout, Schedule, accumulation
 from anygauge.data.collate import IGNORED, MicroBatch
 from anygauge.data.encode import Counts, Encoded, RowEncoder
 from anygauge.data.files import Record
-from anygauge.data.prepare import Prepared, described, peek, prepare, training_batches
+from anygauge.data.prepare import Prepared, advice, described, peek, prepare, training_batches
 from anygauge.data.readers import first_records
 from anygauge.data.row_batches import EvaluationBatches, RowBatches
 from anygauge.data.rows import TokenizedRows
@@ -27,6 +27,7 @@ __all__ = [
     "StreamedRows",
     "TokenizedRows",
     "accumulation",
+    "advice",
     "described",
     "first_records",
     "peek",

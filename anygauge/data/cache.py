@@ -56,7 +56,7 @@ class Entry:
         folder: where its files are.
         facts: what the builder said about it.
         built: when, in local time: ``2026-11-20 13:05:11``.
-        found: whether it was there before.
+        found: whether it was there before this run.
     """
 
     folder: Path
@@ -80,11 +80,19 @@ class Cache:
     Args:
         folder: None keeps nothing.
         say: takes a line for the user, where an entry was damaged.
+        run: what tells the start of a run from others: what one of its processes builds, none of
+            them takes for found. Empty: only this object's own entries are new.
     """
 
-    def __init__(self, folder: Path | None, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        say: Callable[[str], None] = lambda text: None,
+        run: str = "",
+    ) -> None:
         self._kept = folder is not None
         self._say = say
+        self._run = run
         try:
             if folder is None:
                 self.folder = Path(tempfile.mkdtemp(prefix="anygauge-rows-"))
@@ -119,23 +127,37 @@ class Cache:
         home = self.folder / kind
         place = home / key
         try:
-            found = _read(place)
+            found = self._read(place)
             if found is not None:
                 return found
             home.mkdir(parents=True, exist_ok=True)
             with _locked(home / f"{key}.lock"):
-                found = _read(place)
+                found = self._read(place)
                 if found is not None:
                     return found
                 if place.exists():
                     self._say(f"cache: {place} is damaged and is built anew")
                 self._build(place, build)
-                found = _read(place, found=False)
+                found = self._read(place, built=True)
         except OSError as error:
             raise _unusable(self.folder if self._kept else None, error) from None
         if found is None:
             raise DataError(f"{place} was damaged while it was built; is something cleaning there?")
         return found
+
+    def _read(self, place: Path, *, built: bool = False) -> Entry | None:
+        """The entry in a folder, if it is whole."""
+        manifest = _json(place / MANIFEST)
+        if manifest is None or manifest.get("format") != _FORMAT:
+            return None
+        for name, size in manifest["files"].items():
+            try:
+                if (place / name).stat().st_size != size:
+                    return None
+            except FileNotFoundError:
+                return None
+        own = built or bool(self._run and manifest.get("run") == self._run)
+        return Entry(folder=place, facts=manifest["facts"], built=manifest["built"], found=not own)
 
     def _build(self, place: Path, build: Callable[[Path], Mapping[str, Any]]) -> None:
         # The lock is ours, so what other builders of this entry left behind belongs to nobody.
@@ -148,6 +170,7 @@ class Cache:
             manifest = {
                 "format": _FORMAT,
                 "built": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "run": self._run,
                 "files": sizes,
                 "facts": dict(facts),
             }
@@ -237,20 +260,6 @@ def unreadable(path: str, error: OSError) -> DataError:
 def _identity(file: Path) -> list[int]:
     stat = file.stat()
     return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-def _read(place: Path, *, found: bool = True) -> Entry | None:
-    """The entry in a folder, if it is whole."""
-    manifest = _json(place / MANIFEST)
-    if manifest is None or manifest.get("format") != _FORMAT:
-        return None
-    for name, size in manifest["files"].items():
-        try:
-            if (place / name).stat().st_size != size:
-                return None
-        except FileNotFoundError:
-            return None
-    return Entry(folder=place, facts=manifest["facts"], built=manifest["built"], found=found)
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -23,8 +25,12 @@ from anygauge.interface import ModelError, RunFileError
 
 __all__ = ["Counts", "Encoded", "RowEncoder", "told_form"]
 
-_VERSION = 1
-"""Counts up when the same rows become other tokens or masks, so that none are read from a cache."""
+_VERSION = 2
+"""Counts up when the same rows become other tokens, masks or counts, so that none are read from a
+cache."""
+
+_STEP = 64
+"""Lengths of long rows are counted in steps of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +65,8 @@ class Counts:
         truncated: rows that lost their end.
         tokens: tokens of all sequences.
         supervised_tokens: those that are learned.
+        beyond: rows longer than the maximum length, truncated and dropped ones: (whole length,
+            rounded up; rows of it), rising.
     """
 
     rows: int = 0
@@ -69,11 +77,30 @@ class Counts:
     truncated: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
+    beyond: tuple[tuple[int, int], ...] = ()
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
-        )
+        sums = {
+            one.name: getattr(self, one.name) + getattr(other, one.name)
+            for one in fields(self)
+            if one.name != "beyond"
+        }
+        long = Counter(dict(self.beyond))
+        long.update(dict(other.beyond))
+        return Counts(**sums, beyond=tuple(sorted(long.items())))
+
+    def length_for(self, share: float) -> int | None:
+        """The maximum length that would hold a share of the rows; None where this one does."""
+        total = self.used + self.dropped_long
+        wanted = math.ceil(share * total)
+        held = total - sum(rows for _, rows in self.beyond)
+        if held >= wanted:
+            return None
+        for length, rows in self.beyond:
+            held += rows
+            if held >= wanted:
+                return length
+        return None
 
     def __str__(self) -> str:
         parts = [f"{self.used} of {self.rows} rows"]
@@ -210,6 +237,7 @@ class _Batch:
         self.max_length, self.too_long = data.max_length, data.too_long
         self.sequences: list[Encoded] = []
         self.used = self.dropped_empty = self.dropped_long = self.truncated = 0
+        self.beyond: Counter[int] = Counter()
 
     def add(self, record: int, ids: NDArray[np.int32], learned: NDArray[np.bool_]) -> None:
         learned[:1] = False
@@ -217,6 +245,8 @@ class _Batch:
             self.dropped_empty += 1
             return
         is_long = len(ids) > self.max_length
+        if is_long:
+            self.beyond[-(-len(ids) // _STEP) * _STEP] += 1
         if is_long and (self.too_long == "drop" or not learned[: self.max_length].any()):
             self.dropped_long += 1
             return
@@ -245,6 +275,7 @@ class _Batch:
             truncated=self.truncated,
             tokens=sum(len(one.ids) for one in self.sequences),
             supervised_tokens=sum(int(one.learned.sum()) for one in self.sequences),
+            beyond=tuple(sorted(self.beyond.items())),
         )
 
 

@@ -59,6 +59,36 @@ def described(rows: TokenizedRows | StreamedRows) -> str:
     return str(rows.report)
 
 
+HELD_SHARE = 0.95
+"""Of the rows: where `data.max_length` holds fewer, that is worth a line."""
+
+
+def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
+    """What to say where `data.max_length` cuts more than a few rows; None where it does not.
+
+    Of streamed rows nothing is known before they are read.
+    """
+    if not isinstance(rows, TokenizedRows):
+        return None
+    counts = rows.report
+    length = counts.length_for(HELD_SHARE)
+    if length is None:
+        return None
+    became = [
+        f"{number:,} {what}"
+        for number, what in (
+            (counts.truncated, "lost their end"),
+            (counts.dropped_long, "left out"),
+        )
+        if number
+    ]
+    return (
+        f"data.max_length {data.max_length} is too short for "
+        f"{counts.truncated + counts.dropped_long:,} of {counts.rows:,} rows "
+        f"({', '.join(became)}); {length:,} would hold {HELD_SHARE:.0%} of them"
+    )
+
+
 def peek(data: DataSection) -> None:
     """Read the first rows only, so that a wrong column is told before anything is started.
 
@@ -81,6 +111,7 @@ def prepare(
     *,
     environ: Mapping[str, str] | None = None,
     say: Say = lambda text: None,
+    run: str = "",
 ) -> Prepared:
     """Read and tokenise all rows, or take them from the cache; with streaming, open the sources.
 
@@ -92,21 +123,23 @@ def prepare(
         seed: decides which rows are held out.
         environ: variables that name the cache's folder; left out: those of the process.
         say: takes lines for the user: progress, and damage in the cache.
+        run: what tells this start of a run from others; see `Cache`.
 
     Raises:
         DataError: a source or row cannot be used, or no row is left.
         RunFileError: settings that do not go together.
         ModelError: the tokenizer cannot be used.
     """
-    with Cache(cache_folder(data.cache, os.environ if environ is None else environ), say) as cache:
+    folder = cache_folder(data.cache, os.environ if environ is None else environ)
+    with Cache(folder, say, run) as cache:
         train = _Preparer(data, "train", tokenizer, seed, cache, say)
+        part: _Part = "kept" if data.eval_fraction else "all"
+        rows = train.stream() if data.streaming else train.rows(part)
         held_out = None
         if data.eval is not None:
             held_out = _Preparer(data, "eval", tokenizer, seed, cache, say).rows("all")
         elif data.eval_fraction:
             held_out = train.rows("held out")
-        part: _Part = "kept" if data.eval_fraction else "all"
-        rows = train.stream() if data.streaming else train.rows(part)
     return Prepared(train=rows, eval=held_out)
 
 
@@ -182,11 +215,11 @@ class _Preparer:
             entry = self._cache.entry("rows", key, write)
             piece = open_piece(entry, source_name(source))
             if not len(piece) and part != "held out":
-                raise self._nothing_left(piece)
+                raise self._nothing_left(piece, part)
             pieces.append(piece)
             built.append(entry.built if entry.found else None)
         if not any(map(len, pieces)):
-            raise self._nothing_left(pieces[0])
+            raise self._nothing_left(pieces[0], part)
         known = [when for when in built if when is not None]
         return TokenizedRows(pieces, min(known) if len(known) == len(built) else None)
 
@@ -216,7 +249,7 @@ class _Preparer:
                     indices = split.held_out[numbers] if part == "held out" else split.kept(numbers)
                     encoded, counts = encoder.encode(reader.records(indices))
                     writer.add(encoded, counts, reader.places(indices))
-                return writer.facts(reader.mark)
+                return writer.facts(reader.mark, len(reader))
 
         return write
 
@@ -230,7 +263,7 @@ class _Preparer:
                 done = min(start + _CHUNK, count)
                 self._say(f"tokenising {name}: {done:,} of {count:,} rows")
 
-    def _nothing_left(self, piece: Piece) -> DataError:
+    def _nothing_left(self, piece: Piece, part: _Part) -> DataError:
         counts: Counts = piece.counts
         causes = []
         if counts.dropped_long:
@@ -240,10 +273,15 @@ class _Preparer:
             )
         if counts.dropped_empty:
             causes.append(f"{counts.dropped_empty} with nothing to learn (is it the right column?)")
-        return DataError(
-            f"none of the {counts.rows} rows of {piece.origin.format('...')} is left to use: "
-            f"{'; '.join(causes)}"
-        )
+        name = piece.origin.format("...")
+        which = {
+            "all": f"none of the {piece.records} rows of {name}",
+            "kept": f"none of {counts.rows} of the {piece.records} rows of {name} (the others are "
+            f"held out by data.eval_fraction {self._fraction:g})",
+            "held out": f"none of the {counts.rows} rows that data.eval_fraction "
+            f"{self._fraction:g} holds out of the {piece.records} rows of {name}",
+        }
+        return DataError(f"{which[part]} is left to use: {'; '.join(causes)}")
 
 
 def _fields(which: Literal["train", "eval"], data: DataSection) -> list[tuple[str, SourceSection]]:

@@ -50,6 +50,7 @@ class Piece:
         origin: how a place is written: ``data.jsonl:{}``.
         fingerprint: hexadecimal digest of ids, learned and starts.
         counts: what became of the records.
+        records: of the whole source, those included that another part of it has.
     """
 
     ids: NDArray[np.int32]
@@ -61,6 +62,7 @@ class Piece:
     origin: str
     fingerprint: str
     counts: Counts
+    records: int
 
     def __len__(self) -> int:
         return len(self.supervised)
@@ -109,11 +111,16 @@ class PieceWriter:
         self._append("parts", [each.part for each in encoded])
         self._tokens = int(ends[-1])
 
-    def facts(self, mark: str) -> dict[str, Any]:
-        """For the entry's manifest. `mark`: how a place is written behind the source's name."""
+    def facts(self, mark: str, records: int) -> dict[str, Any]:
+        """For the entry's manifest.
+
+        Args:
+            mark: how a place is written behind the source's name.
+            records: of the whole source.
+        """
         digests = [digest.hexdigest() for digest in self._digests.values()]
         counts = {name: getattr(self._counts, name) for name in Counts.__dataclass_fields__}
-        return {"mark": mark, "fingerprint": key_of(*digests), "counts": counts}
+        return {"mark": mark, "fingerprint": key_of(*digests), "counts": counts, "records": records}
 
     def _append(self, name: str, values: Any) -> None:
         # Native byte order: a cache belongs to one sort of machine.
@@ -125,12 +132,14 @@ class PieceWriter:
 
 def open_piece(entry: Entry, name: str) -> Piece:
     """The sequences that an entry holds. `name`: of the source, as origins show it."""
+    counts = entry.facts["counts"]
     arrays: dict[str, Any] = {key: entry.array(key, dtype) for key, dtype in _ARRAYS.items()}
     return Piece(
         **arrays,
         origin=name.replace("{", "{{").replace("}", "}}") + entry.facts["mark"],
         fingerprint=entry.facts["fingerprint"],
-        counts=Counts(**entry.facts["counts"]),
+        counts=Counts(**{**counts, "beyond": tuple((n, rows) for n, rows in counts["beyond"])}),
+        records=entry.facts["records"],
     )
 
 

@@ -32,6 +32,7 @@ class Job:
             ``tcp://host:port``. Those of several meet where the agents agree.
         working_directory: absolute path that relative ones in the run file start from; every node
             sees it. Empty: that of the agent.
+        id: tells this start of the run from others, in what they share: the cache of rows.
         token: by which the agents and the ranks of a job know each other; a secret.
         max_restarts: how often the ranks are started again after a failure.
         port: where the head's agent listens for the others.
@@ -64,6 +65,7 @@ class Job:
     stop_grace_s: float = 60.0
     working_directory: str = ""
     resume: bool = False
+    id: str = ""
     token: str = ""
     max_restarts: int = 0
     port: int = 29400

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,60 +17,7 @@ from anygauge.models.files import WeightFiles, match_names
 from anygauge.models.fused_lora import LoraKernel, fuse_lora
 from anygauge.models.fused_loss import LogitsRule, LossKernel, fuse_loss, logits_rule
 from anygauge.models.kernels import NormKernel, refuse_uncalled, replace_norms
-
-FILE_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.py", "*.model"]
-
-
-def local_folder(section: ModelSection) -> Path:
-    """The folder of the model's files; fetches them from the hub where `name` is no folder.
-
-    Raises:
-        ModelError: there is no such folder or hub model.
-    """
-    assert section.name is not None
-    folder = Path(section.name)
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or section.name.startswith("."):
-        raise ModelError(f"model.name: no such folder: {folder}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(section.name, revision=section.revision, allow_patterns=FILE_PATTERNS)
-        )
-    except Exception as error:
-        raise ModelError(
-            f"model.name: {section.name!r} is neither a folder here nor a model that the hub "
-            f"would give: {str(error).splitlines()[0]}. Check the name, your network and, for a "
-            "gated model, HF_TOKEN"
-        ) from error
-
-
-def load_config(section: ModelSection) -> Any:
-    """The architecture's configuration, as transformers has it.
-
-    Raises:
-        ModelError: the configuration cannot be read or made.
-    """
-    from transformers import AutoConfig
-
-    try:
-        if section.config is not None:
-            fields = dict(section.config)
-            return AutoConfig.for_model(fields.pop("model_type"), **fields)
-        assert section.name is not None
-        here = Path(section.name)
-        if here.is_absolute() and not here.is_dir():
-            raise ModelError(f"model.name: no such folder: {here}")
-        return AutoConfig.from_pretrained(
-            section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
-    except ModelError:
-        raise
-    except Exception as error:
-        field = "model.config" if section.config is not None else "model.name"
-        raise ModelError(f"{field}: {str(error).splitlines()[0]}") from error
+from anygauge.models.source import load_config, local_folder
 
 
 class CausalModelFactory:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, cast
 
 from anygauge.interface import HOST_DEVICE, ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -18,22 +19,28 @@ SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 class WeightFiles:
     """The tensors of a model folder, by name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, look_inside: bool = True) -> None:
         """Find the files; reads only names.
+
+        Args:
+            look_inside: a single file's tensors are listed; otherwise it stands under "".
 
         Raises:
             ModelError: the folder holds no weights that can be read.
         """
         self.folder = folder
         self._open_files: dict[str, Any] = {}
+        self._look_inside = look_inside
         self._file_of = self._index()
 
     def _index(self) -> Mapping[str, str]:
         for single in SINGLE_FILES:
             index = self.folder / f"{single}.index.json"
             if index.is_file():
-                return dict(json.loads(index.read_text())["weight_map"])
+                return _weight_map(index)
             if (self.folder / single).is_file():
+                if not self._look_inside:
+                    return {"": single}
                 return dict.fromkeys(self._names_in(single), single)
         raise ModelError(
             f"{self.folder} holds no weights: looked for {', '.join(SINGLE_FILES)} and their "
@@ -53,6 +60,8 @@ class WeightFiles:
 
                     handle: Any = safe_open(path, framework="pt", device=HOST_DEVICE)
                 else:
+                    import torch
+
                     handle = torch.load(
                         path, map_location=HOST_DEVICE, mmap=True, weights_only=True
                     )
@@ -64,6 +73,11 @@ class WeightFiles:
             self._open_files[file] = handle
         return self._open_files[file]
 
+    @property
+    def index(self) -> Mapping[str, str]:
+        """Tensor name -> name of its file in the folder."""
+        return self._file_of
+
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
         return frozenset(self._file_of)
@@ -72,8 +86,78 @@ class WeightFiles:
         """One tensor, on the host, in the type it has on disk."""
         handle = self._handle(self._file_of[name])
         tensor = handle[name] if isinstance(handle, Mapping) else handle.get_tensor(name)
-        assert isinstance(tensor, Tensor)
-        return tensor
+        return cast("Tensor", tensor)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return {str(k): str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{index} is no index of weights ({type(error).__name__}: {error}); fetch it again"
+        ) from None
+
+
+def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Read what weights a folder says that it has, and refuse files that cannot be whole.
+
+    Reads headers alone, without torch.
+
+    Returns:
+        Tensor name -> shape; None where PyTorch's own files do not tell without being loaded.
+
+    Raises:
+        ModelError: there are no weights, the index does not fit, or a file was cut.
+    """
+    file_of = WeightFiles(folder, look_inside=False).index
+    missing = sorted({file for file in file_of.values() if not (folder / file).is_file()})
+    if missing:
+        raise ModelError(
+            f"{folder}: {len(missing)} of the files that its index names are missing, first "
+            f"{missing[0]}; fetch the model again"
+        )
+    if not all(file.endswith(".safetensors") for file in file_of.values()):
+        return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in dict.fromkeys(file_of.values()):
+        shapes |= _header(folder / file)
+    absent = sorted(name for name in file_of if name and name not in shapes)
+    if absent:
+        raise ModelError(
+            f"{folder}: its index names {len(absent)} tensors that its files do not have, first "
+            f"{absent[0]!r} in {file_of[absent[0]]}; fetch the model again"
+        )
+    return shapes
+
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+
+
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a safetensors file; its layout is in the library's README, "Format"."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= _LONGEST_HEADER:
+                raise ValueError(f"its header would have {length:,} bytes")
+            fields = dict(json.loads(file.read(length)))
+            fields.pop("__metadata__", None)
+            shapes = {name: tuple(map(int, one["shape"])) for name, one in fields.items()}
+            end = (
+                8
+                + length
+                + max((int(one["data_offsets"][1]) for one in fields.values()), default=0)
+            )
+            there = path.stat().st_size
+            if there != end:
+                raise ValueError(f"it has {there:,} bytes, its header speaks of {end:,}")
+    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise ModelError(
+            f"{path} cannot be read as weights ({error}); is it whole? Compare its size "
+            "with the original's, or fetch it again"
+        ) from None
+    return shapes
 
 
 def match_names(model: torch.nn.Module, files: WeightFiles) -> dict[str, str]:

@@ -11,7 +11,8 @@ import torch
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.adapter import load_adapter
-from anygauge.models.factory import dtype_name, local_folder
+from anygauge.models.factory import dtype_name
+from anygauge.models.source import local_folder
 
 
 def load_for_inference(

@@ -143,7 +143,8 @@ def untie(model: Any) -> bool:
 
 def stored_dtype(section: ModelSection) -> torch.dtype:
     """The type that the base's weights have on disk, as its configuration says."""
-    from anygauge.models.factory import dtype_name, load_config
+    from anygauge.models.factory import dtype_name
+    from anygauge.models.source import load_config
 
     dtype = getattr(load_config(section), dtype_name(), None) or torch.float32
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype

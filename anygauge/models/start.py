@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
 from anygauge.models.targets import Factors
@@ -155,6 +153,7 @@ def fill(adapted: Any, folder: Path, adapter_name: str) -> None:
     Raises:
         ModelError: names or shapes are not those of this model's adapter, or a value is no number.
     """
+    import torch
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 

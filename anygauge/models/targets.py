@@ -6,12 +6,13 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ALL_LINEAR = "all-linear"
 
@@ -26,6 +27,7 @@ class Factors:
 
 def adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Layers that can carry an adapter, by whole name: linear ones and embeddings."""
+    from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     kinds = (nn.Linear, nn.Embedding, Conv1D)
@@ -84,6 +86,32 @@ def matching_layers(model: Any, targets: str | list[str], field: str) -> list[st
     return [name for name in layers if name in found]
 
 
+def surely_match(section: AdapterSection, shapes: Mapping[str, tuple[int, ...]] | None) -> bool:
+    """Whether the targets name layers of a model, as far as its tensors tell; needs no torch.
+
+    False means that only the built model can tell, by `planned_layers`.
+
+    Args:
+        shapes: tensor name -> shape; None where they are not known.
+    """
+    if section.start_from is not None or section.groups:
+        return False
+    if section.targets == ALL_LINEAR:
+        return True
+    if shapes is None or not section.targets:
+        return False
+    suffix = ".weight"
+    layers = [
+        n.removesuffix(suffix) for n, s in shapes.items() if n.endswith(suffix) and len(s) == 2
+    ]
+    if isinstance(section.targets, str):
+        return False  # an expression matches the model's names, which may have another prefix
+    return all(
+        target == ALL_LINEAR or any(_ends_with(name, target) for name in layers)
+        for target in section.targets
+    )
+
+
 def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
@@ -106,6 +134,8 @@ def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str)
 
 
 def _all_linear(model: Any, layers: Mapping[str, nn.Module]) -> list[str]:
+    from torch import nn
+
     getter = getattr(model, "get_output_embeddings", None)
     output = getter() if getter is not None else None
     return [

@@ -15,6 +15,7 @@ from anygauge.models.kernels import (
     takes_kernels,
 )
 from anygauge.registry import REFERENCE, KernelChoice, Registry
+from anygauge.training.kernels import check_attention
 
 ATTENTION = "attention"
 
@@ -58,11 +59,7 @@ def choose_attention(
     """
     asked = run.model.attention
     if asked != "auto":
-        if ATTENTION in run.kernels:
-            raise UnsupportedError(
-                f"model.attention is {asked!r} and kernels.attention is "
-                f"{run.kernels[ATTENTION]!r}: one of them must be left out"
-            )
+        check_attention(run)
         kernels.pop(ATTENTION, None)
         return AttentionChoice(name=asked, why="asked for by name", masks_of=asked)
     kernel = registry.load_kernel(kernels, ATTENTION)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import Backend, ShapeKind, Support, UnsupportedError
-from anygauge.models.fused_loss import LossKernel
 from anygauge.registry import REFERENCE, KernelChoice, Registry
-from anygauge.strategies.base import ClipFunction, Strategy
-from anygauge.training.optimizer import AdamW
+
+if TYPE_CHECKING:
+    from anygauge.models.fused_loss import LossKernel
+    from anygauge.strategies.base import ClipFunction, Strategy
+    from anygauge.strategies.facts import StrategyFacts
+    from anygauge.training.optimizer import AdamW
 
 UPDATES = ("adamw", "clip_grad_norm")
 """Operations of an update, which a strategy may leave to its engine."""
@@ -23,15 +25,16 @@ CALLED = {"attention", "rms_norm", LORA, LOSS, *UPDATES}
 
 
 def kernels_of_run(
-    run: RunFile, backend: Backend, registry: Registry, strategy: Strategy
+    run: RunFile, backend: Backend, registry: Registry, strategy: Strategy | StrategyFacts
 ) -> dict[str, KernelChoice]:
     """The kernel of each operation that the run calls, itself or through another kernel.
 
     Raises:
-        UnsupportedError: the run file asks for one that nothing would call.
+        UnsupportedError: the run file asks for one that nothing would call, or for two attentions.
         AnygaugeError: a kernel that is asked for does not exist or cannot run; see
             `Registry.resolve_kernels`.
     """
+    check_attention(run)
     chosen = registry.resolve_kernels(backend, run.kernels, packing=run.data.packing)
     for operation in (*UPDATES, LORA):
         if operation not in chosen:
@@ -62,7 +65,20 @@ def kernels_of_run(
     return {op: choice for op, choice in chosen.items() if op in CALLED | used}
 
 
-def _unused(run: RunFile, strategy: Strategy, operation: str) -> str:
+def check_attention(run: RunFile) -> None:
+    """Refuse an attention that is named twice.
+
+    Raises:
+        UnsupportedError: names both.
+    """
+    if run.model.attention != "auto" and "attention" in run.kernels:
+        raise UnsupportedError(
+            f"model.attention is {run.model.attention!r} and kernels.attention is "
+            f"{run.kernels['attention']!r}: one of them must be left out"
+        )
+
+
+def _unused(run: RunFile, strategy: Strategy | StrategyFacts, operation: str) -> str:
     if operation == LORA:
         return "" if run.adapter is not None else "there is no adapter"
     if not strategy.updates_whole:
@@ -78,6 +94,8 @@ def load_update_kernels(
     registry: Registry, kernels: Mapping[str, KernelChoice]
 ) -> tuple[AdamW | None, ClipFunction]:
     """AdamW by a kernel, or None for torch's; and clipping, by a kernel or by torch."""
+    from torch import nn
+
     adamw, clip = (registry.load_kernel(kernels, name) for name in UPDATES)
     return adamw, clip or nn.utils.clip_grad_norm_
 

@@ -17,6 +17,7 @@ from anygauge.data import (
     Layout,
     MicroBatch,
     Prepared,
+    advice,
     described,
     prepare,
     training_batches,
@@ -24,17 +25,17 @@ from anygauge.data import (
 from anygauge.interface import (
     Backend,
     Job,
-    ModelError,
     UnsupportedError,
 )
 from anygauge.interface.events import EventWriter
 from anygauge.interface.start import put_in_place, settled
 from anygauge.models.export import save_adapter
-from anygauge.models.factory import CausalModelFactory, load_config
+from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import PLAIN, model_inputs
 from anygauge.models.loss import summed_loss
 from anygauge.models.masks import MaskPlan, plan_masks
+from anygauge.models.source import check_positions, load_config
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
 from anygauge.strategies.base import (
@@ -45,6 +46,7 @@ from anygauge.strategies.base import (
     torch_dtype,
     trained_parameters,
 )
+from anygauge.strategies.facts import check_needs
 from anygauge.strategies.state import ResumedFactory
 from anygauge.training.attention import choose_attention
 from anygauge.training.checkpoints.files import Checkpoint
@@ -119,13 +121,7 @@ def open_device(job: Job, rank: Rank, registry: Registry, strategy: Strategy) ->
         UnsupportedError: the strategy needs what the device lacks.
     """
     backend = registry.create_backend(job.backend, job.backend_options)
-    for need in strategy.needs:
-        support = backend.support(need.capability)
-        if not support:
-            raise UnsupportedError(
-                f"backend {backend.name!r} lacks {need.capability!r}, needed because "
-                f"{need.because}: {support}"
-            )
+    check_needs(backend, strategy.needs)
     device = backend.open(rank.local)
     if strategy.needs_process_group:
         backend.collectives.open(
@@ -205,18 +201,15 @@ def prepare_run(
         lora=registry.load_kernel(kernels, LORA),
     )
     check_vocabulary(factory.config, tokenizer)
-    positions = getattr(factory.config, "max_position_embeddings", None)
-    if positions and run.data.max_length > positions:
-        raise ModelError(
-            f"data.max_length is {run.data.max_length}, but the model was made for {positions} "
-            f"positions; set it to at most {positions}"
-        )
+    check_positions(factory.config, run.data.max_length)
     packed = PLAIN
     if run.data.packing:
         packed = plan_masks(factory.config, attention.masks_of, run.data.max_length)
     # Any rank may be the one that tokenises, so each says for itself how far it has come.
-    data = prepare(run.data, tokenizer, run.train.seed, say=rank.events.message)
+    data = prepare(run.data, tokenizer, run.train.seed, say=rank.events.message, run=job.id)
     rank.say(f"data: {data.report}")
+    if short := advice(data.train, run.data):
+        rank.warn(short)
     layout = Layout(
         micro_batch=run.train.sequences_at_once(rank.world_size),
         max_length=run.data.max_length,

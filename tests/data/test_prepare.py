@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from anygauge.config.schema import DataSection
-from anygauge.data import described, peek, prepare
+from anygauge.data import advice, described, peek, prepare
 from anygauge.interface import DataError
 
 
@@ -175,3 +175,51 @@ def test_masks_and_places_survive_the_files(source, tokenizer, tmp_path):
         assert np.array_equal(found[0].learned(index), found[1].learned(index))
         assert found[1].row(index).dtype == np.int32
         assert found[1].learned(index).dtype == np.bool_
+
+
+def test_what_a_process_of_this_run_has_built_is_not_from_the_cache(source, tokenizer, tmp_path):
+    """One rank tokenises, the others find its entry: whoever reports, the run made it."""
+    data = section(source(rows("a", "b")), tmp_path / "cache")
+    first = prepare(data, tokenizer, seed=0, run="one").train
+    beside = prepare(data, tokenizer, seed=0, run="one").train
+    another = prepare(data, tokenizer, seed=0, run="two").train
+    assert described(beside) == described(first) == str(first.report)
+    assert "(from the cache of " in described(another)
+
+
+def test_rows_of_a_part_are_counted_with_those_of_the_file(source, tokenizer):
+    bad = [{"prompt": "x " * 99, "completion": "y"}] * 40
+    with pytest.raises(DataError, match=r"none of 38 of the 40 rows of"):
+        prepare(section(source(bad), eval_fraction=0.05), tokenizer, seed=0)
+    good = rows(*"abcdefghijklmnopqrstuvwxyz")
+    one = source([*good, *bad[:14]])
+    for seed in range(60):  # until only bad rows are held out
+        try:
+            prepare(section(one, eval_fraction=0.05), tokenizer, seed=seed)
+        except DataError as error:
+            assert "none of the 2 rows that data.eval_fraction 0.05 holds out of the 40" in str(
+                error
+            )
+            return
+    raise AssertionError("no seed held out two bad rows")
+
+
+def test_a_length_that_cuts_many_rows_is_told_with_one_that_would_hold_them(source, tokenizer):
+    long, longer = "x " * 40, "x " * 200
+    given = [{"prompt": "a", "completion": "b"}] * 10
+    given += [{"prompt": "a", "completion": long}] * 5 + [{"prompt": longer, "completion": "b"}] * 5
+    data = section(source(given))
+    found = prepare(data, tokenizer, seed=0).train
+    assert (found.report.truncated, found.report.dropped_long) == (5, 5)
+    held = found.report.length_for(0.95)
+    text = advice(found, data)
+    assert text == (
+        "data.max_length 32 is too short for 10 of 20 rows (5 lost their end, 5 left out); "
+        f"{held:,} would hold 95% of them"
+    )
+    whole = data.model_copy(update={"max_length": held})
+    enough = prepare(whole, tokenizer, seed=0).train
+    assert advice(enough, whole) is None
+    assert enough.report.truncated + enough.report.dropped_long == 0
+    again = prepare(section(source(given), cache="off"), tokenizer, seed=0).train
+    assert again.report == found.report

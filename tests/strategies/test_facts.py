@@ -24,7 +24,7 @@ from anygauge.strategies.facts import FACTS, check_needs, check_section
 )
 def test_an_offloaded_optimizer_is_refused_with_the_reason(options: dict[str, Any]) -> None:
     section = StrategySection(options=options)
-    with pytest.raises(UnsupportedError, match="an optimizer of its own.*Leave it out"):
+    with pytest.raises(UnsupportedError, match=r"an optimizer of its own.*Leave it out"):
         check_section(section)
 
 
@@ -48,7 +48,7 @@ def test_a_device_that_lacks_what_zero_needs_is_named_with_the_reason() -> None:
     backend: Any = SimpleNamespace(
         name="toy", support=lambda capability: Support(Level.NOT_WRITTEN_YET, "one card only")
     )
-    with pytest.raises(UnsupportedError, match="'toy' lacks 'zero', needed because.*one card only"):
+    with pytest.raises(UnsupportedError, match=r"'toy' lacks 'zero', needed because.*one card only"):
         check_needs(backend, FACTS["zero"].needs)
     check_needs(backend, FACTS["single"].needs)
 
