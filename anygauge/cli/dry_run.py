@@ -7,20 +7,32 @@ import shlex
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from anygauge.agent.supervisor import rank_numbers
-from anygauge.cli.env import environment_table, rank_environments
+from anygauge.cli.env import environment_table, rank_environments, shown_ranks
 from anygauge.cli.launchers import describe
 from anygauge.cli.plan import Intent, rendered
-from anygauge.interface import ABILITIES, AnygaugeError, Backend, NotAvailableError
+from anygauge.cli.preflight import preflight
+from anygauge.interface import ABILITIES, Backend, NotAvailableError, Setting
 from anygauge.registry import KernelChoice
+
+if TYPE_CHECKING:
+    from anygauge.training.preflight import Findings
+
+
+SHOWN_PROCESSES = 32
 
 
 def show(intent: Intent) -> None:
-    """Print the run; writes nothing, starts nothing, opens no device."""
+    """Check and print the run; starts nothing, opens no device, writes to the cache of rows alone.
+
+    Raises:
+        AnygaugeError: what the run's ranks would refuse.
+    """
+    found = preflight(intent, engine=True)
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     job, run = intent.job, intent.run
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold", markup=False)
@@ -32,12 +44,22 @@ def show(intent: Intent) -> None:
     for name, reason in intent.selection.rejected:
         console.print(f"  not {name}: {reason}", markup=False)
     apart = intent.registry.find_launcher(run.launch.launcher).spec.elsewhere
+    if not apart and not intent.selection.probe.available:
+        console.print(
+            f"  ranks cannot start on this machine: {intent.selection.probe.reason}",
+            style="yellow",
+            markup=False,
+        )
+    _show_checks(console, found)
     console.print("\n[bold]Environment[/bold] of each rank, decided before torch is imported")
     if apart:
         console.print("  as it would be here; the job's machines decide for themselves")
+    ranks = shown_ranks(job.devices_per_node)
+    if len(ranks) < job.devices_per_node:
+        console.print(f"  of ranks 0 to {ranks[-2]} and {ranks[-1]} of a machine")
     console.print(environment_table(rank_environments(intent)))
     console.print("\n[bold]Engine configuration[/bold]")
-    _show_engine(console, intent)
+    _show_engine(console, intent, found)
     backend = intent.registry.create_backend(intent.selection, run.backend_options)
     _show_kernels(console, intent, backend)
     _show_plan(console, intent)
@@ -71,11 +93,13 @@ def _show_plan(console: Console, intent: Intent) -> None:
         # Such a job has no secrets by value.
         if spec.apart and Path(file.path).name not in ("job.json", "variables.json"):
             console.print(f"{textwrap.indent(file.text.rstrip(), '    | ')}", markup=False)
-    for process in plan.processes:
+    for process in plan.processes[:SHOWN_PROCESSES]:
         where = process.host or "this machine"
         which = f"{where}:" if spec.apart else f"node {process.node_rank} on {where}:"
         console.print(f"  {which}", markup=False)
         console.print(f"    {shlex.join(process.argv)}", markup=False)
+    if len(plan.processes) > SHOWN_PROCESSES:
+        console.print(f"  ... {len(plan.processes):,} in all")
     for note in plan.notes:
         console.print(f"  note: {note}", style="yellow", markup=False)
     for name, argv in plan.operations.items():
@@ -99,72 +123,38 @@ def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
 
 
 def kernels_of(intent: Intent, backend: Backend) -> dict[str, KernelChoice]:
-    """The kernels that ranks would run; without torch, also those that an engine may replace."""
-    try:
-        from anygauge.strategies import create_strategy
-        from anygauge.training.kernels import kernels_of_run
-    except ImportError:
-        return intent.registry.resolve_kernels(backend, intent.run.kernels)
-    strategy = create_strategy(intent.run.strategy, intent.job.world_size)
-    return kernels_of_run(intent.run, backend, intent.registry, strategy)
+    """The kernels that ranks would run, those included that an engine may replace."""
+    from anygauge.strategies.facts import FACTS
+    from anygauge.training.kernels import kernels_of_run
+
+    return kernels_of_run(intent.run, backend, intent.registry, FACTS[intent.run.strategy.name])
 
 
-def _show_engine(console: Console, intent: Intent) -> None:
-    try:
-        settings, note = engine_settings(intent)
-    except ImportError as error:
-        console.print(f"  not shown: {error.name} is not installed here", markup=False)
-        return
-    for setting in settings:
+def _show_checks(console: Console, found: Findings) -> None:
+    console.print("\n[bold]Checks[/bold] before ranks start")
+    if found.data:
+        console.print(f"  data: {found.data}", markup=False)
+    if found.advice:
+        console.print(f"  {found.advice}", style="yellow", markup=False)
+    for note in found.notes:
+        console.print(f"  note: {note}", style="yellow", markup=False)
+    if not found.notes:
+        console.print("  model, tokenizer and rows are sound as far as they tell without a device")
+
+
+def _show_engine(console: Console, intent: Intent, found: Findings) -> None:
+    for setting in found.settings or ():
         console.print(f"  {setting.name} = {json.dumps(setting.value)}", markup=False)
         console.print(f"      {setting.reason} ({setting.source})", style="dim", markup=False)
-    if not settings:
+    if found.settings is not None and not found.settings:
         console.print(f"  {intent.job.strategy} has none")
-    if note:
-        console.print(f"  {note}", markup=False)
+    if found.engine_note:
+        console.print(f"  {found.engine_note}", markup=False)
 
 
-def engine_settings(intent: Intent) -> tuple[list[Any], str]:
-    """The engine's settings with the model's sizes in them, and a note on what is not known.
+def engine_settings(intent: Intent) -> tuple[list[Setting], str]:
+    """The engine's settings with the model's sizes in them, and a note on what is not known."""
+    from anygauge.cli.preflight import preflight
 
-    Raises:
-        ImportError: torch or transformers is missing, as on a login node.
-    """
-    from anygauge.config.precision import resolve_precision
-    from anygauge.models.factory import CausalModelFactory
-    from anygauge.models.quiet import quiet_libraries
-    from anygauge.strategies import create_strategy
-    from anygauge.strategies.base import torch_dtype
-
-    quiet_libraries()
-    run = intent.run
-    backend = intent.registry.create_backend(intent.selection, run.backend_options)
-    precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
-    strategy = create_strategy(run.strategy, intent.job.world_size)
-    note = (
-        f"precision.compute is auto: {precision.compute} unless the opened device says otherwise"
-        if run.precision.compute == "auto"
-        else ""
-    )
-    skeleton = None
-    try:
-        factory = CausalModelFactory(
-            run.model,
-            run.adapter,
-            attention="eager",
-            dtype=torch_dtype(precision.compute),
-            seed=run.train.seed,
-            gradient_checkpointing=run.train.gradient_checkpointing,
-        )
-        skeleton = factory.adapt(factory.skeleton())
-    except AnygaugeError as error:
-        note += f"\n  settings that depend on the model's sizes are left out: {error}"
-    settings = strategy.settings(
-        backend,
-        precision,
-        skeleton=skeleton,
-        micro_batch=run.train.sequences_at_once(intent.job.world_size),
-        max_norm=run.train.clip,
-        recomputes=run.train.gradient_checkpointing,
-    )
-    return list(settings), note.strip()
+    found = preflight(intent, engine=True)
+    return list(found.settings or ()), found.engine_note

@@ -197,11 +197,20 @@ def _job(
     return registry, job
 
 
+SHOWN_RANKS = 16
+"""Of a machine with more, the first so many and the last are shown."""
+
+
+def shown_ranks(devices: int) -> list[int]:
+    """The local ranks of a machine that a table has room for."""
+    return [*range(min(devices, SHOWN_RANKS)), *([devices - 1] if devices > SHOWN_RANKS else [])]
+
+
 def rank_environments(intent: Intent) -> dict[int, list[ResolvedSetting]]:
-    """Local rank -> its settings, for every rank of this machine."""
+    """Local rank -> its settings, for the `shown_ranks` of this machine."""
     return {
         rank: _resolve(intent.registry, intent.job, rank)
-        for rank in range(intent.job.devices_per_node)
+        for rank in shown_ranks(intent.job.devices_per_node)
     }
 
 

@@ -90,6 +90,7 @@ def read_intent(
         check_paths(loaded)
         peek(run.data)
     ranks = run.launch.nodes * run.launch.devices
+    refuse_too_many(run.launch.nodes, run.launch.devices)
     check_name(run.strategy.name, ranks)
     elsewhere = launcher.elsewhere
     if elsewhere and run.backend == "auto":
@@ -134,6 +135,24 @@ def read_intent(
         backend_options=run.backend_options,
     )
     return Intent(loaded=loaded, registry=registry, selection=selection, job=job)
+
+
+MOST_RANKS = 16_384
+"""No job is known that comes near; a number beyond is a slip, and would be worked out for long."""
+
+
+def refuse_too_many(nodes: int, devices: int) -> None:
+    """Refuse numbers of ranks that nobody has.
+
+    Raises:
+        RunFileError: names what was asked for.
+    """
+    if nodes * devices > MOST_RANKS:
+        raise RunFileError(
+            f"launch: --devices {devices:,} on --nodes {nodes:,} are {nodes * devices:,} ranks; at "
+            f"most {MOST_RANKS:,} are started. Give the devices of one machine in launch.devices "
+            "(--devices), and the machines in launch.nodes (--nodes)"
+        )
 
 
 def profile_of(backend: Backend, run: Any) -> LaunchProfile:

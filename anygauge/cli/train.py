@@ -68,6 +68,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     import shutil
     from dataclasses import replace
 
+    from anygauge.cli.preflight import preflight
     from anygauge.cli.resume import finished_before
     from anygauge.cli.run_folder import LAUNCHED, claimed, goes_on, made_ready
     from anygauge.cli.terminal import deferred, follow
@@ -96,6 +97,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
         intent = replace(intent, job=job)
     plan = rendered(intent)
+    preflight(intent, quiet=quiet)
     chosen = run.model_copy(update={"backend": job.backend})
     secret = any(is_secret(name) for name in run.environment)
     unused = not folder.exists() or not any(folder.iterdir())

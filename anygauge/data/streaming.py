@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ _SAMPLE = 512
 _BLOCK_SEQUENCES = 256
 _FILL = 0.98
 _KEPT_STEPS = 4
-_COUNTED = tuple(field.name for field in fields(Counts))
+_COUNTED = tuple(field.name for field in fields(Counts) if field.type == "int")
 
 
 class _Ahead(Generic[Work]):
@@ -142,7 +142,8 @@ class StreamedBatches(OrderedBatches):
         if index not in self._steps:
             mine = self._ahead.get(index)
             sums = self._sum([float(getattr(mine.counts, name)) for name in _COUNTED])
-            counts = Counts(**dict(zip(_COUNTED, map(round, sums), strict=True)))
+            counted: dict[str, Any] = dict(zip(_COUNTED, map(round, sums), strict=True))
+            counts = Counts(**counted)
             if not counts.supervised_tokens:
                 raise _nothing_to_learn(index, self.global_origins(index))
             self._rows.counts += counts

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import ModelError, Support, UnsupportedError
 from anygauge.models.adapter import add_adapter, borrowed_parameters
-from anygauge.models.files import WeightFiles, match_names
+from anygauge.models.files import WeightFiles, check_shape, match_names
 from anygauge.models.fused_lora import LoraKernel, fuse_lora
 from anygauge.models.fused_loss import LogitsRule, LossKernel, fuse_loss, logits_rule
 from anygauge.models.kernels import NormKernel, refuse_uncalled, replace_norms
@@ -111,11 +111,7 @@ class CausalModelFactory:
         for name in names:
             tensor = self._files.read(self._names[prefix + name])
             expected = module.get_parameter(name).shape
-            if tensor.shape != expected:
-                raise ModelError(
-                    f"{self._files.folder}: tensor {prefix + name} has shape "
-                    f"{tuple(tensor.shape)}, but config.json makes it {tuple(expected)}"
-                )
+            check_shape(self._files.folder, prefix + name, tuple(tensor.shape), tuple(expected))
             found[name] = tensor
         return found
 

@@ -160,6 +160,18 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_shape(folder: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Refuse a tensor that does not have its parameter's shape.
+
+    Raises:
+        ModelError: names both shapes.
+    """
+    if found != expected:
+        raise ModelError(
+            f"{folder}: tensor {name} has shape {found}, but config.json makes it {expected}"
+        )
+
+
 def match_names(model: torch.nn.Module, files: WeightFiles) -> dict[str, str]:
     """Parameter name -> tensor name in the files.
 

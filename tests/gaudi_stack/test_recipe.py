@@ -22,6 +22,7 @@ from anygauge.cli.plan import Intent, read_intent
 from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site
 from tests.helpers.runs import FIXTURES, anygauge
+from tests.helpers.tokenizer import make_tokenizer
 
 pytestmark = needs_optimum_habana
 
@@ -79,6 +80,8 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Rows of the repository and the sizes of the model: neither hub can be reached by a test."""
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text(json.dumps(LLAMA_70B), encoding="utf-8")
+    make_tokenizer(model)
+    (model / "pytorch_model.bin").touch()  # weights that only ranks would open
     return [f"data.train.path={FIXTURES / 'alpaca.json'}", f"model.name={model}"]
 
 

@@ -1,0 +1,160 @@
+"""A run and its dry run refuse alike, before anything is written or started."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from anygauge.cli import preflight
+from anygauge.cli import run as command
+from anygauge.cli.plan import read_intent
+from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileError, UnsupportedError
+from anygauge.training.preflight import Question
+from tests.helpers.runs import TINY, run_file
+
+QUESTION = Question(run={}, backend="cpu", world_size=1)
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], []], ids=["dry run", "run"])
+def test_a_run_and_its_dry_run_refuse_alike_and_leave_no_folder(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(TINY))
+    path = run_file(tmp_path, model={"name": str(tmp_path / "model")})
+    with pytest.raises(ModelError, match="holds no weights"):
+        command(["train", str(path), *options])
+    assert not (tmp_path / "out").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_rows_are_read_before_a_run_has_a_folder(tmp_path: Path) -> None:
+    path = run_file(tmp_path, data={"max_length": 4, "too_long": "drop"})
+    with pytest.raises(DataError, match="none of the 40 rows of"):
+        command(["train", str(path)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_are_refused_without_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "subprocess", None)
+    path = run_file(tmp_path, strategy={"options": {"offload_optimizer": {"device": "cpu"}}})
+    for options in (["--dry-run"], []):
+        with pytest.raises(UnsupportedError, match="offloaded optimizer"):
+            command(["train", str(path), *options])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    targets = {"targets": ["q_proj"], "rank": 4}
+    path = run_file(tmp_path, data={"max_length": 36}, adapter=targets)
+    assert command(["train", str(path), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert " of 40 rows; " in out and "(from the cache of " not in out
+    assert "data.max_length 36 is too short for " in out and "would hold 95% of them" in out
+    assert "zero_optimization.stage3_param_persistence_threshold = " in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_that_is_not_here_is_told_by_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anygauge.cli import dry_run
+    from anygauge.training.preflight import Findings
+
+    monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
+    name = "hpu"
+    if Path("/sys/module/habanalabs").exists():
+        pytest.skip("this machine has Gaudi's driver")
+    assert command(["train", str(run_file(tmp_path)), "--dry-run", "--backend", name]) == 0
+    assert capsys.readouterr().out.count("ranks cannot start on this machine: ") == 1
+
+
+def test_no_model_is_fetched_for_a_check(tmp_path: Path) -> None:
+    path = run_file(tmp_path, model={"name": "nobody/no-such-model"})
+    found = preflight.preflight(read_intent(path, [], {}, need_device=False))
+    assert "nobody/no-such-model is neither a folder here" in found.notes[0]
+
+
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a shell script in the place of the process that checks."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(preflight, "sys", SimpleNamespace(executable=str(program)))
+
+
+def test_a_check_that_hangs_is_ended_and_its_part_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = json.dumps({"event": "part", "name": "data"})
+    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'; exec sleep 120")
+    monkeypatch.setitem(preflight.LIMITS_S, "data", 0.2)
+    with pytest.raises(AnygaugeError, match=r"at its data for 0 s without a sign.*'data' section"):
+        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+
+
+def test_a_check_that_is_killed_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(tmp_path, monkeypatch, "echo memory allocation failed >&2; kill -ABRT $$")
+    with pytest.raises(AnygaugeError, match=r"signal 6, SIGABRT: memory allocation failed"):
+        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+
+
+def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = json.dumps({"event": "unchecked", "message": "transformers is not installed here"})
+    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'")
+    found = preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+    assert found.notes == [
+        "model and rows are checked by the ranks alone: transformers is not installed here"
+    ]
+
+
+def test_the_class_of_a_refusal_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (ModelError, RunFileError):
+        event = json.dumps({"event": "refused", "error": error.__name__, "message": "no"})
+        stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'")
+        with pytest.raises(error, match="no"):
+            preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+
+
+DEVICES: list[tuple[list[Any], str]] = [
+    (["--devices", 1_000_000_000], "--devices 1,000,000,000"),
+    (["--devices", 8, "--nodes", 4096], "32,768 ranks"),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), DEVICES, ids=str)
+def test_more_ranks_than_there_can_be(options: list[Any], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFileError) as error:
+        command(["train", str(run_file(tmp_path)), "--dry-run", *map(str, options)])
+    assert expected in str(error.value) and "16,384" in str(error.value)
+    assert "global_batch" not in str(error.value)
+
+
+def test_a_dry_run_of_many_ranks_works_out_few_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anygauge.cli import dry_run, env
+    from anygauge.training.preflight import Findings
+
+    asked: list[int] = []
+    resolve = env._resolve
+    monkeypatch.setattr(env, "_resolve", lambda *a: (asked.append(a[2]), resolve(*a))[1])
+    monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
+    path = run_file(
+        tmp_path, train={"global_batch": 8192}, model={"config": TINY, "tokenizer": "t"}
+    )
+    (tmp_path / "t").mkdir()
+    assert command(["train", str(path), "--dry-run", "--devices", "4096"]) == 0
+    assert len(asked) <= 17 and asked[-1] == 4095
+    assert "ranks 0 to 15 and 4095" in capsys.readouterr().out

@@ -1,0 +1,343 @@
+"""What is refused before ranks start, each by the function that finds it; no process is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+from anygauge.config import load_run_file
+from anygauge.data import described, prepare
+from anygauge.interface import (
+    AnygaugeError,
+    DataError,
+    ModelError,
+    PluginError,
+    RunFileError,
+    UnsupportedError,
+)
+from anygauge.models.files import check_weights
+from anygauge.models.targets import surely_match
+from anygauge.models.tokenizer import load_tokenizer
+from anygauge.registry import Registry
+from anygauge.training.preflight import Findings, Question, check_run, check_settings
+from tests.helpers.runs import TINY, run_file
+from tests.helpers.tokenizer import make_tokenizer
+
+HIDDEN, INNER = 32, 64
+
+
+def llama_weights() -> dict[str, Any]:
+    """Tensors of a model of the sizes of TINY, with one layer."""
+    shapes = {
+        "model.embed_tokens.weight": (512, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (512, HIDDEN),
+    }
+    layer = {
+        **{f"self_attn.{n}_proj": (HIDDEN, HIDDEN) for n in "qo"},
+        **{f"self_attn.{n}_proj": (HIDDEN // 2, HIDDEN) for n in "kv"},
+        **{f"mlp.{n}_proj": (INNER, HIDDEN) for n in ("gate", "up")},
+        "mlp.down_proj": (HIDDEN, INNER),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    shapes |= {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    return {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def sound_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": 1}))
+    save_file(llama_weights(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def folder(sound_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound_folder, tmp_path / "model"))
+
+
+def checked(path: Path, **changes: Any) -> Findings:
+    run = load_run_file(path).run
+    question = Question(
+        run=run.model_dump(mode="json", exclude_unset=True), backend="cpu", world_size=1
+    )
+    return check_run(replace(question, **changes), run)
+
+
+def of_folder(tmp_path: Path, folder: Path, **changes: Any) -> Path:
+    return run_file(tmp_path, model={"name": str(folder)}, **changes)
+
+
+def test_a_sound_model_folder_and_its_rows(tmp_path: Path, folder: Path) -> None:
+    found = checked(of_folder(tmp_path, folder, adapter={"targets": ["q_proj", "v_proj"]}))
+    assert (found.notes, found.advice) == ([], "")
+    assert found.data.startswith("40 of 40 rows; ")
+
+
+def test_rows_are_tokenised_once_and_ranks_say_that_this_run_did_it(tmp_path: Path) -> None:
+    path = run_file(tmp_path)
+    first = checked(path, id="this")
+    run = load_run_file(path).run
+    tokenizer = load_tokenizer(run.model)
+
+    def of_rank(which: str) -> str:
+        return described(prepare(run.data, tokenizer, run.train.seed, run=which).train)
+
+    assert of_rank("this") == first.data
+    assert of_rank("the next").startswith(f"{first.data} (from the cache of ")
+    assert "(from the cache of " in checked(path, id="a third").data
+
+
+SIZES: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": -4}, "-4"),
+    ({"hidden_size": "many"}, "many"),
+    ({"vocab_size": 0}, "vocab_size is 0; it must be a whole number from 1"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ({"model_type": "lama"}, "lama"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), SIZES, ids=str)
+def test_configurations_that_cannot_be(
+    change: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    path = run_file(tmp_path, model={"config": {**TINY, **change}, "tokenizer": str(tokenizer)})
+    with pytest.raises(ModelError, match=expected) as error:
+        checked(path)
+    assert str(error.value).startswith("model.config: ")
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path, folder: Path) -> None:
+    for file in folder.glob("token*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer could be loaded from .*Give a folder"):
+        checked(of_folder(tmp_path, folder))
+
+
+def test_a_folder_without_weights(tmp_path: Path, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        checked(of_folder(tmp_path, folder))
+
+
+def cut(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+
+
+def lose_a_shard(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def misname(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.wieght": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def no_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def page(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("<html>not found</html>")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (cut, "it has 5,000 bytes, its header speaks of"),
+        (lose_a_shard, "missing, first model-00001-of-00002.safetensors"),
+        (misname, "names 1 tensors that its files do not have, first 'model.norm.wieght'"),
+        (no_index, "no index of weights"),
+        (page, "cannot be read as weights"),
+    ],
+)
+def test_weights_that_are_not_whole(damage: Any, expected: str, folder: Path) -> None:
+    damage(folder)
+    with pytest.raises(ModelError, match=expected):
+        check_weights(folder)
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    with pytest.raises(ModelError, match="the model only 100 rows in its embedding"):
+        checked(of_folder(tmp_path, folder))
+
+
+def test_rows_longer_than_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"max_length is 300.*set it to at most 256"):
+        checked(run_file(tmp_path, data={"max_length": 300}))
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["q_porj"], "no layer is called 'q_porj'; did you mean 'q_proj'.*down_proj"),
+        ("model.*q_porj", "matches no layer.*layers here: down_proj"),
+        (["input_layernorm"], "is a LlamaRMSNorm"),
+    ],
+)
+def test_targets_that_match_nothing(
+    targets: Any, expected: str, tmp_path: Path, folder: Path
+) -> None:
+    with pytest.raises(ModelError, match=expected):
+        checked(of_folder(tmp_path, folder, adapter={"targets": targets}))
+
+
+def test_only_targets_that_weights_do_not_show_need_the_model(tmp_path: Path, folder: Path) -> None:
+    """Building it takes seconds of imports; the usual run does without."""
+    shapes = check_weights(folder)
+
+    def sure(**changes: Any) -> bool:
+        run = load_run_file(of_folder(tmp_path, folder, adapter=changes)).run
+        assert run.adapter is not None
+        return surely_match(run.adapter, shapes)
+
+    assert sure() and sure(targets=["q_proj", "embed_tokens"])
+    assert sure(targets=["all-linear", "lm_head"])
+    assert not sure(targets=["q_porj"]) and not sure(targets=[".*q_proj"])
+    assert not sure(targets=["norm"]), "one dimension is no layer for an adapter"
+    assert not sure(groups=[{"targets": ["q_proj"], "rank": 2}])
+
+
+def test_weights_of_another_architecture(tmp_path: Path, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    path = of_folder(tmp_path, folder, adapter={"targets": ".*q_proj"})
+    with pytest.raises(ModelError, match="parameters have no tensor of that name"):
+        checked(path)
+
+
+def test_an_adapter_to_start_from_that_is_none(tmp_path: Path) -> None:
+    path = run_file(tmp_path, adapter={"start_from": str(tmp_path)})
+    text = yaml.safe_load(path.read_text())
+    del text["adapter"]["rank"]
+    path.write_text(yaml.safe_dump(text))
+    with pytest.raises(ModelError, match=r"is no adapter folder: adapter_config.json"):
+        checked(path)
+
+
+def chats(tmp_path: Path) -> dict[str, Any]:
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    rows = tmp_path / "chats.jsonl"
+    rows.write_text(f"{json.dumps({'messages': turns})}\n" * 8)
+    return {"train": {"path": str(rows)}}
+
+
+def test_chats_without_a_template(tmp_path: Path) -> None:
+    path = run_file(tmp_path, data=chats(tmp_path))
+    with pytest.raises(ModelError, match=r"no chat template.*data.chat_template"):
+        checked(path)
+
+
+def test_a_template_of_the_tokenizer_that_is_not_valid(tmp_path: Path) -> None:
+    path = run_file(tmp_path, data=chats(tmp_path))
+    settings = tmp_path / "tokenizer/tokenizer_config.json"
+    fields = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**fields, "chat_template": "{% for turn in %}"}))
+    with pytest.raises(RunFileError, match="the tokenizer's chat template, line 1: not a valid"):
+        checked(path)
+
+
+def test_rows_that_are_all_too_long_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none of the 40 rows of .*too long for data.max_length 4"):
+        checked(run_file(tmp_path, data={"max_length": 4, "too_long": "drop"}))
+    rows = tmp_path / "empty.jsonl"
+    rows.write_text('{"prompt": "a", "completion": ""}\n' * 8)
+    with pytest.raises(DataError, match="8 with nothing to learn"):
+        checked(run_file(tmp_path, data={"train": {"path": str(rows)}}))
+
+
+def test_what_machines_without_these_files_find_out_themselves(tmp_path: Path) -> None:
+    model = {"name": "/there/model"}
+    path = run_file(tmp_path, model=model, data={"train": {"path": "/there/rows.jsonl"}})
+    found = checked(path, has_files=False)
+    assert "/there/model is not on this machine" in found.notes[0]
+    assert found.notes[1].startswith("tokenizer and rows are checked by the ranks")
+    with pytest.raises(ModelError, match="no such folder: /there/model"):
+        checked(path)
+    tokenizer = str(tmp_path / "tokenizer")
+    path = run_file(tmp_path, model={**model, "tokenizer": tokenizer})
+    assert "the rows are read by the ranks" in checked(path, has_files=False).notes[-1]
+    wrong = {"config": {**TINY, "vocab_size": 99}, "tokenizer": tokenizer}
+    with pytest.raises(ModelError, match="the model only 99 rows"):
+        checked(run_file(tmp_path, model=wrong), has_files=False)
+
+
+def test_a_model_of_the_hub_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*_: Any) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    found = checked(run_file(tmp_path, model={"name": "nobody/no-such-model"}))
+    assert "neither a folder here nor in this machine's copies of the hub" in found.notes[0]
+    assert len(found.notes) == 2 and not found.data
+
+
+SETTINGS: list[tuple[dict[str, Any], type[AnygaugeError], str]] = [
+    ({"kernels": {"rms_norm": "nope"}}, PluginError, "'nope'.*valid names"),
+    ({"kernels": {"softmacks": "x"}}, PluginError, "no operation 'softmacks'"),
+    (
+        {"kernels": {"attention": "reference"}, "model": {"attention": "eager"}},
+        UnsupportedError,
+        "one of them must be left out",
+    ),
+    ({"strategy": {"options": {"cpu_offload": True}}}, UnsupportedError, "offloaded optimizer"),
+    ({"strategy": {"name": "single", "options": {"a": 1}}}, RunFileError, "has none, but got a"),
+    (
+        {"strategy": {"stage": 0}, "precision": {"compute": "bfloat16"}},
+        UnsupportedError,
+        "Set precision.reduce",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "expected"), SETTINGS, ids=str)
+def test_settings_that_ranks_would_refuse(
+    changes: dict[str, Any], error: type[AnygaugeError], expected: str, tmp_path: Path
+) -> None:
+    model = {"config": TINY, "tokenizer": str(tmp_path), **changes.pop("model", {})}
+    run = load_run_file(run_file(tmp_path, model=model, **changes)).run
+    registry = Registry.load()
+    backend = registry.create_backend("cpu", {})
+    with pytest.raises(error, match=expected):
+        check_settings(run, backend, registry, ranks_run_here=True)
+
+
+def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
+    """torch, and what the model library imports with it, would be most of the cost."""
+    run = load_run_file(run_file(tmp_path)).run
+    question = Question(
+        run=run.model_dump(mode="json", exclude_unset=True), backend="cpu", world_size=1
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "anygauge.training.preflight"],
+        input=json.dumps(asdict(question)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["event"] == "checked" and last["data"].startswith("40 of 40 rows")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "transformers" in imported
+    assert not imported & {"torch", "peft", "accelerate", "deepspeed", "datasets"}
