@@ -12,6 +12,11 @@ from anygauge.cli.origin import MODEL_HELP, model_origin, question_ids
 from anygauge.cli.plan import BackendOption
 from anygauge.interface import ModelError
 
+EMPTY = (
+    "the answer is empty: the model ended at once. It may expect the prompt in another form "
+    "(--raw), or need more training; --temperature above 0 takes other tokens"
+)
+
 
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
@@ -39,7 +44,7 @@ def generate(
     ] = None,
     backend: BackendOption = None,
 ) -> None:
-    """Let a model answer; prints the answer alone."""
+    """Let a model answer; prints the answer alone, and a line of its own where that is empty."""
     if prompt is None:
         prompt = sys.stdin.read().rstrip("\n")
     origin = model_origin(model, adapter, tokenizer)
@@ -70,7 +75,7 @@ def generate(
             attention=opened.attention,
         )
         check_vocabulary(loaded.config, loaded_tokenizer)
-        answer(
+        text = answer(
             loaded,
             loaded_tokenizer,
             ids,
@@ -80,3 +85,5 @@ def generate(
             show=lambda piece: print(piece, end="", flush=True),
         )
         print()
+    if not text.strip():
+        print(EMPTY, file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from anygauge.interface import ModelError
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection
+
+SHOWN = 8
 
 MODEL_HELP = "A run directory, a model folder, or a hub name."
 
@@ -33,14 +36,17 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     """Tell a run directory from a model.
 
     Raises:
-        ModelError: a run directory without a result.
+        ModelError: a run directory without a result, or neither a folder nor a model of the hub.
     """
     from anygauge.config.schema import ModelSection
 
     folder = Path(model)
     if not (folder / "run.yaml").is_file():
-        if model.startswith(("/", ".", "~")) and not folder.is_dir():
-            raise ModelError(f"no such folder: {model}")
+        if not folder.is_dir():
+            _refuse_no_folder(model, folder)
+            from anygauge.models.source import ask_hub
+
+            ask_hub(model)
         section = ModelSection(name=model, tokenizer=tokenizer)
         return ModelOrigin(section=section, adapter=adapter, data=None)
     from anygauge.config import load_run_file
@@ -57,6 +63,29 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
         raise ModelError(f"{folder} holds no adapter: did the run end? See {folder}/logs")
     section = run.model.model_copy(update={"tokenizer": tokenizer or run.model.tokenizer})
     return ModelOrigin(section=section, adapter=adapter or own, data=run.data)
+
+
+def _refuse_no_folder(model: str, folder: Path) -> None:
+    """Answer at once where a path is meant; a name such as ``owner/name`` may be on the hub.
+
+    Raises:
+        ModelError: names what is there instead.
+    """
+    named = folder.expanduser()
+    in_a_folder = len(folder.parts) > 1 and named.parent.is_dir()
+    if not (model.startswith(("/", ".", "~")) or len(folder.parts) > 2 or in_a_folder):
+        return
+    what = "a file, not a folder" if named.is_file() else "no such folder"
+    there = (
+        sorted(one.name for one in named.parent.iterdir() if one.is_dir()) if in_a_folder else []
+    )
+    near = get_close_matches(named.name, there, 1)
+    raise ModelError(
+        f"{model}: {what} (looked at {named.absolute()})"
+        + (f"; did you mean {folder.parent / near[0]}?" if near else "")
+        + (f"; {folder.parent} has {', '.join(there[:SHOWN])}" if there and not near else "")
+        + ("; give a run directory, a model folder, or a name of the hub such as owner/name")
+    )
 
 
 def question_ids(

@@ -149,7 +149,12 @@ def test_a_dry_run_of_many_ranks_works_out_few_of_them(
 
     asked: list[int] = []
     resolve = env._resolve
-    monkeypatch.setattr(env, "_resolve", lambda *a: (asked.append(a[2]), resolve(*a))[1])
+
+    def counted(registry: Any, job: Any, rank: int) -> Any:
+        asked.append(rank)
+        return resolve(registry, job, rank)
+
+    monkeypatch.setattr(env, "_resolve", counted)
     monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
     path = run_file(
         tmp_path, train={"global_batch": 8192}, model={"config": TINY, "tokenizer": "t"}
