@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from anygauge.config.schema import RunFile, Section
 
+LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 
@@ -92,6 +93,20 @@ class Kind:
         return tuple(found)
 
     @property
+    def longest(self) -> int | None:
+        """Most characters of a text; None where there is no bound."""
+        return next(
+            (item.max_length for item in self.metadata if hasattr(item, "max_length")), None
+        )
+
+    @property
+    def largest(self) -> float | None:
+        """The upper bound of a number, null aside; None where there is none."""
+        return next(
+            (item.le for item in self.metadata if getattr(item, "le", None) is not None), None
+        )
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The values of a Literal."""
         return get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
@@ -133,10 +148,12 @@ class Kind:
             return "mapping" if args[1] is Any else f"mapping of names to {Kind.of(args[1])}"
         word = _WORDS.get(kind.annotation, str(kind.annotation))
         bounds = [
-            f"{sign} {getattr(item, name):g}"
+            f"{sign} {limit:g}"
             for item in kind.metadata
             for name, sign in _BOUNDS.items()
-            if getattr(item, name, None) is not None
+            if (limit := getattr(item, name, None)) is not None
+            # Most of these no user meets; a complaint names the one that was passed.
+            and not (name == "le" and limit >= LARGEST_SHOWN)
         ]
         pattern = next((item.pattern for item in kind.metadata if hasattr(item, "pattern")), None)
         if pattern is not None:

@@ -2,7 +2,8 @@
 
 PyYAML's safe types, with four differences that all prevent a wrong number or text: `2e-4` and `1e5`
 are numbers; `12:30:00` is text and not a count of seconds; `010` is text and not 8; a date is text.
-A key written twice in one mapping is an error.
+A key written twice in one mapping is an error. So is a whole number beyond 64 bits, and so are more
+values than any run has: an alias of an alias of an alias names a billion of them in one line.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ import yaml
 
 from anygauge.config.origin import Origin, Problem, dotted
 
+MOST_VALUES = 20_000
+"""Values of one document, each as often as aliases repeat it. A run file has a few hundred."""
+
+MOST_LEVELS = 100
+"""Mappings and lists within each other."""
+
+_INT_BITS = 63
+_HALF = re.compile("[\ud800-\udfff]")
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
 _MERGE = f"{_TAG}merge"
@@ -45,6 +54,21 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = self._level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """PyYAML's, within bounds."""
+        line = self.peek_event().start_mark.line + 1
+        self._values += 1
+        self._level += 1
+        refuse_beyond(self._values, self._level, line)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._level -= 1
+
 
 for _tag, _pattern, _first in RESOLVERS:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)
@@ -60,6 +84,22 @@ class NotYaml(Exception):
     def __init__(self, text: str, line: int | None) -> None:
         super().__init__(text)
         self.line = line
+
+
+def refuse_beyond(values: int, level: int, line: int | None) -> None:
+    """Refuse a document with more values or levels than there are to be.
+
+    Raises:
+        NotYaml: says which bound it is.
+    """
+    if level > MOST_LEVELS:
+        raise NotYaml(f"mappings and lists are nested more than {MOST_LEVELS} deep", line)
+    if values > MOST_VALUES:
+        raise NotYaml(
+            f"more than {MOST_VALUES:,} values, each counted as often as an alias (*name) repeats "
+            "it; a run needs a few hundred. Write fewer of them, or less with aliases",
+            line,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +202,15 @@ class _Builder:
         self._problems = problems
         self._lines = lines
         self._open: set[int] = set()
+        self._values = 0
 
     def origin(self, raw: yaml.Node) -> Origin:
         line = raw.start_mark.line + 1 if self._lines else None
         return Origin(self._label, line, self._folder)
 
     def node(self, raw: yaml.Node, origin: Origin, path: tuple[object, ...]) -> Node:
+        self._values += 1
+        refuse_beyond(self._values, len(self._open), origin.line)
         if id(raw) in self._open:
             return self._refuse(origin, path, f"the alias of line {origin.line} contains itself")
         self._open.add(id(raw))
@@ -193,6 +236,12 @@ class _Builder:
         except (ValueError, KeyError):
             kind = raw.tag.removeprefix(_TAG)
             return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
+        if isinstance(value, int) and value.bit_length() > _INT_BITS:
+            text = f"{raw.value[:60]} is a whole number beyond 64 bits; the largest is 2^63 - 1"
+            return self._refuse(origin, path, f"{text}, {2**_INT_BITS - 1}")
+        if isinstance(value, str) and (odd := _HALF.search(value)):
+            text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is no character"
+            return self._refuse(origin, path, text)
         return Node(value, origin, raw.value)
 
     def _mapping(self, raw: yaml.MappingNode, path: tuple[object, ...]) -> dict[Any, Node]:
@@ -207,7 +256,10 @@ class _Builder:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._refuse(origin, path, "a list or mapping cannot be a key")
                 continue
+            known = len(self._problems)
             key = self.node(key_node, origin, path).value
+            if len(self._problems) > known:
+                continue
             if key in own:
                 first = own[key].origin
                 text = "written twice"

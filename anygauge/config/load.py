@@ -11,6 +11,7 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
+from anygauge.config.checks import value_problems
 from anygauge.config.describe import ROOT, Kind, field_kind
 from anygauge.config.document import Node, NotYaml, merge, plain, read_yaml
 from anygauge.config.messages import explain, received
@@ -29,6 +30,13 @@ from anygauge.config.paths import (
 )
 from anygauge.config.schema import RunFile
 from anygauge.interface import RunFileError
+from anygauge.interface.files import read_bounded
+
+MOST_BYTES = 2**20
+"""Of a run file. One with a chat template in it has some ten thousand."""
+
+MOST_FILES = 100
+"""That a run file may extend, each as often as it is named."""
 
 
 @dataclass(frozen=True)
@@ -89,19 +97,19 @@ def load_run_file(
     root = _read(cwd / path, name, (), environ, files, problems)
     root = merge(root, command_line(overrides, flags or {}, cwd, problems))
     root = resolve_paths(root, environ, cwd, problems)
-    broken = len(problems)
     values = _values(root, ROOT, (), problems)
+    problems += value_problems(root)
     try:
         run = RunFile.model_validate(values, strict=True)
     except ValidationError as error:
         # Whatever could not be read was complained about already, and stands as null in the tree.
-        known = {problem.path for problem in problems[:broken]}
+        known = {problem.path for problem in problems}
         problems += [each for each in explain(error, root) if each.path not in known]
     if problems:
         raise run_file_error(name, problems)
     if root.get(*OUTPUT) is None:
         run = run.model_copy(update={"output": locate(OUTPUT, run.output, cwd)})
-    return LoadedRun(run, dict(_sources(root)), tuple(files), file=name)
+    return LoadedRun(run, dict(_sources(root)), tuple(dict.fromkeys(files)), file=name)
 
 
 def check_paths(loaded: LoadedRun) -> None:
@@ -172,10 +180,12 @@ def _read(
         shown: the file as complaints name it.
         chain: the files that led here, each real path with its shown name.
     """
+    files.append(path)
+    if len(files) > MOST_FILES:
+        text = f"more than {MOST_FILES} files are read for one run, by what extends what"
+        raise RunFileError(f"{shown}: extends: {text}; extend fewer files, or each once")
     root = _document(path, shown, problems)
     chain = (*chain, (path.resolve(), shown))
-    if path not in files:
-        files.append(path)
     extends = root.value.pop("extends", None)
     if extends is None or extends.value is None:
         return root
@@ -209,7 +219,7 @@ def _document(path: Path, shown: str, problems: list[Problem]) -> Node:
     """
     whole = Origin(shown, None, path.parent)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise RunFileError(f"{shown}: no such file{_similar(path)}") from None
     except IsADirectoryError:

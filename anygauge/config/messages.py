@@ -9,9 +9,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from anygauge.config.describe import ELSEWHERE, Kind, homes, kind_at, meaning
+from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
 from anygauge.config.document import Node
 from anygauge.config.origin import Problem, dotted
+
+_MOST = 500
+"""Complaints that are put in words. Whoever has that many needs the first of them."""
 
 _YAML_BOOLEANS = ("yes", "no", "on", "off", "true", "false")
 
@@ -26,7 +29,7 @@ def explain(error: ValidationError, root: Node) -> list[Problem]:
     problems = []
     values: list[tuple[object, ...]] = []
     others: list[tuple[object, ...]] = []
-    for item in error.errors(include_url=False):
+    for item in error.errors(include_url=False)[:_MOST]:
         path = _path(item["loc"], root)
         kind = item["type"]
         others.append(path)
@@ -40,9 +43,8 @@ def explain(error: ValidationError, root: Node) -> list[Problem]:
             values.append(path)
     # A union complains once for each of its members, about the value and about what is in it:
     # the innermost is the one to change.
-    for path in dict.fromkeys(values):
-        if not any(other[: len(path)] == path and other != path for other in others):
-            problems.append(_wrong(path, root))
+    outer = {path[:length] for path in others for length in range(len(path))}
+    problems += [_wrong(path, root) for path in dict.fromkeys(values) if path not in outer]
     return problems
 
 
@@ -117,9 +119,16 @@ def _hints(node: Node, expected: Kind) -> Iterator[str]:
             yield f"put it in quotes, YAML reads {node.text} as {str(value).lower()}"
         else:
             yield "put it in quotes to make it text"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        for member in expected.members:
+            if member.largest is not None and value > member.largest >= LARGEST_SHOWN:
+                yield f"the largest is {member.largest:,.0f}".replace(",", "_")
     if int in takes and isinstance(value, float) and value.is_integer():
         yield f"write {int(value)}"
     if isinstance(value, str):
+        for member in expected.members:
+            if member.longest is not None and len(value) > member.longest:
+                yield f"at most {member.longest} characters"
         close = get_close_matches(value, expected.choices, n=1)
         if close and len(expected.choices) > 1:
             yield f"did you mean '{close[0]}'?"

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from anygauge.interface import RunFileError
 
+_SHOWN = 50
+_WIDTH = 4000
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -44,13 +47,20 @@ def run_file_error(name: str, problems: Iterable[Problem]) -> RunFileError:
 
     Args:
         name: the run file as the user named it; its complaints come first.
-        problems: at least one; doubles are shown once.
+        problems: at least one; doubles are shown once, and of very many the first.
     """
     unique = list(dict.fromkeys(problems))
     labels = list(dict.fromkeys([name, *(problem.origin.label for problem in unique)]))
     unique.sort(key=lambda problem: (labels.index(problem.origin.label), problem.origin.line or 0))
     count = "1 problem" if len(unique) == 1 else f"{len(unique)} problems"
-    return RunFileError("\n".join([f"{name}: {count}", *(f"  {each}" for each in unique)]))
+    lines = [f"  {_shortened(str(each))}" for each in unique[:_SHOWN]]
+    if len(unique) > _SHOWN:
+        count = f"more than {_SHOWN} problems, first"
+    return RunFileError("\n".join([f"{name}: {count}", *lines]))
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _WIDTH else f"{line[:_WIDTH]}... ({len(line):,} characters)"
 
 
 def dotted(path: Iterable[object]) -> str:

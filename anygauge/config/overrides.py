@@ -7,9 +7,10 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from anygauge.config.document import Node, NotYaml, merge, plain, read_yaml
+from anygauge.config.document import MOST_LEVELS, Node, NotYaml, merge, plain, read_yaml
 from anygauge.config.origin import Origin, Problem
 
+_SHOWN = 300
 _EXAMPLE = "such as --set train.steps=10"
 
 
@@ -47,7 +48,8 @@ def command_line(
 
 
 def _parse(text: str, folder: Path, problems: list[Problem]) -> tuple[str, Node] | None:
-    origin = Origin(f"--set {text}", None, folder)
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    origin = Origin(f"--set {shown}", None, folder)
     path, equals, value = text.partition("=")
     path = path.strip()
     if not equals:
@@ -56,6 +58,9 @@ def _parse(text: str, folder: Path, problems: list[Problem]) -> tuple[str, Node]
         problems.append(
             Problem(origin, "", f"{path!r} is not a path of names with dots between, {_EXAMPLE}")
         )
+    elif path.count(".") >= MOST_LEVELS:
+        text = f"a path of {path.count('.') + 1} names; at most {MOST_LEVELS}, {_EXAMPLE}"
+        problems.append(Problem(origin, "", text))
     elif path == "extends":
         problems.append(Problem(origin, "", "'extends' works in a file alone"))
     elif not value.strip():

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from anygauge.config.section import Positive, Section
+from anygauge.config.section import NonNegative, Positive, Seconds, Section
 from anygauge.config.section_data import DataSection, SourceSection
 from anygauge.config.section_model import AdapterGroup, AdapterSection, ModelSection
 from anygauge.config.section_train import (
@@ -75,13 +75,13 @@ class LaunchSection(Section):
     launcher: str = Field("local", description="Name of the launcher.")
     nodes: Positive = Field(1, description="Machines.")
     devices: Positive = Field(1, description="Ranks per machine, one per device.")
-    collective_timeout_s: Annotated[float, Field(gt=0)] = Field(
+    collective_timeout_s: Seconds = Field(
         600.0, description="A collective that hangs longer ends the run."
     )
-    join_timeout_s: Annotated[float, Field(gt=0)] = Field(
+    join_timeout_s: Seconds = Field(
         300.0, description="Seconds that the agents of all machines have to find each other."
     )
-    lost_after_s: Annotated[float, Field(gt=0)] = Field(
+    lost_after_s: Seconds = Field(
         60.0,
         description="Silence after which a machine is lost; counts no more than twice "
         "collective_timeout_s.",
@@ -96,7 +96,7 @@ class LaunchSection(Section):
         description="cores: each rank of a machine gets an equal share of whole cores; auto: as "
         "the backend has it.",
     )
-    max_restarts: Annotated[int, Field(ge=0)] = Field(
+    max_restarts: NonNegative = Field(
         0,
         description="How often ranks are started again from the newest checkpoint after a failure.",
     )
@@ -113,7 +113,9 @@ class LaunchSection(Section):
 class RunFile(Section):
     """One run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Short name.")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128, description="Short name."
+    )
     output: str = Field(
         "runs", description="Folder for run directories; each run makes <output>/<name>."
     )

@@ -6,11 +6,25 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+LARGEST = 2**31 - 1
+"""Of counts. It is no setting that anyone wants: beyond it, products of two counts overflow."""
+
+LARGEST_NUMBER = 1e6
+"""Of factors, rates and repetitions. A rate of a million moves every weight beyond all use."""
+
+LARGEST_BATCH = 2**20
+"""Sequences of one step: each step lists where all of its rows stand."""
+
+LONGEST_S = 1e6
+"""Seconds that can be waited: eleven days. Libraries count milliseconds in 32 bits."""
+
+Positive = Annotated[int, Field(gt=0, le=LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
+BatchSize = Annotated[int, Field(gt=0, le=LARGEST_BATCH)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveNumber = Annotated[float, Field(gt=0, le=LARGEST_NUMBER, allow_inf_nan=False)]
+NonNegativeNumber = Annotated[float, Field(ge=0, le=LARGEST_NUMBER, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from anygauge.config.section import Positive, PositiveNumber, Section
+from anygauge.config.section import LARGEST, Positive, PositiveNumber, Section
 
 
 class SourceSection(Section):
@@ -55,7 +55,9 @@ class DataSection(Section):
     chat_template: str | None = Field(
         None, description="Jinja file (or the template itself) for chats; null: the tokenizer's."
     )
-    max_length: Positive = Field(512, description="Most tokens in a row or pack.")
+    max_length: Annotated[int, Field(ge=2, le=LARGEST)] = Field(
+        512, description="Most tokens in a row or pack."
+    )
     too_long: Literal["truncate", "drop"] = Field(
         "truncate", description="What becomes of rows beyond max_length."
     )

@@ -7,13 +7,19 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from anygauge.config.section import (
+    LARGEST_NUMBER,
+    BatchSize,
     Fraction,
     NonNegative,
     NonNegativeNumber,
     Positive,
     PositiveNumber,
+    Seconds,
     Section,
 )
+
+_Ratio = Annotated[float, Field(ge=1, le=LARGEST_NUMBER, allow_inf_nan=False)]
+_SEEDS = 2**63 - 1
 
 
 class OptimizerSection(Section):
@@ -36,7 +42,7 @@ class OptimizerSection(Section):
     weight_decay: NonNegativeNumber = Field(
         0.0, description="Decoupled decay of matrices, embeddings too."
     )
-    lora_plus_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
+    lora_plus_ratio: _Ratio | None = Field(
         None, description="Rate of the adapter's B factors as a multiple of lr (LoRA+); null: 1."
     )
 
@@ -69,23 +75,23 @@ class TrainSection(Section):
     """The loop."""
 
     steps: Positive | None = Field(None, description="Optimizer steps; wins over epochs.")
-    epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="Passes over the rows.")
-    global_batch: Positive = Field(
+    epochs: PositiveNumber = Field(1.0, description="Passes over the rows.")
+    global_batch: BatchSize = Field(
         16, description="Sequences per optimizer step over all ranks: fixes the learning curve."
     )
-    micro_batch: Positive = Field(
+    micro_batch: BatchSize = Field(
         4,
         description="Most sequences per forward on one rank: fixes memory; the rest accumulates.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
-    clip: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="Largest gradient norm; 0 for no clipping."
-    )
+    clip: NonNegativeNumber = Field(1.0, description="Largest gradient norm; 0 for no clipping.")
     gradient_checkpointing: bool = Field(
         True, description="Recompute activations in backward to save memory."
     )
-    seed: NonNegative = Field(0, description="Order, initial weights and dropout.")
+    seed: Annotated[int, Field(ge=0, le=_SEEDS)] = Field(
+        0, description="Order, initial weights and dropout."
+    )
     eval_every: NonNegative = Field(0, description="Steps between evaluations; 0: at the end.")
     eval_at_start: bool = Field(
         False, description="Evaluate before the first step too: with an adapter, the base model."
@@ -114,7 +120,7 @@ class CheckpointSection(Section):
     keep_best: NonNegative = Field(
         0, description="Besides, how many of lowest evaluation loss are kept."
     )
-    grace_s: PositiveNumber = Field(
+    grace_s: Seconds = Field(
         60.0,
         description="Seconds to end the step under way and write a checkpoint when asked to end.",
     )

@@ -1,4 +1,7 @@
-"""Files that are either whole or not there: written to a temporary name, flushed, then renamed."""
+"""Files that are either whole or not there: written to a temporary name, flushed, then renamed.
+
+And files that someone else wrote: opened only if they are files, read up to a bound.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextlib.contextmanager
@@ -53,18 +57,10 @@ def read_text(path: Path, limit: int) -> str:
         limit: most bytes.
 
     Raises:
-        OSError: it cannot be opened, is no regular file (a device, a pipe), or is larger.
+        OSError: as of `read_bounded`.
         UnicodeDecodeError: it is no UTF-8.
     """
-    # Without O_NONBLOCK, opening a pipe waits for someone who writes to it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", str(path))
-    return content.decode("utf-8")
+    return read_bounded(path, limit).decode("utf-8")
 
 
 def usual_mode(folder: Path) -> int:
@@ -84,6 +80,42 @@ def usual_mode(folder: Path) -> int:
             os.close(descriptor)
     finally:
         probe.unlink(missing_ok=True)
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading; a pipe or a device would wait or read for ever.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file; `strerror` says what it is.
+    """
+    # Without O_NONBLOCK, opening a named pipe waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+        return open(descriptor, "rb")  # noqa: PTH123 - a descriptor, and the caller's
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bounded(path: str | Path, at_most: int) -> bytes:
+    """All bytes of a regular file.
+
+    Args:
+        at_most: bytes; a longer file is refused, and no more of it than this is read.
+
+    Raises:
+        OSError: as of `open_regular`, or the file is longer; `strerror` says what is wrong.
+    """
+    with open_regular(path) as file:
+        data = file.read(at_most + 1)
+    if len(data) > at_most:
+        shown = f"{at_most / 2**20:g} MiB" if at_most >= 2**20 else f"{at_most:,} bytes"
+        raise OSError(errno.EFBIG, f"it is longer than {shown}", str(path))
+    return data
 
 
 def flush(path: Path) -> None:

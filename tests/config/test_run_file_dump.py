@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import yaml
@@ -53,9 +54,11 @@ TRICKY = (
     | st.sampled_from(["\x85", "\u2028", "\ufeff", "é", "x " * 99])
 )
 WORDS = TEXT | TRICKY
-NUMBERS = st.floats(min_value=1e-300, max_value=1e300)
+NUMBERS = st.floats(min_value=1e-300, max_value=1e6)
 SHARES = st.floats(min_value=0, max_value=1)
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS
+INTEGERS = st.integers(-(2**63) + 1, 2**63 - 1)
+SCALARS = st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False) | WORDS
+VARIABLES = WORDS.filter(lambda text: text and "=" not in text)
 FREE = st.dictionaries(
     WORDS,
     st.recursive(
@@ -86,7 +89,9 @@ RUNS = st.builds(
         {"config": FREE.map(lambda free: free | {"model_type": "llama"}), "tokenizer": PATHS}
     ),
     adapter=st.none()
-    | st.fixed_dictionaries({"alpha": NUMBERS, "targets": WORDS | st.lists(WORDS, max_size=3)}),
+    | st.fixed_dictionaries(
+        {"alpha": NUMBERS, "targets": WORDS.map(re.escape) | st.lists(WORDS, max_size=3)}
+    ),
     data=st.fixed_dictionaries(
         {
             "train": SOURCES | st.lists(SOURCES, min_size=1, max_size=3),
@@ -98,14 +103,14 @@ RUNS = st.builds(
     ),
     train=st.fixed_dictionaries(
         {
-            "steps": st.none() | st.integers(min_value=1),
+            "steps": st.none() | st.integers(1, 2**31 - 1),
             "optimizer": st.fixed_dictionaries(
                 {"lr": NUMBERS, "betas": st.none() | st.tuples(SHARES, SHARES)}
             ),
         }
     ),
     launch=st.fixed_dictionaries({"options": FREE}),
-    environment=st.dictionaries(WORDS, WORDS, max_size=3),
+    environment=st.dictionaries(VARIABLES, WORDS, max_size=3),
     trackers=st.lists(WORDS, max_size=3),
 )
 

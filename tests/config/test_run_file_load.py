@@ -196,7 +196,10 @@ def test_extends_below_the_top_is_an_unknown_field(folder, minimal):
             "run.yaml:2: not valid YAML: expected a single document in the stream, "
             "but found another document",
         ),
-        (b"[" * 600, "run.yaml: not valid YAML: nested too deeply"),
+        (
+            b"[" * 600,
+            "run.yaml:1: not valid YAML: mappings and lists are nested more than 100 deep",
+        ),
     ],
 )
 def test_files_that_are_no_run_files(folder, content, complaint):

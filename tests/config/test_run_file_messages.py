@@ -105,7 +105,7 @@ ADAPTER = names(AdapterSection)
         (
             f"name: '{'long ' * 40}'",
             f"name: got '{'long ' * 11}l... (str), "
-            "expected text matching ^[A-Za-z0-9][A-Za-z0-9._-]*$",
+            "expected text matching ^[A-Za-z0-9][A-Za-z0-9._-]*$; at most 128 characters",
         ),
         ("launch: {options: 3}", "launch.options: got 3 (int), expected a mapping"),
         (

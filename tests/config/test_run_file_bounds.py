@@ -1,0 +1,163 @@
+"""Run files that are not meant well, or not meant so: each is refused at once, with its place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from anygauge.config import load_run_file
+from anygauge.interface import RunFileError
+
+LISTS = "backend_options:\n  a0: &a0 [1]\n" + "".join(
+    f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+MAPPINGS = "backend_options:\n  a0: &a0 {x: 1}\n" + "".join(
+    f"  a{n}: &a{n} {{{', '.join(f'k{k}: *a{n - 1}' for k in range(10))}}}\n" for n in range(1, 12)
+)
+
+
+MERGES = "backend_options:\n  a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"  a{n}: &a{n}\n    <<: [{', '.join([f'*a{n - 1}'] * 10)}]\n    k{n}: *a{n - 1}\n"
+    for n in range(1, 14)
+)
+
+
+@pytest.mark.parametrize("text", [LISTS, MAPPINGS, MERGES], ids=["lists", "mappings", "merges"])
+def test_an_alias_bomb_is_refused_with_its_line(folder, minimal, text):
+    (line,) = folder.refuse(minimal + text)
+    place, _, said = line.partition(": not valid YAML: ")
+    assert place.startswith("run.yaml:") and int(place.partition(":")[2]) >= 3
+    assert said.startswith("more than 20,000 values, each counted as often as an alias")
+
+
+def test_aliases_are_of_use_all_the_same(folder, minimal):
+    text = "strategy: {options: &o {a: [1, 2]}}\nbackend_options: {b: *o, c: *o}"
+    run = folder.load(minimal + text).run
+    assert run.backend_options == {"b": {"a": [1, 2]}, "c": {"a": [1, 2]}}
+
+
+def test_a_value_of_an_option_has_the_same_bounds(folder, minimal):
+    (many,) = folder.refuse(minimal, f"backend_options.a=[{'1,' * 20_001}]")
+    assert "backend_options.a: the value is not valid YAML: more than 20,000 values" in many
+    (deep,) = folder.refuse(minimal, f"backend_options.a={'[' * 200}")
+    assert deep.endswith("mappings and lists are nested more than 100 deep")
+    (path,) = folder.refuse(minimal, f"{'a.' * 5000}b=1")
+    assert "a path of 5001 names; at most 100" in path
+
+
+def test_thousands_of_complaints_are_cut(folder, minimal):
+    with pytest.raises(RunFileError) as caught:
+        folder.load(minimal + "train:\n" + "".join(f"  k{n}: {n}\n" for n in range(3000)))
+    header, *lines = str(caught.value).split("\n")
+    assert header == "run.yaml: more than 50 problems, first"
+    assert len(lines) == 50
+    assert "train.k0: no such field" in lines[0]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_file_that_is_none_is_refused_at_once(folder, kind):
+    path = folder.path / "run.yaml"
+    if kind == "pipe":
+        os.mkfifo(path)
+        said = "run.yaml: cannot be read: it is a named pipe, not a regular file"
+    else:
+        path = Path("/dev/zero")
+        said = "/dev/zero: cannot be read: it is a device or socket, not a regular file"
+    with pytest.raises(RunFileError) as caught:
+        load_run_file(path if kind == "device" else "run.yaml", environ={})
+    assert str(caught.value) == said
+
+
+def test_a_very_long_file_is_refused(folder, minimal):
+    folder.write("run.yaml", minimal + "# " + "x" * 2**20)
+    with pytest.raises(RunFileError, match=r"^run.yaml: cannot be read: it is longer than 1 MiB$"):
+        load_run_file("run.yaml", environ={})
+
+
+def test_files_that_extend_each_other_many_times_are_refused(folder, minimal):
+    for number in range(20):
+        folder.write(f"f{number}.yaml", f"extends: [f{number + 1}.yaml, f{number + 1}.yaml]\n")
+    folder.write("f20.yaml", minimal)
+    (line,) = folder.refuse("extends: f0.yaml")
+    assert "more than 100 files are read for one run" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("environment: {A=B: x}", "environment.A=B: the name 'A=B' cannot be a variable's"),
+        ("environment: {'': x}", "environment.: the name '' cannot be a variable's"),
+        ('environment: {"A\\0": x}', "environment.A\0: the name 'A\\x00' cannot be a variable's"),
+        ('environment: {A: "b\\0c"}', "environment.A: the value holds a NUL"),
+        (f"environment: {{A: {'x' * 100_000}}}", "environment.A: name and value have 100,001"),
+        ('environment: {A: "\\ud800"}', "environment.A: holds half of a surrogate pair (U+D800)"),
+        ("train: {epochs: .inf}", "train.epochs: got .inf (float), expected a number > 0; the la"),
+        ("train: {epochs: .nan}", "train.epochs: got .nan (float), expected a number > 0"),
+        ("launch: {collective_timeout_s: .inf}", "launch.collective_timeout_s: got .inf (float)"),
+        ("launch: {join_timeout_s: .inf}", "launch.join_timeout_s: got .inf (float), expected"),
+        ("launch: {lost_after_s: 1e7}", "launch.lost_after_s: got 1e7 (float), expected a number"),
+        ("checkpoint: {grace_s: 1e300}", "checkpoint.grace_s: got 1e300 (float), expected"),
+        ("train: {clip: .inf}", "train.clip: got .inf (float), expected a number >= 0"),
+        ("train: {system_every_s: 1e300}", "train.system_every_s: got 1e300 (float), expected"),
+        (f"train: {{seed: {2**63}}}", f"train.seed: {2**63} is a whole number beyond 64 bits"),
+        (f"train: {{seed: 0x{'f' * 5000}}}", "train.seed: 0xfff"),
+        (
+            "train: {steps: 99999999999}",
+            "train.steps: got 99999999999 (int), expected a whole number > 0 or null; the largest "
+            "is 2_147_483_647",
+        ),
+        ("train: {global_batch: 2000000}", "train.global_batch: got 2000000 (int), expected a"),
+        ("adapter: {rank: 99999999999}", "adapter.rank: got 99999999999 (int), expected a"),
+        ("adapter: {alpha: 1e300}", "adapter.alpha: got 1e300 (float), expected a number > 0; the"),
+        ("data: {max_length: 1}", "data.max_length: got 1 (int), expected a whole number >= 2"),
+        (
+            "adapter: {targets: '(('}",
+            "adapter.targets: '((' is no regular expression (missing ), unterminated subpattern",
+        ),
+        (
+            "adapter: {groups: [{targets: a}, {targets: 'x{99999999999}'}]}",
+            "adapter.groups[1].targets: 'x{99999999999}' is no regular expression (the repetition",
+        ),
+    ],
+)
+def test_values_that_no_run_could_use(folder, minimal, text, complaint):
+    (line,) = folder.refuse(merged(minimal, text))
+    assert line.startswith(f"run.yaml:{2 if text.startswith('data') else 3}: {complaint}")
+
+
+def merged(minimal: str, text: str) -> str:
+    if text.startswith("data: {"):
+        return minimal.replace("data: {", text.removesuffix("}") + ", ")
+    return minimal + text
+
+
+SIZES = (
+    "data: {train: {path: rows.jsonl}}\nmodel:\n  tokenizer: t\n  config:\n    model_type: llama\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "received"),
+    [
+        ("hidden_size", "-4", "-4 (int)"),
+        ("hidden_size", "many", "'many' (str)"),
+        ("hidden_size", "1.5", "1.5 (float)"),
+        ("hidden_size", "true", "true (bool)"),
+        ("hidden_size", "[8]", "a list of 1"),
+        ("num_hidden_layers", "0", "0 (int)"),
+        ("vocab_size", "99999999999", "99999999999 (int)"),
+    ],
+)
+def test_sizes_that_no_model_has(folder, field, value, received):
+    (line,) = folder.refuse(f"{SIZES}    {field}: {value}\n")
+    most = 1000 if field == "num_hidden_layers" else 2**31 - 1
+    said = f"got {received}, expected a whole number from 1 to {most}"
+    assert line == f"run.yaml:6: model.config.{field}: {said}"
+
+
+def test_sizes_may_be_null_and_stand_in_a_part(folder):
+    folder.load(f"{SIZES}    num_key_value_heads: null\n    hidden_size: 64\n")
+    (line,) = folder.refuse(f"{SIZES}    text_config: {{num_hidden_layers: 1000000}}\n")
+    assert line.startswith("run.yaml:6: model.config.text_config.num_hidden_layers: got 1000000")
