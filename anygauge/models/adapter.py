@@ -47,7 +47,7 @@ def add_adapter(
             # The host's generator alone: torch.manual_seed would reset the devices' as well.
             torch.default_generator.manual_seed(seed)
             adapted = _get_peft_model(model, config, on_meta)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         where = "adapter" if folder is None else f"adapter.start_from: {folder}"
         raise ModelError(f"{where}: peft refused it: {str(error).splitlines()[0]}") from error
     built = adapted_layers(adapted)

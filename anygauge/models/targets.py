@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import re
+import json
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from anygauge.config.checks import expression_complaint
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
 
@@ -15,6 +18,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 ALL_LINEAR = "all-linear"
+
+_SHOWN = 200
+_MATCH_S = 2
+"""Seconds of the processor; a sound expression takes some thousandths."""
+_WAIT_S = 300.0
+_MATCH = f"""
+import json, re, resource, sys, warnings
+warnings.simplefilter("ignore")
+resource.setrlimit(resource.RLIMIT_CPU, ({_MATCH_S}, {_MATCH_S}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+text, names = json.load(sys.stdin)
+pattern = re.compile(text)
+print(json.dumps([index for index, name in enumerate(names) if pattern.fullmatch(name)]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +134,10 @@ def _ends_with(name: str, target: str) -> bool:
 
 
 def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str) -> list[str]:
-    try:
-        pattern = re.compile(text)
-    except re.error as error:
-        raise ModelError(
-            f"{field}: {text!r} is no regular expression ({error}); {_valid(layers)}"
-        ) from None
-    found = [name for name in layers if pattern.fullmatch(name)]
+    complaint = expression_complaint(text)
+    if complaint:
+        raise ModelError(f"{field}: {text[:_SHOWN]!r} {complaint}; {_valid(layers)}")
+    found = _matched(text, list(layers), field)
     if not found:
         raise ModelError(
             f"{field}: the expression {text!r} matches no layer; it must match a whole name, such "
@@ -131,6 +145,29 @@ def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str)
             f"[{text}]; {_valid(layers)}"
         )
     return found
+
+
+def _matched(text: str, names: list[str], field: str) -> list[str]:
+    """The names that an expression matches as a whole.
+
+    In a process of its own: some expressions take longer than the age of the universe on a name of
+    fifty letters, and Python's matcher cannot be told to give up.
+    """
+    child = [sys.executable, "-I", "-S", "-c", _MATCH]
+    try:
+        done = subprocess.run(
+            child, input=json.dumps([text, names]), capture_output=True, text=True, timeout=_WAIT_S
+        )
+        answer = done.stdout if not done.returncode else None
+    except subprocess.TimeoutExpired:
+        answer = None
+    if answer is None:
+        raise ModelError(
+            f"{field}: the expression {text[:_SHOWN]!r} takes more than {_MATCH_S} s to be matched "
+            "with the names of the layers; write it with fewer '*' and '+', or list the last parts "
+            "of the names"
+        )
+    return [names[index] for index in json.loads(answer)]
 
 
 def _all_linear(model: Any, layers: Mapping[str, nn.Module]) -> list[str]:

@@ -384,7 +384,7 @@ def seed_dropout(backend: Backend, seed: int, rank: Rank, start: Checkpoint | No
     would be right, and it begins with new ones.
     """
     step = 0 if start is None else start.step
-    backend.placement.seed((seed * 100_003 + rank.index) + step * 1_000_003)
+    backend.placement.seed(((seed * 100_003 + rank.index) + step * 1_000_003) % 2**63)
     if start is not None and start.record["world_size"] == rank.world_size:
         backend.placement.set_rng_state(start.rng(rank.index))
 

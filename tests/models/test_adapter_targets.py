@@ -79,6 +79,10 @@ def test_groups_change_layers_and_add_some(model: Any) -> None:
         (["norm"], "'norm' is a LlamaRMSNorm"),
         ("q_proj", r"matches no layer; it must match a whole name, .*write a list: \[q_proj\]"),
         ("(", "is no regular expression"),
+        ("(a+" * 5, "is no regular expression"),
+        ("x{99999999999}", "is no regular expression"),
+        # Refused by the processor's own clock, so on any machine.
+        ("(.*.*.*.*.*.*.*)*x", r"adapter\.targets: the expression .*\)\*x' takes more than 2 s"),
         ([], "an empty list"),
     ],
 )
