@@ -80,6 +80,8 @@ def usual_mode(folder: Path) -> int:
             os.close(descriptor)
     finally:
         probe.unlink(missing_ok=True)
+
+
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading; a pipe or a device would wait or read for ever.
 

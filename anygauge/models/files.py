@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -60,12 +62,12 @@ class WeightFiles:
 
                     handle: Any = safe_open(path, framework="pt", device=HOST_DEVICE)
                 else:
-                    import torch
-
-                    handle = torch.load(
-                        path, map_location=HOST_DEVICE, mmap=True, weights_only=True
-                    )
+                    handle = _pickled(path)
+            except ModelError:
+                raise
             except Exception as error:
+                if is_pickle_refused(error):
+                    raise ModelError(f"{path} {NOT_PLAIN}") from None
                 raise ModelError(
                     f"{path} cannot be read as weights ({error}); is it whole? Compare its size "
                     "with the original's, or fetch it again"
@@ -89,15 +91,6 @@ class WeightFiles:
         return cast("Tensor", tensor)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        return {str(k): str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ModelError(
-            f"{index} is no index of weights ({type(error).__name__}: {error}); fetch it again"
-        ) from None
-
-
 def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Read what weights a folder says that it has, and refuse files that cannot be whole.
 
@@ -110,12 +103,6 @@ def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:
         ModelError: there are no weights, the index does not fit, or a file was cut.
     """
     file_of = WeightFiles(folder, look_inside=False).index
-    missing = sorted({file for file in file_of.values() if not (folder / file).is_file()})
-    if missing:
-        raise ModelError(
-            f"{folder}: {len(missing)} of the files that its index names are missing, first "
-            f"{missing[0]}; fetch the model again"
-        )
     if not all(file.endswith(".safetensors") for file in file_of.values()):
         return None
     shapes: dict[str, tuple[int, ...]] = {}
@@ -170,6 +157,68 @@ def check_shape(folder: Path, name: str, found: tuple[int, ...], expected: tuple
         raise ModelError(
             f"{folder}: tensor {name} has shape {found}, but config.json makes it {expected}"
         )
+
+
+NOT_PLAIN = (
+    "is no file of plain weights: what is stored beside the tensors would have to be run as code, "
+    "and anygauge never does that. Get the model's .safetensors, or let whoever made the file "
+    "convert it (transformers' save_pretrained writes safetensors)"
+)
+
+
+def is_pickle_refused(error: BaseException) -> bool:
+    """Whether torch refused a pickle for what is in it, however deep a library wrapped that.
+
+    torch's own text must not reach a user: it advises to load the file without the check.
+    """
+    return any(isinstance(each, pickle.UnpicklingError) for each in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    waiting, seen = [error], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += [one for one in (each.__cause__, each.__context__) if one is not None]
+
+
+def _pickled(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a file of torch's own."""
+    import torch
+
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise ModelError(
+            f"{path} cannot be read as weights: it is not the archive that torch writes since 1.6. "
+            "Compare its size with the original's, or get the model's .safetensors"
+        )
+    handle = torch.load(path, map_location=HOST_DEVICE, mmap=True, weights_only=True)
+    if not isinstance(handle, dict):
+        raise ModelError(f"{path} holds a {type(handle).__name__}; tensors by name are expected")
+    for name, value in handle.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise ModelError(f"{path} holds a {kind} under {name!r}; tensors by name are expected")
+    return handle
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    """Tensor -> file beside the index."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{index} is no index of weights ({type(error).__name__}: {str(error)[:100]}); a "
+            "'weight_map' of tensor names to files is expected: fetch it again"
+        ) from None
+    for file in set(files.values()):
+        if Path(file).name != file or not (index.parent / file).is_file():
+            raise ModelError(
+                f"{index} names {file!r}, which is no file beside it; fetch the model again"
+            )
+    return files
 
 
 def match_names(model: torch.nn.Module, files: WeightFiles) -> dict[str, str]:

@@ -12,6 +12,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.adapter import load_adapter
 from anygauge.models.factory import dtype_name
+from anygauge.models.files import NOT_PLAIN, is_pickle_refused
 from anygauge.models.source import local_folder
 
 
@@ -43,6 +44,8 @@ def load_for_inference(
             trust_remote_code=section.trust_remote_code,
         )
     except Exception as error:
+        if is_pickle_refused(error):
+            raise ModelError(f"{section.name!r}: its file of weights {NOT_PLAIN}") from None
         raise ModelError(
             f"no model could be loaded from {section.name!r}: {str(error).splitlines()[0]}"
         ) from error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.export import save_model
 from anygauge.models.factory import CausalModelFactory, refuse_persistent_buffers
-from anygauge.models.files import WeightFiles
+from anygauge.models.files import WeightFiles, is_pickle_refused
+from anygauge.models.generate import load_for_inference
 from anygauge.strategies.materialise import materialise, units
 from tests.helpers.runs import TINY
 from tests.helpers.tokenizer import make_tokenizer
@@ -119,6 +123,91 @@ def test_torn_and_missing_files_are_refused(tmp_path: Path) -> None:
         WeightFiles(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")
     with pytest.raises(ModelError, match="is it whole"):
+        WeightFiles(tmp_path)
+
+
+class Hostile:
+    """Runs a program when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("reader", ["training", "inference"])
+def test_a_pickle_that_is_no_plain_weights_is_refused_in_our_own_words(
+    tmp_path: Path, reader: str
+) -> None:
+    marker = tmp_path / "ran"
+    folder = tmp_path / "model"
+    factory().config.save_pretrained(folder)
+    torch.save({"a": Hostile(marker)}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError) as caught:
+        if reader == "training":
+            WeightFiles(folder)
+        else:
+            load_for_inference(
+                ModelSection(name=str(folder)),
+                adapter=None,
+                device=torch.device("cpu"),
+                dtype=torch.float32,
+                attention="eager",
+            )
+    said = "".join(traceback.format_exception(caught.value))
+    assert "is no file of plain weights" in said and "safetensors" in said
+    assert str(folder) in said
+    assert "weights_only" not in said
+    assert not marker.exists()
+
+
+def test_a_refused_pickle_is_found_below_what_a_library_makes_of_it() -> None:
+    def wrapped() -> None:  # as transformers 4.55 does
+        try:
+            raise pickle.UnpicklingError("advice")
+        except Exception as error:
+            try:
+                raise ValueError("unable to locate") from error
+            except ValueError:
+                raise OSError("unable to load")  # noqa: B904
+
+    with pytest.raises(OSError) as caught:
+        wrapped()
+    assert is_pickle_refused(caught.value)
+    assert not is_pickle_refused(OSError("disk"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([1, 2], "holds a list; tensors by name are expected"),
+        ({"a": 3}, "holds a int under 'a'; tensors by name are expected"),
+    ],
+)
+def test_a_pickle_of_something_else_is_refused(tmp_path: Path, content: Any, said: str) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=said):
+        WeightFiles(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"junk")
+    with pytest.raises(ModelError, match=r"not the archive that torch writes since 1\.6"):
+        WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("[]", "is no index of weights"),
+        ("[" * 100_000, "is no index of weights"),
+        ('{"weight_map": {"a": "../other.safetensors"}}', "names '../other.safetensors'"),
+        ('{"weight_map": {"a": "/dev/zero"}}', "names '/dev/zero'"),
+    ],
+)
+def test_an_index_that_names_no_files_beside_it_is_refused(
+    tmp_path: Path, index: str, said: str
+) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=said):
         WeightFiles(tmp_path)
 
 
