@@ -36,7 +36,7 @@ def claim(job: Job, node_rank: int) -> None:
             )
         if node_rank == 0:
             write_text(mark, own + "\n")
-            write_text(job.run_file, job.run_text)
+            write_text(job.run_file, job.run_text, 0o600)
 
 
 def bring_run_file(job: Job) -> None:
@@ -48,7 +48,7 @@ def bring_run_file(job: Job) -> None:
     path = Path(job.run_file)
     with _written(path.parent):
         if not path.exists() or path.read_text() != job.run_text:
-            write_text(path, job.run_text)
+            write_text(path, job.run_text, 0o600)
 
 
 @contextlib.contextmanager

@@ -52,6 +52,8 @@ class NodeEnvironment:
 
 
 def write_provenance(path: Path, by_rank: Mapping[int, Sequence[ResolvedSetting]]) -> None:
-    """Record what each local rank's environment was, why, and who won; secrets are hidden."""
+    """Record what each local rank's environment was, why, and who won; secrets, and what the
+    run file sets, are hidden.
+    """
     records = {str(rank): [one.record() for one in found] for rank, found in by_rank.items()}
-    write_text(path, json.dumps(records, indent=2) + "\n")
+    write_text(path, json.dumps(records, indent=2) + "\n", 0o600)

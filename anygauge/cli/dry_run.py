@@ -6,7 +6,6 @@ import json
 import shlex
 import textwrap
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -90,8 +89,8 @@ def _show_plan(console: Console, intent: Intent) -> None:
         console.print(f"    a job {ABILITIES[ability]}", markup=False)
     for file in plan.files:
         console.print(f"  writes {file.path}", markup=False)
-        # Such a job has no secrets by value.
-        if spec.apart and Path(file.path).name not in ("job.json", "variables.json"):
+        # Files for nobody else hold values of variables.
+        if spec.apart and file.mode & 0o077:
             console.print(f"{textwrap.indent(file.text.rstrip(), '    | ')}", markup=False)
     for process in plan.processes[:SHOWN_PROCESSES]:
         where = process.host or "this machine"

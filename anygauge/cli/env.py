@@ -48,6 +48,10 @@ def env(
         bool,
         typer.Option("--explain", help="Also the rules behind it, and those that do not apply."),
     ] = False,
+    show_values: Annotated[
+        bool,
+        typer.Option("--show-values", help="Show what the run file sets; secrets stay hidden."),
+    ] = False,
 ) -> None:
     """Show the environment that a run would get, and why. Needs no device, imports no torch."""
     registry, job = _job(run_file, backend, devices, nodes, set_)
@@ -63,7 +67,7 @@ def env(
     console = Console(emoji=False, highlight=False, soft_wrap=format_ is not Format.table)
     if format_ is Format.json:
         record: dict[str, Any] = {
-            str(r): [s.record() for s in found] for r, found in by_rank.items()
+            str(r): [s.record(values=show_values) for s in found] for r, found in by_rank.items()
         }
         more = {"fabric": fabrics, "rules": rules} if explain else {}
         typer.echo(json.dumps(record | more, indent=2))
@@ -71,7 +75,7 @@ def env(
         for rank, found in by_rank.items():
             typer.echo(f"# local rank {rank}")
             for one in found:
-                typer.echo(_shell(one))
+                typer.echo(_shell(one, values=show_values))
         for rule in rules:
             typer.echo(f"# {rule['name']}: {rule['here']}: {rule['why']} [{rule['source']}]")
     else:
@@ -79,7 +83,7 @@ def env(
             f"Backend {job.backend}, {job.nodes} x {job.devices_per_node} ranks. "
             "Precedence: your own variable, run file, site hook, backend."
         )
-        console.print(environment_table(by_rank))
+        console.print(environment_table(by_rank, values=show_values))
         if explain:
             _print_fabrics(console, fabrics)
             _print_rules(console, job.backend, rules)
@@ -231,8 +235,12 @@ def _node(backend: Backend) -> Node:
     return inspect_node(backend=backend, environ=scrub(os.environ))
 
 
-def environment_table(by_rank: dict[int, list[ResolvedSetting]]) -> Table:
-    """One row per variable and distinct value; ranks that share a value share the row."""
+def environment_table(by_rank: dict[int, list[ResolvedSetting]], *, values: bool = False) -> Table:
+    """One row per variable and distinct value; ranks that share a value share the row.
+
+    Args:
+        values: show what the run file sets, too.
+    """
     from anygauge.registry import shown_overruled, shown_value
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -241,10 +249,10 @@ def environment_table(by_rank: dict[int, list[ResolvedSetting]]) -> Table:
     rows: dict[tuple[str, str, str], tuple[list[int], ResolvedSetting]] = {}
     for rank, found in by_rank.items():
         for one in found:
-            key = (one.name, shown_value(one), one.origin)
+            key = (one.name, shown_value(one, values=values), one.origin)
             rows.setdefault(key, ([], one))[0].append(rank)
     for (name, value, origin), (ranks, one) in rows.items():
-        over = "; ".join(f"not {v} ({o})" for o, v in shown_overruled(one))
+        over = "; ".join(f"not {v} ({o})" for o, v in shown_overruled(one, values=values))
         why = f"{one.setting.reason} [{one.setting.source}]" + (f"; {over}" if over else "")
         everyone = len(ranks) == len(by_rank)
         shown_ranks = "all" if everyone else ",".join(map(str, ranks))
@@ -254,9 +262,13 @@ def environment_table(by_rank: dict[int, list[ResolvedSetting]]) -> Table:
     return table
 
 
-def _shell(one: ResolvedSetting) -> str:
+def _shell(one: ResolvedSetting, *, values: bool) -> str:
+    from anygauge.interface.hiding import holds_secret
+
     if one.value is None:
         return f"unset {one.name}"
-    if one.secret:
+    if one.secret or holds_secret(one.value):
         return f"# {one.name} is a secret: not shown"
+    if one.private and not values:
+        return f"# {one.name} is set by the run file: not shown (--show-values shows it)"
     return f"export {one.name}={shlex.quote(one.value)}"

@@ -178,17 +178,21 @@ def refuse_secrets(run: Any) -> None:
     """A job that is handed to a cluster's service must not carry secrets by value.
 
     Raises:
-        RunFileError: a variable with a secret's name is in it.
+        RunFileError: a variable with a secret's name, or a value that holds one, is in it.
     """
-    from anygauge.registry import is_secret
+    from anygauge.interface.hiding import holds_secret, is_secret
 
-    name = next((n for n in (*run.environment, *run.launch.pass_environment) if is_secret(n)), None)
-    if name is not None:
-        where = "environment" if name in run.environment else "launch.pass_environment"
-        raise RunFileError(
-            f"{where}: {name} looks like a secret, and the {run.launch.launcher} launcher would "
-            "hand its value to the cluster. Name where the cluster keeps it: launch.options.secrets"
-        )
+    held = {n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)}
+    for where, names in (
+        ("environment", sorted(held)),
+        ("launch.pass_environment", [n for n in run.launch.pass_environment if is_secret(n)]),
+    ):
+        if names:
+            raise RunFileError(
+                f"{where}: {names[0]} looks like a secret, and the {run.launch.launcher} launcher "
+                "would hand its value to the cluster. Name where the cluster keeps it: "
+                "launch.options.secrets"
+            )
 
 
 def rendered(intent: Intent) -> Plan:

@@ -76,7 +76,6 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     from anygauge.interface import AnygaugeError, UnsupportedError
     from anygauge.interface.files import write_text
     from anygauge.interface.job import START
-    from anygauge.registry import is_secret
 
     job, run = intent.job, intent.run
     name = run.launch.launcher
@@ -99,7 +98,6 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     plan = rendered(intent)
     preflight(intent, quiet=quiet)
     chosen = run.model_copy(update={"backend": job.backend})
-    secret = any(is_secret(name) for name in run.environment)
     unused = not folder.exists() or not any(folder.iterdir())
     _refuse_second(intent, folder)
     for note in plan.notes:
@@ -110,7 +108,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         with deferred() as asked:
             if not (spec.apart and Path(job.run_file).exists()):
                 made_ready(folder, staged=staged)
-            write_text(Path(job.run_file), dump_run(chosen), mode=0o600 if secret else 0o644)
+            write_text(Path(job.run_file), dump_run(chosen), mode=0o600)
             try:
                 running = launcher.submit(replace(plan, held=(lock,)))
             except AnygaugeError:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
 from anygauge.config.document import Node
 from anygauge.config.origin import Problem, dotted
+from anygauge.interface.hiding import is_secret
 
 _MOST = 500
 """Complaints that are put in words. Whoever has that many needs the first of them."""
@@ -106,7 +107,7 @@ def _refused(path: tuple[object, ...], text: str, root: Node) -> Problem:
 def _wrong(path: tuple[object, ...], root: Node) -> Problem:
     node = root.nearest(*path)
     expected = kind_at(path) or Kind(Any)
-    said = f"got {received(node)}, expected {wanted(expected)}"
+    said = f"got {received(node, private=is_private(path))}, expected {wanted(expected)}"
     text = "; ".join([said, *_hints(node, expected)])
     return Problem(node.origin, dotted(path), text)
 
@@ -136,8 +137,17 @@ def _hints(node: Node, expected: Kind) -> Iterator[str]:
             yield "write it without quotes and without leading zeros"
 
 
-def received(node: Node) -> str:
-    """A value as it was written, with its type: 'fast' (str), 1e3 (float), null."""
+def is_private(path: Sequence[object]) -> bool:
+    """Whether the value at a path is not to be repeated in a message."""
+    return path[:1] == ("environment",) or any(is_secret(str(part)) for part in path)
+
+
+def received(node: Node, *, private: bool = False) -> str:
+    """A value as it was written, with its type: 'fast' (str), 1e3 (float), null.
+
+    Args:
+        private: the type alone.
+    """
     value = node.value
     if value is None:
         return "null"
@@ -145,6 +155,8 @@ def received(node: Node) -> str:
         return "a mapping" if value else "an empty mapping"
     if isinstance(value, tuple):
         return f"a list of {len(value)}"
+    if private:
+        return f"a value of type {type(value).__name__} (not shown)"
     shown = repr(value) if isinstance(value, str) else node.text
     if len(shown) > 60:
         shown = f"{shown[:57]}..."

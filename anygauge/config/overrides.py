@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.document import MOST_LEVELS, Node, NotYaml, merge, plain, read_yaml
+from anygauge.config.messages import is_private
 from anygauge.config.origin import Origin, Problem
+from anygauge.interface.hiding import HIDDEN
 
 _SHOWN = 300
 _EXAMPLE = "such as --set train.steps=10"
@@ -48,10 +50,12 @@ def command_line(
 
 
 def _parse(text: str, folder: Path, problems: list[Problem]) -> tuple[str, Node] | None:
-    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    origin = Origin(f"--set {shown}", None, folder)
     path, equals, value = text.partition("=")
     path = path.strip()
+    private = equals and is_private(tuple(path.split(".")))
+    shown = f"{path}={HIDDEN}" if private else text
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    origin = Origin(f"--set {shown}", None, folder)
     if not equals:
         problems.append(Problem(origin, "", f"expected PATH=VALUE, {_EXAMPLE}"))
     elif not all(part.strip() == part != "" for part in path.split(".")):

@@ -14,6 +14,8 @@ A message says what was received, where, what is valid, and what to do next.
 
 from __future__ import annotations
 
+from anygauge.interface.hiding import without_users
+
 STOPPED = 75
 """Exit status of a run that was asked to end and wrote a checkpoint to go on from: "temporary
 failure, try again" in <sysexits.h>."""
@@ -25,11 +27,16 @@ LOST = 69
 class AnygaugeError(Exception):
     """Base of all errors meant for the user.
 
+    Its text quotes what was received, but for the user and password of an address.
+
     Attributes:
         exit_status: what the command line exits with.
     """
 
     exit_status = 1
+
+    def __str__(self) -> str:
+        return without_users(super().__str__())
 
 
 class RunFileError(AnygaugeError):

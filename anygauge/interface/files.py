@@ -37,7 +37,7 @@ def write_text(path: str | Path, text: str, mode: int = 0o666) -> None:
     """Write a text file in one piece; folders above it are made.
 
     Args:
-        mode: permissions, less what the umask takes away.
+        mode: of the file, whatever the mode of one that was there before.
 
     Raises:
         OSError: the file cannot be written; what was there before is untouched.
@@ -45,7 +45,9 @@ def write_text(path: str | Path, text: str, mode: int = 0o666) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        # What an earlier process has left under this name would keep its own mode.
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
             file.write(text)
 

@@ -5,12 +5,12 @@ Precedence: the user's own variable, the run file, a site's hook, the backend.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Backend, Job, Node, PluginError, Setting
+from anygauge.interface.hiding import HIDDEN, is_secret, without_secrets
 from anygauge.registry.plugins import BLOCK_VARIABLE, TUNING_HOOK, LoadedPlugin
 from anygauge.registry.registry import Registry
 from anygauge.registry.words import describe, plugin_words
@@ -20,11 +20,7 @@ RUN_FILE = "run file"
 SITE_HOOK = "site hook"
 BACKEND = "backend"
 
-HIDDEN = "(hidden)"
 REMOVED = "(removed)"
-
-# TOKEN and KEY count at the end of a word only: TOKENIZERS_PARALLELISM is no secret.
-_SECRET = re.compile(r"SECRET|PASSWORD|(?:TOKEN|KEY)S?(?![A-Z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +33,8 @@ class ResolvedSetting:
         origin: ``user``, ``run file``, ``site hook`` or ``backend``.
         overruled: (origin, value) of the others, strongest first.
         secret: whether any of them is kept from screens and records.
+        private: whether the run file sets it: a value that its author chose is shown only on
+            request.
     """
 
     setting: Setting
@@ -44,38 +42,45 @@ class ResolvedSetting:
     origin: str
     overruled: tuple[tuple[str, str | None], ...] = ()
     secret: bool = False
+    private: bool = False
 
     @property
     def name(self) -> str:
         """The variable."""
         return self.setting.name
 
-    def record(self) -> dict[str, Any]:
-        """The decision as plain values for files and screens; secrets are hidden."""
+    def record(self, *, values: bool = False) -> dict[str, Any]:
+        """The decision as plain values for files and screens; secrets are hidden.
+
+        Args:
+            values: show what the run file sets, too.
+        """
         return {
             "name": self.name,
-            "value": None if self.value is None else shown_value(self),
+            "value": None if self.value is None else shown_value(self, values=values),
             "scope": self.setting.scope.value,
             "set_by": self.origin,
             "reason": self.setting.reason,
             "source": self.setting.source,
-            "overruled": [{"by": o, "value": v} for o, v in shown_overruled(self)],
+            "overruled": [{"by": o, "value": v} for o, v in shown_overruled(self, values=values)],
         }
 
 
-def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is a secret."""
-    return _SECRET.search(name) is not None
+def shown_value(resolved: ResolvedSetting, *, values: bool = False) -> str:
+    """The winner's value for screens and records.
+
+    Hidden are secrets, by name or in the value, and whatever the run file sets.
+
+    Args:
+        values: show what the run file sets; secrets stay hidden.
+    """
+    return _shown(resolved.value, resolved.secret or (resolved.private and not values))
 
 
-def shown_value(resolved: ResolvedSetting) -> str:
-    """The winner's value for screens and records: secrets are hidden."""
-    return _shown(resolved.value, resolved.secret)
-
-
-def shown_overruled(resolved: ResolvedSetting) -> list[tuple[str, str]]:
+def shown_overruled(resolved: ResolvedSetting, *, values: bool = False) -> list[tuple[str, str]]:
     """The other values, in the same way."""
-    return [(origin, _shown(value, resolved.secret)) for origin, value in resolved.overruled]
+    hidden = resolved.secret or (resolved.private and not values)
+    return [(origin, _shown(value, hidden)) for origin, value in resolved.overruled]
 
 
 def applied(resolved: Iterable[ResolvedSetting], base: Mapping[str, str]) -> dict[str, str]:
@@ -156,6 +161,7 @@ def _decide(offers: Sequence[tuple[str, Setting]]) -> ResolvedSetting:
         origin=origin,
         overruled=tuple((other, proposal.value) for other, proposal in offers[1:]),
         secret=is_secret(setting.name) or any(proposal.secret for _, proposal in offers),
+        private=any(other == RUN_FILE for other, _ in offers),
     )
 
 
@@ -235,7 +241,7 @@ def _check(setting: Any, title: str) -> None:
         )
 
 
-def _shown(value: str | None, secret: bool) -> str:
+def _shown(value: str | None, hidden: bool) -> str:
     if value is None:
         return REMOVED
-    return HIDDEN if secret else value
+    return HIDDEN if hidden else without_secrets(value)

@@ -90,7 +90,8 @@ ADAPTER = names(AdapterSection)
         ),
         (
             "environment: {LEVEL: 4}",
-            "environment.LEVEL: got 4 (int), expected text; put it in quotes to make it text",
+            "environment.LEVEL: got a value of type int (not shown), expected text; put it in "
+            "quotes to make it text",
         ),
         ("environment: {4: a}", "environment: the key 4 (int) is not text; put it in quotes"),
         ("train: {on: a}", "train: the key true (bool) is not text; put it in quotes"),

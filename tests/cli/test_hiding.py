@@ -1,0 +1,130 @@
+"""What the run file's ``environment`` holds is neither shown nor readable by others."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from anygauge.agent.delivery import bring_run_file
+from anygauge.agent.environment import write_provenance
+from anygauge.cli import dry_run, run
+from anygauge.config import load_run_file
+from anygauge.interface import Job, RunFileError
+from anygauge.interface.files import write_text
+from anygauge.registry import Registry
+from tests.helpers.runs import run_file
+
+VALUE = "hush-hush-hush"
+ADDRESS = f"http://ann:{VALUE}@proxy:3128"
+VARIABLES = {
+    **{"GITHUB_PAT": VALUE, "MYSQL_PWD": VALUE, "SAS": VALUE, "HTTPS_PROXY": ADDRESS},
+    **{"HARMLESS": VALUE, "OMP_NUM_THREADS": "3"},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return run_file(tmp_path, environment=VARIABLES)
+
+
+@pytest.mark.parametrize("form", ["table", "shell", "json"])
+def test_env_hides_what_the_run_file_sets(
+    path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["env", str(path), "--format", form]) == 0
+    shown = capsys.readouterr().out
+    assert VALUE not in shown.replace("\n", "") and "GITHUB_PAT" in shown
+    assert run(["env", str(path), "--format", form, "--show-values"]) == 0
+    asked = capsys.readouterr().out
+    assert VALUE in asked.replace("\n", ""), "of HARMLESS, which was asked for"
+    for line in asked.splitlines():
+        name = line.split("=")[0]
+        assert form != "shell" or VALUE not in line or name == "export HARMLESS", line
+
+
+def test_a_dry_run_hides_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("_show_engine", "_show_kernels"):  # neither is about variables, both are slow
+        monkeypatch.setattr(dry_run, part, lambda *_: None)
+    assert run(["train", str(path), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "GITHUB_PAT" in shown and VALUE not in shown
+
+
+def test_what_is_recorded_hides_it_and_is_for_its_owner(path: Path, tmp_path: Path) -> None:
+    from anygauge.cli.env import _resolve
+
+    loaded = load_run_file(path).run
+    job = Job(
+        name="tiny", run_directory=str(tmp_path), run_file=str(tmp_path / "run.yaml"),
+        backend="cpu", strategy="zero", rendezvous="file:///none",
+        environment=loaded.environment, run_text="environment: ...",
+    )  # fmt: skip
+    record = tmp_path / "environment-node0.json"
+    for known in (record, Path(job.run_file)):
+        known.write_text("of an earlier part of the run")
+        known.chmod(0o644)
+    write_provenance(record, {0: _resolve(Registry.load(), job, 0)})
+    bring_run_file(job)
+    assert VALUE not in record.read_text()
+    assert {s["name"] for s in json.loads(record.read_text())["0"]} >= set(VARIABLES)
+    assert record.stat().st_mode & 0o777 == 0o600
+    assert Path(job.run_file).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_leftover_does_not_lend_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    left = tmp_path / f".run.yaml.here.{os.getpid()}.tmp"
+    left.write_text("half")
+    left.chmod(0o644)
+    write_text(tmp_path / "run.yaml", "whole", 0o600)
+    assert (tmp_path / "run.yaml").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_secret_of_the_wrong_type_is_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_file(tmp_path, environment={"HF_TOKEN": 123456789})
+    with pytest.raises(RunFileError) as caught:
+        load_run_file(path)
+    assert "environment.HF_TOKEN: got a value of type int (not shown)" in str(caught.value)
+    assert "123456789" not in str(caught.value)
+    with pytest.raises(RunFileError) as caught:
+        load_run_file(run_file(tmp_path), ["environment.HF_TOKEN=123456789"])
+    assert "--set environment.HF_TOKEN=(hidden)" in str(caught.value)
+    assert "123456789" not in str(caught.value)
+
+
+def test_an_address_is_quoted_without_its_password(tmp_path: Path) -> None:
+    from anygauge.config import check_paths
+
+    address = f"https://ann:{VALUE}@hub.example/rows.jsonl"
+    loaded = load_run_file(run_file(tmp_path, data={"train": {"path": address}}))
+    with pytest.raises(RunFileError) as caught:
+        check_paths(loaded)
+    assert "(hidden)@hub.example/rows.jsonl" in str(caught.value)
+    assert VALUE not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["GITHUB_PAT", "MYSQL_PWD", "DB_PASSWD", "SAS", "MY_CREDS", "HTTPS_PROXY"]
+)
+def test_no_secret_is_handed_to_a_cluster(name: str, tmp_path: Path) -> None:
+    path = run_file(
+        tmp_path,
+        data={"train": {"path": "/data/rows.jsonl"}, "cache": "off"},
+        model={"name": "/data/model"},
+        environment={name: ADDRESS},
+        launch={
+            "launcher": "kubernetes",
+            "options": {"storage": {"claim": "runs"}, "image": "a/b:1"},
+        },
+    )
+    with pytest.raises(RunFileError, match=f"environment: {name} looks like a secret"):
+        run(["launch", str(path), "--render", str(tmp_path / "plan")])
+    assert not (tmp_path / "plan").exists()
