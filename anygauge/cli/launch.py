@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from anygauge.cli.plan import (
     read_intent,
     rendered,
 )
+from anygauge.interface import PlannedFile
 
 
 def launch(
@@ -67,30 +69,34 @@ def launch(
 
 
 def write_plan(intent: Intent, folder: Path) -> None:
-    """Write the plan's files and a description of the rest, for reading or for Git.
+    """Write the plan's files and a description of the rest, for reading, for Git, or to submit.
 
-    Secrets are left out: the token that agents know each other by is drawn at submission, and
-    variables with secret names show their names alone.
+    Secrets are left out: variables with secret names, or with a secret in their value, become names
+    whose values the submitting shell has. The token that agents know each other by is drawn at
+    submission, and here where the plan has a batch file, which is all that submission needs.
 
     Raises:
-        AnygaugeError: the folder is not empty.
+        UsageError: the folder is not empty.
     """
     import dataclasses
     import json
 
     from anygauge.config import dump_run
-    from anygauge.interface import AnygaugeError
+    from anygauge.interface import UsageError
     from anygauge.interface.files import write_text
-    from anygauge.registry import is_secret
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AnygaugeError(f"--render: {folder} is there already, and not an empty folder")
-    run = intent.run
-    shown = {n: HIDDEN if is_secret(n) else v for n, v in run.environment.items()}
-    job = dataclasses.replace(intent.job, id="", token="", environment=shown)
-    spec = intent.registry.find_launcher(run.launch.launcher).spec
-    plan = rendered(dataclasses.replace(intent, job=job))
-    home = Path(job.run_directory)
+        raise UsageError(
+            f"--render: {folder} is there already, and not an empty folder; name another"
+        )
+    spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
+    intent, left_out = _without_secrets(_under_its_own_name(intent) if spec.elsewhere else intent)
+    job, run, home = intent.job, intent.run, Path(intent.job.run_directory)
+    plan = rendered(intent)
+    batch = plan.batch
+    if batch is None:
+        job = dataclasses.replace(job, id="", token="")
+        plan = rendered(dataclasses.replace(intent, job=job))
 
     def inside(path: str) -> str:
         return str(Path(path).relative_to(home)) if home in Path(path).parents else path
@@ -99,29 +105,93 @@ def write_plan(intent: Intent, folder: Path) -> None:
         # Machines apart get the files from this folder, the others from the run directory.
         return word.replace(f"{home}/", "") if spec.apart else word
 
+    notes = [*plan.notes, *(_LEFT_OUT.format(name) for name in left_out)]
+    processes = [dataclasses.asdict(process) for process in plan.processes]
+    operations = {n: [here(word) for word in argv] for n, argv in plan.operations.items()}
+    files = plan.files
+    if batch is None:
+        notes.append(_DRAWN_LATER)
+        how = "to submit it: the same command without --render"
+    else:
+        notes.append(_DRAWN_NOW)
+        path = folder.absolute() / batch.name
+        submit = [*batch.command, str(path)]
+        how = f"to submit it: {shlex.join(submit)}"
+        files = (
+            *batch.files,
+            PlannedFile(path=batch.name, text=batch.text(folder.absolute())),
+            PlannedFile(path=".gitignore", text="job.json\n"),
+        )
+        processes = [{"node_rank": 0, "host": None, "argv": submit}]
+        operations["submit"] = submit
     described: dict[str, Any] = {
         "launcher": spec.name,
         "proven": spec.fidelity,
         "can": sorted(spec.can),
         "pass_environment": list(plan.pass_environment),
-        "files": [
-            {"path": f.path, "mode": f"{f.mode:o}", "text": inside(f.path)} for f in plan.files
-        ],
-        "processes": [dataclasses.asdict(process) for process in plan.processes],
-        "notes": [
-            *plan.notes,
-            "at submission by anygauge launch, the token by which agents know each other is drawn, "
-            "and the variables of pass_environment get their values",
-        ],
-        "operations": {n: [here(word) for word in argv] for n, argv in plan.operations.items()},
+        "files": [{"path": f.path, "mode": f"{f.mode:o}", "text": inside(f.path)} for f in files],
+        "processes": processes,
+        "notes": notes,
+        "operations": operations,
     }
-    chosen = run.model_copy(update={"backend": job.backend, "environment": shown})
+    chosen = run.model_copy(update={"backend": job.backend})
     folder.mkdir(parents=True, exist_ok=True)
-    for file in plan.files:
+    for file in files:
         write_text(folder / inside(file.path), file.text, file.mode)
-    write_text(folder / "run.yaml", dump_run(chosen))
+    write_text(folder / "run.yaml", dump_run(chosen), 0o600)
     write_text(folder / "plan.json", json.dumps(described, indent=2) + "\n")
     typer.echo(f"written: {folder} ({', '.join(sorted(p.name for p in folder.iterdir()))})")
+    for note in notes:
+        typer.echo(f"note: {note}")
+    typer.echo(how)
 
 
-HIDDEN = "***"
+_LEFT_OUT = (
+    "environment.{0} looks like a secret and is left out; export it in the shell that submits the "
+    "job, which passes it on (launch.pass_environment)"
+)
+_DRAWN_LATER = (
+    "at submission by anygauge launch, the token by which agents know each other is drawn, "
+    "and the variables of pass_environment get their values"
+)
+_DRAWN_NOW = (
+    "job.json holds the token by which the job's agents know each other: only you can read it, and "
+    "Git leaves it out. Variables of pass_environment get the values of the shell that submits"
+)
+
+
+def _without_secrets(intent: Intent) -> tuple[Intent, list[str]]:
+    """The intent with the names of secret variables where their values were; and these names."""
+    import dataclasses
+
+    from anygauge.interface.hiding import holds_secret, is_secret
+
+    job, run = intent.job, intent.run
+    secret = [n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)]
+    kept = {n: value for n, value in run.environment.items() if n not in secret}
+    names = list(dict.fromkeys([*run.launch.pass_environment, *secret]))
+    launch = run.launch.model_copy(update={"pass_environment": names})
+    run = run.model_copy(update={"environment": kept, "launch": launch})
+    return (
+        dataclasses.replace(
+            intent,
+            loaded=dataclasses.replace(intent.loaded, run=run),
+            job=dataclasses.replace(job, environment=kept, pass_environment=tuple(names)),
+        ),
+        secret,
+    )
+
+
+def _under_its_own_name(intent: Intent) -> Intent:
+    """The intent with the run's own folder, even where one of that name is taken here."""
+    import dataclasses
+
+    job, run = intent.job, intent.run
+    own = (Path(run.output) / run.name).absolute()
+    job = dataclasses.replace(
+        job,
+        run_directory=str(own),
+        run_file=str(own / "run.yaml"),
+        rendezvous=job.rendezvous.replace(job.run_directory, str(own)),
+    )
+    return dataclasses.replace(intent, job=job)

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
         NotAvailableError,
         PluginError,
         RunFileError,
+        UnknownNameError,
         UnsupportedError,
+        UsageError,
     )
     from anygauge.interface.fabric import (
         ETHERNET,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from anygauge.interface.placement import HOST_DEVICE, MemoryStats, PeakFlops, Placement
     from anygauge.interface.plugins import (
         ABILITIES,
+        BatchFile,
         KernelSpec,
         Launcher,
         LauncherSpec,
@@ -94,6 +97,7 @@ __all__ = [
     "AttentionKernel",
     "Backend",
     "BackendSpec",
+    "BatchFile",
     "Check",
     "ChosenFabric",
     "Collectives",
@@ -143,7 +147,9 @@ __all__ = [
     "TrackerContext",
     "TrackerOption",
     "TrackerSpec",
+    "UnknownNameError",
     "UnsupportedError",
+    "UsageError",
     "hookimpl",
     "leave",
     "meeting_interface",
@@ -166,6 +172,7 @@ _HOMES = {
     "STOPPED": "errors",
     "Backend": "backend",
     "BackendSpec": "backend",
+    "BatchFile": "plugins",
     "CAPABILITIES": "backend",
     "Check": "backend",
     "Collectives": "collectives",
@@ -215,6 +222,8 @@ _HOMES = {
     "shown_by": "fabric",
     "Requirement": "backend",
     "RunFileError": "errors",
+    "UnknownNameError": "errors",
+    "UsageError": "errors",
     "RunStatus": "plugins",
     "RunningJob": "plugins",
     "Scope": "settings",

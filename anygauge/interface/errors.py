@@ -2,9 +2,11 @@
 
     AnygaugeError                   a sentence for the user; shown without a traceback
     ├── RunFileError                the run file or an override is wrong (exit status 2)
+    ├── UsageError                  an option or argument of a command is wrong (exit status 2)
     ├── DataError                   a file or row of the data is wrong
     ├── ModelError                  the model, tokenizer or adapter cannot be used
     ├── PluginError                 a plugin is broken, misspelt, doubled or too old
+    │   ├── UnknownNameError        no plugin provides what was named (exit status 2)
     │   └── NotAvailableError       the plugin is sound, but cannot run on this machine
     ├── UnsupportedError            a device or strategy lacks what was asked of it
     └── NonFiniteLossError          the loss or its gradient became inf or nan
@@ -45,6 +47,12 @@ class RunFileError(AnygaugeError):
     exit_status = 2
 
 
+class UsageError(AnygaugeError):
+    """An option or an argument of a command that cannot be used as it stands."""
+
+    exit_status = 2
+
+
 class DataError(AnygaugeError):
     """A data file or row that cannot be used."""
 
@@ -55,6 +63,12 @@ class ModelError(AnygaugeError):
 
 class PluginError(AnygaugeError):
     """A plugin that cannot be used: the message names its distribution and version."""
+
+
+class UnknownNameError(PluginError):
+    """A name that no plugin of this machine provides: misspelt, or its plugin is missing."""
+
+    exit_status = 2
 
 
 class NotAvailableError(PluginError):

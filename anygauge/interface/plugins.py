@@ -65,6 +65,24 @@ class PlannedProcess:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFile:
+    """A file that users can hand to a scheduler themselves; ``launch --render`` writes it.
+
+    Attributes:
+        name: of the file, in the folder of the plan.
+        text: the absolute folder of the plan -> what stands in the file. The job file and the
+            resolved run file, ``run.yaml``, lie beside it.
+        files: the plan's files that it needs.
+        command: takes the file's path as its last argument.
+    """
+
+    name: str
+    text: Callable[[Path], str] = field(compare=False)
+    files: tuple[PlannedFile, ...]
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What a launcher would do: files to write, then processes to start.
 
@@ -77,6 +95,7 @@ class Plan:
         notes: what the user should know before.
         held: open descriptors that processes on this machine inherit and keep to their end: the
             lock of the run directory is one. Other machines have no use for them.
+        batch: how the job is submitted without this package's commands, where that is possible.
     """
 
     files: tuple[PlannedFile, ...] = ()
@@ -86,6 +105,7 @@ class Plan:
     folders: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
+    batch: BatchFile | None = None
 
 
 class RunningJob(Protocol):

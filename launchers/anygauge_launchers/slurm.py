@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from anygauge.interface import LOST, STOPPED, Job, Plan, PlannedFile, PlannedProcess
+from anygauge.interface import LOST, STOPPED, BatchFile, Job, Plan, PlannedFile, PlannedProcess
 from anygauge_launchers.options import Options, read_options
 from anygauge_launchers.remote import RemoteJob
+from anygauge_launchers.slurm_batch import NAME, batch_text
 from anygauge_launchers.slurm_job import SlurmJob
 
-SCRIPT = f"""#!/bin/sh
+BODY = f"""\
 # One agent on each node. Arguments: a log, or empty for none of its own; a file, or empty;
 # a number; the rest is srun's. While the file does not exist, a job goes back into the queue:
 # one that ended to be continued (exit status {STOPPED}), and, so many times, one that lost a node
@@ -44,6 +45,7 @@ if [ -n "$again" ] && [ ! -e "$again" ]; then
 fi
 exit "$status"
 """
+SCRIPT = f"#!/bin/sh\n{BODY}"
 
 
 class SlurmOptions(Options):
@@ -99,33 +101,48 @@ class Slurm:
             *("--job", job_file, "--node-rank", "$SLURM_NODEID"),
             *("--head", f"$ANYGAUGE_HEAD:{job.port}", "--grace", f"{own.grace_s:g}", "--tied"),
         )
-        step = (
-            *(f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1"),
-            # Agents end each other, and agree on why before they do. One behind a cut cable ends by
-            # itself, but srun does not hear of it.
-            *("--kill-on-bad-exit=0", "--wait=15", "--cpu-bind=none", "--export=ANYGAUGE_HEAD"),
-            *(() if own.cpus_per_task is None else (f"--cpus-per-task={own.cpus_per_task}",)),
-        )
+        step = self._step(own, job)
         start = (own.python, "-m", "anygauge.agent")
         files = (
             PlannedFile(path=job_file, text=job.dump(), mode=0o600),
             PlannedFile(path=script, text=SCRIPT, mode=0o755),
         )
+        batch: BatchFile | None = None
         if inside:
             argv = ("sh", script, "", "", "0", *step, "--input=all", *start, "--stdin")
             process = PlannedProcess(
                 node_rank=0, host="this allocation", argv=argv, arguments=agent
             )
         else:
-            argv = (
-                *self._sbatch(own, job),
-                *(script, str(folder / "logs" / "slurm.log")),
+            before = (
+                str(folder / "logs" / "slurm.log"),
                 *(str(folder / "cancelled") if own.requeue else "", str(max(1, job.max_restarts))),
-                *(*step, *start, *agent, "--attempt", "$SLURM_RESTART_COUNT"),
+            )
+            after = (
+                *(*start, *agent, "--attempt", "$SLURM_RESTART_COUNT"),
                 *("--events", str(folder / "events.jsonl")),
+            )
+            argv = (
+                *("sbatch", "--parsable", "--export=NIL", *self._sbatch(own, job), *own.extra),
+                *(script, *before, *step, *after),
                 *("--variables", str(folder / "variables.json")),
             )
             process = PlannedProcess(node_rank=0, argv=argv)
+            # By hand, variables of the shell come along by name: Slurm takes their values.
+            exported = ",".join(job.pass_environment) or "NIL"
+            lines: list[Sequence[str]] = [
+                (f"--export={exported}",),
+                *((one,) for one in self._sbatch(own, job)),
+            ]
+            arguments = (*before, *self._step(own, job, job.pass_environment), *after)
+            batch = BatchFile(
+                name=NAME,
+                text=lambda plan: batch_text(
+                    plan, job, [*lines, *([own.extra] if own.extra else [])], arguments, BODY
+                ),
+                files=files[:1],
+                command=("sbatch",),
+            )
         operations = {
             "submit": process.argv,
             "status": ("scontrol", "show", "job", "{id}"),
@@ -137,6 +154,7 @@ class Slurm:
             processes=(process,),
             pass_environment=job.pass_environment,
             operations={} if inside else operations,
+            batch=batch,
         )
 
     def submit(self, plan: Plan) -> RemoteJob | SlurmJob:
@@ -157,16 +175,26 @@ class Slurm:
         """
         return SlurmJob.attach(record, run_directory)
 
+    def _step(self, own: SlurmOptions, job: Job, passed: Sequence[str] = ()) -> tuple[str, ...]:
+        """Of srun. `passed`: names of variables that it hands on from the batch file's."""
+        return (
+            *(f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1"),
+            # Agents end each other, and agree on why before they do. One behind a cut cable ends by
+            # itself, but srun does not hear of it.
+            *("--kill-on-bad-exit=0", "--wait=15", "--cpu-bind=none"),
+            f"--export={','.join(('ANYGAUGE_HEAD', *passed))}",
+            *(() if own.cpus_per_task is None else (f"--cpus-per-task={own.cpus_per_task}",)),
+        )
+
     def _sbatch(self, own: SlurmOptions, job: Job) -> tuple[str, ...]:
         asked = {name: getattr(own, name) for name in _SBATCH}
         return (
-            *("sbatch", "--parsable", f"--job-name={job.name}"),
+            f"--job-name={job.name}",
             # Slurm reads % and \\ in the path of a log; the script has one of its own.
             *(f"--nodes={job.nodes}", "--ntasks-per-node=1", "--chdir=/", "--output=/dev/null"),
-            *("--export=NIL", f"--signal=USR1@{own.warn_s}"),
+            f"--signal=USR1@{own.warn_s}",
             "--requeue" if own.requeue else "--no-requeue",
             *(f"--{name}={value}" for name, value in asked.items() if value is not None),
             *(() if own.gpus_per_node is None else (f"--gpus-per-node={own.gpus_per_node}",)),
             "--exclusive" if own.cpus_per_task is None else f"--cpus-per-task={own.cpus_per_task}",
-            *own.extra,
         )

@@ -30,24 +30,26 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 def test_a_plan_is_written_for_reading_without_secrets(tmp_path: Path) -> None:
     path = run_file(
-        tmp_path, launch={"launcher": "slurm", "nodes": 2}, environment={"HF_TOKEN": "hf_xyz"}
+        tmp_path,
+        launch={"launcher": "ssh", "nodes": 2, "options": {"hosts": ["node1", "node2"]}},
+        environment={"HF_TOKEN": "hf_xyz"},
     )
     folder = tmp_path / "plan"
     done = anygauge(["launch", path, "--render", folder])
     assert done.returncode == 0, done.stderr
     names = {entry.name for entry in folder.iterdir()}
-    assert names == {"job.json", "slurm.sh", "run.yaml", "plan.json"}
+    assert names == {"job.json", "run.yaml", "plan.json"}
     assert not any("hf_xyz" in entry.read_text() for entry in folder.iterdir())
     plan = json.loads((folder / "plan.json").read_text())
-    assert (plan["launcher"], plan["proven"]) == ("slurm", "real")
-    assert plan["can"] == ["detach", "requeue", "warn"]
-    assert plan["operations"]["submit"][0] == "sbatch"
-    assert plan["operations"]["cancel"] == ["scancel", "{id}"]
+    assert (plan["launcher"], plan["proven"]) == ("ssh", "real")
+    assert [process["argv"][0] for process in plan["processes"]] == ["ssh", "ssh"]
+    assert "the same command without --render" in done.stdout
     job = Job.load(folder / "job.json")
-    assert (job.nodes, job.token, job.environment["HF_TOKEN"]) == (2, "", "***")
+    assert (job.nodes, job.token, job.environment) == (2, "", {})
+    assert job.pass_environment == ("HF_TOKEN",)
     assert not (tmp_path / "out").exists()
     again = anygauge(["launch", path, "--render", folder])
-    assert again.returncode == 1 and "not an empty folder" in again.stderr
+    assert again.returncode == 2 and "not an empty folder" in again.stderr
 
 
 def test_jobs_elsewhere_need_the_name_of_their_backend(tmp_path: Path) -> None:
