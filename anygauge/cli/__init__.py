@@ -29,6 +29,7 @@ COMMANDS = {
 
 def main() -> None:
     """Entry point: an error meant for the user is one message, without a traceback."""
+    _open_standard_streams()
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
@@ -36,7 +37,10 @@ def main() -> None:
     except BrokenPipeError as error:
         # The reader went away (`anygauge backends | head`): nobody is to be told, at exit either.
         if not _unread():
-            print(f"error: a program that was spoken to has ended ({error})", file=sys.stderr)
+            print(
+                f"error: another program ended while this one wrote to it ({error})",
+                file=sys.stderr,
+            )
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except AnygaugeError as error:
@@ -52,6 +56,22 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _open_standard_streams() -> None:
+    """Have what the caller has closed (`anygauge ... >&-`) lead nowhere.
+
+    Otherwise Python has no such stream, and the next file that is opened takes its number: what is
+    printed would go into it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _unread() -> bool:

@@ -10,7 +10,7 @@ import typer
 
 from anygauge.cli.origin import MODEL_HELP, model_origin, question_ids
 from anygauge.cli.plan import BackendOption
-from anygauge.interface import ModelError
+from anygauge.interface import UsageError
 
 EMPTY = (
     "the answer is empty: the model ended at once. It may expect the prompt in another form "
@@ -60,7 +60,7 @@ def generate(
     loaded_tokenizer = load_tokenizer(origin.section)
     ids, stop_ids = question_ids(None if raw else origin.data, loaded_tokenizer, prompt)
     if not ids:
-        raise ModelError("the prompt is empty: give --prompt TEXT, or text on standard input")
+        raise UsageError("the prompt is empty: give --prompt TEXT, or text on standard input")
     with anygauge.open_backend(backend or "auto") as opened:
         opened.placement.seed(seed)
         from anygauge.config.precision import resolve_precision

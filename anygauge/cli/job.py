@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from anygauge.cli.run_folder import CANCELLED, LAUNCHED
-from anygauge.interface import AnygaugeError, RunningJob
+from anygauge.interface import AnygaugeError, RunningJob, UsageError
 
 
 class Action(enum.StrEnum):
@@ -46,6 +46,14 @@ def job(
         )
     elif action is Action.STATUS:
         typer.echo(running.status())
+        if running.found == "gone":
+            typer.echo(
+                "no agent reported how it ended; what it printed: "
+                f"anygauge job logs {run_directory}",
+                err=True,
+            )
+        if running.found != "known":
+            raise typer.Exit(1)
     else:
         from anygauge.cli.terminal import follow
 
@@ -56,7 +64,8 @@ def find(folder: Path) -> RunningJob:
     """The job of a run.
 
     Raises:
-        AnygaugeError: there is no record of one.
+        UsageError: there is no record of one.
+        AnygaugeError: it cannot be read.
     """
     from anygauge.registry import Registry
 
@@ -71,11 +80,12 @@ def _recorded(folder: Path) -> dict[str, Any]:
         launched["launcher"], launched["record"]
     except (FileNotFoundError, NotADirectoryError) as error:
         if not folder.is_dir():
-            raise AnygaugeError(
-                f"{folder} is no folder: name the run's, such as runs/NAME"
+            raise UsageError(
+                f"{folder} is not a folder: name the run's, such as runs/NAME"
             ) from error
-        raise AnygaugeError(
-            f"{folder} has no {LAUNCHED}: no job was started there that goes on by itself"
+        raise UsageError(
+            f"{folder} has no {LAUNCHED}: no job was started there that runs on without the "
+            "command that started it"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AnygaugeError(f"{folder / LAUNCHED} cannot be read: {error}") from error
@@ -86,7 +96,7 @@ def show_logs(folder: Path, lines: int) -> None:
     """The end of every log.
 
     Raises:
-        AnygaugeError: there is none.
+        UsageError: there is none.
     """
     found = sorted(path for path in (folder / "logs").glob("*.log") if path.stat().st_size)
     elsewhere = _recorded(folder).get("logs") if (folder / LAUNCHED).exists() else None
@@ -96,9 +106,7 @@ def show_logs(folder: Path, lines: int) -> None:
             f"the first machine printed: {elsewhere}"
         )
     elif not found:
-        raise AnygaugeError(
-            f"{folder / 'logs'} has no logs: is it a run's folder, and did it start?"
-        )
+        raise UsageError(f"{folder / 'logs'} has no logs: is it a run's folder, and did it start?")
     for log in found:
         typer.echo(f"==> {log}")
         text = log.read_text(errors="replace").splitlines()

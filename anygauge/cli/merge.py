@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from anygauge.cli.origin import MODEL_HELP, model_origin
-from anygauge.interface import ModelError
+from anygauge.interface import UsageError
 
 
 def merge(
@@ -24,9 +24,9 @@ def merge(
     """Fold an adapter into its base model, and check the result's logits against the two."""
     origin = model_origin(model, adapter, tokenizer)
     if origin.adapter is None:
-        raise ModelError(f"{model} is no run with an adapter: name one with --adapter FOLDER")
+        raise UsageError(f"{model} is not a run with an adapter: name one with --adapter FOLDER")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ModelError(f"--output {output} exists already; name a new folder")
+        raise UsageError(f"--output {output} exists already; name a new folder")
 
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries

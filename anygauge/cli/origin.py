@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import ModelError
+from anygauge.interface import ModelError, UsageError
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection
@@ -36,7 +36,8 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     """Tell a run directory from a model.
 
     Raises:
-        ModelError: a run directory without a result, or neither a folder nor a model of the hub.
+        ModelError: a run directory without a result, or no model of the hub.
+        UsageError: a path that leads nowhere.
     """
     from anygauge.config.schema import ModelSection
 
@@ -69,7 +70,7 @@ def _refuse_no_folder(model: str, folder: Path) -> None:
     """Answer at once where a path is meant; a name such as ``owner/name`` may be on the hub.
 
     Raises:
-        ModelError: names what is there instead.
+        UsageError: names what is there instead.
     """
     named = folder.expanduser()
     in_a_folder = len(folder.parts) > 1 and named.parent.is_dir()
@@ -80,7 +81,7 @@ def _refuse_no_folder(model: str, folder: Path) -> None:
         sorted(one.name for one in named.parent.iterdir() if one.is_dir()) if in_a_folder else []
     )
     near = get_close_matches(named.name, there, 1)
-    raise ModelError(
+    raise UsageError(
         f"{model}: {what} (looked at {named.absolute()})"
         + (f"; did you mean {folder.parent / near[0]}?" if near else "")
         + (f"; {folder.parent} has {', '.join(there[:SHOWN])}" if there and not near else "")

@@ -73,7 +73,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     from anygauge.cli.run_folder import LAUNCHED, claimed, goes_on, made_ready
     from anygauge.cli.terminal import deferred, follow
     from anygauge.config import dump_run
-    from anygauge.interface import AnygaugeError, UnsupportedError
+    from anygauge.interface import AnygaugeError, UsageError
     from anygauge.interface.files import write_text
     from anygauge.interface.job import START
 
@@ -81,7 +81,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     name = run.launch.launcher
     spec = intent.registry.find_launcher(name).spec
     if detach and "detach" not in spec.can:
-        raise UnsupportedError(
+        raise UsageError(
             f"--detach: a job of the {name} launcher ends with the command that started it"
         )
     launcher = intent.registry.launcher(name)()

@@ -36,6 +36,7 @@ class BackendSpec:
         api_version: the contract's version that it was written for.
         priority: orders ``--backend auto``; higher is tried first, 0 and below are never
             chosen while another vendor's devices are present.
+        drives: the devices in a few words, for lists: ``processors of this machine``.
     """
 
     name: str
@@ -43,6 +44,7 @@ class BackendSpec:
     probe: Callable[[], Probe]
     api_version: int
     priority: int = 0
+    drives: str = ""
 
 
 class Outcome:

@@ -127,6 +127,12 @@ class RunningJob(Protocol):
     def alive(self) -> bool | None:
         """Whether it waits or runs; None where nobody answers."""
 
+    @property
+    def found(self) -> Literal["known", "gone", "silent"]:
+        """What the last `status` came to; ``gone``: whoever ran it does not know it (any more), and
+        it left no report of its end; ``silent``: nobody answered.
+        """
+
     def cancel(self) -> None:
         """Ask every agent to end its ranks, a second time to kill them; does not wait."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import Backend, KernelSpec, NotAvailableError, PluginError
+from anygauge.interface import Backend, KernelSpec, NotAvailableError, UnknownNameError
 from anygauge.registry.factories import why_missing
 from anygauge.registry.plugins import Provided
 from anygauge.registry.words import did_you_mean, listed
@@ -70,7 +70,7 @@ def choose_kernels(
         Operation -> choice, for every operation that a kernel, the backend or the user names.
 
     Raises:
-        PluginError: `requested` names an operation or kernel that does not exist.
+        UnknownNameError: `requested` names an operation or kernel that does not exist.
         NotAvailableError: a requested kernel cannot run on this backend or machine.
     """
     claimed = {p.spec.operation for d in duplicates if d.kind == "kernel" for p in d.providers}
@@ -78,7 +78,7 @@ def choose_kernels(
     known = claimed | {p.spec.operation for p in kernels} | set(preferred)
     for operation in requested:
         if operation not in known:
-            raise PluginError(
+            raise UnknownNameError(
                 f"kernels: there is no operation {operation!r}"
                 f"{did_you_mean(operation, known) or ';'} valid operations: {listed(known)}"
             )
@@ -160,7 +160,7 @@ def _asked(
     valid = {*by_name, REFERENCE}
     can_run = [n for n in valid if n == REFERENCE or not unfit(by_name[n].spec, backend)]
     if asked not in by_name:
-        raise PluginError(
+        raise UnknownNameError(
             f"kernels: {operation}: {asked!r}: {problem}{did_you_mean(asked, valid) or ';'} "
             f"valid names: {listed(valid)}"
         )

@@ -17,6 +17,7 @@ from anygauge.interface import (
     Probe,
     Tracker,
     TrackerSpec,
+    UnknownNameError,
 )
 from anygauge.registry.factories import load_factory, make_backend, refuse_if_missing
 from anygauge.registry.kernels import KernelChoice, choose_kernels
@@ -98,7 +99,12 @@ class Registry:
     # -- backends ----------------------------------------------------------------------------
 
     def find_backend(self, name: str) -> Provided[BackendSpec]:
-        """Raises: PluginError: no plugin, or more than one, provides a backend of this name."""
+        """The backend of a name.
+
+        Raises:
+            UnknownNameError: no plugin provides one.
+            PluginError: more than one does.
+        """
         return self._find("backend", name, self.backends)
 
     def probe(self, name: str) -> Probe:
@@ -243,7 +249,18 @@ class Registry:
             f"there is no {kind} named {name!r}{did_you_mean(name, valid) or ';'} "
             f"valid names: {listed(valid)}"
         )
-        raise PluginError("\n".join([message, *self._absent_plugins(name)]))
+        lines = self._backend_lines() if kind == "backend" else []
+        raise UnknownNameError("\n".join([message, *lines, *self._absent_plugins(name)]))
+
+    def _backend_lines(self) -> list[str]:
+        """Each backend: what it drives, and whether it can run here."""
+        here = {name: probe.available for name, probe in self.probe_all().items()}
+        lines = [f"  {AUTO}: the best that is available on this machine"]
+        for provided in sorted(self.backends, key=lambda p: p.spec.name):
+            drives = provided.spec.drives or f"the devices of {provided.distribution}"
+            state = "available here" if here[provided.spec.name] else "not available here"
+            lines.append(f"  {provided.spec.name}: {drives}; {state}")
+        return [*lines, "`anygauge backends` says why one is not available"]
 
     def _absent_plugins(self, name: str) -> list[str]:
         """What is known of plugins that might have provided a missing name."""

@@ -8,8 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
-    """``"; did you mean 'x'?"`` for the nearest valid name, or nothing where none is near."""
+def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.7) -> str:
+    """``"; did you mean 'x'?"`` for the nearest valid name, or nothing where none is near.
+
+    Another letter in a name of three makes another name, not a misspelt one.
+    """
     near = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -21,5 +21,6 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
             probe=probe,
             api_version=WRITTEN_FOR,
             priority=0,
+            drives="this machine's processors",
         )
     ]

@@ -22,6 +22,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
             probe=probe,
             api_version=WRITTEN_FOR,
             priority=100,
+            drives="Intel Gaudi cards",
         )
     ]
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from anygauge.interface import (
     AnygaugeError,
@@ -17,6 +17,7 @@ from anygauge.interface import (
     Plan,
     PlannedFile,
     PlannedProcess,
+    RunFileError,
     RunningJob,
     UnsupportedError,
 )
@@ -33,12 +34,12 @@ class Local:
         """One job file and one agent.
 
         Raises:
-            UnsupportedError: the job wants more than one machine.
-            RunFileError: an option that this launcher does not have, or a bad value.
+            RunFileError: the job wants more than one machine, or an option that this launcher does
+                not have, or a bad value.
         """
         own = read_options(Options, "local", options)
         if job.nodes != 1:
-            raise UnsupportedError(
+            raise RunFileError(
                 f"launch.launcher: 'local' starts ranks on this machine only, and launch.nodes is "
                 f"{job.nodes}. Set launch.nodes to 1, or name a launcher for several machines, "
                 "such as ssh."
@@ -114,6 +115,7 @@ class LocalJob:
     """A job whose agent is a child of this process."""
 
     record = None
+    found: Literal["known"] = "known"
 
     def __init__(self, agent: subprocess.Popen[bytes], log: Path) -> None:
         self._agent = agent

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from anygauge.interface import (
     LOST,
@@ -41,6 +41,7 @@ class RemoteJob:
     """Agents that are tied to this process, by their standard input or by a signal."""
 
     record = None
+    found: Literal["known"] = "known"
 
     def __init__(self, processes: list[_Connection]) -> None:
         self._connections = processes

@@ -101,6 +101,7 @@ class ServiceJob:
         self._began = False
         self._cancellations = 0
         self._status = 1
+        self.found: Literal["known", "gone", "silent"] = "known"
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -159,7 +160,9 @@ class ServiceJob:
 
     def status(self) -> str:
         """What the service says of it."""
-        return self._service.look().text
+        seen = self._service.look()
+        self.found = seen.phase if seen.phase in ("gone", "silent") else "known"
+        return seen.text
 
     @property
     def alive(self) -> bool | None:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from anygauge.interface import LOST, AnygaugeError, Plan, UnsupportedError
 from anygauge.interface.files import write_text
@@ -20,6 +20,7 @@ ASK_S = 2.0
 _GLANCE_S = 0.2
 _SETTLING_S = 5.0
 _UNREACHABLE = "UNREACHABLE"
+_UNKNOWN = "UNKNOWN"
 _TOLD = ("PENDING", "RUNNING", "SUSPENDED", _UNREACHABLE)
 _LIVE = {
     _UNREACHABLE,
@@ -43,6 +44,7 @@ class SlurmJob:
     def __init__(self, number: str, folder: Path, offset: int) -> None:
         self.number = number
         self.record: Mapping[str, Any] = {"job": number, "offset": offset}
+        self.found: Literal["known", "gone", "silent"] = "known"
         self._folder = folder
         self._events = folder / "events.jsonl"
         self._offset = offset
@@ -124,10 +126,17 @@ class SlurmJob:
             time.sleep(_GLANCE_S)
 
     def status(self) -> str:
-        """What Slurm says of it."""
+        """The job's state in Slurm; where Slurm has forgotten it, the end that agents reported."""
         state, reason = self._state()
+        self.found = "silent" if state == _UNREACHABLE else "known"
         why = f" ({reason})" if reason not in ("", "None") else ""
-        return f"slurm job {self.number}: {state.lower()}{why}"
+        if state != _UNKNOWN:
+            return f"slurm job {self.number}: {state.lower()}{why}"
+        ended = self._ended()
+        if ended is not None:
+            return f"slurm job {self.number}: ended ({ended.get('state')}); Slurm has forgotten it"
+        self.found = "gone"
+        return f"slurm job {self.number}: Slurm does not know it (any more)"
 
     @property
     def alive(self) -> bool | None:
@@ -148,6 +157,13 @@ class SlurmJob:
     def wait(self) -> int:
         """Exit status of the job, once its events have ended."""
         return self._status
+
+    def _ended(self) -> Event | None:
+        """The last event in the file, if it tells of the job's end."""
+        reader = SlurmJob(self.number, self._folder, int(self.record["offset"]))
+        events = list(iter(lambda: list(reader._new()), []))
+        last = events[-1][-1] if events else {}
+        return last if last.get("event") == "ended" else None
 
     def _new(self) -> Iterator[Event]:
         try:
@@ -173,11 +189,11 @@ class SlurmJob:
         except AnygaugeError as error:
             return _UNREACHABLE, str(error)
         if done.returncode and "Invalid job id" in done.stderr:
-            return "UNKNOWN", ""
+            return _UNKNOWN, ""
         if done.returncode:  # the controller is away for a while: the job is not
             return _UNREACHABLE, last_line(done.stderr)
         words = dict(w.split("=", 1) for w in done.stdout.split() if "=" in w)
-        return words.get("JobState", "UNKNOWN"), words.get("Reason", "")
+        return words.get("JobState", _UNKNOWN), words.get("Reason", "")
 
     def _without_a_word(self, state: str, reason: str) -> Event:
         kind, status, text = _WORDS.get(

@@ -124,16 +124,16 @@ def test_without_slurm_its_absence_is_named(tmp_path: Path) -> None:
 def test_a_tied_job_cannot_be_detached_from(tmp_path: Path) -> None:
     path = run_file(tmp_path)
     done = anygauge(["launch", path, "--detach"])
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--detach: a job of the local launcher ends with the command" in done.stderr
 
 
 def test_logs_are_shown_and_missing_ones_named(tmp_path: Path) -> None:
     done = anygauge(["job", "logs", tmp_path])
-    assert done.returncode == 1 and "has no logs" in done.stderr
+    assert done.returncode == 2 and "has no logs" in done.stderr
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_text("one\ntwo\nthree\n")
     done = anygauge(["job", "logs", tmp_path, "--lines", "2"])
     assert done.stdout == f"==> {tmp_path}/logs/rank0.log\ntwo\nthree\n"
     done = anygauge(["job", "status", tmp_path])
-    assert done.returncode == 1 and "has no launched.json" in done.stderr
+    assert done.returncode == 2 and "has no launched.json" in done.stderr

@@ -99,7 +99,7 @@ def test_an_unknown_option_is_refused_with_those_that_exist(folder: Path) -> Non
 
 
 def test_more_than_one_machine_is_refused(folder: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"launch\.nodes is 2"):
+    with pytest.raises(RunFileError, match=r"launch\.nodes is 2"):
         Local().render(job(folder, nodes=2), {})
 
 
