@@ -27,16 +27,22 @@ SLOW_WRITES = 50 * MIB
 
 
 def host_checks(
-    node: Node, launch: LaunchProfile, environ: Mapping[str, str], root: Path = Path("/")
+    node: Node,
+    launch: LaunchProfile,
+    environ: Mapping[str, str],
+    root: Path = Path("/"),
+    *,
+    backend: str = "",
 ) -> list[Check]:
     """Everything that needs neither torch nor a device.
 
     Args:
         environ: the user's variables.
+        backend: for which the machine is checked.
         root: where /proc, /sys and /dev are found.
     """
     return [
-        *packages(),
+        *packages(backend=backend),
         visibility(launch, environ),
         locked_memory(node),
         open_files(),
@@ -47,27 +53,41 @@ def host_checks(
     ]
 
 
-def packages(distribution: str = "anygauge") -> list[Check]:
-    """Each package that decides results, against the range that it was tested with."""
+def packages(distribution: str = "anygauge", *, backend: str = "") -> list[Check]:
+    """Each package that decides results, against the range that it was tested with.
+
+    Args:
+        backend: an extra of its name narrows ranges; what only that extra has may be missing.
+    """
     try:
         required = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
-        return [_warn("packages", f"{distribution} is not installed as a package", "pip install .")]
-    troubles, fine = [], []
+        seen = f"{distribution} is not installed as a package: its requirements are not known"
+        return [Check(name="packages", outcome=Outcome.SKIP, seen=seen, remedy="pip install .")]
+    troubles, fine, wanted = [], [], distribution
     for requirement in map(Requirement, required):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        if not always and not (backend and marker and marker.evaluate({"extra": backend})):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            troubles.append(f"{requirement.name} is missing ({requirement.specifier})")
+            if always:
+                troubles.append(f"{requirement.name} is missing ({requirement.specifier})")
             continue
         if requirement.specifier.contains(version, prereleases=True):
             fine.append(f"{requirement.name} {version}")
         else:
-            troubles.append(f"{requirement.name} {version}, tested with {requirement.specifier}")
+            whose = ""
+            if not always:
+                whose = f" for the {backend} backend (docs/stacks.md)"
+                wanted = f"'{distribution}[{backend}]'"
+            troubles.append(
+                f"{requirement.name} {version}, tested with {requirement.specifier}{whose}"
+            )
     if troubles:
-        remedy = f"pip install --upgrade {distribution}, or install versions within these ranges"
+        remedy = f"pip install --upgrade {wanted}, or install versions within these ranges"
         return [
             Check(name="packages", outcome=Outcome.FAIL, seen="; ".join(troubles), remedy=remedy)
         ]
@@ -79,7 +99,7 @@ def visibility(launch: LaunchProfile, environ: Mapping[str, str]) -> Check:
     """Whether the variable that hides devices from a process is set."""
     name, variable = "visible devices", launch.visibility_variable
     if variable is None:
-        return _pass(name, "this backend has no variable for it")
+        return _pass(name, "this backend has no variable that hides them")
     value = environ.get(variable)
     if value is None:
         return _pass(name, f"{variable} is unset: all")
@@ -218,7 +238,7 @@ def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0
 
 def worst(checks: Sequence[Check]) -> str:
     """The gravest outcome."""
-    order = (Outcome.PASS, Outcome.WARN, Outcome.FAIL)
+    order = (Outcome.PASS, Outcome.SKIP, Outcome.WARN, Outcome.FAIL)
     return max((check.outcome for check in checks), key=order.index, default=Outcome.PASS)
 
 

@@ -21,7 +21,18 @@ from anygauge.interface import AnygaugeError, Check, Outcome
 if TYPE_CHECKING:
     from anygauge.interface import Backend
 
-_STYLES = {Outcome.PASS: "green", Outcome.WARN: "yellow", Outcome.FAIL: "bold red"}
+_STYLES = {
+    Outcome.PASS: "green",
+    Outcome.SKIP: "cyan",
+    Outcome.WARN: "yellow",
+    Outcome.FAIL: "bold red",
+}
+_COUNTED = {
+    Outcome.PASS: "passed",
+    Outcome.WARN: "with a warning",
+    Outcome.FAIL: "failed",
+    Outcome.SKIP: "could not be made",
+}
 
 
 def doctor(
@@ -43,7 +54,7 @@ def doctor(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Check this machine for a backend. Exit status 1 if a check failed."""
+    """Check this machine for a backend. Exit status 1 if a check failed; 0 otherwise."""
     from anygauge.agent.host_checks import worst
     from anygauge.registry import AUTO, Registry
 
@@ -63,6 +74,7 @@ def doctor(
         record = {
             "backend": chosen.name,
             "outcome": result,
+            "counts": {o: sum(check.outcome == o for check in everything) for o in _COUNTED},
             "checks": [asdict(check) for check in everything],
         }
         typer.echo(json.dumps(record, indent=2))
@@ -70,13 +82,15 @@ def doctor(
         console = Console(emoji=False, highlight=False)
         console.print(Text(f"Backend {chosen.name}: {selection.reason}", style="bold"))
         console.print(_table(everything))
-        counts = ", ".join(
-            f"{sum(check.outcome == outcome for check in everything)} {outcome}"
-            for outcome in (Outcome.PASS, Outcome.WARN, Outcome.FAIL)
-        )
-        console.print(Text(counts, style=_STYLES[result]))
+        console.print(Text(", ".join(_counts(everything)), style=_STYLES[result]))
     if result == Outcome.FAIL:
         raise typer.Exit(1)
+
+
+def _counts(checks: Sequence[Check]) -> list[str]:
+    """How many checks came to what: ``3 failed``."""
+    counts = {o: sum(check.outcome == o for check in checks) for o in _COUNTED}
+    return [f"{count} {_COUNTED[outcome]}" for outcome, count in counts.items()]
 
 
 def _host(backend: Backend, output: Path, hub: bool) -> list[Check]:
@@ -86,7 +100,8 @@ def _host(backend: Backend, output: Path, hub: bool) -> list[Check]:
 
     environ = scrub(os.environ)
     node = inspect_node(backend=backend, environ=environ)
-    found = [*host_checks(node, backend.launch, environ), write_speed(output.absolute())]
+    found = host_checks(node, backend.launch, environ, backend=backend.name)
+    found.append(write_speed(output.absolute()))
     return [*found, hub_access()] if hub else found
 
 

@@ -48,9 +48,10 @@ class BackendSpec:
 
 
 class Outcome:
-    """Verdicts of a diagnostic check."""
+    """Verdicts of a diagnostic check; ``SKIP``: it could not be made, which is no verdict."""
 
     PASS = "pass"
+    SKIP = "skip"
     WARN = "warn"
     FAIL = "fail"
 

@@ -20,7 +20,12 @@ def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence
     ]
     if found.software.presence:
         results += [_build(), _compatibility(driver_version(root)), _usable(found.device_count)]
+    else:
+        results += [_skip(name, "needs a torch with CUDA") for name in (_BUILD, _PAIR, _USABLE)]
     return results
+
+
+_BUILD, _PAIR, _USABLE = "torch and CUDA", "driver for this torch", "usable GPUs"
 
 
 _NO_GPU = "in a container, hand the GPUs in (docker run --gpus=all); in a cluster, ask for them"
@@ -34,10 +39,14 @@ def _step(name: str, passed: bool, seen: str, remedy: str) -> Check:
     return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
 
 
+def _skip(name: str, seen: str) -> Check:
+    return Check(name=name, outcome=Outcome.SKIP, seen=seen, remedy="solve the checks above first")
+
+
 def _build() -> Check:
     import torch
 
-    version, cuda, name = torch.__version__, torch.version.cuda, "torch and CUDA"
+    version, cuda, name = torch.__version__, torch.version.cuda, _BUILD
     seen = f"torch {version} for CUDA {cuda}"
     published = published_builds(version)
     if published is None:
@@ -62,14 +71,10 @@ def _build() -> Check:
 def _compatibility(driver: str | None) -> Check:
     import torch
 
-    cuda, name = torch.version.cuda, "driver for this torch"
+    cuda, name = torch.version.cuda, _PAIR
     if driver is None or cuda is None:
-        return Check(
-            name=name,
-            outcome=Outcome.WARN,
-            seen=f"cannot be compared (driver {driver}, CUDA {cuda})",
-            remedy="solve the checks above first",
-        )
+        missing = "driver" if driver is None else "CUDA version of torch"
+        return _skip(name, f"nothing to compare: the {missing} is not known")
     seen = f"driver {driver}, torch built for CUDA {cuda}"
     serves = driver_serves(driver, cuda)
     if serves is None:
@@ -91,7 +96,7 @@ def _usable(expected: int | None) -> Check:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return Check(
-            name="usable GPUs",
+            name=_USABLE,
             outcome=Outcome.FAIL,
             seen=str(error),
             remedy="compare driver and torch above; check CUDA_VISIBLE_DEVICES",
@@ -100,9 +105,9 @@ def _usable(expected: int | None) -> Check:
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
     seen = f"{count} usable ({names})"
     if expected is None or count >= expected:
-        return Check(name="usable GPUs", outcome=Outcome.PASS, seen=seen)
+        return Check(name=_USABLE, outcome=Outcome.PASS, seen=seen)
     return Check(
-        name="usable GPUs",
+        name=_USABLE,
         outcome=Outcome.WARN,
         seen=f"{seen}, of {expected} in this machine",
         remedy="check CUDA_VISIBLE_DEVICES, if fewer were not meant",

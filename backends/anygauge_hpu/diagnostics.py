@@ -48,7 +48,11 @@ def checks(
         _step("cards", found.devices.presence.value == "yes", found.devices.detail, _NO_CARD),
         _step("driver", bool(found.driver.presence), found.driver.detail, _NO_DRIVER),
         _step("software", PLUGIN in versions, _stated(PLUGIN, versions), _NO_SOFTWARE),
-        *(_versions(root, versions) if PLUGIN in versions else ()),
+        *(
+            _versions(root, versions)
+            if PLUGIN in versions
+            else (_skip("release"), _skip("driver release"))
+        ),
         _mode(environ, versions),
         _modules(environ, found.device_count),
         _kernels_path(environ, installed=PLUGIN in versions),
@@ -73,7 +77,7 @@ def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     same = driver is not None and major_minor(driver) == major_minor(versions[PLUGIN])
     pair = f"driver {driver or 'not loaded'}, {PLUGIN} {versions[PLUGIN]}"
     if driver is None:
-        return [release_check]
+        return [release_check, _skip("driver release", "the driver is not loaded")]
     if same:
         return [release_check, Check(name="driver release", outcome=Outcome.PASS, seen=pair)]
     return [
@@ -130,7 +134,7 @@ def _kernels_path(environ: Mapping[str, str], *, installed: bool) -> Check:
             return Check(name="kernel library", outcome=Outcome.FAIL, seen=seen, remedy=remedy)
         return Check(name="kernel library", outcome=Outcome.PASS, seen=f"GC_KERNEL_PATH={path}")
     if not installed:
-        return Check(name="kernel library", outcome=Outcome.PASS, seen="no Gaudi software here")
+        return _skip("kernel library")
     return _warn(
         "kernel library",
         "GC_KERNEL_PATH is unset, though Intel's images set it",
@@ -146,6 +150,10 @@ def _step(name: str, passed: bool, seen: str, remedy: str) -> Check:
     if passed:
         return Check(name=name, outcome=Outcome.PASS, seen=seen)
     return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
+
+
+def _skip(name: str, seen: str = "Gaudi's software is not installed") -> Check:
+    return Check(name=name, outcome=Outcome.SKIP, seen=seen, remedy="solve the checks above first")
 
 
 def _warn(name: str, seen: str, remedy: str) -> Check:

@@ -35,6 +35,51 @@ def test_packages_are_held_against_what_was_tested(
     assert check.outcome == outcome and said in check.seen
 
 
+def test_a_backend_narrows_what_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [
+        "pluggy>=1",
+        "pluggy>=99; extra == 'mine'",
+        "no-such-package; extra == 'mine'",
+        "pytest>=99; extra == 'other'",
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+    (check,) = host_checks.packages(backend="theirs")
+    assert check.outcome == Outcome.PASS
+    (check,) = host_checks.packages(backend="mine")
+    assert check.outcome == Outcome.FAIL and "pytest" not in check.seen
+    assert ", tested with >=99 for the mine backend (docs/stacks.md)" in check.seen
+    assert "no-such-package" not in check.seen, "what only the extra has may be missing"
+    assert "pip install --upgrade 'anygauge[mine]'" in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "outcome"),
+    [
+        ("transformers", "4.55.4", Outcome.PASS),
+        ("transformers", "5.23.0", Outcome.FAIL),
+        ("accelerate", "1.15.0", Outcome.FAIL),
+    ],
+)
+def test_what_the_page_on_versions_excludes_fails(
+    name: str, version: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "stacks.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    sets = {row[1].strip(): (row[2].strip(), row[3].strip()) for row in rows if len(row) == 5}
+    tested = {"transformers": sets["transformers"][1], "accelerate": sets["accelerate"][1]}
+    versions = {**tested, name: version}
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or real(n))
+    (check,) = host_checks.packages(backend="hpu")
+    assert check.outcome == outcome, check.seen
+    assert (f"{name} {version}, tested with" in check.seen) == (outcome == Outcome.FAIL)
+
+
+def test_requirements_that_cannot_be_read_are_not_passed() -> None:
+    (check,) = host_checks.packages("no-such-distribution")
+    assert check.outcome == Outcome.SKIP and check.remedy
+
+
 def test_the_installed_packages_are_those_that_were_tested() -> None:
     (check,) = host_checks.packages()
     assert check.outcome == Outcome.PASS, check.seen
@@ -119,5 +164,6 @@ def test_the_gravest_outcome_counts() -> None:
         return Check(name="one", outcome=outcome, seen="")
 
     assert host_checks.worst([]) == Outcome.PASS
-    assert host_checks.worst([check("warn"), check("pass")]) == Outcome.WARN
+    assert host_checks.worst([check("skip"), check("pass")]) == Outcome.SKIP
+    assert host_checks.worst([check("warn"), check("pass"), check("skip")]) == Outcome.WARN
     assert host_checks.worst([check("warn"), check("fail"), check("pass")]) == Outcome.FAIL

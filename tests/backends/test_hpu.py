@@ -380,6 +380,14 @@ def test_each_fault_has_its_line(
     assert outcomes(root, environ, **sound | versions)[name] == outcome
 
 
+def test_what_cannot_be_looked_at_is_not_passed(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, {})
+    for name in ("release", "driver release", "kernel library"):
+        assert found[name] == Outcome.SKIP
+    without_driver = outcomes(tmp_path, {}, habana_torch_plugin="1.20.0.543", torch="2.6.0+git1")
+    assert without_driver["driver release"] == Outcome.SKIP
+
+
 def test_every_check_that_does_not_pass_says_what_to_do(tmp_path: Path) -> None:
     for check in checks(tmp_path, environ={"PT_HPU_LAZY_MODE": "1"}, versions={}):
         assert check.seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from tests.helpers.runs import anygauge
@@ -25,6 +26,16 @@ def test_a_missing_device_fails_and_says_what_to_do(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "0x1da3" in done.stdout and "fail" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+    # What Gaudi's software would be asked is neither passed nor failed where there is none.
+    last = done.stdout.splitlines()[-1]
+    counts = re.fullmatch(
+        r"(\d+) passed, (\d+) with a warning, (\d+) failed, (\d+) could not be made", last
+    )
+    assert counts is not None, last
+    lines = [line.split(maxsplit=1)[0] for line in done.stdout.splitlines() if line[:1].isalpha()]
+    words = ("pass", "warn", "fail", "skip")
+    assert [int(count) for count in counts.groups()] == [lines.count(word) for word in words]
+    assert int(counts[4]) == 3
 
 
 def test_an_unknown_backend_is_an_error(tmp_path: Path) -> None:
