@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def refused(model: str) -> str:
-    with pytest.raises(ModelError) as error:
+    with pytest.raises((ModelError, UsageError)) as error:
         command(["generate", model, "--prompt", "hello"])
     return str(error.value)
 

@@ -48,7 +48,7 @@ def test_a_device_that_lacks_what_zero_needs_is_named_with_the_reason() -> None:
     backend: Any = SimpleNamespace(
         name="toy", support=lambda capability: Support(Level.NOT_WRITTEN_YET, "one card only")
     )
-    with pytest.raises(UnsupportedError, match=r"'toy' lacks 'zero', needed because.*one card only"):
+    with pytest.raises(UnsupportedError, match=r"'toy' lacks 'zero', needed .*one card only"):
         check_needs(backend, FACTS["zero"].needs)
     check_needs(backend, FACTS["single"].needs)
 
