@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anygauge.cli import run as command
-from anygauge.interface import FULL, ModelError
+from anygauge.interface import FULL, ModelError, UsageError
 from tests.helpers.tokenizer import make_tokenizer
 
 
