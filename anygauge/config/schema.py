@@ -76,7 +76,9 @@ class LaunchSection(Section):
     nodes: Positive = Field(1, description="Machines.")
     devices: Positive = Field(1, description="Ranks per machine, one per device.")
     collective_timeout_s: Seconds = Field(
-        600.0, description="A collective that hangs longer ends the run."
+        600.0,
+        description="A collective that hangs longer ends the run, and so does a rank that neither "
+        "works nor reports for longer.",
     )
     join_timeout_s: Seconds = Field(
         300.0, description="Seconds that the agents of all machines have to find each other."

@@ -41,7 +41,8 @@ class Job:
         fabric: network between machines: ``auto``, or one of `Backend.fabrics`.
         binding: how ranks are bound to cores: ``auto`` (the backend's), ``cores`` or ``none``.
         lost_after_s: seconds of silence after which a node is lost.
-        collective_timeout_s: seconds after which a collective that hangs ends the run.
+        collective_timeout_s: seconds after which a collective that hangs ends the run, or a rank
+            that neither works nor reports.
         stop_grace_s: seconds that ranks get to end a step and write a checkpoint when the job is
             asked to end.
         resume: go on from the newest checkpoint, whatever the run file says: another attempt.

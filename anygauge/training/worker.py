@@ -22,7 +22,6 @@ from typing import Any
 from anygauge.interface import STOPPED, AnygaugeError, Backend, Job
 from anygauge.interface.events import EventWriter
 from anygauge.interface.files import write_text
-from anygauge.interface.limits import PATIENT_S
 from anygauge.interface.processes import die_with_parent
 from anygauge.interface.rendezvous import STORE_FD
 from anygauge.interface.start import settled
@@ -167,13 +166,11 @@ def run_rank(
             write_versions(Path(job.run_directory))
         try:
             complete = prepared.loop.run()
+            summary = {}
             if complete:
-                # Rank 0 writes; the others end before it has, and nobody waits in a collective.
-                backend.collectives.limit(max(PATIENT_S, limit))
-                with progress.long("saving the result"):
+                collectives = backend.collectives
+                with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
                     summary = save(job, rank, prepared)
-            else:
-                summary = {}
         except BaseException:
             prepared.meter.close("failed")
             raise
