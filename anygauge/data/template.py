@@ -9,10 +9,15 @@ from typing import Any
 
 from anygauge.config.paths import CHAT_TEMPLATE, holds_template
 from anygauge.data.chat import Turn
+from anygauge.data.template_bounds import TemplateBoundError, bounded
 from anygauge.interface import DataError, ModelError, RunFileError
+from anygauge.interface.files import read_bounded
 
 Span = tuple[int, int]
 Tools = Sequence[dict[str, Any]] | None
+
+MOST_BYTES = 2**20
+"""Of a template's file; long ones have some ten thousand."""
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -43,7 +48,7 @@ def read_template(given: str | None) -> str | None:
         return given
     file = Path(given).expanduser()
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_bounded(file, MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise RunFileError(
             f"data.chat_template: {given}: no such file (looked at {file.absolute()}); give a "
@@ -87,6 +92,8 @@ def check_syntax(text: str, where: str) -> None:
         raise RunFileError(
             f"{where}, line {error.lineno}: not a valid Jinja template: {error.message}"
         ) from None
+    except RecursionError:
+        raise RunFileError(f"{where}: not a valid Jinja template: nested too deeply") from None
 
 
 class ChatTemplate:
@@ -103,6 +110,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, given: str | None) -> None:
         self.tokenizer = tokenizer
+        self.name = "the tokenizer's chat template" if given is None else "data.chat_template"
         if given is None:
             try:
                 plain = tokenizer.get_chat_template(None, None)
@@ -144,17 +152,18 @@ class ChatTemplate:
         if not turns:
             raise TemplateRefusal("there is no turn")
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(turns),
-                    tools=list(tools) if tools else None,
-                    chat_template=self._dated[tools is not None],
-                    add_generation_prompt=asks,
-                    tokenize=False,
+            with bounded():
+                return str(
+                    self.tokenizer.apply_chat_template(
+                        list(turns),
+                        tools=list(tools) if tools else None,
+                        chat_template=self._dated[tools is not None],
+                        add_generation_prompt=asks,
+                        tokenize=False,
+                    )
                 )
-            )
         except Exception as error:
-            raise _refusal(error) from None
+            raise self._refusal(error) from None
 
     def render_marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[Span]]:
         """The text of some turns, and the stretches of it that generation marks enclose.
@@ -165,15 +174,16 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
-                conversations=[list(turns)],
-                tools=list(tools) if tools else None,
-                chat_template=self._dated[tools is not None],
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-            )
+            with bounded():
+                texts, spans = render_jinja_template(
+                    conversations=[list(turns)],
+                    tools=list(tools) if tools else None,
+                    chat_template=self._dated[tools is not None],
+                    return_assistant_tokens_mask=True,
+                    **self.tokenizer.special_tokens_map,
+                )
         except Exception as error:
-            raise _refusal(error) from None
+            raise self._refusal(error) from None
         return texts[0], [(start, end) for start, end in spans[0] if start < end]
 
     def end_of_turn(self, text: str) -> int | None:
@@ -215,6 +225,11 @@ class ChatTemplate:
                 "without it"
             ) from None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _refusal(self, error: Exception) -> TemplateRefusal:
+        if isinstance(error, TemplateBoundError):
+            return TemplateRefusal(f"{self.name} is out of bounds: {error}")
+        return _refusal(error)
 
     def _check_contents(self) -> None:
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
