@@ -16,6 +16,7 @@ from anygauge.data import EvaluationBatches, Layout, prepare
 from anygauge.models.factory import dtype_name
 from anygauge.models.inputs import model_inputs
 from anygauge.models.loss import summed_cross_entropy
+from tests.docs.pages import ROOT, section, table_names
 from tests.helpers.runs import Run, anygauge, run_file, trained, trained_here
 
 
@@ -126,6 +127,9 @@ def test_the_run_directory_tells_all(base: Run, adapted: Run) -> None:
     assert (threads["value"], threads["set_by"]) == ("1", "user")
     for name in ("run.yaml", "job.json", "environment-node0.json"):
         assert (adapted.folder / name).stat().st_mode & 0o777 == 0o600, name
+    told = table_names(section(ROOT / "docs/training.md", "## The run directory"))
+    for entry in (*base.folder.iterdir(), *adapted.folder.iterdir()):
+        assert {entry.name, f"{entry.name}/"} & told or entry.name.startswith("."), entry
     assert list((base.folder / "tensorboard").glob("events.*")), "TensorBoard was asked for"
     assert not (adapted.folder / "tensorboard").exists(), "and not here"
 

@@ -1,0 +1,61 @@
+"""What pages say of files, lines and devices, held against the sources and against each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT
+
+MADE_OF_PARTS = {"wandb-run.json", "mlflow-run.json"}
+"""Names that a source puts together."""
+OF_OTHERS = {"tokenizer.json"}
+
+
+def sources() -> str:
+    """All of the package's own code."""
+    folders = ("anygauge", "backends", "launchers", "kernels", "docker")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return "\n".join(path.read_text() for path in found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_is_one_that_the_sources_know(page: Path) -> None:
+    code = sources()
+    named = set(re.findall(r"`(?:\w+/)*([a-z][a-z_-]*\.json)`", page.read_text()))
+    unknown = {
+        name
+        for name in named - MADE_OF_PARTS - OF_OTHERS
+        if not re.search(rf"(?<![\w-]){re.escape(name)}\b", code)
+    }
+    assert not unknown - {"data.json"}
+
+
+def test_the_line_that_names_the_attention_is_the_one_that_is_printed() -> None:
+    page = " ".join((ROOT / "docs" / "gaudi.md").read_text().split())
+    told = re.search(r"begins with `(\w+:)` says which attention is active", page)
+    assert told is not None
+    assert f'f"{told[1]} attention ' in (ROOT / "anygauge/training/setup.py").read_text()
+    assert f"\n{told[1]} attention " in (ROOT / "docs" / "commands.md").read_text()
+
+
+def test_the_readme_claims_no_run_that_its_status_denies() -> None:
+    readme = (ROOT / "README.md").read_text()
+    why, status = (
+        readme.split(f"## {title}\n")[1].split("\n## ")[0] for title in ("Why", "Status")
+    )
+    for device, denied in (("CUDA", "no run on one is recorded"), ("Gaudi", "on no card")):
+        row = next(line for line in status.splitlines() if device in line)
+        assert denied in row
+    claim = " ".join(why.split("- **The same ZeRO-3 + LoRA loop everywhere.**")[1].split())
+    assert "no run on a GPU is recorded" in claim and "not on a card" in claim
+
+
+def test_no_page_denies_what_is_there() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        for there in ("checkpoints", "resuming"):
+            assert f"Not there yet: {there}" not in text, page
+    assert "| `checkpoints/` |" in (ROOT / "docs" / "training.md").read_text()
