@@ -140,7 +140,7 @@ def run_rank(
                 prepared = prepare_run(job, rank, registry, backend, strategy)
         except FinishedError as done:
             rank.say(str(done))
-            return dict(done.finished.report)
+            return done.finished.summary
         for library in backend.collectives.limit(limit):
             rank.warn(
                 f"launch.collective_timeout_s: groups of {library} keep the limit that they were "

@@ -282,6 +282,46 @@ def test_one_ctrl_c_ends_the_ranks_in_order(tmp_path: Path, signum: int, status:
     assert not alive(read_pid(tmp_path / "pid0"))
 
 
+@pytest.mark.parametrize(
+    ("sent", "promised", "ended"),
+    [
+        ([], "no step was taken yet, so there is nothing to save", "before the first step"),
+        ([sends("message", text="loading")], "no step was taken yet", "before the first step"),
+        ([sends("started", steps=4, stops=True)], "a checkpoint written", ""),
+        ([sends("started", steps=4, stops=False)], "cannot write checkpoints", ""),
+    ],
+)
+def test_ctrl_c_promises_what_comes(
+    sent: list[Any], promised: str, ended: str, tmp_path: Path
+) -> None:
+    mark = sends("message", text="mark")
+    command = command_line(tmp_path, {0: [*sent, mark, FOREVER]}, "30")
+    assert command.stdout is not None
+    while command.stdout.readline() not in ("mark\n", ""):
+        pass
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == 130
+    assert promised in out
+    assert ("checkpoint written" in out) is (promised == "a checkpoint written")
+    assert ("before the first step; there was nothing to save" in err) is bool(ended)
+
+
+def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    cancelled = {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": "SIGTERM"}
+    status = follow(
+        Played([cancelled], 143),
+        run_directory="/runs/one",
+        console=Console(file=out, width=120),
+        errors=Console(file=err, width=120),
+        asked=[signal.SIGINT],
+    )
+    assert status == 130
+    assert "nothing to save" in out.getvalue()
+    assert "ended by request before the first step" in err.getvalue()
+
+
 def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     ranks = {0: [["ignore", signal.SIGTERM], ["touch", "up"], FOREVER]}
     command = command_line(tmp_path, ranks, "3600")

@@ -144,6 +144,7 @@ def test_sigterm_ends_the_step_writes_a_checkpoint_and_has_a_status_of_its_own(
 def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_taken(tmp_path: Path) -> None:
     file = run_file(tmp_path, train=lengths(4), checkpoint={"every": 2, "resume": "auto"}, **SINGLE)
     first = trained_here(file)
+    (first.folder / "report.json").unlink()  # what a run writes last
     newest = first.folder / "checkpoints/step-00000004/state-00001.safetensors"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -167,8 +168,8 @@ def test_a_run_that_is_complete_stays_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("train.seed=1", "train.seed (checkpoint: 0; now: 1)"),
-        ("train.global_batch=8", "train.global_batch (checkpoint: 4; now: 8)"),
+        ("train.seed=1", "train.seed (before: 0; now: 1)"),
+        ("train.global_batch=8", "train.global_batch (before: 4; now: 8)"),
         ("adapter.rank=8", "adapter"),
         ("data.max_length=80", "data and its order"),
     ],

@@ -46,6 +46,12 @@ class Finished:
         """See `settings_of`."""
         return _object(self.report.get("settings"))
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The report as the run's end showed it."""
+        hidden = ("identity", "settings")
+        return {name: value for name, value in self.report.items() if name not in hidden}
+
     def describe(self) -> str:
         """A line for the terminal."""
         return f"finished: this run was done before, {self.steps} steps; result: {self.result}"
@@ -65,15 +71,10 @@ def finished_run(run_directory: Path) -> Finished | None:
         report = read_json(run_directory / REPORT)
     except AnygaugeError:
         return None
-    return as_finished(run_directory, report)
-
-
-def as_finished(run_directory: Path, report: Mapping[str, Any] | None) -> Finished | None:
-    """The same, of a report that was read before."""
-    if report is None or not is_count(report.get("steps")):
-        return None
     saved = report.get("saved")
-    if not isinstance(saved, str) or Path(saved).name not in RESULTS:
+    if not is_count(report.get("steps")) or not isinstance(saved, str):
+        return None
+    if Path(saved).name not in RESULTS:
         return None
     finished = Finished(folder=run_directory, report=report)
     return finished if finished.result.is_dir() else None

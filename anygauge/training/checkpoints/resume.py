@@ -12,7 +12,6 @@ from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.finished import (
     Finished,
     FinishedError,
-    as_finished,
     check_length,
     finished_run,
 )
@@ -66,7 +65,7 @@ def find_checkpoint(
     return Resumed(
         None if folder is None else Checkpoint(Path(folder)),
         tuple(passed_over),
-        as_finished(run_directory, report),
+        None if report is None else Finished(folder=run_directory, report=report),
     )
 
 

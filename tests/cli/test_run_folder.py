@@ -1,0 +1,206 @@
+"""Which folder a run gets: a start that never took a step has no claim to its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from anygauge.cli.failed_start import clear, took_no_step
+from anygauge.cli.run_folder import claimed, made_ready, run_folder
+from anygauge.interface import AnygaugeError
+from anygauge.interface.job import START, Job
+from anygauge.interface.start import put_in_place, settled
+from tests.helpers.runs import anygauge, run_file
+
+TIMEOUT_S = 200
+
+
+def failed_start(folder: Path) -> Path:
+    """What is left of a run that failed while its ranks started."""
+    for name in ("run.yaml", "job.json", "environment-node0.json", "versions.json", "rendezvous"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    for name in ("logs/agent0.log", "logs/rank0.log", "ranks/rank0.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("why it failed")
+    (folder / ".lock").touch()
+    (folder / "metrics.jsonl").write_text(
+        '{"time": 1, "system": {}}\n{"step": 0, "eval_loss": 2}\n'
+    )
+    return folder
+
+
+def test_a_start_without_a_step_is_used_again(tmp_path: Path) -> None:
+    folder = failed_start(tmp_path / "my-run")
+    assert took_no_step(folder)
+    for resume in (False, True):
+        assert run_folder(folder, resume=resume) == folder
+    assert (folder / "logs/rank0.log").exists(), "looking removes nothing"
+    with claimed(folder):
+        made_ready(folder, staged=False)
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def step(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+
+
+def torn(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": ')
+
+
+def checkpoint(folder: Path) -> None:
+    (folder / "checkpoints").mkdir()
+
+
+def result(folder: Path) -> None:
+    (folder / "adapter").mkdir()
+
+
+def report(folder: Path) -> None:
+    (folder / "report.json").write_text("{}")
+
+
+def notes(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+
+
+def linked(folder: Path) -> None:
+    (folder / "tensorboard").symlink_to(folder.parent)
+
+
+def linked_file(folder: Path) -> None:
+    (folder / "variables.json").symlink_to("/etc/hostname")
+
+
+def elsewhere(folder: Path) -> None:
+    launched = {"launcher": "kubernetes", "record": {}, "logs": "kubectl logs"}
+    (folder / "launched.json").write_text(json.dumps(launched))
+
+
+def unknown_job(folder: Path) -> None:
+    (folder / "launched.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "left",
+    [step, torn, checkpoint, result, report, notes, linked, linked_file, elsewhere, unknown_job],
+)
+def test_a_folder_that_may_hold_more_is_left(left: Callable[[Path], None], tmp_path: Path) -> None:
+    folder = failed_start(tmp_path / "my-run")
+    left(folder)
+    before = sorted(folder.rglob("*"))
+    assert not took_no_step(folder)
+    assert run_folder(folder, resume=False) == tmp_path / "my-run-2"
+    with claimed(folder), pytest.raises(AnygaugeError, match="taken by another run"):
+        made_ready(folder, staged=False)
+    (folder / "rendezvous").touch()  # which the claim takes away
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_run_that_is_starting_keeps_its_name(tmp_path: Path) -> None:
+    folder = failed_start(tmp_path / "my-run")
+    with claimed(folder):
+        assert run_folder(folder, resume=False) == tmp_path / "my-run-2"
+        assert took_no_step(folder, locked=True)
+    assert run_folder(folder, resume=False) == folder
+
+
+def test_clearing_removes_nothing_else(tmp_path: Path) -> None:
+    folder = failed_start(tmp_path / "my-run")
+    notes(folder)
+    clear(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "notes.txt"]
+
+
+def staged_job(folder: Path) -> Job:
+    return Job(
+        name="t",
+        run_directory=str(folder),
+        run_file=str(folder / START / "run.yaml"),
+        backend="cpu",
+        strategy="single",
+        rendezvous="file:///nowhere",
+    )
+
+
+def test_the_files_of_a_start_wait_until_they_are_put_in_place(tmp_path: Path) -> None:
+    folder = failed_start(tmp_path / "my-run")
+    step(folder)
+    made_ready(folder, staged=True)
+    job = staged_job(folder)
+    start = folder / START
+    assert job.start_directory == start
+    (start / "run.yaml").write_text("new")
+    (start / "job.json").write_text(job.dump())
+    (start / "logs").mkdir()
+    log = (start / "logs/rank0.log").open("w")
+    log.write("before, ")
+    log.flush()
+    assert (folder / "run.yaml").read_text() == "{}"
+    put_in_place(job)
+    with log:
+        log.write("and after")
+    assert not start.exists() and job.start_directory == folder
+    assert (folder / "run.yaml").read_text() == "new"
+    assert settled(start / "logs/rank0.log").read_text() == "before, and after"
+    assert (folder / "logs/rank0.1.log").read_text() == "why it failed"
+    assert not list((folder / "ranks").iterdir())
+    assert Job.load(start / "job.json") == job, "by the name that agents were given"
+
+
+def test_a_job_without_staging_is_where_it_was(tmp_path: Path) -> None:
+    folder = failed_start(tmp_path / "my-run")
+    (folder / START).mkdir()  # of a start that was refused
+    job = Job(**{**json.loads(staged_job(folder).dump()), "run_file": str(folder / "run.yaml")})
+    assert job.start_directory == folder
+    put_in_place(job)
+    assert (folder / START).exists()
+
+
+@pytest.mark.slow
+def test_after_a_start_that_failed_the_next_run_has_its_name(tmp_path: Path) -> None:
+    """Positions that the model does not have: ranks alone look."""
+    single = {"strategy": {"name": "single"}}
+    file = run_file(tmp_path, train={"steps": 1}, **single)
+    failed = anygauge(["train", file, "--set", "data.max_length=9999"], timeout_s=TIMEOUT_S)
+    folder = tmp_path / "out" / "tiny"
+    assert failed.returncode != 0
+    assert f"run: {folder}\n" in failed.stdout
+    assert f"logs: {folder / 'logs'}" in failed.stderr and (folder / "logs/rank0.log").exists()
+    good = anygauge(["train", file], timeout_s=TIMEOUT_S)
+    assert good.returncode == 0, good.stderr
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
+    assert "9999" not in (folder / "logs/rank0.log").read_text()
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_the_first_step_promises_nothing(tmp_path: Path) -> None:
+    file = run_file(tmp_path, strategy={"name": "single"})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anygauge.cli", "train", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:  # the first line of a rank: torch is loaded, the model is not
+        if line.startswith("data: "):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, err
+    assert "no step was taken yet, so there is nothing to save" in out
+    assert "checkpoint" not in out + err
+    assert "ended by request before the first step" in err and "Traceback" not in err
+    assert not (tmp_path / "out/tiny/checkpoints").exists()
+    assert took_no_step(tmp_path / "out/tiny")

@@ -1,0 +1,175 @@
+"""A finished run stays what it is: asked for again, refused, or asked to go on from too early."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from anygauge.interface import RunFileError
+from anygauge.interface.job import START
+from anygauge.training.checkpoints.finished import check_length, finished_run
+from tests.helpers.runs import Run, anygauge, run_file
+
+SINGLE: dict[str, Any] = {"strategy": {"name": "single"}}
+TIMEOUT_S = 200
+
+
+def hashes(folder: Path) -> dict[str, tuple[str, int, int]]:
+    """Path -> (SHA-256, mode, time of change) of every file; the lock is empty and no record."""
+    return {
+        str(path.relative_to(folder)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mode,
+            path.stat().st_mtime_ns,
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def without_start(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if not name.startswith(f"{START}/")}
+
+
+def command(file: Path, *options: str) -> Run:
+    done = anygauge(["train", file, *options], timeout_s=TIMEOUT_S)
+    fields = yaml.safe_load(file.read_text())
+    folder = Path(fields["output"]) / fields["name"]
+    return Run(folder=folder, status=done.returncode, out=done.stdout, err=done.stderr)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """The run file and the run: finished, with a checkpoint of its middle alone."""
+    folder = tmp_path_factory.mktemp("finished")
+    file = run_file(folder, train={"steps": 4, "eval_at_start": False}, **SINGLE)
+    run = command(file, "--set", "checkpoint.every=2", "--set", "checkpoint.keep_last=9")
+    assert run.status == 0, run.err
+    assert f"run: {run.folder}\n" in run.out
+    shutil.rmtree(run.folder / "checkpoints/step-00000004")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (run.folder / "adapter").iterdir()}
+    assert modes["adapter_model.safetensors"] == modes["adapter_config.json"]
+    return file, run
+
+
+def test_the_same_command_says_finished_and_touches_nothing(done: tuple[Path, Run]) -> None:
+    file, run = done
+    before = hashes(run.folder)
+    again = command(file, "--resume", "auto")
+    assert (again.status, again.err) == (0, "")
+    assert again.out == (
+        f"finished: this run was done before, 4 steps; result: {run.folder / 'adapter'}\n"
+    )
+    assert hashes(run.folder) == before
+    assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
+
+
+COSTLY = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--set", "train.seed=5"), "train.seed (before: 0; now: 5)"),
+        pytest.param(
+            ("--set", "train.global_batch=8"),
+            "train.global_batch (before: 4; now: 8)",
+            marks=COSTLY,
+        ),
+        pytest.param(("--set", "adapter.rank=8"), "adapter", marks=COSTLY),
+        (("--set", "data.max_length=80"), "data and its order"),
+        pytest.param(("--set", "train.steps=8"), "its newest sound one is of step 2", marks=COSTLY),
+        pytest.param(
+            ("--set", "train.steps=2"), "a finished run is not made shorter", marks=COSTLY
+        ),
+    ],
+)
+def test_a_refused_resume_changes_nothing(
+    options: tuple[str, ...], named: str, done: tuple[Path, Run]
+) -> None:
+    file, run = done
+    before = without_start(hashes(run.folder))
+    refused = command(file, "--resume", "auto", *options)
+    assert refused.status == 2, refused.out + refused.err
+    assert named in refused.err
+    assert without_start(hashes(run.folder)) == before
+    assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
+    logs = run.folder / START / "logs"
+    if logs.exists():
+        assert (logs / "rank0.log").exists() and f"logs: {logs}" in refused.err
+
+
+@pytest.mark.slow
+def test_ranks_too_say_that_it_is_finished(done: tuple[Path, Run]) -> None:
+    """Settings that may change and leave nothing to do: only the ranks know that."""
+    file, run = done
+    before = without_start(hashes(run.folder))
+    again = command(file, "--resume", "auto", "--set", "train.optimizer.lr=0.5")
+    assert again.status == 0, again.err
+    assert "finished: this run was done before, 4 steps" in again.out
+    assert hashes(run.folder) == before, "and what waited is removed"
+
+
+@pytest.mark.slow
+def test_more_steps_go_on_from_the_end_alone(done: tuple[Path, Run], tmp_path: Path) -> None:
+    """The files of the accepted start take the place of those before; logs are kept."""
+    file = run_file(tmp_path, train={"steps": 2}, checkpoint={"every": 1}, **SINGLE)
+    assert command(file).status == 0
+    longer = command(file, "--resume", "auto", "--set", "train.steps=3")
+    assert longer.status == 0, longer.err
+    assert "step-00000002 (2 steps done)" in longer.out
+    assert json.loads((longer.folder / "report.json").read_text())["steps"] == 3
+    assert yaml.safe_load((longer.folder / "run.yaml").read_text())["train"]["steps"] == 3
+    assert not (longer.folder / START).exists()
+    logs = {path.name for path in (longer.folder / "logs").iterdir()}
+    assert logs == {"agent0.log", "agent0.1.log", "rank0.log", "rank0.1.log"}
+    assert json.loads((longer.folder / "ranks/rank0.json").read_text())["state"] == "ok"
+    assert json.loads((longer.folder / "job.json").read_text())["run_file"]
+    assert longer.steps("loss") and len(longer.steps("loss")) == 3
+
+
+def report(folder: Path, **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter").mkdir(exist_ok=True)
+    text = json.dumps({"steps": 4, "saved": "/elsewhere/adapter", **fields})
+    (folder / "report.json").write_text(text)
+    return folder
+
+
+def test_a_report_that_is_sound_means_finished(tmp_path: Path) -> None:
+    found = finished_run(report(tmp_path / "run"))
+    assert found is not None
+    assert (found.steps, found.result) == (4, tmp_path / "run/adapter")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"steps": "4"}, {"steps": None}, {"saved": 3}, {"saved": "x/.."}, {"saved": "model"}]
+)
+def test_a_report_that_is_not(fields: Mapping[str, Any], tmp_path: Path) -> None:
+    assert finished_run(report(tmp_path, **fields)) is None
+
+
+@pytest.mark.parametrize("text", ["[]", "", "[" * 100_000, '{"steps": NaN}'])
+def test_a_report_that_cannot_be_read(text: str, tmp_path: Path) -> None:
+    (report(tmp_path) / "report.json").write_text(text)
+    assert finished_run(tmp_path) is None
+
+
+def test_a_run_is_extended_from_its_end_alone(tmp_path: Path) -> None:
+    found = finished_run(report(tmp_path / "run"))
+    assert found is not None
+    assert check_length(found, 4, None) is True
+    assert check_length(found, 8, 4) is False
+    with pytest.raises(RunFileError, match=r"8 are asked for.*its newest sound one is of step 2"):
+        check_length(found, 8, 2)
+    with pytest.raises(RunFileError, match=r"it keeps none"):
+        check_length(found, 8, None)
+    with pytest.raises(RunFileError, match=r"not made shorter"):
+        check_length(found, 2, 4)
