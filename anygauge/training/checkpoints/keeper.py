@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class CheckpointKeeper:
     record: Callable[[], Mapping[str, Any]]
     export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None
     say: Callable[[str], None]
-    writing: Callable[[int], AbstractContextManager[None]]
+    writing: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
     losses: dict[int, float | None] = field(default_factory=dict)
 
     def adopt(self) -> None:
