@@ -96,11 +96,11 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
         intent = replace(intent, job=job)
     plan = rendered(intent)
-    preflight(intent, quiet=quiet)
+    notes = [*plan.notes, *preflight(intent, quiet=quiet).notes]
     chosen = run.model_copy(update={"backend": job.backend})
     unused = not folder.exists() or not any(folder.iterdir())
     _refuse_second(intent, folder)
-    for note in plan.notes:
+    for note in notes:
         typer.echo(f"note: {note}", err=True)
     if not quiet:
         typer.echo(f"run: {folder}")

@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from anygauge.config.schema import StrategySection
     from anygauge.interface import Backend
 
-OFFLOADS: dict[str, object] = {"offload_optimizer": "none", "cpu_offload": False}
-"""Fields of DeepSpeed's zero_optimization that move the optimizer off the device -> what switches
-each off, as its value or as its ``device``."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyFacts:
@@ -75,19 +71,25 @@ def check_section(section: StrategySection) -> None:
             )
         return
     for name, value in section.options.items():
-        if name in OFFLOADS and not _is_off(value, OFFLOADS[name]):
+        if _offloads_optimizer(name, value):
             raise UnsupportedError(
                 f"strategy.options.{name}: anygauge cannot train with an offloaded optimizer yet: "
                 "DeepSpeed takes only an optimizer of its own there, and the field that permits "
-                "another (zero_force_ds_cpu_optimizer) is outside of zero_optimization, which is "
-                "all that strategy.options reaches. Leave it out; to save memory on the device, "
+                "another is outside of zero_optimization, which is all that strategy.options "
+                "reaches. Leave it out; to save memory on the device, "
                 "shard over more ranks or train an adapter"
             )
 
 
-def _is_off(value: Any, off: object) -> bool:
-    device = value.get("device", off) if isinstance(value, dict) else value
-    return device is None or device == off
+def _offloads_optimizer(name: str, value: Any) -> bool:
+    """Whether a field of DeepSpeed's zero_optimization moves the optimizer off the device.
+
+    Its former name ends in ``_offload``, and is true or false.
+    """
+    if name == "offload_optimizer":
+        device = value.get("device") if isinstance(value, dict) else value
+        return device not in (None, "none")
+    return name.endswith("_offload") and bool(value)
 
 
 def check_types(section: StrategySection, precision: Precision) -> None:
