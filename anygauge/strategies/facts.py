@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import FULL, Level, Requirement, RunFileError, Support, UnsupportedError
@@ -79,6 +83,44 @@ def check_section(section: StrategySection) -> None:
                 "reaches. Leave it out; to save memory on the device, "
                 "shard over more ranks or train an adapter"
             )
+
+
+def check_known(section: StrategySection) -> None:
+    """Refuse options that the DeepSpeed of this machine does not know, if there is one.
+
+    Raises:
+        RunFileError: names the field, and the nearest that exists.
+    """
+    known = (_zero_fields() or set()) if section.name == "zero" and section.options else set()
+    for name in section.options:
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise RunFileError(
+                f"strategy.options.{name}: DeepSpeed's zero_optimization has no such field"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+                + ". Its fields are in DeepSpeed's configuration reference"
+            )
+
+
+def _zero_fields() -> set[str] | None:
+    """Fields of zero_optimization, read from DeepSpeed's source: to import it takes seconds."""
+    package = importlib.util.find_spec("deepspeed")
+    if package is None or package.origin is None:
+        return None
+    file = Path(package.origin).with_name("runtime") / "zero" / "config.py"
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    found = set()
+    for kind in ast.walk(tree):
+        if isinstance(kind, ast.ClassDef) and kind.name == "DeepSpeedZeroConfig":
+            for field in (one for one in kind.body if isinstance(one, ast.AnnAssign)):
+                found.add(ast.unparse(field.target))
+                for word in field.value.keywords if isinstance(field.value, ast.Call) else ():
+                    if word.arg == "alias" and isinstance(word.value, ast.Constant):
+                        found.add(str(word.value.value))
+    return found or None
 
 
 def _offloads_optimizer(name: str, value: Any) -> bool:

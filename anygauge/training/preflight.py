@@ -33,7 +33,7 @@ from anygauge.models.start import refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import KernelChoice, Registry
-from anygauge.strategies.facts import FACTS, check_needs, check_section, check_types
+from anygauge.strategies.facts import FACTS, check_known, check_needs, check_section, check_types
 from anygauge.training.kernels import kernels_of_run
 
 GIB = 2**30
@@ -100,6 +100,8 @@ def check_settings(
 
     facts = FACTS[run.strategy.name]
     check_section(run.strategy)
+    if ranks_run_here:
+        check_known(run.strategy)
     check_needs(backend, facts.needs)
     if run.precision.compute != "auto":
         check_types(

@@ -11,7 +11,7 @@ import pytest
 
 from anygauge.config.schema import StrategySection
 from anygauge.interface import Level, RunFileError, Support, UnsupportedError
-from anygauge.strategies.facts import FACTS, check_needs, check_section
+from anygauge.strategies.facts import FACTS, _zero_fields, check_known, check_needs, check_section
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,17 @@ def test_options_that_move_no_optimizer_pass() -> None:
         check_section(StrategySection(options=options))
 
 
+def test_fields_that_deepspeed_does_not_have() -> None:
+    """Held against DeepSpeed's own class, which is not imported for it."""
+    known = _zero_fields()
+    assert known is not None
+    assert {"stage3_param_persistence_threshold", "reduce_bucket_size", "overlap_comm"} <= known
+    for name in known:
+        check_known(StrategySection(options={name: 1}))
+    with pytest.raises(RunFileError, match=r"reduce_bukcet_size: .*did you mean 'reduce_bucket_"):
+        check_known(StrategySection(options={"reduce_bukcet_size": 1}))
+
+
 def test_options_of_a_strategy_that_has_none() -> None:
     with pytest.raises(RunFileError, match="'single' has none, but got stage3"):
         check_section(StrategySection(name="single", options={"stage3": 1}))
@@ -48,7 +59,9 @@ def test_a_device_that_lacks_what_zero_needs_is_named_with_the_reason() -> None:
     backend: Any = SimpleNamespace(
         name="toy", support=lambda capability: Support(Level.NOT_WRITTEN_YET, "one card only")
     )
-    with pytest.raises(UnsupportedError, match=r"'toy' lacks 'zero', needed .*one card only"):
+    with pytest.raises(
+        UnsupportedError, match=r"'toy' lacks 'zero', needed because.*one card only"
+    ):
         check_needs(backend, FACTS["zero"].needs)
     check_needs(backend, FACTS["single"].needs)
 
