@@ -209,7 +209,7 @@ def meet(
     address = read_head(head, os.environ)
     if not 0 <= node_rank < job.nodes:
         raise AnygaugeError(
-            f"{host} was told to be node {node_rank}; the job has nodes 0 to {job.nodes - 1}"
+            f"{host} was started as node {node_rank}; the job has nodes 0 to {job.nodes - 1}"
         )
     return (
         Head(job, outbox, own, address, asked)

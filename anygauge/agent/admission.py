@@ -70,7 +70,7 @@ class Newcomer:
         number = message.get("number")
         if message["kind"] != "hello" or not isinstance(number, str) or len(number) != _NUMBER:
             self.link.send("refused", reason=OF_ANOTHER_JOB)
-            self.link.close("it is of another job, or no agent at all")
+            self.link.close("it belongs to another job, or is not an agent")
             return
         own = drawn_number()
         self.link.send("number", number=own)
@@ -125,19 +125,19 @@ def read_introduction(record: object) -> Introduction:
         ValueError: a field is missing, unknown or of another type; says which.
     """
     if not isinstance(record, dict):
-        raise ValueError("it is no mapping")
+        raise ValueError("it is not a mapping")
     names = {each.name for each in fields(Introduction)}
     for name in sorted(names ^ set(record)):
         raise ValueError(f"{name!r} is {'missing' if name in names else 'unknown'}")
     for name in ("node_rank", "nodes", "devices_per_node"):
         if type(record[name]) is not int:
-            raise ValueError(f"{name!r} is no whole number: {record[name]!r:.40}")
+            raise ValueError(f"{name!r} is not a whole number: {record[name]!r:.40}")
     for name in ("host", "version", "fabric"):
         if not isinstance(record[name], str):
-            raise ValueError(f"{name!r} is no text: {record[name]!r:.40}")
+            raise ValueError(f"{name!r} is not text: {record[name]!r:.40}")
     settings = record["settings"]
     if not isinstance(settings, dict) or not all(isinstance(v, str) for v in settings.values()):
-        raise ValueError("'settings' is no mapping from names to text")
+        raise ValueError("'settings' is not a mapping from names to text")
     return Introduction(**record)
 
 
@@ -150,7 +150,7 @@ def check_introduction(own: Introduction, other: Introduction, known: Mapping[in
     who = f"node {other.node_rank} ({other.host})"
     if other.node_rank in known:
         raise AnygaugeError(
-            f"two agents say that they are node {other.node_rank}: {known[other.node_rank]} and "
+            f"two agents report that they are node {other.node_rank}: {known[other.node_rank]} and "
             f"{other.host}. Each machine must be given a number of its own, from 0 to "
             f"{own.nodes - 1}"
         )

@@ -31,8 +31,8 @@ def claim(job: Job, node_rank: int) -> None:
         mark = folder / OWNER
         if not job.takes_over and _is_taken(mark, own, head=node_rank == 0):
             raise AnygaugeError(
-                f"{folder} holds another job's run: give this one another 'name', or go on there "
-                "with --resume auto"
+                f"{folder} holds another job's run: give this one another 'name', or resume that "
+                "one with --resume auto"
             )
         if node_rank == 0:
             write_text(mark, own + "\n")
@@ -83,4 +83,4 @@ def read_secrets(folder: str) -> dict[str, str]:
             if file.is_file() and not file.name.startswith(".")
         }
     except (OSError, UnicodeDecodeError) as error:
-        raise AnygaugeError(f"{folder}: no folder of secrets: {error}") from error
+        raise AnygaugeError(f"{folder} is not a folder of secrets: {error}") from error

@@ -161,7 +161,7 @@ class Head(Nodes):
             joined = Joined(link, other.host)
             joined.compare_clocks(message)
         except (ValueError, TypeError, KeyError) as error:
-            reason = f"what it says of itself cannot be read here: {error}"
+            reason = f"its description of itself cannot be read here: {error}"
             link.send("refused", reason=f"{reason}. Has each node the same version of anygauge?")
             link.shut()
             door.note(link, reason)
@@ -212,7 +212,7 @@ class Head(Nodes):
         who = f"node {rank} ({member.host})"
         if link.closed:
             text = (
-                f"{who} is lost: its agent ended without a word ({link.why}). The machine may "
+                f"{who} is lost: its agent ended without a report ({link.why}). The machine may "
                 "have gone down, or the agent was killed; its ranks end with it"
             )
         else:

@@ -183,7 +183,7 @@ def interfaces(node: Node) -> Check:
             "for several machines, name one in the run file's environment (see anygauge env)",
         )
     return _pass(
-        name, f"{', '.join(up)} up; {node.main_interface.name} is taken for several machines"
+        name, f"{', '.join(up)} up; {node.main_interface.name} is used for several machines"
     )
 
 
@@ -216,7 +216,7 @@ def write_speed(folder: Path, size: int = WRITTEN) -> Check:
     seen = f"{folder}: {rate / MIB:.0f} MiB/s, synchronised"
     if rate >= SLOW_WRITES:
         return _pass(name, seen)
-    return _warn(name, seen, "checkpoints will hold the run up: choose a faster disk")
+    return _warn(name, seen, "checkpoints will slow the run down: choose a faster disk")
 
 
 def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0) -> Check:

@@ -39,7 +39,7 @@ def read_variables(path: str) -> dict[str, str]:
         found = json.loads(Path(path).read_text())
         return {str(name): str(value) for name, value in found.items()}
     except (OSError, ValueError, AttributeError) as error:
-        raise AnygaugeError(f"{path}: no file of variables: {error}") from error
+        raise AnygaugeError(f"{path} is not a file of variables: {error}") from error
 
 
 def read_head(text: str, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -60,7 +60,7 @@ def _value(text: str, environ: Mapping[str, str], what: str) -> str:
     value = environ.get(text[1:], "")
     if not value:
         raise AnygaugeError(
-            f"{what}: the variable {text[1:]} is not set here. This agent was started by something "
-            "else than its launcher expected"
+            f"{what}: the variable {text[1:]} is not set here. This agent was not started in the "
+            "way that its launcher expects"
         )
     return value

@@ -183,7 +183,7 @@ class Link:
         message = _parse(line)
         if message is None:
             self._incoming.clear()
-            self.close(f"it sent what is no message: {line[:80]!r}")
+            self.close(f"it sent a line that is not a message: {line[:80]!r}")
         return message
 
     def shut(self, timeout_s: float = 2.0) -> None:
@@ -201,7 +201,7 @@ class Link:
             self._socket.close()
 
 
-UNPROVEN = "it sent what does not prove that it knows this job's secret"
+UNPROVEN = "it did not prove that it knows this job's secret"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

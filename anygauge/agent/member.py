@@ -177,11 +177,11 @@ class Member(Nodes):
         if self._lost is not None:
             text = self._lost
         elif link.closed:
-            text = f"the head is lost: its agent ended without a word ({link.why})"
+            text = f"the head is lost: its agent ended without a report ({link.why})"
         elif now - link.heard > limit:
             text = f"the head is lost: nothing was heard from it for {limit:g} s"
         elif self._reported_at is not None and now - self._reported_at > limit + _VERDICT_S:
-            text = "the head says nothing of how the job ended"
+            text = "the head did not report how the job ended"
         else:
             return
         if self._lost is None:

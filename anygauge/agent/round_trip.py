@@ -101,7 +101,7 @@ def _cause(stdout: str, stderr: str) -> str:
         if isinstance(event, dict) and event.get("cause"):
             return str(event["cause"]).splitlines()[0]
     lines = [line for line in stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else "they ended without a word"
+    return lines[-1] if lines else "they ended without a report"
 
 
 def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:

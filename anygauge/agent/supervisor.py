@@ -188,7 +188,7 @@ class Supervisor:
     def _read(self, rank: Rank) -> None:
         for event, line in rank.read_events():
             if event is None:
-                _note(f"rank {rank.rank} sent what is no event: {line[:500]!r}")
+                _note(f"rank {rank.rank} sent a line that is not an event: {line[:500]!r}")
                 continue
             if event["event"] != "progress":  # for this agent alone
                 self._nodes.forward(line)

@@ -123,7 +123,7 @@ def settle(reports: Sequence[Report]) -> Verdict:
         return Verdict(state="cancelled", exit_status=128 + number, cause=text)
     if first is None:
         names = ", ".join(f"node {r.node_rank} ({r.host})" for r in reports if not r.ok)
-        text = f"the ranks of {names} ended before their work was done, and nothing says why"
+        text = f"the ranks of {names} ended before their work was done, and no cause was reported"
         return Verdict(state="failed", exit_status=1, cause=text)
     if first.lost:
         return Verdict(state="lost", exit_status=LOST, cause=first.text)

@@ -14,8 +14,8 @@ from anygauge.interface.errors import AnygaugeError
 COMMANDS = {
     "train": "Fine-tune a model as a run file says.",
     "launch": "Start a run on other machines, or write what a launcher would do.",
-    "job": "Follow, show or end a job that was started elsewhere.",
-    "data": "Show what a run's data becomes: counts, lengths, padding, learned tokens.",
+    "job": "Follow, show or end a job on other machines.",
+    "data": "Show what a run's data becomes: counts, lengths, padding, loss tokens.",
     "generate": "Let a model answer, with or without an adapter.",
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",
@@ -99,7 +99,7 @@ def run(arguments: list[str]) -> int:
 
         near = get_close_matches(name, COMMANDS, 1)
         print(
-            f"error: no command {name!r}"
+            f"error: there is no command {name!r}"
             + (f"; did you mean {near[0]!r}?" if near else ";")
             + f" commands: {', '.join(COMMANDS)}",
             file=sys.stderr,

@@ -157,7 +157,7 @@ def _plugins(report: Mapping[str, Any], console: Console) -> None:
         for plugin in report["blocked"]:
             _item(_identity(plugin), console)
         for name in report["unmatched_blocks"]:
-            _item(f"{name}: no plugin bears this name", console)
+            _item(f"{name}: no plugin has this name", console)
 
 
 def _identity(plugin: Mapping[str, Any]) -> str:

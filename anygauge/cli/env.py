@@ -127,7 +127,7 @@ def _print_fabrics(console: Console, fabrics: dict[str, Any]) -> None:
     for name, one in fabrics["known"].items():
         mark = "  chosen" if name == fabrics["chosen"] else ""
         console.print(Text(f"{name}{mark}", style="bold"))
-        for title, text in (("what", one["what"]), ("here", one["seen"] or "does not show")):
+        for title, text in (("what", one["what"]), ("here", one["seen"] or "not seen")):
             console.print(Padding(Text(f"{title}: {text}"), (0, 0, 0, 4)))
     if not fabrics["chosen"]:
         console.print(Padding(Text(f"none chosen: {fabrics['why']}"), (0, 0, 0, 4)))

@@ -197,12 +197,12 @@ def _release(backend: Backend, asked: str | None) -> ImageRelease | None:
     valid = ", ".join(one.name for one in built) or "none: its image is made elsewhere"
     if row is None:
         raise typer.BadParameter(
-            f"the {backend.name} backend has no {asked}; images are of: {valid}",
+            f"the {backend.name} backend has no release {asked}; releases with an image: {valid}",
             param_hint="--release",
         )
     if not row.built:
         raise typer.BadParameter(
-            f"there is no image of {asked} ({row.note}); images are of: {valid}",
+            f"there is no image of {asked} ({row.note}); releases with an image: {valid}",
             param_hint="--release",
         )
     return row

@@ -40,9 +40,10 @@ def job(
             running.cancel()
         before.touch()
         typer.echo(
-            "asked to end at once"
+            "requested: the job ends at once"
             if again
-            else "asked to end; its ranks write a checkpoint if they can (once more: at once)"
+            else "requested: its ranks write a checkpoint if they can, and the job ends (the same "
+            "command again ends it at once)"
         )
     elif action is Action.STATUS:
         typer.echo(running.status())
@@ -106,7 +107,9 @@ def show_logs(folder: Path, lines: int) -> None:
             f"the first machine printed: {elsewhere}"
         )
     elif not found:
-        raise UsageError(f"{folder / 'logs'} has no logs: is it a run's folder, and did it start?")
+        raise UsageError(
+            f"{folder / 'logs'} has no logs: name the folder of a run that has started"
+        )
     for log in found:
         typer.echo(f"==> {log}")
         text = log.read_text(errors="replace").splitlines()

@@ -42,4 +42,4 @@ def merge(
     if report.untied:
         print("input and output embedding, one tensor in the base, are now two")
     if report.trained_on is not None:
-        print(f"note: the adapter says that it was trained on {report.trained_on}")
+        print(f"note: the adapter's configuration names another base: {report.trained_on}")

@@ -56,12 +56,14 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     if run.adapter is None:
         trained = folder / "model"
         if not trained.is_dir():
-            raise ModelError(f"{folder} holds no trained model: did the run end? See {folder}/logs")
+            raise ModelError(
+                f"{folder} has no trained model: its run has not finished. See {folder}/logs"
+            )
         section = ModelSection(name=str(trained), tokenizer=tokenizer)
         return ModelOrigin(section=section, adapter=adapter, data=run.data)
     own = folder / "adapter"
     if adapter is None and not own.is_dir():
-        raise ModelError(f"{folder} holds no adapter: did the run end? See {folder}/logs")
+        raise ModelError(f"{folder} has no adapter: its run has not finished. See {folder}/logs")
     section = run.model.model_copy(update={"tokenizer": tokenizer or run.model.tokenizer})
     return ModelOrigin(section=section, adapter=adapter or own, data=run.data)
 

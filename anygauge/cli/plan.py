@@ -33,7 +33,7 @@ ResumeOption = Annotated[
     str | None,
     typer.Option(
         "--resume",
-        help="auto: go on from this run's newest sound checkpoint, or begin if there is none; "
+        help="auto: resume from this run's newest sound checkpoint, or start if there is none; "
         "or the folder of a checkpoint.",
         metavar="auto|FOLDER",
     ),

@@ -88,7 +88,7 @@ def follow(
     stopped = next((event for event in endings if event.get("state") == "stopped"), None)
     if stopped is not None and all(e.get("state") == "stopped" for e in endings):
         errors.print(Text(str(stopped.get("cause")), style="yellow"), soft_wrap=True)
-        errors.print(Text("to go on: the same command with --resume auto"), soft_wrap=True)
+        errors.print(Text("to resume: the same command with --resume auto"), soft_wrap=True)
         return STOPPED
     worst = next((event for event in endings if event.get("state") != "ok"), endings[-1])
     if worst.get("state") == "ok":
@@ -132,7 +132,9 @@ def _leave(running: RunningJob, signals: list[int], view: _View) -> bool:
         return True
     answer = "c"
     if len(signals) == 1 and sys.stdin.isatty():
-        answer = view.ask("d to detach (the job goes on), c to cancel it, Enter to go on: ")
+        answer = view.ask(
+            "d to detach (the job runs on), c to cancel it, Enter to keep following: "
+        )
     if answer == "d":
         return True
     if answer == "c":

@@ -176,8 +176,8 @@ class LauncherSpec:
 
 
 ABILITIES: Mapping[str, str] = {
-    "detach": "goes on when the command line ends",
-    "warn": "is told before its time is up",
+    "detach": "runs on when the command ends",
+    "warn": "gets a warning before its time is up",
     "requeue": "can be started again when it is preempted or loses a node, where it is asked for",
 }
 """What a launcher's jobs may be able to do."""

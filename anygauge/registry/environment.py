@@ -220,7 +220,7 @@ def _call_site(
         raise
     except Exception as error:
         raise PluginError(
-            f"{title}: {TUNING_HOOK} raised {describe(error)}; to go on without it, name it in "
+            f"{title}: {TUNING_HOOK} raised {describe(error)}; to run without it, name it in "
             f"{BLOCK_VARIABLE}"
         ) from error
     for setting in proposed:
@@ -233,7 +233,7 @@ def _check(setting: Any, title: str) -> None:
     if not isinstance(setting, Setting):
         raise PluginError(f"{title} gave {setting!r} for the environment; it must give Setting")
     if not setting.name or "=" in setting.name or "\0" in setting.name:
-        raise PluginError(f"{title}: {setting.name!r} is no name of an environment variable")
+        raise PluginError(f"{title}: {setting.name!r} is not the name of an environment variable")
     if setting.value is not None and not isinstance(setting.value, str):
         raise PluginError(
             f"{title}: {setting.name} has a value of type {type(setting.value).__name__}; "

@@ -66,7 +66,7 @@ def make_backend(provided: Provided[BackendSpec], options: Mapping[str, Any] | N
         )
     if getattr(backend, "name", None) != provided.spec.name:
         raise PluginError(
-            f"{title}: its factory {factory_name!r} gave a backend that calls itself "
+            f"{title}: its factory {factory_name!r} gave a backend whose name is "
             f"{getattr(backend, 'name', None)!r}; both names must be the same"
         )
     return backend

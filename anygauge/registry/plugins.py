@@ -290,7 +290,7 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], origin: str) -> None:
         if not callable(spec.probe):
             raise PluginError(f"{title}: probe {spec.probe!r} cannot be called")
         if not isinstance(spec.priority, int):
-            raise PluginError(f"{title}: priority {spec.priority!r} is no integer")
+            raise PluginError(f"{title}: priority {spec.priority!r} is not an integer")
 
 
 def _flat(error: BaseException) -> str:

@@ -55,12 +55,12 @@ def guarded_probe(provided: Provided[BackendSpec]) -> Probe:
     if error is not None:
         return _failed_probe(f"the probe raised {describe(error)}", provided)
     if not isinstance(probe, Probe):
-        return _failed_probe(f"the probe gave {probe!r}, which is no Probe", provided)
+        return _failed_probe(f"the probe gave {probe!r}, which is not a Probe", provided)
     return probe
 
 
 def _failed_probe(reason: str, provided: Provided[BackendSpec]) -> Probe:
-    skipped = Finding(presence=Presence.NOT_NEEDED, detail="not asked: the probe failed")
+    skipped = Finding(presence=Presence.NOT_NEEDED, detail="not looked for: the probe failed")
     return Probe(
         devices=Finding.no(f"{reason}; this is a fault of {provided.origin}"),
         driver=skipped,
@@ -130,7 +130,7 @@ def select_auto(registry: Registry, *, need_device: bool) -> Selection:
         ]
         if seen and not need_device and idle:
             chosen = idle[0]
-            reason = "its devices are on this machine; they cannot be used yet, nor need they be"
+            reason = "its devices are on this machine; they cannot be used yet, nor need they"
         elif seen:
             raise NotAvailableError(_refusal(seen, chosen, idle))
     if chosen is None:
@@ -218,17 +218,17 @@ def _refusal(
     chosen: Provided[BackendSpec] | None,
     idle: list[Provided[BackendSpec]],
 ) -> str:
-    advice = "Mend that"
+    advice = "Fix that"
     if chosen is not None:
         advice += (
             f", or ask for the slower one on purpose with --backend {chosen.spec.name} "
             f"(run file: backend: {chosen.spec.name})"
         )
     elif idle:
-        advice += f", then --backend {idle[0].spec.name} names it"
+        advice += f", then name it: --backend {idle[0].spec.name}"
     return (
         "this machine has devices that no backend can use as it stands, and `auto` does not "
-        "leave them idle without being told to:\n" + "\n".join(seen) + f"\n{advice}."
+        "leave them idle unless you ask for it:\n" + "\n".join(seen) + f"\n{advice}."
     )
 
 

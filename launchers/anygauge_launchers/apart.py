@@ -84,9 +84,9 @@ class ApartOptions(Options):
         if self.image is not None or image is None or "/" in image:
             return ()
         return (
-            f"launch.options.image: {image} is on no registry, and the job fails on machines that "
-            f"do not have it. Build it, push it, and name its repository in {REPOSITORY_VARIABLE}, "
-            "or the whole image here (docs/images.md)",
+            f"launch.options.image: {image} is not on a registry, and the job fails on machines "
+            "that do not have it. Build it, push it, and name its repository in "
+            f"{REPOSITORY_VARIABLE}, or the whole image here (docs/images.md)",
         )
 
 
@@ -143,7 +143,7 @@ def submitted(argv: Sequence[str], name: str) -> subprocess.CompletedProcess[str
         return ask(argv)
     except NoAnswerError as error:
         raise NoAnswerError(
-            f"{error}. The job may have been taken all the same, as {name}"
+            f"{error}. The service may have accepted the job all the same, as {name}"
         ) from error
 
 

@@ -104,7 +104,7 @@ class Azureml:
         try:
             service = AzureService(name=record["name"], scope=tuple(record["scope"]))
         except (KeyError, TypeError) as error:
-            raise UnsupportedError(f"{dict(record)} is no record of an Azure ML job") from error
+            raise UnsupportedError(f"{dict(record)} is not a record of an Azure ML job") from error
         return ServiceJob(service, run_directory)
 
 

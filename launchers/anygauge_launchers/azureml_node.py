@@ -34,7 +34,7 @@ def link(text: str) -> None:
     name, _, target = text.partition("=")
     path = Path(name)
     if not target or not Path(target).exists():
-        raise AnygaugeError(f"{name}: Azure mounted nothing for it (it said {target!r})")
+        raise AnygaugeError(f"{name}: Azure mounted nothing for it (it gave {target!r})")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(target)

@@ -97,7 +97,9 @@ class AzuremlOptions(ApartOptions):
         if twice:
             raise ValueError(f"inputs: {twice[0]} is given twice, or is the launcher's own")
         if self.secrets and self.identity is None:
-            raise ValueError("identity: a job that reads secrets needs one that may (managed)")
+            raise ValueError(
+                "identity: a job with secrets needs an identity that may read them (managed)"
+            )
         return self
 
     def check(self, job: Job) -> None:

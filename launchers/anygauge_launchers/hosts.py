@@ -53,7 +53,7 @@ def hosts_of(job: Job, hosts: Sequence[str], hostfile: str | None) -> tuple[str,
     where = "hosts" if hostfile is None else f"hostfile ({hostfile})"
     for host in found:
         if not _HOST.match(host):
-            raise RunFileError(f"launch.options.{where}: {host!r} is no host name")
+            raise RunFileError(f"launch.options.{where}: {host!r} is not a host name")
     twice = sorted({host for host in found if found.count(host) > 1})
     if twice:
         raise RunFileError(f"launch.options.{where}: {', '.join(twice)} is listed twice")

@@ -162,7 +162,7 @@ class KubernetesOptions(ApartOptions):
                 )
         huge = [key for key in self.resources if key.startswith("hugepages-")]
         if huge and not {"memory", "cpu"} & self.resources.keys():
-            raise ValueError(f"resources.{huge[0]}: Kubernetes wants memory or cpu beside it")
+            raise ValueError(f"resources.{huge[0]}: Kubernetes requires memory or cpu beside it")
         if self.kind == "PyTorchJob" and self.restarts:
             raise ValueError(
                 "restarts: a PyTorchJob starts single containers again; use kind JobSet, or "
@@ -171,7 +171,7 @@ class KubernetesOptions(ApartOptions):
         if self.kind == "TrainJob":
             for field in ("restarts", "host_ipc", "priority_class", "image_pull_policy", "keep_s"):
                 if getattr(self, field) not in (0, False, None):
-                    raise ValueError(f"{field}: a TrainJob has it from its runtime alone")
+                    raise ValueError(f"{field}: a TrainJob takes it from its runtime alone")
         if self.kind == "MPIJob" and self.run_as_user not in (None, 0):
             raise ValueError(
                 "run_as_user: a MPIJob runs as root, which its sshd needs; leave it out"

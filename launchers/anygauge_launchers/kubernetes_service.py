@@ -54,7 +54,7 @@ class KubernetesService(Service):
             found = cls(**record)
             _HEADS[found.kind]
         except (TypeError, KeyError) as error:
-            raise UnsupportedError(f"{dict(record)} is no record of a Kubernetes job") from error
+            raise UnsupportedError(f"{dict(record)} is not a record of a Kubernetes job") from error
         return found
 
     @property

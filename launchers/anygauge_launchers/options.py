@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anygauge.interface import RunFileError
+from anygauge.interface.hiding import holds_secret, is_secret
 
 Seconds = Annotated[float, Field(ge=0, lt=86400)]
 
@@ -66,7 +67,8 @@ def _sentence(model: type[Options], launcher: str, one: Mapping[str, Any]) -> st
     if one["type"] == "missing":
         return f"{place}: the {launcher} launcher needs it"
     message = str(one["msg"]).removeprefix("Value error, ")
-    if "secrets" in one["loc"]:
+    named = any(is_secret(str(part)) for part in one["loc"])
+    if "secrets" in one["loc"] or named or holds_secret(str(one["input"])):
         return f"{place}: {_SECRET}"
     if isinstance(one["input"], dict):
         return f"{place}: {message}"

@@ -124,7 +124,7 @@ class Sagemaker:
         try:
             service = SagemakerService(**record)
         except TypeError as error:
-            raise UnsupportedError(f"{dict(record)} is no record of a SageMaker job") from error
+            raise UnsupportedError(f"{dict(record)} is not a record of a SageMaker job") from error
         return ServiceJob(service, run_directory)
 
 

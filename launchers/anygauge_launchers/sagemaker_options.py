@@ -127,11 +127,11 @@ class SagemakerOptions(ApartOptions):
                 f"({self.time_limit_s})"
             )
         if self.max_wait_s is not None and not self.spot:
-            raise ValueError("max_wait_s: is for spot: true alone")
+            raise ValueError("max_wait_s: takes effect with spot: true alone")
         if self.spot and self.keep_alive_s:
             raise ValueError("keep_alive_s: SageMaker keeps no machines of spot jobs")
         if bool(self.subnets) is not bool(self.security_groups):
-            raise ValueError("subnets and security_groups: one needs the other")
+            raise ValueError("subnets and security_groups: give both or neither")
         files = [name for name, one in self.channels.items() if isinstance(one, FileSystem)]
         if files and not self.subnets:
             raise ValueError(f"channels.{files[0]}: a file system is reached through your subnets")

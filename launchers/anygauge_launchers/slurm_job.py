@@ -75,7 +75,7 @@ class SlurmJob:
         if done.returncode:
             raise AnygaugeError(
                 f"sbatch refused the job: {last_line(done.stderr) or last_line(done.stdout)}\n"
-                f"it was given: {' '.join(plan.processes[0].argv[1:12])} ..."
+                f"its arguments: {' '.join(plan.processes[0].argv[1:12])} ..."
             )
         number = done.stdout.strip().split(";")[0]
         return cls(number, folder, offset)
@@ -90,7 +90,7 @@ class SlurmJob:
         try:
             return cls(str(record["job"]), folder, int(record["offset"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise UnsupportedError(f"{folder}: {dict(record)} is no record of a job") from error
+            raise UnsupportedError(f"{folder}: {dict(record)} is not a record of a job") from error
 
     def events(self) -> Iterator[Event]:
         """What the agents report and how the job fares, until it is over."""

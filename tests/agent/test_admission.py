@@ -114,12 +114,12 @@ def introduced(port: int, record: Any, clock: Any = 0.0) -> str:
 
 def badly_introduced(port: int) -> None:
     for record, said in (
-        (None, "no mapping"),
+        (None, "not a mapping"),
         ({}, "'devices_per_node' is missing"),
         ({**INTRODUCTION, "more": 1}, "'more' is unknown"),
-        ({**INTRODUCTION, "node_rank": True}, "'node_rank' is no whole number: True"),
-        ({**INTRODUCTION, "host": ["x"]}, "'host' is no text"),
-        ({**INTRODUCTION, "settings": {"A": 1}}, "'settings' is no mapping"),
+        ({**INTRODUCTION, "node_rank": True}, "'node_rank' is not a whole number: True"),
+        ({**INTRODUCTION, "host": ["x"]}, "'host' is not text"),
+        ({**INTRODUCTION, "settings": {"A": 1}}, "'settings' is not a mapping"),
     ):
         reason = introduced(port, record)
         assert said in reason and "cannot be read here" in reason

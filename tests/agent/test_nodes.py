@@ -168,7 +168,7 @@ def test_two_agents_of_one_number_are_refused(cluster: Cluster) -> None:
     cluster.start(1)
     cluster.start(1, key=5)
     for key in (0, 1, 5):
-        assert "two agents say that they are node 1" in cluster.end(key)["cause"]
+        assert "two agents report that they are node 1" in cluster.end(key)["cause"]
 
 
 def test_an_agent_of_another_job_is_turned_away(cluster: Cluster) -> None:

@@ -162,10 +162,10 @@ def test_a_second_cancel_leaves_no_time_and_an_ended_job_needs_none(tmp_path: Pa
     client.answer("delete", "--cascade=foreground")
     client.answer("delete", "pods", "--force")
     first = anygauge(["job", "cancel", folder], environment=shell)
-    assert first.stdout.startswith("asked to end; its ranks write a checkpoint if they can")
+    assert first.stdout.startswith("requested: its ranks write a checkpoint if they can")
     assert not any("--force" in argv for argv, _ in client.asked)
     second = anygauge(["job", "cancel", folder], environment=shell)
-    assert second.stdout == "asked to end at once\n"
+    assert second.stdout == "requested: the job ends at once\n"
     assert any("--force" in argv for argv, _ in client.asked)
     client.forget()
     client.answer("get", "pods", out={"items": []})

@@ -99,7 +99,7 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         ({"shm": "64gb"}, {}, "launch.options.shm: '64gb'"),
         ({"image": "a/b:1", "environment": "ours:4"}, {}, "image and environment: give one"),
         ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: say where the secret is kept"),
-        ({"identity": None}, {}, "a job that reads secrets needs one"),
+        ({"identity": None}, {}, "needs an identity that may read them"),
         ({"identity": "me"}, {}, "launch.options.identity: 'me'"),
         ({"time_limit_s": "60"}, {}, "launch.options.time_limit_s: '60'"),
         ({"tags": {"cost": 3}}, {}, "launch.options.tags.cost: 3"),
@@ -272,5 +272,5 @@ def test_refusals_are_quoted(az: Client, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(AnygaugeError, match="az is not installed here"):
         Azureml().submit(rendered(folder=tmp_path / "r"))
-    with pytest.raises(UnsupportedError, match="is no record of an Azure ML job"):
+    with pytest.raises(UnsupportedError, match="is not a record of an Azure ML job"):
         Azureml().attach({"job": "42"}, tmp_path)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.launchers
 
 LOST_AFTER_S = 8.0
 ENDS_WITHIN_S = 60.0
-LOST_NODE2 = ("node 1 (node2) is lost: its agent ended without a word",)
+LOST_NODE2 = ("node 1 (node2) is lost: its agent ended without a report",)
 
 
 @pytest.fixture(scope="module", params=sorted(PROGRAMS))

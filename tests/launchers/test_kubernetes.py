@@ -210,12 +210,12 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         ),
         ({"resources": {"memory": "64 GB"}}, {}, "resources.memory: '64 GB'"),
         ({"resources": {"rdma/ib": "1.5"}}, {}, "resources.rdma/ib: '1.5': devices are whole"),
-        ({"resources": {"hugepages-2Mi": "1Gi"}}, {}, "Kubernetes wants memory or cpu beside"),
+        ({"resources": {"hugepages-2Mi": "1Gi"}}, {}, "Kubernetes requires memory or cpu beside"),
         ({"resources": {"example.com/card": "4"}}, {}, "it is launch.devices (8) that says"),
         ({"shm": "64"}, {}, "launch.options.shm: '64'"),
         ({"image": "My Image"}, {}, "launch.options.image: 'My Image'"),
-        ({"kind": "TrainJob", "restarts": 2}, {}, "a TrainJob has it from its runtime alone"),
-        ({"kind": "TrainJob", "priority_class": "a"}, {}, "priority_class: a TrainJob has it from"),
+        ({"kind": "TrainJob", "restarts": 2}, {}, "a TrainJob takes it from its runtime alone"),
+        ({"kind": "TrainJob", "priority_class": "a"}, {}, "priority_class: a TrainJob takes it from"),
         ({"kind": "PyTorchJob", "restarts": 2}, {}, "starts single containers again; use kind"),
         ({"runtime": "mine"}, {}, "runtime: belongs to kind TrainJob, and kind is JobSet"),
         ({"name": "a" * 50}, {}, "name: 50 characters; pods of a JobSet"),
@@ -435,5 +435,5 @@ def test_an_answer_that_is_none_removes_what_was_made(kubectl: Client, tmp_path:
 
 def test_a_foreign_record_is_refused() -> None:
     for record in ({"job": "42"}, {"kind": "Pod", "name": "a", "namespace": "b"}):
-        with pytest.raises(UnsupportedError, match="is no record of a Kubernetes job"):
+        with pytest.raises(UnsupportedError, match="is not a record of a Kubernetes job"):
             Kubernetes().attach(record, Path("/runs/x"))

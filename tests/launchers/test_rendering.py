@@ -80,8 +80,8 @@ def test_the_head_may_have_another_address() -> None:
         ({"hosts": ["a", "b"], "hostfile": "x"}, "either as hosts"),
         ({"hosts": ["a"]}, r"1 machines are listed \(a\), and launch.nodes is 2"),
         ({"hosts": ["a", "a"]}, "a is listed twice"),
-        ({"hosts": ["a", "-oProxyCommand=x"]}, "'-oProxyCommand=x' is no host name"),
-        ({"hosts": ["a", "b c"]}, "'b c' is no host name"),
+        ({"hosts": ["a", "-oProxyCommand=x"]}, "'-oProxyCommand=x' is not a host name"),
+        ({"hosts": ["a", "b c"]}, "'b c' is not a host name"),
         ({"hosts": "a,b"}, "launch.options.hosts: 'a,b': input should be a valid list"),
         ({"hostfile": "/nowhere/hosts"}, "/nowhere/hosts cannot be read"),
         ({"hosts": ["a", "b"], "prot": 1}, "launch.options.prot: the ssh launcher has no such"),
@@ -177,5 +177,5 @@ def test_tied_jobs_cannot_be_found_again() -> None:
     for launcher in (Ssh(), Mpi()):
         with pytest.raises(UnsupportedError, match="ends with the command that started it"):
             launcher.attach({}, Path("/runs/x"))
-    with pytest.raises(UnsupportedError, match="is no record of a job"):
+    with pytest.raises(UnsupportedError, match="is not a record of a job"):
         Slurm().attach({"number": 1}, Path("/runs/x"))

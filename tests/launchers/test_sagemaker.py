@@ -124,11 +124,11 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
         ({"output": "/tmp/runs"}, {}, "launch.options.output: '/tmp/runs'"),
         ({"channels": {"my data": "s3://bucket/x"}}, {}, "channels.my data"),
         ({"channels": {"data": {"id": "fs-1", "type": "EFS", "path": "/x"}}}, {}, "fs-1"),
-        ({"subnets": None}, {}, "subnets and security_groups: one needs the other"),
+        ({"subnets": None}, {}, "subnets and security_groups: give both or neither"),
         ({"subnets": None, "security_groups": None}, {}, "reached through your subnets"),
         ({"spot": True}, {}, "max_wait_s: None: with spot it is needed"),
         ({"spot": True, "max_wait_s": 10}, {}, "max_wait_s: 10: with spot it is needed"),
-        ({"max_wait_s": 90000}, {}, "max_wait_s: is for spot: true alone"),
+        ({"max_wait_s": 90000}, {}, "max_wait_s: takes effect with spot: true alone"),
         (
             {"spot": True, "max_wait_s": 90000, "keep_alive_s": 60}, {},
             "keep_alive_s: SageMaker keeps no machines of spot jobs",
@@ -329,5 +329,5 @@ def test_refusals_are_quoted(aws: Client, tmp_path: Path) -> None:
     aws.answer("create-training-job", status=254, err="\nAn error occurred (ValidationException)\n")
     with pytest.raises(AnygaugeError, match=r"SageMaker refused the job: An error occurred \(Val"):
         Sagemaker().submit(rendered(folder=tmp_path / "r"))
-    with pytest.raises(UnsupportedError, match="is no record of a SageMaker job"):
+    with pytest.raises(UnsupportedError, match="is not a record of a SageMaker job"):
         Sagemaker().attach({"job": "42"}, tmp_path)

@@ -91,7 +91,7 @@ def test_a_table_of_its_own(
         "source": "a page", "note": "",
     }  # fmt: skip
     refused = CliRunner().invoke(app(), ["--backend", "cards", "--release", "a"])
-    assert refused.exit_code == 2 and "no image of a (too old); images are" in refused.output
+    assert refused.exit_code == 2 and "no image of a (too old); releases" in refused.output
 
 
 def test_without_one_it_says_so(

@@ -160,7 +160,7 @@ def test_two_sites_that_agree(site, load):
         ("raise ValueError('bad site')", "raised ValueError: bad site"),
         ("return [('A', '1')]", "it must give Setting"),
         ("return [setting('A', 1)]", "A has a value of type int"),
-        ("return [setting('A=B', '1')]", "'A=B' is no name"),
+        ("return [setting('A=B', '1')]", "'A=B' is not the name"),
     ],
 )
 def test_broken_site_hook_is_named(site, load, body, reason):

@@ -170,7 +170,7 @@ def test_hook_that_gives_no_specs(good, install, load, body, reason):
         ({"name": "auto"}, "'auto' is reserved"),
         ({"name": "two words"}, "a name is letters"),
         ({"factory": "fake_bad.Fake"}, "must read 'package.module:name'"),
-        ({"priority": "'high'"}, "priority 'high' is no integer"),
+        ({"priority": "'high'"}, "priority 'high' is not an integer"),
     ],
 )
 def test_spec_of_the_wrong_form(good, install, load, backend_source, change, reason):

@@ -177,7 +177,7 @@ def test_auto_names_what_it_could_not_probe(have, install, load):
     ("body", "reason"),
     [
         ("raise OSError('no permission')", "the probe raised OSError: no permission"),
-        ("return True", "the probe gave True, which is no Probe"),
+        ("return True", "the probe gave True, which is not a Probe"),
     ],
 )
 def test_broken_probe_is_an_unavailable_backend(have, load, body, reason):
@@ -210,7 +210,7 @@ def test_create_from_selection_and_from_name(have, load):
     [
         ("fake_host:Impostor", "does not derive from anygauge.interface.Backend"),
         ("fake_host:impostor", "gave a Impostor"),
-        ("fake_host:Renamed", "calls itself 'another'"),
+        ("fake_host:Renamed", "whose name is 'another'"),
         ("fake_host:broken", "raised RuntimeError: no such card"),
         ("fake_host:API_VERSION", "is a int, which cannot be called"),
         ("fake_host:Absent", "AttributeError"),

@@ -105,7 +105,7 @@ class LazyBackend(Backend):
         limit = self.options.get("graph_limit", DEFAULT_LIMIT)
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise RunFileError(
-                f"backend_options.graph_limit: {limit!r} is no whole number of at least 1"
+                f"backend_options.graph_limit: {limit!r} is not a whole number of at least 1"
             )
         self.graph.limit = limit
 
