@@ -215,7 +215,11 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         ({"shm": "64"}, {}, "launch.options.shm: '64'"),
         ({"image": "My Image"}, {}, "launch.options.image: 'My Image'"),
         ({"kind": "TrainJob", "restarts": 2}, {}, "a TrainJob takes it from its runtime alone"),
-        ({"kind": "TrainJob", "priority_class": "a"}, {}, "priority_class: a TrainJob takes it from"),
+        (
+            {"kind": "TrainJob", "priority_class": "a"},
+            {},
+            "priority_class: a TrainJob takes it from",
+        ),
         ({"kind": "PyTorchJob", "restarts": 2}, {}, "starts single containers again; use kind"),
         ({"runtime": "mine"}, {}, "runtime: belongs to kind TrainJob, and kind is JobSet"),
         ({"name": "a" * 50}, {}, "name: 50 characters; pods of a JobSet"),
