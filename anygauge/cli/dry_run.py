@@ -19,7 +19,7 @@ from anygauge.interface import ABILITIES, Backend, NotAvailableError, Setting
 from anygauge.registry import KernelChoice
 
 if TYPE_CHECKING:
-    from anygauge.training.preflight import Findings
+    from anygauge.training.checks import Findings
 
 
 SHOWN_PROCESSES = 32

@@ -24,7 +24,7 @@ from anygauge.interface.processes import describe_exit, parent_environment
 
 if TYPE_CHECKING:
     from anygauge.cli.plan import Intent
-    from anygauge.training.preflight import Findings, Question
+    from anygauge.training.checks import Findings, Question
 
 LIMITS_S = {"model": 120.0, "data": 1800.0}
 """Silence after which a part counts as hung. Tokenising reports from time to time; a digest of a
@@ -52,7 +52,7 @@ def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> F
     Raises:
         AnygaugeError: what ranks would refuse.
     """
-    from anygauge.training.preflight import Question, check_settings
+    from anygauge.training.checks import Question, check_settings
 
     run, job = intent.run, intent.job
     spec = intent.registry.find_launcher(run.launch.launcher).spec
@@ -160,7 +160,7 @@ class _Events:
 
 
 def _findings(event: Mapping[str, Any]) -> Findings:
-    from anygauge.training.preflight import Findings
+    from anygauge.training.checks import Findings
 
     if event["event"] == "unchecked":
         return Findings(

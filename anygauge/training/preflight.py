@@ -1,8 +1,7 @@
-"""What can be known of a run before its ranks start: settings, model, tokenizer, targets, data.
+"""The process that checks a run before its ranks start: ``python -m anygauge.training.preflight``.
 
-``python -m anygauge.training.preflight`` reads a `Question` from standard input (JSON) and answers
-with events on standard output; `anygauge.cli.preflight` starts it for a run and for a dry run. No
-device is opened, no network asked. What ranks check, they check with the same functions.
+It reads a `Question` from standard input (JSON) and answers with events on standard output;
+`anygauge.cli.preflight` starts it, for a run and for a dry run. No device is opened.
 
 torch alone takes longer to import than all else does here, and the model library imports much of it
 for a configuration. So it is hidden from that library, unless the model itself must be built.
@@ -10,329 +9,60 @@ for a configuration. So it is hidden from that library, unless the model itself 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
 import signal
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-from anygauge.config.schema import ModelSection, RunFile
-from anygauge.interface import AnygaugeError, Backend, ModelError, NotAvailableError, Setting
+from anygauge.config.schema import RunFile
+from anygauge.interface import AnygaugeError
 from anygauge.interface.events import EventWriter
 from anygauge.interface.processes import die_with_parent
-from anygauge.models.files import WeightFiles, check_shape, check_weights, match_names
-from anygauge.models.quiet import quiet_libraries
-from anygauge.models.source import cached_file, check_positions, load_config
-from anygauge.models.start import refuse_no_adapter
-from anygauge.models.targets import surely_match
-from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-from anygauge.registry import KernelChoice, Registry
-from anygauge.strategies.facts import FACTS, check_known, check_needs, check_section, check_types
-from anygauge.training.kernels import kernels_of_run
+from anygauge.training.checks import Question, check_run, nothing
 
 GIB = 2**30
 MODEL_LIMIT = 4 * GIB
 """Memory for building a model without its weights, in bytes."""
 SHARE_OF_MEMORY = 0.75
 """Of this machine, for the rows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """A run to be checked.
-
-    Attributes:
-        run: the run file, as `RunFile.model_dump` gives it without what was left out.
-        backend: name of the chosen one.
-        id: of the job.
-        has_files: this machine has the files that the run file names.
-        engine: also tell the engine's settings, for a dry run.
-    """
-
-    run: Mapping[str, Any]
-    backend: str
-    world_size: int
-    id: str = ""
-    has_files: bool = True
-    engine: bool = False
-
-
-@dataclass(kw_only=True, slots=True)
-class Findings:
-    """What the checks found besides refusals.
-
-    Attributes:
-        notes: what could not be checked here, and why.
-        data: what became of the training rows; "" where they were not read.
-        advice: on their length; "" where there is none.
-        settings: of the engine, if asked for.
-        engine_note: what is not known of these.
-    """
-
-    notes: list[str] = field(default_factory=list)
-    data: str = ""
-    advice: str = ""
-    settings: list[Setting] | None = None
-    engine_note: str = ""
-
-
-# -- settings: in the command's own process, without torch ---------------------------------------
-
-
-def check_settings(
-    run: RunFile, backend: Backend, registry: Registry, *, ranks_run_here: bool
-) -> dict[str, KernelChoice]:
-    """Check what run file and backend say of each other; returns the run's kernels.
-
-    Args:
-        ranks_run_here: a kernel that lacks something on this machine is refused.
-
-    Raises:
-        AnygaugeError: options, capabilities, types or kernels that ranks would refuse.
-    """
-    from anygauge.config.precision import resolve_precision
-
-    facts = FACTS[run.strategy.name]
-    check_section(run.strategy)
-    if ranks_run_here:
-        check_known(run.strategy)
-    check_needs(backend, facts.needs)
-    if run.precision.compute != "auto":
-        check_types(
-            run.strategy,
-            resolve_precision(run.precision, backend.placement.dtypes, backend.support),
-        )
-    try:
-        return kernels_of_run(run, backend, registry, facts)
-    except NotAvailableError:
-        if ranks_run_here:
-            raise
-        return {}
-
-
-# -- model and data: in a process of their own ---------------------------------------------------
-
-
-def _nothing(*_: str) -> None:
-    """Where nobody listens."""
-
-
-def check_run(
-    question: Question,
-    run: RunFile,
-    say: Callable[[str], None] = _nothing,
-    enter: Callable[[str], None] = _nothing,
-    hide: Callable[[], None] = _nothing,
-) -> Findings:
-    """Check model, tokenizer, targets and rows; rows are then in the cache for the ranks.
-
-    Args:
-        say: takes progress.
-        enter: is told the part that begins: ``model`` or ``data``.
-        hide: called where torch is of no use.
-
-    Raises:
-        AnygaugeError: what ranks would refuse.
-    """
-    found = Findings()
-    enter("model")
-    folder = _model_folder(run.model, question.has_files, found)
-    config = None
-    shapes = None
-    here = run.model.config is not None or folder is not None
-    if folder is not None:
-        shapes = _weights(run.model, folder)
-    built = here and _must_be_built(question, run, shapes, found)
-    if not built and not question.engine:
-        hide()
-    quiet_libraries()
-    if here:
-        config = load_config(run.model)
-        check_positions(config, run.data.max_length)
-    tokenizer = _tokenizer(run.model, question.has_files, found)
-    if config is not None and tokenizer is not None:
-        check_vocabulary(config, tokenizer)
-    if run.adapter is not None and run.adapter.start_from is not None and question.has_files:
-        refuse_no_adapter(Path(run.adapter.start_from))
-    if built:
-        _build(question, run, folder, shapes, found)
-    elif question.engine:
-        _settings(question, run, None, found)
-    if tokenizer is not None:
-        enter("data")
-        _rows(question, run, tokenizer, say, found)
-    return found
-
-
-def _model_folder(section: ModelSection, has_files: bool, found: Findings) -> Path | None:
-    """The folder of an existing model, if it is on this machine."""
-    if section.name is None:
-        return None
-    folder = Path(section.name)
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute():
-        if has_files:
-            raise ModelError(f"model.name: no such folder: {folder}")
-        found.notes.append(f"the model is checked by the ranks: {folder} is not on this machine")
-        return None
-    file = cached_file(section.name, section.revision, "config.json")
-    if file is None:
-        found.notes.append(
-            f"the model is checked by the ranks, who fetch it: {section.name} is neither a folder "
-            "here nor in this machine's copies of the hub"
-        )
-    return None if file is None else file.parent
-
-
-def _weights(section: ModelSection, folder: Path) -> dict[str, tuple[int, ...]] | None:
-    try:
-        return check_weights(folder)
-    except ModelError:
-        if folder == Path(section.name or ""):
-            raise
-        return None  # of the hub's model only a part was fetched so far
-
-
-def _must_be_built(
-    question: Question, run: RunFile, shapes: dict[str, tuple[int, ...]] | None, found: Findings
-) -> bool:
-    """Whether only the model itself, without its weights, answers what is asked."""
-    asked = (
-        question.engine
-        or run.model.attention != "auto"
-        or run.model.trust_remote_code
-        or (run.adapter is not None and not surely_match(run.adapter, shapes))
-    )
-    if asked and importlib.util.find_spec("torch") is None:
-        found.notes.append("the model is built by the ranks alone: torch is not installed here")
-        return False
-    return asked
-
-
-def _tokenizer(section: ModelSection, has_files: bool, found: Findings) -> Any:
-    origin = section.tokenizer or section.name
-    assert origin is not None
-    path = Path(origin)
-    there = path.exists()
-    if not there and not path.is_absolute():
-        revision = section.revision if section.tokenizer is None else None
-        files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
-        there = cached_file(origin, revision, *files) is not None
-    elif not there and has_files:
-        raise ModelError(f"model.tokenizer: no such file or folder: {origin}")
-    if not there:
-        found.notes.append(
-            f"tokenizer and rows are checked by the ranks: {origin} is not on this machine"
-        )
-        return None
-    return load_tokenizer(section)
-
-
-def _rows(
-    question: Question, run: RunFile, tokenizer: Any, say: Callable[[str], None], found: Findings
-) -> None:
-    from anygauge.config.paths import names_data_set
-    from anygauge.data import advice, prepare
-
-    sources = (*run.data.train_sources, *run.data.eval_sources)
-    if not question.has_files:
-        found.notes.append("the rows are read by the ranks, on the machines of the job")
-        return
-    if any(names_data_set(source.path) for source in sources):
-        found.notes.append("rows of the hub are read by the ranks")
-        return
-    data = prepare(run.data, tokenizer, run.train.seed, say=say, run=question.id)
-    found.data = data.report
-    found.advice = advice(data.train, run.data) or ""
-
-
-def _build(
-    question: Question,
-    run: RunFile,
-    folder: Path | None,
-    shapes: dict[str, tuple[int, ...]] | None,
-    found: Findings,
-) -> None:
-    """Build the model without weights, with its adapter; hold it against what its files have."""
-    from anygauge.models.factory import CausalModelFactory
-    from anygauge.strategies.base import torch_dtype
-
-    compute = run.precision.compute
-    factory = CausalModelFactory(
-        run.model,
-        run.adapter,
-        attention=run.model.attention if run.model.attention != "auto" else "eager",
-        dtype=torch_dtype("float32" if compute == "auto" else compute),
-        seed=run.train.seed,
-        gradient_checkpointing=run.train.gradient_checkpointing,
-    )
-    skeleton = factory.skeleton()
-    if folder is not None and shapes is not None:
-        sizes = dict(skeleton.named_parameters())
-        for name, tensor in match_names(skeleton, WeightFiles(folder)).items():
-            check_shape(folder, name, shapes[tensor], tuple(sizes[name].shape))
-    adapted = factory.adapt(skeleton)
-    if question.engine:
-        _settings(question, run, adapted, found)
-
-
-def _settings(question: Question, run: RunFile, skeleton: Any, found: Findings) -> None:
-    backend = Registry.load().create_backend(question.backend, run.backend_options)
-    try:
-        found.settings, found.engine_note = engine_settings(
-            run, backend, question.world_size, skeleton
-        )
-    except ImportError as error:
-        found.engine_note = f"not shown: {error.name} is not installed here"
-
-
-def engine_settings(
-    run: RunFile, backend: Backend, world_size: int, skeleton: Any
-) -> tuple[list[Setting], str]:
-    """The engine's settings, and a note on what is not known of them.
-
-    Args:
-        skeleton: the adapted model without weights; None leaves out what depends on its sizes.
-
-    Raises:
-        ImportError: torch is missing, as on a login node.
-    """
-    from anygauge.config.precision import resolve_precision
-    from anygauge.strategies import create_strategy
-
-    precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
-    notes = []
-    if run.precision.compute == "auto":
-        notes.append(
-            f"precision.compute is auto: {precision.compute} unless the opened device says "
-            "otherwise"
-        )
-    if skeleton is None:
-        notes.append("settings that depend on the model's sizes are left out")
-    settings = create_strategy(run.strategy, world_size).settings(
-        backend,
-        precision,
-        skeleton=skeleton,
-        micro_batch=run.train.sequences_at_once(world_size),
-        max_norm=run.train.clip,
-        recomputes=run.train.gradient_checkpointing,
-    )
-    return list(settings), "\n  ".join(notes)
-
-
-# -- the process ---------------------------------------------------------------------------------
+WITH_TORCH = "--with-torch"
+"""Argument of the process: hide nothing."""
 
 
 def hide_torch() -> None:
     """Have this process run as if torch were not installed, by Python's way to forbid an import."""
     sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def misses_torch(error: BaseException) -> bool:
+    """Whether an error may be one only because torch is hidden."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ImportError) or "torch" in str(seen).lower():
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def begin_again_with_torch(text: str, answers: int) -> NoReturn:
+    """Replace this process by one that answers the same question with torch.
+
+    Args:
+        text: the question.
+        answers: descriptor that events go to.
+    """
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode())
+        file.flush()
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+        os.dup2(answers, 1)
+        argv = [sys.executable, "-m", "anygauge.training.preflight", WITH_TORCH]
+        os.execv(sys.executable, argv)
 
 
 def bound_memory(limit: int) -> None:
@@ -347,9 +77,12 @@ def main() -> int:
     """Answer one question; returns the exit status, which is 0 if an answer was given."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process itself
-    question = Question(**json.load(sys.stdin))
+    text = sys.stdin.read()
+    question = Question(**json.loads(text))
+    with_torch = WITH_TORCH in sys.argv[1:]
     # What libraries print must not stand among the events.
-    events = EventWriter(os.dup(1))
+    answers = os.dup(1)
+    events = EventWriter(answers)
     os.dup2(2, 1)
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -359,8 +92,11 @@ def main() -> int:
 
     try:
         run = RunFile.model_validate(question.run)
-        found = check_run(question, run, events.message, enter, hide_torch)
+        hide = nothing if with_torch else hide_torch
+        found = check_run(question, run, events.message, enter, hide)
     except AnygaugeError as error:
+        if "torch" in sys.modules and sys.modules["torch"] is None and misses_torch(error):
+            begin_again_with_torch(text, answers)
         events.send("refused", error=type(error).__name__, message=str(error))
     except ImportError as error:
         events.send("unchecked", message=f"{error.name} is not installed here")

@@ -14,7 +14,7 @@ from anygauge.cli import preflight
 from anygauge.cli import run as command
 from anygauge.cli.plan import read_intent
 from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileError, UnsupportedError
-from anygauge.training.preflight import Question
+from anygauge.training.checks import Question
 from tests.helpers.runs import TINY, run_file
 
 QUESTION = Question(run={}, backend="cpu", world_size=1)
@@ -66,7 +66,7 @@ def test_a_device_that_is_not_here_is_told_by_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from anygauge.cli import dry_run
-    from anygauge.training.preflight import Findings
+    from anygauge.training.checks import Findings
 
     monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
     name = "hpu"
@@ -145,7 +145,7 @@ def test_a_dry_run_of_many_ranks_works_out_few_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from anygauge.cli import dry_run, env
-    from anygauge.training.preflight import Findings
+    from anygauge.training.checks import Findings
 
     asked: list[int] = []
     resolve = env._resolve

@@ -30,7 +30,8 @@ from anygauge.models.files import check_weights
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.registry import Registry
-from anygauge.training.preflight import Findings, Question, check_run, check_settings
+from anygauge.training.checks import Findings, Question, check_run, check_settings
+from anygauge.training.preflight import misses_torch
 from tests.helpers.runs import TINY, run_file
 from tests.helpers.tokenizer import make_tokenizer
 
@@ -341,3 +342,50 @@ def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "transformers" in imported
     assert not imported & {"torch", "peft", "accelerate", "deepspeed", "datasets"}
+
+
+IN_NEED = """
+from anygauge.interface import ModelError
+from anygauge.training import checks, preflight
+
+def load_config(section):
+    try:
+        import torch
+    except ImportError as error:
+        raise ModelError("model.name: it needs PyTorch") from error
+
+checks.load_config = load_config
+preflight.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_needs_torch_even_for_its_configuration_is_checked_with_it(
+    tmp_path: Path,
+) -> None:
+    """What only the hidden torch explains is never a refusal: the process begins anew."""
+    run = load_run_file(run_file(tmp_path)).run
+    question = Question(
+        run=run.model_dump(mode="json", exclude_unset=True), backend="cpu", world_size=1
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", IN_NEED],
+        input=json.dumps(asdict(question)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    names = [json.loads(line)["event"] for line in done.stdout.splitlines()]
+    assert names == ["part", "part", "part", "checked"], done.stderr
+
+
+def test_what_the_hidden_torch_may_explain() -> None:
+    def caused(cause: Exception) -> ModelError:
+        try:
+            raise ModelError("no") from cause
+        except ModelError as error:
+            return error
+
+    assert misses_torch(caused(ImportError("x")))
+    assert misses_torch(ModelError("AutoX requires the PyTorch library"))
+    assert not misses_torch(caused(ValueError("hidden_size")))
