@@ -17,6 +17,7 @@ from anygauge.cli.run_folder import claimed, made_ready, run_folder
 from anygauge.interface import AnygaugeError
 from anygauge.interface.job import START, Job
 from anygauge.interface.start import put_in_place, settled
+from anygauge.registry import Registry
 from tests.helpers.runs import anygauge, run_file
 
 TIMEOUT_S = 200
@@ -204,3 +205,23 @@ def test_ctrl_c_before_the_first_step_promises_nothing(tmp_path: Path) -> None:
     assert "ended by request before the first step" in err and "Traceback" not in err
     assert not (tmp_path / "out/tiny/checkpoints").exists()
     assert took_no_step(tmp_path / "out/tiny")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "where"),
+    [
+        ("local", {}, START),
+        ("ssh", {"hosts": ["one"], "python": "/usr/bin/python3"}, START),
+        ("mpi", {"hosts": ["one"], "python": "/usr/bin/python3"}, START),
+        # A job in a queue may be started again when its files have long been put in place.
+        ("slurm", {"allocation": "new"}, "."),
+    ],
+)
+def test_launchers_stage_what_they_write(
+    launcher: str, options: dict[str, object], where: str, tmp_path: Path
+) -> None:
+    plan = Registry.load().launcher(launcher)().render(staged_job(tmp_path), options)
+    (job_file,) = [Path(file.path) for file in plan.files if file.path.endswith("job.json")]
+    assert job_file == tmp_path / where / "job.json"
+    (process,) = plan.processes
+    assert str(job_file) in (*process.argv, *process.arguments)
