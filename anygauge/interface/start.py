@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from anygauge.interface.errors import AnygaugeError
 from anygauge.interface.job import START, Job
 
 
@@ -29,11 +30,21 @@ def put_in_place(job: Job) -> None:
     name, such as ``rank0.1.log``: processes still write to the new ones.
 
     Raises:
-        OSError: a file cannot be moved.
+        AnygaugeError: a file cannot be moved.
     """
     staged, home = job.start_directory, Path(job.run_directory)
     if staged == home:
         return
+    try:
+        _move(staged, home)
+    except OSError as error:
+        raise AnygaugeError(
+            f"the files of this start cannot be moved from {staged} to {home}: {error}. Check that "
+            "the folder can be written, and give the same command again"
+        ) from error
+
+
+def _move(staged: Path, home: Path) -> None:
     for result in (home / "ranks").glob("rank*.json"):
         result.unlink()  # of the part before; this one writes its own at its end
     # Another machine may write a last file meanwhile.
