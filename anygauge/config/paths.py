@@ -148,6 +148,8 @@ def complaint_about(path: Place, text: str) -> str:
             return ""
         if target.is_dir():
             return f"is a folder, expected a file: {target}"
+        if target.exists():
+            return f"is a pipe, socket or device, expected a file: {target}"
         return f"no such file: {target}{_neighbour(target)}"
     if not target.is_absolute() or target.is_dir():
         return ""

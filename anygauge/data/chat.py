@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anygauge.config.schema import SourceSection
-from anygauge.data.columns import check_text, column, from_json
+from anygauge.data.columns import byte_length, check_text, column, from_json
 from anygauge.data.files import Record, kind
 from anygauge.interface import DataError
 
@@ -42,12 +42,14 @@ class Chat:
         tools: what the assistant may call, or None.
         answers: indices of the turns to be learned, in order; each is one of the assistant.
         origin: where it stands, as in its record.
+        size: bytes of all of it as JSON in UTF-8.
     """
 
     turns: tuple[Turn, ...]
     tools: tuple[dict[str, Any], ...] | None
     answers: tuple[int, ...]
     origin: str
+    size: int = 0
 
     @property
     def is_blank(self) -> bool:
@@ -118,8 +120,17 @@ def _chat(record: Record, turns: list[Turn], source: SourceSection, *, first_lea
     )
     tools = _tools(record, source.tools)
     # Names and arguments of calls and tools are text too; contents were checked with their turn.
-    check_text(json.dumps([turns, tools], ensure_ascii=False, default=str), f"{where}: the chat")
-    return Chat(tuple(turns), tools, answers, where)
+    try:
+        text = json.dumps([turns, tools], ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:
+        raise DataError(
+            f"{where}: a number in the chat is NaN or infinite, which JSON does not have; correct "
+            "or remove the row"
+        ) from None
+    except RecursionError:
+        raise DataError(f"{where}: the chat is nested too deeply; correct the row") from None
+    check_text(text, f"{where}: the chat")
+    return Chat(tuple(turns), tools, answers, where, byte_length(text))
 
 
 def _turns(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 from typing import Any
 
-from anygauge.data.files import Record, kind
+from anygauge.data.files import DoubleKeyError, Record, kind, load_json
 from anygauge.interface import DataError
 
 
@@ -32,21 +31,27 @@ def missing(record: Record, name: str, setting: str | None) -> DataError:
 
 
 def text_column(record: Record, name: str, setting: str | None) -> str:
-    """A column as text; numbers become text.
+    """A column as text.
 
     Raises:
-        DataError: missing, neither text nor number, or no valid text.
+        DataError: missing, no text (a number in another writing is another text), or no valid one.
     """
     value = column(record, name, setting)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
     if not isinstance(value, str):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
         raise DataError(
-            f"{record.origin}: column {name!r} holds {kind(value)}; text or a number is expected. "
-            "Correct or remove the row, or name another column"
+            f"{record.origin}: column {name!r} holds {kind(value)}"
+            f"{f' ({value!r:.40})' if number else ''}; text is expected. "
+            + ("Write it as text, in quotes" if number else "Correct or remove the row")
+            + ", or name another column"
         )
     check_text(value, f"{record.origin}: column {name!r}")
     return value
+
+
+def byte_length(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def check_text(text: str, where: str) -> None:
@@ -79,7 +84,9 @@ def from_json(value: Any, where: str, expected: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return load_json(value)
+    except DoubleKeyError as error:
+        raise DataError(f"{where}: {error}") from None
     except (ValueError, RecursionError):
         shown = value if len(value) <= 60 else value[:60] + "..."
         raise DataError(

@@ -21,11 +21,11 @@ from anygauge.data.forms import CHAT_FORMS, Row, parse, told_form
 from anygauge.data.spans import rendered, rendered_spans
 from anygauge.data.template import ChatTemplate, Span, read_template
 from anygauge.data.tokens import encode_texts, start_ids
-from anygauge.interface import ModelError, RunFileError
+from anygauge.interface import ModelError
 
 __all__ = ["Counts", "Encoded", "RowEncoder", "told_form"]
 
-_VERSION = 2
+_VERSION = 3
 """Counts up when the same rows become other tokens, masks or counts, so that none are read from a
 cache."""
 
@@ -138,11 +138,6 @@ class RowEncoder:
     ) -> None:
         if source.form == "auto":
             raise ValueError("the form is to be told before, by told_form")
-        if data.max_length < 2:
-            raise RunFileError(
-                f"data.max_length is {data.max_length}; at least 2 is needed, since the first "
-                "token of a sequence is never learned"
-            )
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 "the tokenizer has no end-of-sequence token, so the model could not learn where "

@@ -6,6 +6,7 @@ A record's origin is its file and a place: `data.jsonl:17` (a line), `data.json[
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,12 @@ from numpy.typing import NDArray
 
 from anygauge.data.cache import unreadable
 from anygauge.interface import DataError
+from anygauge.interface.files import read_bounded
 
+MOST_LINE = 2**25
+"""Bytes of a line; its text is bounded below that (`forms.MOST_TEXT`), JSON writes more."""
+
+_MOST_WHOLE = 2**32
 BOM = b"\xef\xbb\xbf"
 LINE_MARK = ":{}"
 INDEX_MARK = "[{}]"
@@ -94,12 +100,14 @@ def read_json_list(path: str, limit: int | None = None) -> ReadWhole:
     if not text.strip():
         raise DataError(f"{path} is empty; at least one row is needed")
     try:
-        value = json.loads(text)
+        value = load_json(text)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}:{error.lineno}: not valid JSON "
             f"({error.msg} at column {error.colno}); a list of objects is expected"
         ) from None
+    except DoubleKeyError as error:
+        raise DataError(f"{_place_of(text, path)}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: not valid JSON ({_complaint(error)}); a list of objects is expected"
@@ -156,7 +164,9 @@ def parse_object(line: bytes, origin: str, path: str, offset: int) -> Mapping[st
     """
     text = decode(line, path, lambda _: origin, offset)
     try:
-        value = json.loads(text)
+        value = load_json(text)
+    except DoubleKeyError as error:
+        raise DataError(f"{origin}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{origin}: one JSON object per line is expected, "
@@ -165,6 +175,60 @@ def parse_object(line: bytes, origin: str, path: str, offset: int) -> Mapping[st
     if not isinstance(value, dict):
         raise DataError(f"{origin}: a JSON object is expected, found {kind(value)}")
     return value
+
+
+class DoubleKeyError(ValueError):
+    """An object of JSON that has a key twice: one of its values would be lost."""
+
+
+def load_json(text: str) -> Any:
+    """What JSON means.
+
+    Raises:
+        DoubleKeyError: a key stands twice in one object.
+        ValueError: not JSON.
+        RecursionError: nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in made if keys.count(key) > 1)
+        raise DoubleKeyError(f"the key {double[:60]!r} is written twice in one object; keep one")
+    return made
+
+
+def _place_of(text: str, path: str) -> str:
+    """The first object of a list that has a key twice."""
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    plain = json.JSONDecoder()
+    blanks = re.compile(r"[\s,]*")
+    at, index = text.index("[") + 1, 0
+    while True:
+        at = blanks.match(text, at).end()  # type: ignore[union-attr]
+        try:
+            decoder.raw_decode(text, at)
+        except DoubleKeyError:
+            return f"{path}[{index}]"
+        except ValueError:
+            return path
+        at, index = plain.raw_decode(text, at)[1], index + 1
+
+
+def refuse_long_line(length: int, origin: str) -> None:
+    """Refuse a line before it is read.
+
+    Raises:
+        DataError: names the row and its size.
+    """
+    if length > MOST_LINE:
+        raise DataError(
+            f"{origin}: the row has {length:,} bytes, at most {MOST_LINE:,} are read; split it "
+            "into several rows"
+        )
 
 
 def decode(raw: bytes, path: str, where: Any, offset: int = 0) -> str:
@@ -190,7 +254,7 @@ def decode(raw: bytes, path: str, where: Any, offset: int = 0) -> str:
 
 def _read(path: str) -> str:
     try:
-        raw = Path(path).expanduser().read_bytes()
+        raw = read_bounded(Path(path).expanduser(), _MOST_WHOLE)
     except OSError as error:
         raise unreadable(path, error) from None
     text = decode(raw, path, lambda start: f"{path}:{raw.count(NEWLINE, 0, start) + 1}")

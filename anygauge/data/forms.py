@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from anygauge.config.schema import SourceSection
 from anygauge.data.chat import Chat, chat_from_columns, chat_from_messages, chat_from_sharegpt
-from anygauge.data.columns import listed, missing, text_column
+from anygauge.data.columns import byte_length, listed, missing, text_column
 from anygauge.data.files import Record
 from anygauge.interface import DataError, RunFileError
 
@@ -26,6 +26,9 @@ ALPACA_WITHOUT_INPUT = (
 )
 """The same for rows without an input."""
 
+MOST_TEXT = 4_000_000
+"""Bytes of text in a row: a tokenizer takes some 200 of memory for each."""
+
 CHAT_FORMS = ("messages", "sharegpt")
 
 
@@ -43,6 +46,11 @@ class Row:
     prompt: str | None
     text: str
     origin: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of its text in UTF-8."""
+        return sum(byte_length(text) for text in (self.prompt or "", self.text))
 
 
 def told_form(first: Record, source: SourceSection, field: str) -> str:
@@ -82,6 +90,17 @@ def parse(record: Record, form: str, source: SourceSection, field: str) -> Row |
     Raises:
         DataError: the record cannot be used; names file, row and what was expected.
     """
+    row = _parsed(record, form, source, field)
+    length = row.size
+    if length > MOST_TEXT:
+        raise DataError(
+            f"{record.origin}: the row has {length:,} bytes of text, at most {MOST_TEXT:,} are "
+            "taken (a tokenizer would need gigabytes); split it into several rows"
+        )
+    return row
+
+
+def _parsed(record: Record, form: str, source: SourceSection, field: str) -> Row | Chat:
     match form:
         case "messages":
             return chat_from_messages(record, source, field)

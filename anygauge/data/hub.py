@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,10 @@ class HubRows:
     def records(self, indices: NDArray[np.int64]) -> list[Record]:
         """See `Reader`."""
         columns = self._rows[indices.tolist()]
+        features = self._rows.features
         return [
             Record(
-                {name: values[place] for name, values in columns.items()},
+                {name: written(values[place], features[name]) for name, values in columns.items()},
                 self.name + self.mark.format(index),
             )
             for place, index in enumerate(indices.tolist())
@@ -77,11 +78,39 @@ def first_hub_rows(source: SourceSection, count: int, field: str) -> list[Record
         DataError: as for `HubRows`.
     """
     name = hub_name(source)
-    rows = _load(source, field, lambda rows: list(rows.take(count)), streaming=True)
-    records = [Record(row, f"{name}[{index}]") for index, row in enumerate(rows)]
+    found = _load(
+        source, field, lambda rows: (list(rows.take(count)), rows.features), streaming=True
+    )
+    rows, features = found
+    records = [
+        Record(
+            {key: written(value, (features or {}).get(key)) for key, value in row.items()},
+            f"{name}[{index}]",
+        )
+        for index, row in enumerate(rows)
+    ]
     if not records:
         raise DataError(f"{name} is empty; at least one row is needed")
     return records
+
+
+def written(value: Any, feature: Any) -> Any:
+    """A value without the nulls that the table filled in: see `tables`.
+
+    Args:
+        feature: its type, as the library has it; None where that is not known.
+    """
+    if isinstance(value, dict) and isinstance(feature, Mapping):
+        return {
+            name: written(below, feature.get(name))
+            for name, below in value.items()
+            if below is not None
+        }
+    if isinstance(value, list):
+        is_listed = isinstance(feature, list) and len(feature) == 1
+        inner = feature[0] if is_listed else getattr(feature, "feature", None)
+        return [written(item, inner) for item in value]
+    return value
 
 
 def _load(source: SourceSection, field: str, use: Callable[[Any], Any], **options: Any) -> Any:

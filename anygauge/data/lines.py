@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.cache import Cache, key_of, quick_identity, unreadable
-from anygauge.data.files import BOM, LINE_MARK, Record, parse_object
+from anygauge.data.files import BOM, LINE_MARK, MOST_LINE, Record, parse_object, refuse_long_line
 from anygauge.interface import DataError
+from anygauge.interface.files import open_regular
 
 _BLOCK = 2**24
 _BEGIN = 4096
@@ -59,6 +60,9 @@ class JsonLines:
     def records(self, indices: NDArray[np.int64]) -> list[Record]:
         """See `Reader`."""
         starts, ends = self._starts[indices], self._starts[indices + 1]
+        for number in np.flatnonzero(ends - starts > MOST_LINE).tolist():
+            place = int(self.places(indices[number : number + 1])[0])
+            refuse_long_line(int(ends[number] - starts[number]), f"{self.name}:{place}")
         try:
             if _state(self._file) != self._state:
                 raise DataError(f"{self.name} changed while it was being read; start again")
@@ -96,7 +100,9 @@ def first_lines(path: str, count: int) -> list[Record]:
         with _open(path) as file:
             offset = len(BOM) if file.read(len(BOM)) == BOM else 0
             file.seek(offset)
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_lines_of(file), start=1):
+                if len(line) > MOST_LINE:
+                    refuse_long_line(len(line) + _rest_of_line(file), f"{path}:{number}")
                 if line.strip():
                     origin = f"{path}:{number}"
                     records.append(Record(parse_object(line, origin, path, offset), origin))
@@ -121,7 +127,7 @@ def holds_lines(path: str) -> bool:
         if not begin.startswith(b"{"):
             return False
         file.seek(0)
-        filled = (line for line in file if line.strip())
+        filled = (line for line in _lines_of(file) if line.strip())
         first, second = next(filled, b""), next(filled, b"")
     if not second:
         return False
@@ -131,9 +137,24 @@ def holds_lines(path: str) -> bool:
         return second.lstrip().startswith(b"{")
 
 
+def _lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Lines; of one beyond the bound, its beginning."""
+    return iter(lambda: file.readline(MOST_LINE + 1), b"")
+
+
+def _rest_of_line(file: BinaryIO) -> int:
+    """Bytes up to the end of the line."""
+    length = 0
+    while part := file.readline(_BLOCK):
+        length += len(part)
+        if part.endswith(b"\n"):
+            break
+    return length
+
+
 def _open(path: str) -> BinaryIO:
     try:
-        return Path(path).expanduser().open("rb")
+        return open_regular(Path(path).expanduser())
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -199,5 +220,6 @@ def _filled(
     filled = first != _LINE_END
     for number in np.flatnonzero(filled & np.isin(first, _BLANKS)).tolist():
         start, end = int(starts[number]), int(ends[number])
-        filled[number] = bool(os.pread(file.fileno(), end - start, start).strip())
+        length = min(end - start, MOST_LINE)
+        filled[number] = bool(os.pread(file.fileno(), length, start).strip())
     return filled

@@ -59,7 +59,7 @@ class Table:
         for number in np.unique(which).tolist():
             here = indices[which == number]
             batch = self._batches[number]
-            rows = batch.take(here - (self._ends[number] - batch.num_rows)).to_pylist()
+            rows = _rows(batch.take(here - (self._ends[number] - batch.num_rows)))
             values.update(zip(here.tolist(), rows, strict=True))
         return [
             Record(values[index], self.name + self.mark.format(index + self._first))
@@ -80,10 +80,42 @@ def first_rows(path: str, count: int) -> list[Record]:
     """
     mark = table_mark(path)
     first = 2 if mark == LINE_MARK else 0
-    rows = [row for batch in _batches(path, count) for row in batch.to_pylist()]
+    rows = [row for batch in _batches(path, count) for row in _rows(batch)]
     if not rows:
         raise _empty(path)
     return [Record(row, path + mark.format(first + number)) for number, row in enumerate(rows)]
+
+
+def _rows(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch, without the nulls that the table filled in.
+
+    Structs of one column have all fields of all rows. A field that is null at one place was not
+    written there: a tool call would be trained with arguments that nobody wrote.
+    """
+    import pyarrow as pa
+
+    rows: list[dict[str, Any]] = batch.to_pylist()
+    for column in batch.schema:
+        if pa.types.is_nested(column.type):
+            for row in rows:
+                row[column.name] = _written(row[column.name], column.type)
+    return rows
+
+
+def _written(value: Any, kind: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(value, dict) and pa.types.is_struct(kind):
+        fields = {field.name: field.type for field in kind}
+        return {
+            name: _written(below, fields[name])
+            for name, below in value.items()
+            if below is not None
+        }
+    # Items of a list are as many as were written; a map keeps its keys.
+    if isinstance(value, list) and not pa.types.is_map(kind):
+        return [_written(item, kind.value_type) for item in value]
+    return value
 
 
 def _convert(path: str, folder: Path, limit: int | None) -> Mapping[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+_AT_ONCE = 4_000_000
+"""Characters that a tokenizer is given; it takes hundreds of bytes of memory for each."""
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
@@ -21,8 +25,22 @@ def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """The tokens of each text, with nothing put before or behind it."""
     if not texts:
         return []
-    # verbose=False: long texts are cut later, so the tokenizer's warning would mislead.
-    return list(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+    found: list[list[int]] = []
+    for part in _bounded_parts(texts):
+        # verbose=False: long texts are cut later, so the tokenizer's warning would mislead.
+        found += tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+    return found
+
+
+def _bounded_parts(texts: list[str]) -> Iterator[list[str]]:
+    """The texts, as many at once as memory allows, which is one at least."""
+    start = length = 0
+    for end, text in enumerate(texts):
+        if length and length + len(text) > _AT_ONCE:
+            yield texts[start:end]
+            start, length = end, 0
+        length += len(text)
+    yield texts[start:]
 
 
 def start_ids(tokenizer: Any) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Counts, Record, RowEncoder, prompt_ids
-from anygauge.interface import ModelError, RunFileError
+from anygauge.interface import ModelError
 from tests.helpers.chats import make_chat_tokenizer, template
 from tests.helpers.masks import encode, encoder, marked
 from tests.helpers.tokenizer import make_tokenizer
@@ -248,8 +248,6 @@ def test_an_encoder_can_be_sent_to_another_process(chats):
 
 
 def test_refusals(tokenizer, tmp_path):
-    with pytest.raises(RunFileError, match="max_length is 1"):
-        encoder(tokenizer, "text", max_length=1)
     with pytest.raises(ValueError, match="told before"):
         encoder(tokenizer, "auto")
     endless = make_tokenizer(tmp_path)

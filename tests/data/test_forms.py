@@ -101,7 +101,6 @@ def test_prompt_and_completion_with_template():
     assert row(PAIR, template="Q {prompt} A:") == Row("Q p A:", "c", "data.jsonl:1")
     other = {"prompt": "é\r\n", "completion": "東京 🙂"}
     assert row(other, template="Q {prompt} A:") == Row("Q é\r\n A:", "東京 🙂", "data.jsonl:1")
-    assert row({"prompt": 1, "completion": 2.5}) == Row("1\n", "2.5", "data.jsonl:1")
 
 
 def test_named_columns():

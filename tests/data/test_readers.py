@@ -201,6 +201,7 @@ def test_parquet_with_lists_of_structs(tmp_path, cache):
     path = tmp_path / "data.parquet"
     parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
     records = read(SourceSection(path=str(path)), cache)
+    del rows[0]["turns"][1]["content"]  # a field that is null was not written
     assert values(records) == rows
     assert places(records) == ["data.parquet[0]", "data.parquet[1]", "data.parquet[2]"]
     path.write_bytes(path.read_bytes()[:-3])

@@ -1,0 +1,188 @@
+"""Rows that are too long, of the wrong type, or written twice; nulls that nobody wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from anygauge.config.schema import SourceSection
+from anygauge.data import files, forms, lines, tokens
+from anygauge.data.cache import Cache
+from anygauge.data.chat import Chat
+from anygauge.data.files import Record
+from anygauge.data.forms import parse
+from anygauge.data.hub import written
+from anygauge.data.readers import first_records, open_reader
+from anygauge.data.template import ChatTemplate, read_template
+from anygauge.data.tokens import encode_texts
+from anygauge.interface import DataError, RunFileError
+
+
+def read(path: Path, cache: Cache) -> list[Record]:
+    import numpy as np
+
+    source = SourceSection(path=str(path))
+    reader = open_reader(source, cache, "data.train")
+    records = reader.records(np.arange(len(reader)))
+    assert first_records(source, 3, "data.train") == records[:3]
+    return records
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("5", "column 'prompt' holds a number (5); text is expected. Write it as text"),
+        ("NaN", "column 'prompt' holds a number (nan); text is expected. Write it as text"),
+        ("1e400", "column 'prompt' holds a number (inf); text is expected"),
+        ("true", "column 'prompt' holds true or false; text is expected. Correct or remove"),
+        ('"a", "prompt": "b"', "the key 'prompt' is written twice in one object; keep one"),
+        ('"a", "x": {"b": [{"c": 1, "c": 1}]}', "the key 'c' is written twice in one object"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_rows_that_say_something_else(
+    tmp_path: Path, cache: Cache, text: str, said: str, suffix: str
+) -> None:
+    rows = ['{"prompt": "q", "completion": "a"}', f'{{"prompt": {text}, "completion": "a"}}']
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text("\n".join(rows) if suffix == "jsonl" else f"[{', '.join(rows)}]")
+    source = SourceSection(path=str(path))
+    place = f"{path}:2" if suffix == "jsonl" else f"{path}[1]"
+    for reading in (lambda: read(path, cache), lambda: first_records(source, 5, "data.train")):
+        with pytest.raises(DataError) as caught:
+            for record in reading():
+                parse(record, "prompt_completion", source, "data.train")
+        assert str(caught.value).startswith(f"{place}: {said}")
+
+
+def test_a_number_that_json_lacks_is_no_argument_of_a_call() -> None:
+    call = {"function": {"name": "f", "arguments": {"n": float("nan")}}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(DataError, match=r"^x\.jsonl:3: a number in the chat is NaN or infinite"):
+        parse(Record({"messages": turns}, "x.jsonl:3"), "messages", SourceSection(path="x"), "data")
+    twice = {"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}
+    turns[1]["tool_calls"] = [twice]
+    with pytest.raises(DataError, match=r"^x\.jsonl:3: turn 2.*the key 'a' is written twice"):
+        parse(Record({"messages": turns}, "x.jsonl:3"), "messages", SourceSection(path="x"), "data")
+
+
+def test_a_row_with_too_much_text_is_refused_by_name() -> None:
+    source = SourceSection(path="x.jsonl")
+    half = "é" * (forms.MOST_TEXT // 4)
+    record = Record({"prompt": half, "completion": half + "long"}, "x.jsonl:7")
+    with pytest.raises(DataError, match=r"^x\.jsonl:7: the row has 4,000,005 bytes of text, at mo"):
+        parse(record, "prompt_completion", source, "data.train")
+    turns = [{"role": "user", "content": half}, {"role": "assistant", "content": half}]
+    with pytest.raises(DataError, match=r"^x\.jsonl:8: the row has 4,000,\d+ bytes of text"):
+        parse(Record({"messages": turns}, "x.jsonl:8"), "messages", source, "data.train")
+
+
+def test_a_line_that_is_too_long_is_not_even_read(
+    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (files, lines):
+        monkeypatch.setattr(module, "MOST_LINE", 100)
+    short, long = (json.dumps({"text": "x" * length}) for length in (10, 1000))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{short}\n{' ' * 200}\n{long}\n{short}\n")
+    said = rf"^{path}:3: the row has 1,013 bytes, at most 100 are read; split it"
+    path.write_text(f"{short}\n\n{long}\n{short}\n")
+    with pytest.raises(DataError, match=said):
+        open_reader(SourceSection(path=str(path)), cache, "f").records(lines.np.arange(3))
+    with pytest.raises(DataError, match=said):
+        first_records(SourceSection(path=str(path)), 3, "f")
+
+
+def test_texts_are_tokenised_as_many_at_once_as_memory_allows(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["one two", "", "three" * 9, "four", "five", "six"]
+    together = encode_texts(tokenizer, texts)
+    monkeypatch.setattr(tokens, "_AT_ONCE", 10)
+    assert encode_texts(tokenizer, texts) == together
+    assert [len(part) for part in tokens._bounded_parts(texts)] == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt"])
+def test_a_pipe_is_no_file_of_rows(tmp_path: Path, cache: Cache, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="cannot be read: it is a named pipe, not a regular file"):
+        open_reader(SourceSection(path=str(path)), cache, "data.train")
+    with pytest.raises(RunFileError, match="it is a named pipe"):
+        read_template(str(path))
+
+
+CALLS = [{"city": "Rome", "unit": None}, {"amounts": [{"x": 1}, {"y": [2, None]}]}, {}]
+
+
+def chat_of(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
+    ]
+
+
+def tool_of(name: str) -> dict[str, Any]:
+    properties = {name: {"type": "string"}}
+    return {"name": "f", "parameters": {"type": "object", "properties": properties}}
+
+
+ROWS = [{"messages": chat_of(a), "tools": [tool_of(n)]} for a, n in zip(CALLS, "abc", strict=True)]
+
+
+def arguments_of(records: list[Record]) -> list[Any]:
+    chats = [parse(each, "messages", SourceSection(path="x"), "data.train") for each in records]
+    assert all(isinstance(chat, Chat) for chat in chats)
+    for chat, name in zip(chats, "abc", strict=True):
+        (tool,) = chat.tools
+        assert list(tool["function"]["parameters"]["properties"]) == [name]
+    return [chat.turns[1]["tool_calls"][0]["function"]["arguments"] for chat in chats]
+
+
+def test_a_table_gives_a_call_the_arguments_that_were_written(
+    tmp_path: Path, cache: Cache, tokenizer: Any
+) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    records = read(path, cache)
+    # A null that was written cannot be told from one that the table filled in.
+    assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or [] | tojson }}{% endfor %}"
+    chat = parse(records[0], "messages", SourceSection(path="x"), "data.train")
+    assert isinstance(chat, Chat)
+    text = ChatTemplate(tokenizer, template).render(chat.turns, chat.tools)
+    assert "Rome" in text and "unit" not in text and "amounts" not in text
+
+
+def test_the_hubs_tables_do_so_too() -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_list(ROWS)
+    records = [
+        Record({key: written(value, rows.features[key]) for key, value in row.items()}, "h[0]")
+        for row in rows
+    ]
+    assert arguments_of(records) == [{"city": "Rome"}, CALLS[1], {}]
+
+
+def test_a_null_that_was_written_as_json_stays(tmp_path: Path, cache: Cache) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert arguments_of(read(path, cache)) == CALLS
+    # In a column of text too, whatever the file is.
+    texts = [{**row, "messages": json.dumps(row["messages"])} for row in ROWS]
+    parquet.write_table(pa.Table.from_pylist(texts), tmp_path / "texts.parquet")
+    assert arguments_of(read(tmp_path / "texts.parquet", cache)) == CALLS
