@@ -22,11 +22,11 @@ def merge(
     ] = None,
 ) -> None:
     """Fold an adapter into its base model, and check the result's logits against the two."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"--output {output} exists already; name a new folder")
     origin = model_origin(model, adapter, tokenizer)
     if origin.adapter is None:
         raise UsageError(f"{model} is not a run with an adapter: name one with --adapter FOLDER")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"--output {output} exists already; name a new folder")
 
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries

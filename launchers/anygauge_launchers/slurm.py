@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from anygauge.interface import LOST, STOPPED, BatchFile, Job, Plan, PlannedFile, PlannedProcess
+from anygauge.interface.job import START
 from anygauge_launchers.options import Options, read_options
 from anygauge_launchers.remote import RemoteJob
 from anygauge_launchers.slurm_batch import NAME, batch_text
@@ -134,13 +136,15 @@ class Slurm:
                 (f"--export={exported}",),
                 *((one,) for one in self._sbatch(own, job)),
             ]
+            if own.extra:
+                lines.append(own.extra)
             arguments = (*before, *self._step(own, job, job.pass_environment), *after)
+            staged = replace(job, run_file=str(folder / START / "run.yaml"))
+            its = staged if job.takes_over else job
             batch = BatchFile(
                 name=NAME,
-                text=lambda plan: batch_text(
-                    plan, job, [*lines, *([own.extra] if own.extra else [])], arguments, BODY
-                ),
-                files=files[:1],
+                text=lambda plan: batch_text(plan, its, lines, arguments, BODY),
+                files=(PlannedFile(path=job_file, text=its.dump(), mode=0o600),),
                 command=("sbatch",),
             )
         operations = {

@@ -42,6 +42,7 @@ def batch_text(
         "#!/bin/sh\n" + "".join(lines) + f"# Submit it with: sbatch {_comment(plan / NAME)}\n"
         f"plan={shlex.quote(str(plan))}\n"
         f"run={shlex.quote(job.run_directory)}\n"
+        f"start={shlex.quote(str(Path(job.run_file).parent))}\n"
         'exec >>"$plan/slurm.log" 2>&1\n'
         + ("" if job.takes_over else _UNUSED)
         + _COPY
@@ -58,11 +59,14 @@ if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] && [ -e "$run/run.yaml" ]; then
     exit 2
 fi
 """
+# What a run that is resumed has waits for its ranks to accept the new one.
 _COPY = """\
 mkdir -p "$run/logs" || exit 1
-for file in job.json run.yaml; do
-    cp -p "$plan/$file" "$run/$file" || exit 1
-done
+cp -p "$plan/job.json" "$run/job.json" || exit 1
+if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || [ -d "$start" ]; then
+    mkdir -p "$start" || exit 1
+    cp -p "$plan/run.yaml" "$start/run.yaml" || exit 1
+fi
 """
 
 

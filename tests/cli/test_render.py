@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 
 from anygauge.cli import run
 from anygauge.interface import Job, RunFileError, UsageError
+from anygauge.interface.job import START
 from tests.helpers.runs import run_file
 
 SLURM = {"launcher": "slurm", "nodes": 2, "pass_environment": ["HF_HOME"]}
@@ -153,6 +155,13 @@ def test_the_batch_file_starts_the_agents_that_the_launcher_would(tmp_path: Path
     assert executed(plan / "job.sbatch", odd, SLURM_RESTART_COUNT="1").returncode == 0
     resumed = rendered(odd, "resumed", "--resume", "auto")
     assert executed(resumed / "job.sbatch", odd).returncode == 0
+    staged = home / START / "run.yaml"
+    assert Job.load(home / "job.json").run_file == str(staged), "for the ranks to accept"
+    assert staged.read_bytes() == (resumed / "run.yaml").read_bytes()
+    assert (home / "run.yaml").read_bytes() == (plan / "run.yaml").read_bytes()
+    shutil.rmtree(staged.parent)  # as they do once it is in place
+    assert executed(resumed / "job.sbatch", odd, SLURM_RESTART_COUNT="1").returncode == 0
+    assert not staged.parent.exists()
 
 
 def test_what_cannot_be_rendered_is_refused(tmp_path: Path) -> None:
