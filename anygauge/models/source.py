@@ -110,7 +110,7 @@ def load_config(section: ModelSection) -> Any:
     """
     from transformers import AutoConfig
 
-    field = "model.config" if section.config is not None else "model.name"
+    field = "model.config" if section.config is not None else f"model.name: {section.name}"
     try:
         if section.config is not None:
             fields = dict(section.config)
@@ -127,7 +127,7 @@ def load_config(section: ModelSection) -> Any:
         raise
     except Exception as error:
         raise ModelError(f"{field}: {_said(error)}") from error
-    check_sizes(config, field if section.config is not None else f"{field}: {section.name}")
+    check_sizes(config, field)
     return config
 
 

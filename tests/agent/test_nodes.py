@@ -78,7 +78,7 @@ def test_a_killed_agent_is_a_lost_node_and_takes_its_ranks_along(cluster: Cluste
     cluster.agents[1].kill()
     ended = cluster.end()
     assert (ended["state"], ended["exit_status"]) == ("lost", LOST)
-    assert ended["cause"].startswith("node 1 (") and "without a word" in ended["cause"]
+    assert ended["cause"].startswith("node 1 (") and "ended without a report" in ended["cause"]
     until(lambda: not any(map(alive, pids)), "the end of all ranks")
 
 

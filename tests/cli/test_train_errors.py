@@ -117,7 +117,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "did you mean 'q_proj'",
     ),
     "a loss that is no number": (
-        {"train": {"optimizer": {"lr": 1.0e30}, "clip": 0.0, "steps": 8}},
+        {"train": {"optimizer": {"lr": 1.0e6}, "clip": 0.0, "steps": 8}},
         r"rows\.jsonl:\d+",
     ),
 }
@@ -136,7 +136,7 @@ def test_an_error_of_two_ranks_is_one_message(tmp_path: Path) -> None:
     changes, expected = CHANGES["a loss that is no number"]
     run = train(run_file(tmp_path, **changes), "--devices", "2", timeout_s=PATIENCE_S)
     assert run.status == 1
-    assert len(re.findall("the loss became", run.err)) == 1, run.err
+    assert len(re.findall("(?:the loss|norm) became", run.err)) == 1, run.err
     assert re.search(expected, run.err)
     assert "Traceback" not in run.out + run.err
     assert not (run.folder / "adapter").exists()

@@ -457,7 +457,7 @@ class TestSagemaker:
     def test_a_failure_stands_where_sagemaker_looks_for_it(self, cluster: Cluster) -> None:
         (stuff := cluster.folder / "broken").mkdir()
         at = self.OPT / "input/data/all"
-        path = run_of(stuff, at, self.launch(), name="broken", train={"optimizer": {"lr": 1e30}})
+        path = run_of(stuff, at, self.launch(), name="broken", train={"optimizer": {"lr": 1e6}})
         (stuff / "rows.jsonl").write_text("{}\n")
         cluster.named(**{"algo-1": "node1", "algo-2": "node2"})
         ends = ends_of(self.machines(cluster, path))

@@ -110,17 +110,17 @@ SIZES: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     ({"model_type": "lama"}, "lama"),
 ]
+"""The run file's own sizes are checked with it; those of a folder's config.json here."""
 
 
 @pytest.mark.parametrize(("change", "expected"), SIZES, ids=str)
 def test_configurations_that_cannot_be(
-    change: dict[str, Any], expected: str, tmp_path: Path
+    change: dict[str, Any], expected: str, tmp_path: Path, folder: Path
 ) -> None:
-    tokenizer = tmp_path / "tokenizer"
-    path = run_file(tmp_path, model={"config": {**TINY, **change}, "tokenizer": str(tokenizer)})
+    (folder / "config.json").write_text(json.dumps({**TINY, **change}))
     with pytest.raises(ModelError, match=expected) as error:
-        checked(path)
-    assert str(error.value).startswith("model.config: ")
+        checked(of_folder(tmp_path, folder))
+    assert str(folder) in str(error.value)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path, folder: Path) -> None:
@@ -163,7 +163,7 @@ def page(folder: Path) -> None:
     ("damage", "expected"),
     [
         (cut, "it has 5,000 bytes, its header speaks of"),
-        (lose_a_shard, "missing, first model-00001-of-00002.safetensors"),
+        (lose_a_shard, "names 'model-00001-of-00002.safetensors', which is no file beside it"),
         (misname, "names 1 tensors that its files do not have, first 'model.norm.wieght'"),
         (no_index, "no index of weights"),
         (page, "cannot be read as weights"),

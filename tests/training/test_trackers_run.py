@@ -56,7 +56,7 @@ def test_a_run_that_fails_is_closed_as_failed(tmp_path: Path) -> None:
                 tmp_path,
                 strategy={"name": "single"},
                 adapter=None,
-                train={"system_every_s": 0, "clip": 0, "optimizer": {"name": "sgd", "lr": 1e30}},
+                train={"system_every_s": 0, "clip": 0, "optimizer": {"name": "sgd", "lr": 1e6}},
                 trackers=["jsonl"],
                 tracker_options={"jsonl": {"path": str(lines)}},
             )
