@@ -26,7 +26,7 @@ ALPACA_WITHOUT_INPUT = (
 )
 """The same for rows without an input."""
 
-MOST_TEXT = 4_000_000
+MOST_TEXT = 2_000_000
 """Bytes of text in a row: a tokenizer takes some 200 of memory for each."""
 
 CHAT_FORMS = ("messages", "sharegpt")
@@ -95,7 +95,7 @@ def parse(record: Record, form: str, source: SourceSection, field: str) -> Row |
     if length > MOST_TEXT:
         raise DataError(
             f"{record.origin}: the row has {length:,} bytes of text, at most {MOST_TEXT:,} are "
-            "taken (a tokenizer would need gigabytes); split it into several rows"
+            "taken (a tokenizer takes hundreds of times as much memory); split it into several rows"
         )
     return row
 

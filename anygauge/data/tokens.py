@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-_AT_ONCE = 4_000_000
+_AT_ONCE = 2_000_000
 """Characters that a tokenizer is given; it takes hundreds of bytes of memory for each."""
 
 

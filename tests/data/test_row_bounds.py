@@ -81,10 +81,10 @@ def test_a_row_with_too_much_text_is_refused_by_name() -> None:
     source = SourceSection(path="x.jsonl")
     half = "é" * (forms.MOST_TEXT // 4)
     record = Record({"prompt": half, "completion": half + "long"}, "x.jsonl:7")
-    with pytest.raises(DataError, match=r"^x\.jsonl:7: the row has 4,000,005 bytes of text, at mo"):
+    with pytest.raises(DataError, match=r"^x\.jsonl:7: the row has 2,000,005 bytes of text, at mo"):
         parse(record, "prompt_completion", source, "data.train")
     turns = [{"role": "user", "content": half}, {"role": "assistant", "content": half}]
-    with pytest.raises(DataError, match=r"^x\.jsonl:8: the row has 4,000,\d+ bytes of text"):
+    with pytest.raises(DataError, match=r"^x\.jsonl:8: the row has 2,000,\d+ bytes of text"):
         parse(Record({"messages": turns}, "x.jsonl:8"), "messages", source, "data.train")
 
 
