@@ -1,0 +1,44 @@
+"""No run file and no row gives a traceback, a hang, or takes all memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def tried(*arguments: str, timeout_s: float) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.generated.trial", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{\n") :])
+    return found
+
+
+def test_a_few_broken_files_and_rows() -> None:
+    # A busy machine is no failure: the processor's time is what counts.
+    found = tried("--files", "20", "--rows", "30", "--seed", "1", "--broken", timeout_s=400)
+    assert found["cases"] == 50
+    assert found["wrong"] == []
+    assert {"0", "1", "2"} <= found["rows"]["by status"].keys()
+
+
+@pytest.mark.slow
+def test_many_files_and_rows_and_steps_of_those_that_are_accepted() -> None:
+    found = tried(
+        *("--files", "300", "--rows", "150", "--run", "20", "--seed", "2"), timeout_s=3600
+    )
+    assert found["cases"] > 460
