@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -228,6 +229,16 @@ def test_a_signal_during_submission_waits_until_the_job_is_known(
     process.communicate()
 
 
+def read_until(terminal: int, text: bytes, shown: bytes = b"") -> bytes:
+    """What a terminal shows, until it has shown a text."""
+    end = time.monotonic() + 60
+    while text not in shown:
+        left = end - time.monotonic()
+        assert left > 0 and select.select([terminal], [], [], left)[0], shown.decode()
+        shown += os.read(terminal, 4096)
+    return shown
+
+
 def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
     tmp_path: Path,
 ) -> None:
@@ -243,12 +254,9 @@ def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
         os.close(secondary)
-        shown = b""
-        while b"waits for its pods" not in shown:
-            shown += os.read(primary, 4096)
+        shown = read_until(primary, b"waits for its pods")
         os.write(primary, b"\x03")
-        while b"Enter to go on" not in shown:
-            shown += os.read(primary, 4096)
+        read_until(primary, b"Enter to keep following", shown)
         os.write(primary, keys)
         if cancels:
             until(lambda: client.has_asked("delete"), "the cancellation")
