@@ -79,4 +79,4 @@ def test_an_adapter_of_another_base_is_told(
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "base_model_name_or_path": "owner/other"}))
     merge(adapter, tmp_path, folder)
-    assert "trained on owner/other" in capsys.readouterr().out
+    assert "names another base: owner/other" in capsys.readouterr().out
