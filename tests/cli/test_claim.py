@@ -77,7 +77,12 @@ def test_the_agent_keeps_the_claim_of_a_command_that_dies(tmp_path: Path, signum
         tmp_path, {0: [["ignore", signal.SIGTERM], ["touch", "up"], ["wait", "saved"], ["exit", 0]]}
     )
     folder = tmp_path / "run"
-    command = subprocess.Popen([sys.executable, FAKE_TRAIN, script, folder], cwd=ROOT)
+    command = subprocess.Popen(
+        [sys.executable, FAKE_TRAIN, script, folder],
+        cwd=ROOT,
+        # Under nohup, which these tests may be, a hang-up is ignored by all that follows.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
     try:
         until((tmp_path / "up").exists, "the rank")
         command.send_signal(signum)
