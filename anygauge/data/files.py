@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -195,14 +195,24 @@ def load_json(text: str) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in made if keys.count(key) > 1)
+        double = _first_double(key for key, _ in pairs)
         raise DoubleKeyError(f"the key {double[:60]!r} is written twice in one object; keep one")
     return made
 
 
+def _first_double(keys: Iterable[str]) -> str:
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            return key
+        seen.add(key)
+    raise AssertionError("no key is there twice")
+
+
 def _place_of(text: str, path: str) -> str:
-    """The first object of a list that has a key twice."""
+    """The first object of a list that has a key twice; the file alone if it holds no list."""
+    if not text.lstrip().startswith("["):
+        return path
     decoder = json.JSONDecoder(object_pairs_hook=_object)
     plain = json.JSONDecoder()
     blanks = re.compile(r"[\s,]*")

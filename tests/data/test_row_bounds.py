@@ -66,6 +66,33 @@ def test_rows_that_say_something_else(
         assert str(caught.value).startswith(f"{place}: {said}")
 
 
+def test_a_file_of_one_object_with_a_key_twice(tmp_path: Path, cache: Cache) -> None:
+    path = tmp_path / "one.json"
+    path.write_text('\n{"prompt": "a", "prompt": "b"}')
+    with pytest.raises(DataError) as caught:
+        read(path, cache)
+    assert str(caught.value) == (
+        f"{path}: the key 'prompt' is written twice in one object; keep one"
+    )
+
+
+def test_a_double_key_is_found_in_one_pass() -> None:
+    compared = 0
+
+    class Key(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    keys = [Key(number) for number in [*range(1000), 999]]
+    with pytest.raises(files.DoubleKeyError, match="the key '999' is written twice"):
+        files._object([(key, None) for key in keys])
+    assert compared < 10 * len(keys)
+
+
 def test_a_number_that_json_lacks_is_no_argument_of_a_call() -> None:
     call = {"function": {"name": "f", "arguments": {"n": float("nan")}}}
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]

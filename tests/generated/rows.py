@@ -93,6 +93,17 @@ def raw(source: Random, rows: list[dict[str, Any]]) -> bytes:
     return start + source.choice((b"\n", b"\r\n")).join(parts)
 
 
+def alone(source: Random) -> bytes:
+    """One object with a key twice, and no list around it."""
+    return source.choice(
+        (
+            b'{"prompt": "a", "prompt": "b"}',
+            b'{"prompt": "a", "prompt": "[{", "completion": "c"}',
+            b' {"data": [{"prompt": "a", "prompt": "b"}]}',
+        )
+    )
+
+
 def large(source: Random, rows: list[dict[str, Any]]) -> bytes:
     """A row that is long, in one way or another."""
     count = source.choice((10**5, 10**6, 1_900_000, 3_900_000, 2 * 10**7, 5 * 10**7))
@@ -128,7 +139,9 @@ def file_of_rows(source: Random) -> Made:
     settings: dict[str, Any] = {}
     if make is chat:
         settings["chat_template"] = source.choice((*TEMPLATES[:2], *TEMPLATES))
-    kind = source.choice(("sound", "damaged", "damaged", "damaged", "raw", "large", "table"))
+    kind = source.choice(
+        ("sound", "damaged", "damaged", "damaged", "raw", "alone", "large", "table")
+    )
     if kind == "table":
         try:
             return kind, *table(source, rows), settings
@@ -136,6 +149,8 @@ def file_of_rows(source: Random) -> Made:
             kind = "sound"
     if kind == "raw":
         return kind, source.choice(("jsonl", "jsonl", "json", "txt")), raw(source, rows), settings
+    if kind == "alone":
+        return kind, "json", alone(source), settings
     if kind == "large":
         return kind, "jsonl", large(source, rows), settings
     if kind == "damaged":
