@@ -97,8 +97,8 @@ def alone(source: Random) -> bytes:
     """One object with a key twice, and no list around it."""
     return source.choice(
         (
-            b'{"prompt": "a", "prompt": "b"}',
             b'{"prompt": "a", "prompt": "[{", "completion": "c"}',
+            b'{"prompt": "a", "prompt": "b"}',
             b' {"data": [{"prompt": "a", "prompt": "b"}]}',
         )
     )
