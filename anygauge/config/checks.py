@@ -21,13 +21,20 @@ LONGEST_VARIABLE = 100_000
 ALL_VARIABLES = 1_000_000
 """Characters of all of them: Linux starts no process with 2 MiB, the rest of its own included."""
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_SIZES = (
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     *("n_embd", "n_head", "n_positions", "n_inner", "d_model"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
+"""Fields of a model's configuration that count something, besides its layers."""
+
+BY_LAYER = ("intermediate_size", "num_key_value_heads")
+"""Sizes that some architectures have as a list, one for each layer."""
+
+MAY_BE_ZERO = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+"""0 in models of a family with experts that have none themselves."""
 
 Path = tuple[object, ...]
 
@@ -107,14 +114,21 @@ def _of_sizes(root: Node, path: Path = ("model", "config")) -> Iterator[Problem]
         if below.is_mapping:
             yield from _of_sizes(root, here)
             continue
-        most = MOST_LAYERS if key in _LAYERS else LARGEST if key in _SIZES else None
-        value = below.value
+        most = MOST_LAYERS if key in LAYERS else LARGEST if key in SIZES else None
         # A size that is left to the architecture is null.
-        if most is None or value is None:
+        if most is None or below.value is None:
             continue
-        if type(value) is not int or not 1 <= value <= most:
-            text = f"got {received(below)}, expected a whole number from 1 to {most}"
-            yield Problem(below.origin, dotted(here), text)
+        least = 0 if key in MAY_BE_ZERO else 1
+        expected = f"a whole number from {least} to {most}"
+        counts = [(here, below)]
+        if key in BY_LAYER and isinstance(below.value, tuple) and below.value:
+            counts = [((*here, number), each) for number, each in enumerate(below.value)]
+        elif key in BY_LAYER:
+            expected += ", or a list of them, one for each layer"
+        for place, each in counts:
+            if type(each.value) is not int or not least <= each.value <= most:
+                text = f"got {received(each)}, expected {expected}"
+                yield Problem(each.origin, dotted(place), text)
     kind = node.get("model_type")
     if path == ("model", "config") and kind is not None and not isinstance(kind.value, str):
         text = f"got {received(kind)}, expected the name of an architecture, such as llama"

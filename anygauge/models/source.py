@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from anygauge.config.checks import LAYERS, MAY_BE_ZERO, SIZES
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.py", "*.model"]
-
-SIZES = (
-    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-)
-"""Fields of configurations that count something; architectures map their own names to these."""
 
 HUB_ANSWER_S = 5.0
 """The hub must say within this time whether it has a model, or it is called unreachable."""
@@ -145,12 +140,15 @@ def check_sizes(config: Any, where: str) -> None:
     Raises:
         ModelError: names field and value.
     """
-    for name in SIZES:
+    for name in (*LAYERS, *SIZES):
         value = getattr(config, name, None)
         if value is None or isinstance(value, list | tuple | dict):
             continue  # some architectures count by layer
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{where}: {name} is {value!r}; it must be a whole number from 1")
+        least = 0 if name in MAY_BE_ZERO else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ModelError(
+                f"{where}: {name} is {value!r}; it must be a whole number from {least}"
+            )
 
 
 def check_positions(config: Any, max_length: int) -> None:

@@ -147,6 +147,7 @@ SIZES = (
         ("hidden_size", "true", "true (bool)"),
         ("hidden_size", "[8]", "a list of 1"),
         ("num_hidden_layers", "0", "0 (int)"),
+        ("num_hidden_layers", "[2]", "a list of 1"),
         ("vocab_size", "99999999999", "99999999999 (int)"),
     ],
 )
@@ -155,6 +156,23 @@ def test_sizes_that_no_model_has(folder, field, value, received):
     most = 1000 if field == "num_hidden_layers" else 2**31 - 1
     said = f"got {received}, expected a whole number from 1 to {most}"
     assert line == f"run.yaml:6: model.config.{field}: {said}"
+
+
+@pytest.mark.parametrize("field", ["intermediate_size", "num_key_value_heads"])
+def test_some_sizes_are_counted_by_layer(folder, field):
+    folder.load(f"{SIZES}    {field}: [2, 4]\n")
+    (line,) = folder.refuse(f"{SIZES}    {field}: [2, -4]\n")
+    assert line.startswith(f"run.yaml:6: model.config.{field}[1]: got -4 (int), expected a whole")
+    for value, received in (("[]", "a list of 0"), ("many", "'many' (str)")):
+        (line,) = folder.refuse(f"{SIZES}    {field}: {value}\n")
+        said = f"got {received}, expected a whole number from 1 to {2**31 - 1}, or a list of them"
+        assert line.startswith(f"run.yaml:6: model.config.{field}: {said}")
+
+
+def test_a_model_may_have_no_experts(folder):
+    folder.load(f"{SIZES}    num_local_experts: 0\n")
+    (line,) = folder.refuse(f"{SIZES}    num_local_experts: -1\n")
+    assert line.endswith("got -1 (int), expected a whole number from 0 to 2147483647")
 
 
 def test_sizes_may_be_null_and_stand_in_a_part(folder):
