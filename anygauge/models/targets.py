@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.checks import expression_complaint
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
+from anygauge.interface.processes import describe_exit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -158,16 +160,23 @@ def _matched(text: str, names: list[str], field: str) -> list[str]:
         done = subprocess.run(
             child, input=json.dumps([text, names]), capture_output=True, text=True, timeout=_WAIT_S
         )
-        answer = done.stdout if not done.returncode else None
     except subprocess.TimeoutExpired:
-        answer = None
-    if answer is None:
+        done = None
+    if done is None or done.returncode == -signal.SIGVTALRM:
         raise ModelError(
             f"{field}: the expression {text[:_SHOWN]!r} takes more than {_MATCH_S} s to be matched "
             "with the names of the layers; write it with fewer '*' and '+', or list the last parts "
             "of the names"
         )
-    return [names[index] for index in json.loads(answer)]
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        last = f": {lines[-1].strip()}" if lines else ""
+        raise ModelError(
+            f"{field}: the expression {text[:_SHOWN]!r} was not matched with the names of the "
+            f"layers: the process that does it ended with {describe_exit(done.returncode)}{last}. "
+            "Try again, or list the last parts of the names"
+        )
+    return [names[index] for index in json.loads(done.stdout)]
 
 
 def _all_linear(model: Any, layers: Mapping[str, nn.Module]) -> list[str]:
