@@ -40,6 +40,7 @@ ENVIRONMENT = {
 there."""
 
 _TAIL = 2000
+_END_S = 10.0
 
 
 def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> Findings:
@@ -93,7 +94,7 @@ def ask(question: Question, environ: Mapping[str, str], *, quiet: bool = False) 
                 if event["event"] == "message" and not quiet:
                     typer.echo(event["text"], err=True)
                 elif event["event"] == "refused":
-                    raise getattr(errors, event["error"])(event["message"])
+                    raise getattr(errors, event["error"], AnygaugeError)(event["message"])
                 elif event["event"] in ("checked", "unchecked"):
                     found = _findings(event)
         except TimeoutError:
@@ -105,7 +106,7 @@ def ask(question: Question, environ: Mapping[str, str], *, quiet: bool = False) 
         except BrokenPipeError:
             pass  # it ended before it had read the question
         if found is None:
-            raise _broken(events.part, process.wait(timeout=10), output)
+            raise _broken(events.part, _ended(process), output)
     return found
 
 
@@ -126,6 +127,14 @@ def _started(environ: Mapping[str, str], output: IO[bytes]) -> Iterator[subproce
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """How a process ended that has nothing more to say; one that does not end is killed."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=_END_S)
+    process.kill()
+    return process.wait()
 
 
 class _Events:
@@ -184,6 +193,6 @@ def _broken(part: str, code: int, output: IO[bytes]) -> AnygaugeError:
     lines = output.read().decode(errors="replace").strip().splitlines()
     last = f": {lines[-1].strip()}" if lines else ""
     return AnygaugeError(
-        f"the checks before the run ended at its {part} with {describe_exit(code)}{last}. Was "
-        "there too little memory? A run would end likewise"
+        f"the checks before the run ended at its {part} with {describe_exit(code)}{last}. There "
+        "may be too little memory; a run would fail in the same way"
     )

@@ -108,6 +108,15 @@ def test_a_check_that_is_killed_says_how_it_ended(
         preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
 
 
+def test_a_check_that_says_nothing_more_and_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(tmp_path, monkeypatch, "cat > /dev/null; exec >&-; exec sleep 120")
+    monkeypatch.setattr(preflight, "_END_S", 0.2)
+    with pytest.raises(AnygaugeError, match=r"ended at its model with signal 9, SIGKILL\. There"):
+        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+
+
 def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +134,15 @@ def test_the_class_of_a_refusal_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
         stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'")
         with pytest.raises(error, match="no"):
             preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+
+
+def test_a_refusal_of_an_unknown_class_is_one_of_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = json.dumps({"event": "refused", "error": "ErrorOfAPlugin", "message": "no"})
+    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'")
+    with pytest.raises(AnygaugeError, match=r"^no$"):
+        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
 
 
 DEVICES: list[tuple[list[Any], str]] = [
