@@ -15,7 +15,7 @@ from anygauge.cli.env import environment_table, rank_environments, shown_ranks
 from anygauge.cli.launchers import describe
 from anygauge.cli.plan import Intent, rendered
 from anygauge.cli.preflight import preflight
-from anygauge.interface import ABILITIES, Backend, NotAvailableError, Setting
+from anygauge.interface import ABILITIES, Backend, NotAvailableError
 from anygauge.registry import KernelChoice
 
 if TYPE_CHECKING:
@@ -149,11 +149,3 @@ def _show_engine(console: Console, intent: Intent, found: Findings) -> None:
         console.print(f"  {intent.job.strategy} has none")
     if found.engine_note:
         console.print(f"  {found.engine_note}", markup=False)
-
-
-def engine_settings(intent: Intent) -> tuple[list[Setting], str]:
-    """The engine's settings with the model's sizes in them, and a note on what is not known."""
-    from anygauge.cli.preflight import preflight
-
-    found = preflight(intent, engine=True)
-    return list(found.settings or ()), found.engine_note

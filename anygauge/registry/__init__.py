@@ -3,7 +3,6 @@
 from anygauge.registry.environment import (
     ResolvedSetting,
     applied,
-    is_secret,
     resolve_environment,
     shown_overruled,
     shown_value,
@@ -32,7 +31,6 @@ __all__ = [
     "ResolvedSetting",
     "Selection",
     "applied",
-    "is_secret",
     "questions",
     "resolve_environment",
     "shown_overruled",

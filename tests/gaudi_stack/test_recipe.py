@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from anygauge.agent.supervisor import rank_numbers
-from anygauge.cli.dry_run import engine_settings
 from anygauge.cli.env import rank_environments
 from anygauge.cli.plan import Intent, read_intent
+from anygauge.cli.preflight import preflight
 from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site
 from tests.helpers.runs import FIXTURES, anygauge
@@ -142,10 +142,10 @@ def assert_documented(
 def test_the_engine_is_configured_alike(intent: Intent, tmp_path: Path) -> None:
     filled = flat(json.loads(theirs("config", tmp_path).read_text(encoding="utf-8")))
     assert filled["train_batch_size"] == 80 and filled["zero_optimization.stage"] == 3
-    settings, note = engine_settings(intent)
-    assert not note
+    found = preflight(intent, engine=True)
+    assert found.settings and not found.engine_note
     # Whose code drives the device is no setting of DeepSpeed's configuration.
-    ours = {s.name: s.value for s in settings if s.name != "accelerator"}
+    ours = {s.name: s.value for s in found.settings if s.name != "accelerator"}
     assert_documented(differences(ours, filled), documented("DeepSpeed's configuration"))
 
 
@@ -179,7 +179,7 @@ def test_the_dry_run_prints_what_was_compared(overrides: list[str], intent: Inte
         environment={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr
-    for setting in engine_settings(intent)[0]:
+    for setting in preflight(intent, engine=True).settings or ():
         assert f"{setting.name} = {json.dumps(setting.value)}" in done.stdout
     for setting in rank_environments(intent)[7]:
         assert setting.name in done.stdout

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from anygauge.interface import Backend, Job, Node, PluginError, Scope, Setting
-from anygauge.registry import applied, is_secret, resolve_environment, shown_overruled, shown_value
+from anygauge.interface.hiding import is_secret
+from anygauge.registry import applied, resolve_environment, shown_overruled, shown_value
 
 
 def setting(name, value, **more):
