@@ -277,7 +277,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--secrets", help="a folder with a file for each of more variables")
     parser.add_argument("--cause-file", help="where to write why the job failed")
     parser.add_argument(
-        "--attempt", default="0", help="above 0: go on from a checkpoint; or $NAME of a variable"
+        "--attempt", default="0", help="above 0: resume from a checkpoint; or $NAME of a variable"
     )
     parser.add_argument(
         "--tied", action="store_true", help="end with the process that started this one"

@@ -117,7 +117,7 @@ def _open_lock(path: Path) -> int:
         ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise AnygaugeError(_no_lock(path, "no plain file"))
+        raise AnygaugeError(_no_lock(path, "not a regular file"))
     if descriptor > 2:
         return descriptor
     # Where standard streams were closed, a child's own ones would take its place.

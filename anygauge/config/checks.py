@@ -100,7 +100,7 @@ def expression_complaint(text: str) -> str:
             warnings.simplefilter("ignore")  # of what may mean something else in a later Python
             re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        return f"is no regular expression ({error})"
+        return f"is not a regular expression ({error})"
     return ""
 
 

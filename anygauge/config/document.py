@@ -240,7 +240,7 @@ class _Builder:
             text = f"{raw.value[:60]} is a whole number beyond 64 bits; the largest is 2^63 - 1"
             return self._refuse(origin, path, f"{text}, {2**_INT_BITS - 1}")
         if isinstance(value, str) and (odd := _HALF.search(value)):
-            text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is no character"
+            text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is not a character"
             return self._refuse(origin, path, text)
         return Node(value, origin, raw.value)
 

@@ -72,8 +72,8 @@ class AdapterSection(Section):
     )
     start_from: str | None = Field(
         None,
-        description="Folder of an adapter to go on from; its rank, scale and targets are kept, and "
-        "the fields above, dropout aside, must be left out or equal.",
+        description="Folder of an adapter to continue from; its rank, scale and targets are kept, "
+        "and the fields above, dropout aside, must be left out or equal.",
     )
     verify: bool = Field(
         True,

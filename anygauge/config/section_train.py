@@ -52,7 +52,7 @@ class OptimizerSection(Section):
         takes["momentum"] = ("sgd",)
         for field, names in takes.items():
             if getattr(self, field) is not None and self.name not in names:
-                raise ValueError(f"{field!r} is no setting of {self.name}; remove it")
+                raise ValueError(f"{field!r} is not a setting of {self.name}; remove it")
         return self
 
 

@@ -38,7 +38,7 @@ def accumulation(global_batch: int, micro_batch: int, world_size: int) -> int:
         divisors = [str(value) for value in range(1, micro_batch) if share % value == 0]
         remedies.append(f"train.micro_batch {', '.join(divisors[-3:])}")
     raise RunFileError(
-        f"train.global_batch {global_batch} is no multiple of {together} (train.micro_batch "
+        f"train.global_batch {global_batch} is not a multiple of {together} (train.micro_batch "
         f"{micro_batch} on {world_size} {ranks}); what works: {'; or '.join(remedies)}"
     )
 

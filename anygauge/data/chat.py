@@ -233,7 +233,8 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
-                f"{where} has a tool call that is no object with a name and arguments: {call!r:.80}"
+                f"{where} has a tool call that is not an object with a name and arguments: "
+                f"{call!r:.80}"
             )
         given = function.get("arguments")
         if given is None or given == "":

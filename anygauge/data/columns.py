@@ -67,7 +67,7 @@ def check_text(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where} holds half of a surrogate pair "
-            f"(U+{ord(text[error.start]):04X} at character {error.start}), which is no "
+            f"(U+{ord(text[error.start]):04X} at character {error.start}), which is not a "
             "character; correct or remove the row"
         ) from None
 

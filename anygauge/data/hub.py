@@ -149,7 +149,7 @@ def _check(source: SourceSection, field: str) -> None:
         HfApi().dataset_info(source.path, revision=source.revision, timeout=_ANSWER_S)
     except RepositoryNotFoundError:
         raise DataError(
-            f"{field}.path: {source.path!r} is no file (looked at {file.absolute()}) and no data "
+            f"{field}.path: {source.path!r} is not a file (looked at {file.absolute()}) nor a data "
             "set of the hub that can be seen from here; correct it, or log in if it is private "
             "(hf auth login)"
         ) from None
@@ -160,7 +160,7 @@ def _check(source: SourceSection, field: str) -> None:
     except Exception as error:  # which class it is depends on the library below the library
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise DataError(
-            f"{field}.path: {source.path!r} is no file (looked at {file.absolute()}), and the hub "
-            f"({endpoint}) cannot be reached: {error}. If the data set was downloaded before, "
+            f"{field}.path: {source.path!r} is not a file (looked at {file.absolute()}), and the "
+            f"hub ({endpoint}) cannot be reached: {error}. If the data set was downloaded before, "
             "export HF_HUB_OFFLINE=1 to use that copy"
         ) from None

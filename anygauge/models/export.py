@@ -95,7 +95,7 @@ def check_whole(trained: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
             )
         if not tensor.isfinite().all():
             raise ModelError(
-                f"the trained tensor {name} holds values that are no numbers; nothing was written"
+                f"the trained tensor {name} holds values that are not numbers; nothing was written"
             )
 
 

@@ -160,9 +160,9 @@ def check_shape(folder: Path, name: str, found: tuple[int, ...], expected: tuple
 
 
 NOT_PLAIN = (
-    "is no file of plain weights: what is stored beside the tensors would have to be run as code, "
-    "and anygauge never does that. Get the model's .safetensors, or let whoever made the file "
-    "convert it (transformers' save_pretrained writes safetensors)"
+    "is not a file of plain weights: what is stored beside the tensors would have to be run as "
+    "code, and anygauge never does that. Get the model's .safetensors, or let whoever made the "
+    "file convert it (transformers' save_pretrained writes safetensors)"
 )
 
 
@@ -210,13 +210,13 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         files = {str(name): str(file) for name, file in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"{index} is no index of weights ({type(error).__name__}: {str(error)[:100]}); a "
+            f"{index} is not an index of weights ({type(error).__name__}: {str(error)[:100]}); a "
             "'weight_map' of tensor names to files is expected: fetch it again"
         ) from None
     for file in set(files.values()):
         if Path(file).name != file or not (index.parent / file).is_file():
             raise ModelError(
-                f"{index} names {file!r}, which is no file beside it; fetch the model again"
+                f"{index} names {file!r}, which is not a file beside it; fetch the model again"
             )
     return files
 

@@ -69,7 +69,7 @@ def ask_hub(name: str, revision: str | None = None) -> None:
     known = cached_file(name, revision, "config.json")
     if constants.HF_HUB_OFFLINE and known is not None:
         return
-    here = f"{name!r} is no folder here (looked at {Path(name).absolute()})"
+    here = f"{name!r} is not a folder here (looked at {Path(name).absolute()})"
     valid = "Give a run directory, a model folder, or a name of the hub such as owner/name"
     if constants.HF_HUB_OFFLINE:
         raise ModelError(
@@ -80,7 +80,7 @@ def ask_hub(name: str, revision: str | None = None) -> None:
         HfApi().model_info(name, revision=revision, timeout=HUB_ANSWER_S)
     except RepositoryNotFoundError:
         raise ModelError(
-            f"{here}, and no model of the hub that can be seen from here. {valid}; for a private "
+            f"{here}, nor a model of the hub that can be seen from here. {valid}; for a private "
             "one, log in first (hf auth login)"
         ) from None
     except HfHubHTTPError as error:
@@ -88,9 +88,7 @@ def ask_hub(name: str, revision: str | None = None) -> None:
             f"the hub refuses {name!r}: {str(error).strip().splitlines()[0]}"
         ) from None
     except ValueError as error:
-        raise ModelError(
-            f"{here}, and no name that the hub could have ({error}). {valid}"
-        ) from None
+        raise ModelError(f"{here}, nor a name that the hub could have ({error}). {valid}") from None
     except Exception as error:  # which class it is depends on the library below the library
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         copy = "; a copy is on this machine: export HF_HUB_OFFLINE=1 to use it" if known else ""

@@ -41,7 +41,7 @@ def refuse_no_adapter(folder: Path) -> None:
     missing = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / file).is_file()]
     if missing:
         raise ModelError(
-            f"{folder} is no adapter folder: {', '.join(missing)} is missing. A run writes its "
+            f"{folder} is not an adapter folder: {', '.join(missing)} is missing. A run writes its "
             "adapter to <output>/<name>/adapter"
         )
 
@@ -63,7 +63,7 @@ def read_config(folder: Path, *, dropout: float) -> Any:
     try:
         fields = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{path} is no JSON of an adapter's configuration: {error}") from error
+        raise ModelError(f"{path} is not JSON of an adapter's configuration: {error}") from error
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(
@@ -185,5 +185,5 @@ def fill(adapted: Any, folder: Path, adapter_name: str) -> None:
                     f"needs {tuple(parameter.shape)}; start from an adapter of this very base"
                 )
             if not saved[name].isfinite().all():
-                raise ModelError(f"{path}: tensor {name!r} holds values that are no numbers")
+                raise ModelError(f"{path}: tensor {name!r} holds values that are not numbers")
             parameter.copy_(saved[name])

@@ -99,7 +99,9 @@ def _state() -> tuple[dict[str, str], str, float]:
 def announced(paper: Paper) -> None:
     spec = paper.spec
     assert spec.name == paper.name
-    assert spec.name.replace("-", "").replace("_", "").isalnum(), f"{spec.name!r} is no plain name"
+    assert spec.name.replace("-", "").replace("_", "").isalnum(), (
+        f"{spec.name!r} is not a plain name"
+    )
     assert spec.name == spec.name.lower(), f"{spec.name!r} is not in lower case"
 
 
@@ -141,7 +143,7 @@ def probe_answers(paper: Paper) -> None:
     assert isinstance(probe, Probe), f"the probe gave {type(probe).__name__}"
     for name in ("devices", "driver", "software"):
         finding = getattr(probe, name)
-        assert isinstance(finding, Finding), f"{name}: {type(finding).__name__} is no Finding"
+        assert isinstance(finding, Finding), f"{name}: {type(finding).__name__} is not a Finding"
         assert finding.detail.strip(), f"{name}: no words"
         assert "\n" not in finding.detail, f"{name}: more than a line"
     assert probe.device_count is None or probe.device_count >= 0
@@ -212,8 +214,8 @@ def environment_is_pure(paper: Paper) -> None:
 @check("every setting has a name, a value of text, a reason and a source", part="basic")
 def settings_explain_themselves(paper: Paper) -> None:
     for setting in [each for part in _environment(paper) for each in part]:
-        assert isinstance(setting, Setting), f"{type(setting).__name__} is no Setting"
-        assert setting.name and "=" not in setting.name, f"{setting.name!r} is no variable"
+        assert isinstance(setting, Setting), f"{type(setting).__name__} is not a Setting"
+        assert setting.name and "=" not in setting.name, f"{setting.name!r} is not a variable"
         assert setting.value is None or isinstance(setting.value, str), (
             f"{setting.name}: a value of type {type(setting.value).__name__}; variables are text"
         )

@@ -328,7 +328,7 @@ def peak_rate(on: Opened) -> None:
     found = [on.placement.peak_flops(name) for name in sorted(on.placement.dtypes)]
     assert any(found), "no type has a peak rate"
     for peak in filter(None, found):
-        assert peak.value > 1e9, f"{peak.value} operations per second is no device's rate"
+        assert peak.value > 1e9, f"{peak.value} operations per second is not a device's rate"
         assert peak.source.strip(), "no source"
 
 

@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument(
         "--rendezvous", default=None, help="where ranks meet; None: as the job says"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     arguments = parser.parse_args()
     job = Job.load(arguments.job)
     if arguments.rendezvous is not None:

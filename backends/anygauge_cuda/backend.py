@@ -108,8 +108,8 @@ class CudaBackend(Backend):
         version = self.options.get("ofi_nccl_version")
         if version is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)*", str(version)):
             raise RunFileError(
-                f"backend_options.ofi_nccl_version: {version!r} is no version; write it in quotes, "
-                "such as '1.6'"
+                f"backend_options.ofi_nccl_version: {version!r} is not a version; write it in "
+                "quotes, such as '1.6'"
             )
 
     def support(self, capability: str) -> Support:

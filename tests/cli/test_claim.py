@@ -57,7 +57,7 @@ def test_a_link_in_its_place_is_refused_and_its_target_untouched(tmp_path: Path)
 
 def test_what_is_no_file_in_its_place_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(AnygaugeError, match=r"\.lock is no plain file"), claimed(tmp_path):
+    with pytest.raises(AnygaugeError, match=r"\.lock is not a regular file"), claimed(tmp_path):
         pass
 
 

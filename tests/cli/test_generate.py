@@ -53,7 +53,7 @@ def test_a_path_that_is_no_folder_is_answered_without_the_hub(
 
 def test_a_name_is_asked_of_the_hub_once_and_shortly(asked: list[Any]) -> None:
     message = refused("nobody/no-such-model")
-    assert "is no folder here" in message and "no route to the hub" in message
+    assert "is not a folder here" in message and "no route to the hub" in message
     ((name, options),) = asked
     assert name == "nobody/no-such-model" and options["timeout"] <= 5
 

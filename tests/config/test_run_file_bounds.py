@@ -114,11 +114,11 @@ def test_files_that_extend_each_other_many_times_are_refused(folder, minimal):
         ("data: {max_length: 1}", "data.max_length: got 1 (int), expected a whole number >= 2"),
         (
             "adapter: {targets: '(('}",
-            "adapter.targets: '((' is no regular expression (missing ), unterminated subpattern",
+            "adapter.targets: '((' is not a regular expression (missing ), unterminated subpattern",
         ),
         (
             "adapter: {groups: [{targets: a}, {targets: 'x{99999999999}'}]}",
-            "adapter.groups[1].targets: 'x{99999999999}' is no regular expression (the repetition",
+            "adapter.groups[1].targets: 'x{99999999999}' is not a regular expression (the",
         ),
     ],
 )

@@ -168,7 +168,7 @@ def test_chats_that_say_nothing(turn, is_blank):
         ([{"role": "user", "content": ["x"]}], "a part of the type 'text'; only text"),
         ([{"role": "user", "content": "\ud83d"}], "turn 1 of 'messages' holds half of a surrogate"),
         ([{**U, "tool_calls": [ADD]}, A], "has tool calls, but the role 'user'"),
-        ([U, {**A, "tool_calls": ["add"]}], "a tool call that is no object"),
+        ([U, {**A, "tool_calls": ["add"]}], "a tool call that is not an object"),
         ([U, {**A, "tool_calls": [{"name": "f", "arguments": "{a"}]}], "not JSON ('{a')"),
         ([U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}], "'f': a list; an object"),
         ([U, {**A, "tool_calls": [{"name": "f\udc00"}]}], "the chat holds half of a surrogate"),

@@ -176,7 +176,7 @@ def test_folders_that_hold_no_sound_adapter_are_refused(plain: Path, tmp_path: P
     save_file({**tensors, first: tensors[first][:1].clone()}, weights)
     refused("has shape .* but this model needs")
     save_file({**tensors, first: tensors[first] * torch.nan}, weights)
-    refused("no numbers")
+    refused("values that are not numbers")
     save_file({name: t for name, t in tensors.items() if name != first}, weights)
     refused("1 tensors are missing")
     weights.write_bytes(b"\x10\x00")
@@ -185,7 +185,7 @@ def test_folders_that_hold_no_sound_adapter_are_refused(plain: Path, tmp_path: P
     refused(r"adapter_model\.safetensors is missing")
     (tmp_path / "adapter_config.json").write_text("{")
     weights.write_bytes(b"")
-    refused("no JSON")
+    refused("is not JSON")
 
 
 def test_the_path_is_relative_to_the_run_file_and_survives_the_resolved_one(

@@ -80,7 +80,7 @@ def test_peft_is_told_which_device_to_read_to(adapter: Run, whole: Run) -> None:
         ({}, "b is missing"),
         ({"b": torch.ones(0)}, r"b has shape \(0,\), expected shape \(2, 3\)"),
         ({"b": torch.ones(3, 2)}, r"b has shape \(3, 2\)"),
-        ({"b": torch.full((2, 3), torch.nan)}, "b holds values that are no numbers"),
+        ({"b": torch.full((2, 3), torch.nan)}, "b holds values that are not numbers"),
     ],
 )
 def test_shards_and_gaps_are_never_written(tensors: dict[str, torch.Tensor], message: str) -> None:

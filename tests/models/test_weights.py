@@ -156,7 +156,7 @@ def test_a_pickle_that_is_no_plain_weights_is_refused_in_our_own_words(
                 attention="eager",
             )
     said = "".join(traceback.format_exception(caught.value))
-    assert "is no file of plain weights" in said and "safetensors" in said
+    assert "is not a file of plain weights" in said and "safetensors" in said
     assert str(folder) in said
     assert "weights_only" not in said
     assert not marker.exists()
@@ -197,8 +197,8 @@ def test_a_pickle_of_something_else_is_refused(tmp_path: Path, content: Any, sai
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ("[]", "is no index of weights"),
-        ("[" * 100_000, "is no index of weights"),
+        ("[]", "is not an index of weights"),
+        ("[" * 100_000, "is not an index of weights"),
         ('{"weight_map": {"a": "../other.safetensors"}}', "names '../other.safetensors'"),
         ('{"weight_map": {"a": "/dev/zero"}}', "names '/dev/zero'"),
     ],

@@ -69,7 +69,7 @@ def test_a_truncated_file_of_any_kept_step(
     if which == "newest":
         (text,) = found.passed_over
         assert text.startswith(f"checkpoints/{torn.name} is passed over: {name}")
-    with pytest.raises(AnygaugeError, match="no sound checkpoint"):
+    with pytest.raises(AnygaugeError, match="is not a sound checkpoint"):
         find_checkpoint(str(torn), tmp_path, 0, ALONE)
 
 

@@ -163,7 +163,7 @@ def page(folder: Path) -> None:
     ("damage", "expected"),
     [
         (cut, "it has 5,000 bytes, its header speaks of"),
-        (lose_a_shard, "names 'model-00001-of-00002.safetensors', which is no file beside it"),
+        (lose_a_shard, "names 'model-00001-of-00002.safetensors', which is not a file beside it"),
         (misname, "names 1 tensors that its files do not have, first 'model.norm.wieght'"),
         (no_index, "no index of weights"),
         (page, "cannot be read as weights"),
@@ -231,7 +231,7 @@ def test_an_adapter_to_start_from_that_is_none(tmp_path: Path) -> None:
     text = yaml.safe_load(path.read_text())
     del text["adapter"]["rank"]
     path.write_text(yaml.safe_dump(text))
-    with pytest.raises(ModelError, match=r"is no adapter folder: adapter_config.json"):
+    with pytest.raises(ModelError, match=r"is not an adapter folder: adapter_config.json"):
         checked(path)
 
 

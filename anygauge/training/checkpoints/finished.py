@@ -101,9 +101,9 @@ def check_length(finished: Finished, steps: int, newest: int | None) -> bool:
         )
     if newest is None or newest < finished.steps:
         kept = "it keeps none" if newest is None else f"its newest sound one is of step {newest}"
-        advice = "" if newest is None else ", or to go on from that one (--resume CHECKPOINT)"
+        advice = "" if newest is None else ", or to resume from that one (--resume CHECKPOINT)"
         raise RunFileError(
-            f"{where}: it can go on from a checkpoint of its last step alone, and {kept} "
+            f"{where}: it can resume from a checkpoint of its last step alone, and {kept} "
             f"(checkpoint.every). Give another name to train from the beginning{advice}"
         )
     return False

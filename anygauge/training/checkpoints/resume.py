@@ -79,7 +79,7 @@ def _search(resume: str, run_directory: Path) -> list[Any]:
             return [str(folder), [], None, None]
         inside = checkpoints_in(folder) or checkpoints_in(folder.parent)
         hint = f"; checkpoints near it: {', '.join(map(str, inside))}" if inside else ""
-        return [None, [], f"--resume {folder} is no sound checkpoint: {complaint}{hint}", None]
+        return [None, [], f"--resume {folder} is not a sound checkpoint: {complaint}{hint}", None]
     done = finished_run(run_directory)
     report = None if done is None else dict(done.report)
     found = [*checkpoints_in(run_directory), *set_aside(run_directory)]

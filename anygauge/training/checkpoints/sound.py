@@ -161,7 +161,7 @@ def keys_of(path: Path) -> list[str]:
 
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise AnygaugeError(f"{path}: it is no regular file")
+            raise AnygaugeError(f"{path}: it is not a regular file")
         with safe_open(path, framework="numpy") as file:
             return list(file.keys())
     except (SafetensorError, *_UNREADABLE) as error:
@@ -194,7 +194,7 @@ def _check_file(folder: Path, name: str, size: int, digest: str | None) -> None:
     try:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
-            raise AnygaugeError(f"{path}: it is no regular file")
+            raise AnygaugeError(f"{path}: it is not a regular file")
         if found.st_size != size:
             raise AnygaugeError(f"{path} has {found.st_size} bytes, {size} were written")
         if digest is not None and digest_of(path) != digest:
@@ -226,7 +226,7 @@ def digest_of(path: Path) -> str:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _whole(value: Any) -> bool:

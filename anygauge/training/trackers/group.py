@@ -163,7 +163,7 @@ class _TrackerThread:
         self._dropped = True
         self._trouble(
             f"tracker {self._name!r} gets nothing more from step {step} on: {reason}. Training "
-            "goes on; metrics.jsonl has everything"
+            "continues; metrics.jsonl has everything"
         )
 
     def _close(self, tracker: Tracker, end: _End) -> None:
