@@ -221,7 +221,7 @@ def test_columns_that_hold_no_turns(value, words):
         ({"from": "gpt", "value": None}, "(gpt) has null as value; text is expected"),
         ({"from": "gpt"}, "(gpt) has no value"),
         ({"from": "function_call", "value": "add(1)"}, "not JSON ('add(1)'); an object with name"),
-        ({"from": "function_call", "value": "{}"}, "no object with a name and arguments"),
+        ({"from": "function_call", "value": "{}"}, "not an object with a name and arguments"),
         (U, "set data.train.form to messages and data.train.messages to this column"),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_folder_that_is_named_must_be_sound(tmp_path: Path) -> None:
     found = find_checkpoint(str(folder), tmp_path, 0, ALONE).checkpoint
     assert found is not None and found.step == 3
     with pytest.raises(
-        AnygaugeError, match=r"is not a sound checkpoint: manifest.json.*step-00000003"
+        AnygaugeError, match=r"not a sound checkpoint: manifest.json.*step-00000003"
     ):
         find_checkpoint(str(tmp_path), tmp_path, 0, ALONE)
 

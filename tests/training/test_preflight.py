@@ -165,7 +165,7 @@ def page(folder: Path) -> None:
         (cut, "it has 5,000 bytes, its header speaks of"),
         (lose_a_shard, "names 'model-00001-of-00002.safetensors', which is not a file beside it"),
         (misname, "names 1 tensors that its files do not have, first 'model.norm.wieght'"),
-        (no_index, "no index of weights"),
+        (no_index, "is not an index of weights"),
         (page, "cannot be read as weights"),
     ],
 )
