@@ -98,8 +98,8 @@ def alone(source: Random) -> bytes:
     return source.choice(
         (
             b'{"prompt": "a", "prompt": "[{", "completion": "c"}',
-            b'{"prompt": "a", "prompt": "b"}',
             b' {"data": [{"prompt": "a", "prompt": "b"}]}',
+            b'{"prompt": "a", "prompt": "b"}',
         )
     )
 
