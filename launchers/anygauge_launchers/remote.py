@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from anygauge.interface import (
 from anygauge.interface.files import write_text
 from anygauge.interface.processes import describe_exit, parent_environment
 from anygauge.interface.start import settled
+from anygauge_launchers.held import keep
 
 Event = Mapping[str, Any]
 
@@ -32,6 +33,8 @@ LEFT_ALONE_S = 5.0
 """Seconds in which the other nodes may end by themselves once one is gone."""
 
 
+_ENDING_S = 5.0
+"""More than a process needs to end that has closed its output."""
 _FIRMNESS = 3
 _WORDS = 8
 """Lines shown of the beginning and of the end of what a program said."""
@@ -43,8 +46,11 @@ class RemoteJob:
     record = None
     found: Literal["known"] = "known"
 
-    def __init__(self, processes: list[_Connection]) -> None:
+    def __init__(
+        self, processes: list[_Connection], keeper: subprocess.Popen[bytes] | None = None
+    ) -> None:
         self._connections = processes
+        self._keeper = keeper
         self._arrived: queue.SimpleQueue[tuple[_Connection, Event | None]] = queue.SimpleQueue()
         self._cancellations = 0
         self._status = 1
@@ -68,12 +74,15 @@ class RemoteJob:
                 write_text(logs.parent / "variables.json", json.dumps(passed), 0o600)
             for process in plan.processes:
                 log = logs / f"{_program(process)}{process.node_rank}.log"
-                started.append(_Connection(process, passed, log))
+                started.append(_Connection(process, passed, log, plan.held))
+            # The folder's lock: nobody else enters while ranks still save, even if this process is
+            # killed. An ssh does not keep what it inherits.
+            keeper = keep(plan.held, [connection.pid for connection in started])
         except OSError as error:
             for connection in started:
                 connection.kill()
             raise AnygaugeError(f"cannot start the run in {logs.parent}: {error}") from error
-        job = cls(started)
+        job = cls(started, keeper)
         for connection in started:
             threading.Thread(target=job._read, args=(connection,), daemon=True).start()
         return job
@@ -141,6 +150,10 @@ class RemoteJob:
 
     def wait(self) -> int:
         """Exit status of the job, once its events have ended."""
+        if self._keeper is not None:
+            # The next command is to find the folder free. A connection that lives on keeps it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._keeper.wait(_ENDING_S)
         return self._status
 
     def _read(self, connection: _Connection) -> None:
@@ -175,7 +188,13 @@ class TiedLauncher:
 class _Connection:
     """The process that leads to one node's agent."""
 
-    def __init__(self, planned: PlannedProcess, passed: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        planned: PlannedProcess,
+        passed: Mapping[str, str],
+        log: Path,
+        held: Sequence[int] = (),
+    ) -> None:
         self.node_rank = planned.node_rank
         self._host = planned.host
         self._name = _program(planned)
@@ -196,6 +215,7 @@ class _Connection:
                 stdin=subprocess.PIPE if self._speaks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                pass_fds=held,
                 # Ctrl-C reaches the command line alone, which then ends the job in order.
                 start_new_session=True,
             )
@@ -205,6 +225,11 @@ class _Connection:
                 "environment": {**passed, **planned.environment},
             }
             self._say(json.dumps(given))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     @property
     def running(self) -> bool:
