@@ -1,7 +1,7 @@
-"""Keeps descriptors open until other processes of this machine have ended, whatever ended this one.
+"""Keeps descriptors open until other processes of this machine have ended, even without this one.
 
-A program that leads to other machines may close what it inherits, as ssh does first of all. So a small
-process has the descriptors, and waits for such programs; it has nothing else to do.
+A program that leads to other machines may close what it inherits, as ssh does first of all. So a
+small process has the descriptors, and waits for such programs; it has nothing else to do.
 """
 
 from __future__ import annotations

@@ -95,14 +95,11 @@ class Slurm:
         """
         own = read_options(SlurmOptions, "slurm", options)
         folder = Path(job.run_directory)
-        script, job_file = str(folder / "slurm.sh"), str(folder / "job.json")
+        script, job_file = str(folder / "slurm.sh"), _job_file(job)
         inside = own.allocation == "current" or (
             own.allocation == "auto" and "SLURM_JOB_ID" in os.environ
         )
-        agent = (
-            *("--job", job_file, "--node-rank", "$SLURM_NODEID"),
-            *("--head", f"$ANYGAUGE_HEAD:{job.port}", "--grace", f"{own.grace_s:g}", "--tied"),
-        )
+        agent = self._agent(own, job)
         step = self._step(own, job)
         start = (own.python, "-m", "anygauge.agent")
         files = (
@@ -116,17 +113,19 @@ class Slurm:
                 node_rank=0, host="this allocation", argv=argv, arguments=agent
             )
         else:
+            # The script, its log, variables and what agents report are of the submission: a job
+            # that is queued again finds them where they were. The job file waits for its ranks.
             before = (
                 str(folder / "logs" / "slurm.log"),
                 *(str(folder / "cancelled") if own.requeue else "", str(max(1, job.max_restarts))),
             )
             after = (
-                *(*start, *agent, "--attempt", "$SLURM_RESTART_COUNT"),
+                *("--attempt", "$SLURM_RESTART_COUNT"),
                 *("--events", str(folder / "events.jsonl")),
             )
             argv = (
                 *("sbatch", "--parsable", "--export=NIL", *self._sbatch(own, job), *own.extra),
-                *(script, *before, *step, *after),
+                *(script, *before, *step, *start, *agent, *after),
                 *("--variables", str(folder / "variables.json")),
             )
             process = PlannedProcess(node_rank=0, argv=argv)
@@ -138,13 +137,14 @@ class Slurm:
             ]
             if own.extra:
                 lines.append(own.extra)
-            arguments = (*before, *self._step(own, job, job.pass_environment), *after)
             staged = replace(job, run_file=str(folder / START / "run.yaml"))
             its = staged if job.takes_over else job
+            step = self._step(own, job, job.pass_environment)
+            arguments = (*before, *step, *start, *self._agent(own, its), *after)
             batch = BatchFile(
                 name=NAME,
                 text=lambda plan: batch_text(plan, its, lines, arguments, BODY),
-                files=(PlannedFile(path=job_file, text=its.dump(), mode=0o600),),
+                files=(PlannedFile(path=str(folder / "job.json"), text=its.dump(), mode=0o600),),
                 command=("sbatch",),
             )
         operations = {
@@ -179,6 +179,13 @@ class Slurm:
         """
         return SlurmJob.attach(record, run_directory)
 
+    def _agent(self, own: SlurmOptions, job: Job) -> tuple[str, ...]:
+        """Arguments of an agent."""
+        return (
+            *("--job", _job_file(job), "--node-rank", "$SLURM_NODEID"),
+            *("--head", f"$ANYGAUGE_HEAD:{job.port}", "--grace", f"{own.grace_s:g}", "--tied"),
+        )
+
     def _step(self, own: SlurmOptions, job: Job, passed: Sequence[str] = ()) -> tuple[str, ...]:
         """Of srun. `passed`: names of variables that it hands on from the batch file's."""
         return (
@@ -202,3 +209,8 @@ class Slurm:
             *(() if own.gpus_per_node is None else (f"--gpus-per-node={own.gpus_per_node}",)),
             "--exclusive" if own.cpus_per_task is None else f"--cpus-per-task={own.cpus_per_task}",
         )
+
+
+def _job_file(job: Job) -> str:
+    """Beside the run file, to be accepted with it. `Job.load` finds it where it is put then."""
+    return str(Path(job.run_file).with_name("job.json"))

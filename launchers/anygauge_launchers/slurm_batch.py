@@ -62,9 +62,9 @@ fi
 # What a run that is resumed has waits for its ranks to accept the new one.
 _COPY = """\
 mkdir -p "$run/logs" || exit 1
-cp -p "$plan/job.json" "$run/job.json" || exit 1
 if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || [ -d "$start" ]; then
     mkdir -p "$start" || exit 1
+    cp -p "$plan/job.json" "$start/job.json" || exit 1
     cp -p "$plan/run.yaml" "$start/run.yaml" || exit 1
 fi
 """

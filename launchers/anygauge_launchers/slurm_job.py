@@ -59,7 +59,8 @@ class SlurmJob:
         Raises:
             AnygaugeError: Slurm refuses the job, or a file cannot be written.
         """
-        folder = Path(plan.files[0].path).parent
+        script = next(file.path for file in plan.files if file.path.endswith(".sh"))
+        folder = Path(script).parent  # the job file may wait elsewhere for the ranks to accept it
         passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
         events = folder / "events.jsonl"
         try:

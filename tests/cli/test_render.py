@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 from anygauge.cli import run
 from anygauge.interface import Job, RunFileError, UsageError
 from anygauge.interface.job import START
+from anygauge.interface.start import put_in_place
 from tests.helpers.runs import run_file
 
 SLURM = {"launcher": "slurm", "nodes": 2, "pass_environment": ["HF_HOME"]}
@@ -156,12 +156,17 @@ def test_the_batch_file_starts_the_agents_that_the_launcher_would(tmp_path: Path
     resumed = rendered(odd, "resumed", "--resume", "auto")
     assert executed(resumed / "job.sbatch", odd).returncode == 0
     staged = home / START / "run.yaml"
-    assert Job.load(home / "job.json").run_file == str(staged), "for the ranks to accept"
+    words = (odd / "asked").read_text().splitlines()
+    job_file = words[words.index("--job") + 1]
+    assert job_file == str(staged.with_name("job.json"))
+    assert Job.load(job_file).run_file == str(staged), "for the ranks to accept"
+    assert (home / "job.json").read_bytes() == (plan / "job.json").read_bytes()
     assert staged.read_bytes() == (resumed / "run.yaml").read_bytes()
     assert (home / "run.yaml").read_bytes() == (plan / "run.yaml").read_bytes()
-    shutil.rmtree(staged.parent)  # as they do once it is in place
+    put_in_place(Job.load(job_file))
     assert executed(resumed / "job.sbatch", odd, SLURM_RESTART_COUNT="1").returncode == 0
     assert not staged.parent.exists()
+    assert Job.load(job_file).token == Job.load(resumed / "job.json").token
 
 
 def test_what_cannot_be_rendered_is_refused(tmp_path: Path) -> None:

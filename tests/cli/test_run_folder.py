@@ -213,8 +213,8 @@ def test_ctrl_c_before_the_first_step_promises_nothing(tmp_path: Path) -> None:
         ("local", {}, START),
         ("ssh", {"hosts": ["one"], "python": "/usr/bin/python3"}, START),
         ("mpi", {"hosts": ["one"], "python": "/usr/bin/python3"}, START),
-        # A job in a queue may be started again when its files have long been put in place.
-        ("slurm", {"allocation": "new"}, "."),
+        ("slurm", {"allocation": "new"}, START),
+        ("slurm", {"allocation": "current"}, START),
     ],
 )
 def test_launchers_stage_what_they_write(
@@ -225,3 +225,28 @@ def test_launchers_stage_what_they_write(
     assert job_file == tmp_path / where / "job.json"
     (process,) = plan.processes
     assert str(job_file) in (*process.argv, *process.arguments)
+
+
+def test_a_submission_to_slurm_replaces_nothing_that_ranks_have_not_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = failed_start(tmp_path / "my-run")
+    step(folder)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    job = staged_job(folder)
+    with claimed(folder):
+        made_ready(folder, staged=True)
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        launcher = Registry.load().launcher("slurm")()
+        running = launcher.submit(launcher.render(job, {"allocation": "new"}))
+    assert running.record == {"job": "7", "offset": 0}
+    assert {path: path.read_bytes() for path in before} == before
+    new = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    new -= {str(path.relative_to(folder)) for path in before}
+    assert new == {f"{START}/job.json", "slurm.sh", "variables.json"}
+    put_in_place(job)
+    assert Job.load(folder / START / "job.json") == job, "a job that is queued again finds it"

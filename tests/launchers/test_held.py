@@ -1,4 +1,4 @@
-"""A run's folder is kept while a process lives that leads to its ranks, even without the command."""
+"""A run's folder is kept while a process lives that leads to its ranks, without the command too."""
 
 from __future__ import annotations
 
