@@ -15,6 +15,7 @@ from anygauge.cli.env import environment_table, rank_environments, shown_ranks
 from anygauge.cli.launchers import describe
 from anygauge.cli.plan import Intent, rendered
 from anygauge.cli.preflight import preflight
+from anygauge.cli.resume import gone_on_with
 from anygauge.interface import ABILITIES, Backend, NotAvailableError
 from anygauge.registry import KernelChoice
 
@@ -31,8 +32,12 @@ def show(intent: Intent) -> None:
     Raises:
         AnygaugeError: what the run's ranks would refuse.
     """
-    found = preflight(intent, engine=True)
     console = Console(emoji=False, highlight=False, soft_wrap=True)
+    _, finished = gone_on_with(intent)
+    if finished is not None:
+        console.print(finished.describe(), markup=False)
+        return
+    found = preflight(intent, engine=True)
     job, run = intent.job, intent.run
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold", markup=False)
     console.print(

@@ -1,17 +1,50 @@
-"""What can be said of a run that is to be gone on with before a rank is started."""
+"""What can be said, before a rank is started, of a run that is to be gone on with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.cli.run_folder import RUN_FILE
+from anygauge.cli.run_folder import RUN_FILE, goes_on
+from anygauge.interface import AnygaugeError
 
 if TYPE_CHECKING:
+    from anygauge.cli.plan import Intent
     from anygauge.training.checkpoints.finished import Finished
 
 _DECIDE = ("model", "adapter", "data", "train")
 """Sections that decide what is trained, and for how long."""
+
+
+def gone_on_with(intent: Intent) -> tuple[bool, Finished | None]:
+    """Whether a start goes on in the run of its folder, and that run if it is done already.
+
+    For a run and its dry run alike; only where the files are on this machine.
+
+    Raises:
+        AnygaugeError: what is to be gone on from is no checkpoint, or belongs to another run.
+    """
+    run, folder = intent.run, Path(intent.job.run_directory)
+    resume = run.checkpoint.resume
+    if intent.registry.find_launcher(run.launch.launcher).spec.apart or resume == "never":
+        return False, None
+    if resume != "auto":
+        _check_named(run, Path(resume))
+        return False, None
+    if not goes_on(folder):
+        return False, None
+    return True, finished_before(run, folder)
+
+
+def _check_named(run: Any, checkpoint: Path) -> None:
+    """What ranks would refuse of ``--resume FOLDER``, but for the contents of its large files."""
+    from anygauge.training.checkpoints.identity import check_same_run, identity_of_file
+    from anygauge.training.checkpoints.sound import read_record, refusal_of
+
+    refusal = refusal_of(checkpoint, contents=False)
+    if refusal is not None:
+        raise AnygaugeError(refusal)
+    check_same_run(checkpoint, read_record(checkpoint)["identity"], identity_of_file(run))
 
 
 def finished_before(run: Any, folder: Path) -> Finished | None:
@@ -40,7 +73,6 @@ def finished_before(run: Any, folder: Path) -> Finished | None:
 
 def _asks_the_same(run: Any, folder: Path) -> bool:
     from anygauge.config import load_run_file
-    from anygauge.interface import AnygaugeError
 
     try:
         before = load_run_file(folder / RUN_FILE).run

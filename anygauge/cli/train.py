@@ -69,8 +69,8 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     from dataclasses import replace
 
     from anygauge.cli.preflight import preflight
-    from anygauge.cli.resume import finished_before
-    from anygauge.cli.run_folder import LAUNCHED, claimed, goes_on, made_ready
+    from anygauge.cli.resume import gone_on_with
+    from anygauge.cli.run_folder import LAUNCHED, claimed, made_ready
     from anygauge.cli.terminal import deferred, follow
     from anygauge.config import dump_run
     from anygauge.interface import AnygaugeError, UsageError
@@ -87,12 +87,11 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     launcher = intent.registry.launcher(name)()
     folder = Path(job.run_directory)
     # Until its ranks accept it, a start changes nothing of the run that it goes on with.
-    staged = not spec.apart and run.checkpoint.resume == "auto" and goes_on(folder)
+    staged, finished = gone_on_with(intent)
+    if finished is not None:
+        typer.echo(finished.describe())
+        return 0
     if staged:
-        finished = finished_before(run, folder)
-        if finished is not None:
-            typer.echo(finished.describe())
-            return 0
         job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
         intent = replace(intent, job=job)
     plan = rendered(intent)

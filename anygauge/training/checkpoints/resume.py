@@ -20,6 +20,7 @@ from anygauge.training.checkpoints.sound import (
     FOLDER,
     checkpoints_in,
     complaint_about,
+    refusal_of,
     set_aside,
     shown,
     step_of,
@@ -54,7 +55,7 @@ def find_checkpoint(
         resume: ``never``, ``auto`` (the newest sound one in `run_directory`) or a folder.
 
     Raises:
-        AnygaugeError: a folder was named, and is no sound checkpoint.
+        AnygaugeError: a folder was named, and is not a sound checkpoint.
     """
     if resume == NEVER:
         return Resumed(None)
@@ -73,13 +74,8 @@ def _search(resume: str, run_directory: Path) -> list[Any]:
     """[folder, what was passed over, why nothing can be resumed, report of a finished run]."""
     passed_over: list[str] = []
     if resume != AUTO:
-        folder = Path(resume)
-        complaint = complaint_about(folder)
-        if complaint is None:
-            return [str(folder), [], None, None]
-        inside = checkpoints_in(folder) or checkpoints_in(folder.parent)
-        hint = f"; checkpoints near it: {', '.join(map(str, inside))}" if inside else ""
-        return [None, [], f"--resume {folder} is not a sound checkpoint: {complaint}{hint}", None]
+        refusal = refusal_of(Path(resume))
+        return [resume if refusal is None else None, [], refusal, None]
     done = finished_run(run_directory)
     report = None if done is None else dict(done.report)
     found = [*checkpoints_in(run_directory), *set_aside(run_directory)]

@@ -100,6 +100,20 @@ def complaint_about(folder: Path, *, contents: bool = True) -> str | None:
     return None
 
 
+def refusal_of(folder: Path, *, contents: bool = True) -> str | None:
+    """Why ``--resume FOLDER`` is refused, with checkpoints that are near it; None if it is not.
+
+    Args:
+        contents: see `complaint_about`.
+    """
+    complaint = complaint_about(folder, contents=contents)
+    if complaint is None:
+        return None
+    near = checkpoints_in(folder) or checkpoints_in(folder.parent)
+    hint = f"; checkpoints near it: {', '.join(map(str, near))}" if near else ""
+    return f"--resume {folder} is not a sound checkpoint: {complaint}{hint}"
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """``checkpoint.json``, every field of its type; no tensor is looked at.
 

@@ -1,0 +1,95 @@
+"""What is refused or done already before ranks start; a run and its dry run say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.cli import preflight
+from anygauge.cli import run as command
+from anygauge.cli.plan import read_intent
+from anygauge.config import dump_run
+from anygauge.interface import AnygaugeError, RunFileError
+from anygauge.training.checkpoints.identity import identity_of_file
+from tests.helpers.checkpoints import write
+from tests.helpers.runs import run_file
+
+BOTH = pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry run", "run"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model and rows were looked at")
+
+    monkeypatch.setattr(preflight, "ask", ask)
+
+
+def identity(path: Path) -> dict[str, Any]:
+    return identity_of_file(read_intent(path, [], {}, need_device=False).run)
+
+
+def finished(path: Path) -> Path:
+    """The folder of the run of a run file, as its end leaves it."""
+    intent = read_intent(path, [], {}, need_device=False)
+    folder = Path(intent.job.run_directory)
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "run.yaml").write_text(dump_run(intent.run))
+    report = {"steps": 4, "saved": str(folder / "adapter"), "identity": identity(path)}
+    (folder / "report.json").write_text(json.dumps(report))
+    return folder
+
+
+@BOTH
+def test_a_run_that_is_done(
+    dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_file(tmp_path)
+    folder = finished(path)
+    before = sorted(folder.rglob("*"))
+    assert command(["train", str(path), "--resume", "auto", *dry]) == 0
+    assert capsys.readouterr().out == (
+        f"finished: this run was done before, 4 steps; result: {folder / 'adapter'}\n"
+    )
+    with pytest.raises(RunFileError, match=r"belongs to another run: train.seed \(before: 0; now"):
+        command(["train", str(path), "--resume", "auto", "--set", "train.seed=5", *dry])
+    assert sorted(folder.rglob("*")) == before
+
+
+@BOTH
+def test_a_named_folder_that_is_no_checkpoint(dry: list[str], tmp_path: Path) -> None:
+    path = run_file(tmp_path)
+    sound = write(tmp_path / "old/checkpoints/step-00000003")
+    torn = write(tmp_path / "old/checkpoints/step-00000004")
+    (torn / "state-00001.safetensors").write_bytes(b"")
+    for folder, complaint in (
+        (tmp_path / "old", rf"manifest.json: No such file .* near it: {torn}, {sound}"),
+        (torn, r"state-00001.safetensors has 0 bytes"),
+    ):
+        with pytest.raises(AnygaugeError, match=f"--resume {folder} is no sound .*{complaint}"):
+            command(["train", str(path), "--resume", str(folder), *dry])
+    assert not (tmp_path / "out").exists()
+
+
+@BOTH
+def test_a_named_checkpoint_of_another_run(
+    dry: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run_file(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("tests.helpers.checkpoints.RECORD", record(identity(path)))
+        folder = write(tmp_path / "old/checkpoints/step-00000003")
+    with pytest.raises(RunFileError, match=r"belongs to another run: train.seed \(before: 0; now"):
+        command(["train", str(path), "--resume", str(folder), "--set", "train.seed=5", *dry])
+    with pytest.raises(AssertionError, match="were looked at"):  # it is accepted so far
+        command(["train", str(path), "--resume", str(folder), *dry])
+    assert not (tmp_path / "out").exists()
+
+
+def record(identity: dict[str, Any]) -> dict[str, Any]:
+    from tests.helpers.checkpoints import RECORD
+
+    return {**RECORD, "identity": identity}
