@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.run_folder import CANCELLED, LAUNCHED
+from anygauge.cli.run_folder import CANCELLED, LAUNCHED, logs_of
 from anygauge.interface import AnygaugeError, RunningJob, UsageError
 
 
@@ -94,12 +94,15 @@ def _recorded(folder: Path) -> dict[str, Any]:
 
 
 def show_logs(folder: Path, lines: int) -> None:
-    """The end of every log.
+    """The end of every log; of a start that was refused, its own alone.
 
     Raises:
         UsageError: there is none.
     """
-    found = sorted(path for path in (folder / "logs").glob("*.log") if path.stat().st_size)
+    logs = logs_of(folder)
+    # Slurm's own log of a start is in place from the beginning.
+    paths = {*logs.glob("*.log"), *(folder / "logs").glob("slurm.log")}
+    found = sorted(path for path in paths if path.stat().st_size)
     elsewhere = _recorded(folder).get("logs") if (folder / LAUNCHED).exists() else None
     if elsewhere:
         typer.echo(
@@ -107,9 +110,7 @@ def show_logs(folder: Path, lines: int) -> None:
             f"the first machine printed: {elsewhere}"
         )
     elif not found:
-        raise UsageError(
-            f"{folder / 'logs'} has no logs: name the folder of a run that has started"
-        )
+        raise UsageError(f"{logs} has no logs: name the folder of a run that has started")
     for log in found:
         typer.echo(f"==> {log}")
         text = log.read_text(errors="replace").splitlines()

@@ -49,6 +49,13 @@ def goes_on(folder: Path) -> bool:
     return (folder / RUN_FILE).is_file() and not took_no_step(folder)
 
 
+def logs_of(folder: Path) -> Path:
+    """Where the logs of a run's last start are: those of one that its ranks have not accepted are
+    beside those of the run."""
+    waiting = folder / START / "logs"
+    return waiting if waiting.is_dir() else folder / "logs"
+
+
 def made_ready(folder: Path, *, staged: bool) -> None:
     """Clear a claimed folder of what an earlier start left that came to nothing.
 

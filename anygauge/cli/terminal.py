@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
-from anygauge.cli.run_folder import LAUNCHED
+from anygauge.cli.run_folder import LAUNCHED, logs_of
 from anygauge.interface import STOPPED, RunningJob
 from anygauge.interface.job import START
 from anygauge.interface.start import settled
@@ -329,8 +329,7 @@ def _fail(errors: Console, text: str) -> None:
 
 def _logs(errors: Console, run_directory: str | Path) -> None:
     home = Path(run_directory)
-    # Those of a start that was not accepted are beside those of the run.
-    folder = home / START / "logs" if (home / START / "logs").is_dir() else home / "logs"
+    folder = logs_of(home)
     elsewhere = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
     where = f"anygauge job logs {run_directory}" if elsewhere else folder
     errors.print(Text(f"logs: {where}"), soft_wrap=True)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from anygauge.cli import run as command
 from anygauge.cli.failed_start import clear, took_no_step
-from anygauge.cli.run_folder import claimed, made_ready, run_folder
+from anygauge.cli.run_folder import claimed, logs_of, made_ready, run_folder
 from anygauge.interface import AnygaugeError
 from anygauge.interface.job import START, Job
 from anygauge.interface.start import put_in_place, settled
@@ -155,6 +156,22 @@ def test_the_files_of_a_start_wait_until_they_are_put_in_place(tmp_path: Path) -
     assert (folder / "logs/rank0.1.log").read_text() == "why it failed"
     assert not list((folder / "ranks").iterdir())
     assert Job.load(start / "job.json") == job, "by the name that agents were given"
+
+
+def test_the_logs_of_a_refused_start_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = failed_start(tmp_path / "my-run")
+    assert logs_of(folder) == folder / "logs"
+    refused = folder / START / "logs"
+    refused.mkdir(parents=True)
+    (refused / "rank0.log").write_text("belongs to another run")
+    (folder / "logs/slurm.log").write_text("srun: ended")
+    assert logs_of(folder) == refused
+    assert command(["job", "logs", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert f"==> {refused / 'rank0.log'}\nbelongs to another run\n" in shown
+    assert "srun: ended" in shown and "why it failed" not in shown
 
 
 def test_a_job_without_staging_is_where_it_was(tmp_path: Path) -> None:
