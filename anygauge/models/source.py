@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from anygauge.config.checks import LAYERS, MAY_BE_ZERO, SIZES
@@ -119,9 +121,23 @@ def load_config(section: ModelSection) -> Any:
     except ModelError:
         raise
     except Exception as error:
+        check_sizes(SimpleNamespace(**_as_written(section)), field)
         raise ModelError(f"{field}: {_said(error)}") from error
     check_sizes(config, field)
     return config
+
+
+def _as_written(section: ModelSection) -> dict[str, Any]:
+    """The fields of a configuration that the library could not make: it may have computed with a
+    size that is none."""
+    if section.config is not None:
+        return dict(section.config)
+    from transformers import PretrainedConfig
+
+    with contextlib.suppress(Exception):
+        written, _ = PretrainedConfig.get_config_dict(section.name, revision=section.revision)
+        return dict(written)
+    return {}
 
 
 def _said(error: Exception) -> str:
