@@ -9,17 +9,20 @@ from pathlib import Path
 
 from anygauge.interface import AnygaugeError, Job
 from anygauge.interface.files import write_text
+from anygauge.interface.job import START
+from anygauge.interface.start import settled
 
 OWNER = "job.sha256"
-"""In a run directory: whose it is."""
+"""In a run directory: whose it is; a record of the last job that asked for it."""
 
 
 def claim(job: Job, node_rank: int) -> None:
     """Look whether the run directory is this job's, before anything is written there.
 
-    The head makes it so, and puts the run file there. A cluster may start the same job again, with
-    all its containers: that is another attempt, which finds its own claim and goes on from the
-    newest checkpoint.
+    The head makes it so, and puts the run file there: into `START`, if it takes over another job's
+    run, whose files stay until the ranks accept. A cluster may start the same job again, with all
+    its containers: that is another attempt, which finds its own claim and goes on from the newest
+    checkpoint.
 
     Raises:
         AnygaugeError: the run directory holds the run of another job, or cannot be written.
@@ -34,9 +37,17 @@ def claim(job: Job, node_rank: int) -> None:
                 f"{folder} holds another job's run: give this one another 'name', or resume that "
                 "one with --resume auto"
             )
-        if node_rank == 0:
+        path = Path(job.run_file)
+        if path.parent.name == START and _is_anothers(mark, own):
+            path.parent.mkdir(exist_ok=True)  # every machine's logs of this start go there
+        if node_rank != 0:
+            return
+        if path.parent.is_dir() and path.parent.name == START:
+            write_text(path, job.run_text, 0o600)
             write_text(mark, own + "\n")
-            write_text(job.run_file, job.run_text, 0o600)
+        else:
+            write_text(mark, own + "\n")  # first: a run file without it is of another job
+            write_text(settled(path), job.run_text, 0o600)
 
 
 def bring_run_file(job: Job) -> None:
@@ -45,7 +56,7 @@ def bring_run_file(job: Job) -> None:
     Raises:
         AnygaugeError: it cannot be written.
     """
-    path = Path(job.run_file)
+    path = settled(Path(job.run_file))
     with _written(path.parent):
         if not path.exists() or path.read_text() != job.run_text:
             write_text(path, job.run_text, 0o600)
@@ -59,6 +70,13 @@ def _written(folder: Path) -> Iterator[None]:
         raise AnygaugeError(
             f"{folder} cannot be written: {error}. It must be on the storage that the job mounts"
         ) from error
+
+
+def _is_anothers(mark: Path, own: str) -> bool:
+    """Whether a run is there that this job would go on with, and is none of its own attempts."""
+    # In this order: the head may be marking an empty folder now.
+    there = (mark.parent / "run.yaml").exists()
+    return mark.read_text().strip() != own if mark.exists() else there
 
 
 def _is_taken(mark: Path, own: str, *, head: bool) -> bool:

@@ -23,6 +23,7 @@ from anygauge.interface import (
     RunFileError,
 )
 from anygauge.interface.files import write_text
+from anygauge.interface.job import START
 from anygauge_launchers.clients import NoAnswerError, ask
 from anygauge_launchers.options import Options
 
@@ -95,7 +96,8 @@ def moved(job: Job, folder: str) -> Job:
     return replace(
         job,
         run_directory=folder,
-        run_file=f"{folder}/run.yaml",
+        # What another job has left stays until the ranks accept (`anygauge.agent.delivery`).
+        run_file=f"{folder}/{START}/run.yaml" if job.takes_over else f"{folder}/run.yaml",
         # On a disk of the machine's own: network storage may lack the locks that this takes.
         rendezvous=f"file:///tmp/anygauge-{mark_of(job) or 'rendezvous'}",
         working_directory="",

@@ -9,6 +9,8 @@ import pytest
 
 from anygauge.agent.delivery import OWNER, bring_run_file, claim, read_secrets
 from anygauge.interface import AnygaugeError, Job
+from anygauge.interface.job import START
+from anygauge.interface.start import put_in_place, settled
 
 
 def job(folder: Path, **fields: Any) -> Job:
@@ -58,6 +60,44 @@ def test_the_run_of_another_job_is_not_written_over(tmp_path: Path, left: str) -
         claim(job(tmp_path), 0)
     claim(job(tmp_path, takes_over=True), 0)  # --resume auto
     claim(job(tmp_path), 0)  # it is its own now
+
+
+def test_what_another_job_has_left_stays_until_the_ranks_accept(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    claim(job(tmp_path, token="other", run_text="name: other\n"), 0)
+    new = job(tmp_path, takes_over=True, run_file=str(home / START / "run.yaml"))
+    for node_rank in (1, 0, 1):
+        claim(new, node_rank)
+        assert new.start_directory == home / START, "logs of every machine go there"
+    bring_run_file(new)
+    claim(new, 0)  # the cluster starts it again before they do
+    assert (home / "run.yaml").read_text() == "name: other\n"
+    assert settled(Path(new.run_file)).read_text() == "name: t\n"
+    put_in_place(new)
+    for node_rank in (1, 0):  # and afterwards
+        claim(new, node_rank)
+        bring_run_file(new)
+        assert new.start_directory == home and not (home / START).exists()
+    assert (home / "run.yaml").read_text() == "name: t\n"
+
+
+def test_a_run_without_a_mark_is_left_likewise(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    home.mkdir()
+    (home / "run.yaml").write_text("mine")
+    claim(job(tmp_path, takes_over=True, run_file=str(home / START / "run.yaml")), 0)
+    assert (home / "run.yaml").read_text() == "mine"
+    assert (home / START / "run.yaml").read_text() == "name: t\n"
+
+
+def test_where_nothing_was_before_nothing_waits(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    new = job(tmp_path, takes_over=True, run_file=str(home / START / "run.yaml"))
+    for node_rank in (1, 0, 1):
+        claim(new, node_rank)
+        assert new.start_directory == home
+    bring_run_file(new)
+    assert sorted(path.name for path in home.iterdir()) == [OWNER, "run.yaml"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

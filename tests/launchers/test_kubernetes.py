@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from anygauge.interface import LOST, AnygaugeError, Job, Plan, RunFileError, UnsupportedError
+from anygauge_launchers.apart import moved
 from anygauge_launchers.kubernetes import Kubernetes
 from anygauge_launchers.kubernetes_service import KubernetesService
 from anygauge_launchers.service_job import ServiceJob
@@ -175,6 +176,8 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
     there = json.loads(text)
     assert there["run_directory"] == "/anygauge/runs/Tiny_Run.1"
     assert there["run_file"] == "/anygauge/runs/Tiny_Run.1/run.yaml"
+    resumed = moved(job(takes_over=True), "/runs/x")
+    assert resumed.run_file == "/runs/x/.start/run.yaml", "for the ranks to accept"
     assert (there["run_text"], there["working_directory"], there["resume"]) == (
         "name: t\n", "", True,
     )  # fmt: skip
