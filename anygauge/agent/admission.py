@@ -11,28 +11,33 @@ head learns nothing and can give no orders.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from anygauge.agent.link import LONGEST_LINE, UNPROVEN, Link
+from anygauge.agent.messages import shown
 from anygauge.agent.nodes import Introduction
 from anygauge.interface import AnygaugeError
 from anygauge.interface.exchange import derived_key
 
 OF_ANOTHER_JOB = "that agent is of another job, or of another version of anygauge"
-_NUMBER = 32  # hexadecimal digits
 
 
 def drawn_number() -> str:
     """What one end adds, so that no two connections have one key."""
-    return secrets.token_hex(_NUMBER // 2)
+    return secrets.token_hex(16)
 
 
 def key_of(token: str, member: str, head: str) -> bytes:
     """The key of a connection, from the job's secret and the numbers of both ends."""
     return derived_key(token, f"link between agents {member} {head}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
 class Newcomer:
@@ -67,8 +72,8 @@ class Newcomer:
         return message
 
     def _answer(self, message: Mapping[str, Any]) -> None:
-        number = message.get("number")
-        if message["kind"] != "hello" or not isinstance(number, str) or len(number) != _NUMBER:
+        number = message.get("number", "")
+        if message["kind"] != "hello" or not _is_number(number):
             self.link.send("refused", reason=OF_ANOTHER_JOB)
             self.link.close("it belongs to another job, or is not an agent")
             return
@@ -105,8 +110,8 @@ class Application:
         if message is None or self.joined:
             return message
         if not self._sealed:
-            number = message.get("number")
-            if message["kind"] == "number" and isinstance(number, str):
+            number = message.get("number", "")
+            if message["kind"] == "number" and _is_number(number):
                 self.link.seal(key_of(self._token, self._number, number), "member", "head")
                 self._sealed = True
             else:
@@ -128,13 +133,13 @@ def read_introduction(record: object) -> Introduction:
         raise ValueError("it is not a mapping")
     names = {each.name for each in fields(Introduction)}
     for name in sorted(names ^ set(record)):
-        raise ValueError(f"{name!r} is {'missing' if name in names else 'unknown'}")
+        raise ValueError(f"{shown(name)} is {'missing' if name in names else 'unknown'}")
     for name in ("node_rank", "nodes", "devices_per_node"):
         if type(record[name]) is not int:
-            raise ValueError(f"{name!r} is not a whole number: {record[name]!r:.40}")
+            raise ValueError(f"{name!r} is not a whole number: {shown(record[name])}")
     for name in ("host", "version", "fabric"):
         if not isinstance(record[name], str):
-            raise ValueError(f"{name!r} is not text: {record[name]!r:.40}")
+            raise ValueError(f"{name!r} is not text: {shown(record[name])}")
     settings = record["settings"]
     if not isinstance(settings, dict) or not all(isinstance(v, str) for v in settings.values()):
         raise ValueError("'settings' is not a mapping from names to text")

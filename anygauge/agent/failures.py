@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anygauge.agent.messages import is_time
 from anygauge.interface.processes import describe_exit
 
 LAST_LINES = 15
@@ -51,14 +52,14 @@ class Failure:
 
 def from_event(rank: int, event: Mapping[str, Any], received: float) -> Failure:
     """The failure that a rank reported itself."""
-    time = event.get("time")
+    time: Any = event.get("time")
     name, message = str(event.get("error", "")), str(event.get("message", "")).strip()
     for_user = event.get("for_user") is True
     status = event.get("exit_status")
     words = ": ".join(part for part in (name, message) if part) or "no reason given"
     return Failure(
         rank=rank,
-        time=float(time) if isinstance(time, int | float) else received,
+        time=float(time) if is_time(time) else received,
         what=message if for_user and message else f"failed with {words}",
         for_user=for_user and bool(message),
         exit_status=status if isinstance(status, int) and 0 < status < 256 else 1,

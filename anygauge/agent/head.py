@@ -14,6 +14,7 @@ from typing import Any
 from anygauge.agent.admission import check_introduction, read_introduction
 from anygauge.agent.link import Link
 from anygauge.agent.listening import Door
+from anygauge.agent.messages import field_of, is_signal, is_text, is_time, or_none, shown
 from anygauge.agent.nodes import (
     ASKED_TOO_EARLY,
     BEAT_S,
@@ -29,6 +30,7 @@ from anygauge.interface import AnygaugeError, Job
 from anygauge.interface.rendezvous import listen_at, tcp_address
 
 _TURN_S = 0.05
+_MAYBE_TIME = or_none(is_time)
 
 
 class Head(Nodes):
@@ -87,7 +89,12 @@ class Head(Nodes):
         for rank, member in self._members.items():
             member.link.flush()
             for message in member.link.receive():
-                self._take(rank, member, message)
+                try:
+                    self._take(rank, member, message)
+                except ValueError as error:
+                    member.unreadable = True
+                    member.link.close(f"{shown(message['kind'])}: {error}")
+                    break
             if rank not in self._reports:
                 self._look_after(rank, member, now)
         if self.verdict is None and len(self._reports) == self._job.nodes:
@@ -160,7 +167,7 @@ class Head(Nodes):
             other = read_introduction(message.get("introduction"))
             joined = Joined(link, other.host)
             joined.compare_clocks(message)
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:
             reason = f"its description of itself cannot be read here: {error}"
             link.send("refused", reason=f"{reason}. Has each node the same version of anygauge?")
             link.shut()
@@ -193,14 +200,16 @@ class Head(Nodes):
         if "clock" in message:
             member.compare_clocks(message)
         if kind == "event":
-            self._outbox.forward(str(message["line"]).encode() + b"\n")
+            self._outbox.forward(field_of(message, "line", is_text).encode() + b"\n")
         elif kind == "report":
-            self._reports[rank] = parse_report(
-                message["report"], least=member.least, most=member.most
-            )
+            record = message.get("report")
+            report = parse_report(record, least=member.least, most=member.most)
+            if report.node_rank != rank:
+                raise ValueError(f"it is of node {report.node_rank}")
+            self._reports[rank] = report
         elif kind in ORDERS:
             order = Order(kind)
-            self.signum = message.get("signum") or self.signum
+            self.signum = field_of(message, "signum", or_none(is_signal)) or self.signum
             self._orders.append(order)
             self.tell(order, self.signum)
 
@@ -210,7 +219,12 @@ class Head(Nodes):
         if not link.closed and silent <= limit:
             return
         who = f"node {rank} ({member.host})"
-        if link.closed:
+        if member.unreadable:
+            text = (
+                f"{who} is lost: its agent sent what cannot be read here ({link.why}). Its ranks "
+                "end with it. Has each node the same version of anygauge?"
+            )
+        elif link.closed:
             text = (
                 f"{who} is lost: its agent ended without a report ({link.why}). The machine may "
                 "have gone down, or the agent was killed; its ranks end with it"
@@ -236,15 +250,22 @@ class Joined:
         least: seconds that the head's clock is ahead of the node's, at the least: what the head
             sent arrived later than it was sent.
         most: and at the most, by what the node sent. The least delayed messages tell best.
+        unreadable: it sent what no agent sends.
     """
 
     link: Link
     host: str
     least: float = -math.inf
     most: float = math.inf
+    unreadable: bool = False
 
     def compare_clocks(self, message: Mapping[str, Any]) -> None:
-        """Learn from a message that tells when it was sent, and what its sender learnt so far."""
-        self.most = min(self.most, time.time() - float(message["clock"]))
-        if message.get("least") is not None:
-            self.least = max(self.least, float(message["least"]))
+        """Learn from a message that tells when it was sent, and what its sender learnt so far.
+
+        Raises:
+            ValueError: it tells what no clock shows.
+        """
+        clock, least = field_of(message, "clock", is_time), field_of(message, "least", _MAYBE_TIME)
+        self.most = min(self.most, time.time() - clock)
+        if least is not None:
+            self.least = max(self.least, least)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import re
 import socket
 import time
 from collections import deque
@@ -20,6 +21,7 @@ LONGEST_LINE = 16 * 1024 * 1024
 LONGEST_OF_STRANGERS = 64 * 1024
 """Bytes of a line before its sender is known."""
 
+_HALF = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _CHUNK = 65536
 _CHUNKS = 16
 _PROOF = 64  # hexadecimal digits
@@ -206,7 +208,12 @@ UNPROVEN = "it did not prove that it knows this job's secret"
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        message = json.loads(line)
+        text = line.decode()  # of bytes, json takes more encodings, and halves of characters
+        message = json.loads(text)
+        if _HALF.search(text):
+            # Half a character cannot be encoded again: not for a log, a key or a follower.
+            whole = json.dumps(message, ensure_ascii=False).encode(errors="replace")
+            message = json.loads(whole)
     except (ValueError, RecursionError):
         return None
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import selectors
 import socket
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 from anygauge.agent.admission import OF_ANOTHER_JOB, Application
 from anygauge.agent.link import UNPROVEN, Link
+from anygauge.agent.messages import field_of, is_signal, is_time, or_none, shown
 from anygauge.agent.nodes import (
     ASKED_TOO_EARLY,
     BEAT_S,
@@ -22,7 +24,7 @@ from anygauge.agent.nodes import (
     Order,
 )
 from anygauge.agent.outbox import Outbox
-from anygauge.agent.verdict import Report, Verdict
+from anygauge.agent.verdict import Report, Verdict, parse_verdict
 from anygauge.interface import LOST, AnygaugeError, Job
 
 _RETRY_S = 0.5
@@ -70,7 +72,11 @@ class Member(Nodes):
             self._link.send("beat", **self._clocks())
         self._link.flush()
         for message in self._link.receive():
-            self._take(message)
+            try:
+                self._take(message)
+            except ValueError as error:
+                self._link.close(_unreadable(message, error))
+                break
         if self.verdict is None:
             self._look_after(now)
         return super().turn()
@@ -140,11 +146,17 @@ class Member(Nodes):
                 time.sleep(_RETRY_S)
                 continue
             if answer["kind"] == "start":
-                self.rendezvous = str(answer["rendezvous"])
-                self._compare_clocks(answer)
+                try:
+                    self._compare_clocks(answer)
+                    self.rendezvous = field_of(answer, "rendezvous", _is_meeting_point)
+                except ValueError as error:
+                    trouble = _unreadable(answer, error)
+                    link.shut(0)
+                    time.sleep(_RETRY_S)
+                    continue
                 return link
             raise AnygaugeError(
-                f"the head at {head[0]}:{head[1]} refused this node: {answer.get('reason')}"
+                f"the head at {head[0]}:{head[1]} refused this node: {_reason(answer)}"
             )
         raise AnygaugeError(
             f"node {self._own.node_rank} ({self._own.host}) could not join the head at "
@@ -157,15 +169,18 @@ class Member(Nodes):
         kind = message["kind"]
         if kind == "verdict":
             fields = {key: value for key, value in message.items() if key != "kind"}
-            self.verdict = Verdict(**fields)
+            verdict = parse_verdict(fields)
+            if verdict.state == "again":
+                field_of(message, "rendezvous", _is_meeting_point)
+            self.verdict = verdict
         elif kind in ORDERS:
-            self.signum = message.get("signum") or self.signum
+            self.signum = field_of(message, "signum", or_none(is_signal)) or self.signum
             self._orders.append(Order(kind))
         elif kind == "beat":
             self._compare_clocks(message)
 
     def _compare_clocks(self, message: Mapping[str, Any]) -> None:
-        ahead = float(message["clock"]) - time.time()
+        ahead = field_of(message, "clock", is_time) - time.time()
         self._least = ahead if self._least is None else max(self._least, ahead)
 
     def _clocks(self) -> dict[str, float | None]:
@@ -190,6 +205,20 @@ class Member(Nodes):
             self._orders.append(Order.END)
         if self._reported_at is not None:
             self.verdict = Verdict(state="lost", exit_status=LOST, cause=text)
+
+
+def _is_meeting_point(value: object) -> bool:
+    """Whether ranks can be told of it: what the head draws is an address and a port."""
+    return isinstance(value, str) and re.fullmatch("tcp://[!-~]{1,300}", value) is not None
+
+
+def _unreadable(message: Mapping[str, Any], error: ValueError) -> str:
+    return f"it sent what cannot be read here, {shown(message['kind'])}: {error}"
+
+
+def _reason(answer: Mapping[str, Any]) -> str:
+    reason = answer.get("reason")
+    return reason if isinstance(reason, str) else "it gave no reason"
 
 
 def _answer(

@@ -7,6 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from anygauge.agent.messages import (
+    Check,
+    field_of,
+    fields_of,
+    is_count,
+    is_signal,
+    is_status,
+    is_text,
+    is_time,
+    is_truth,
+    or_none,
+)
 from anygauge.interface import LOST, STOPPED
 
 
@@ -58,23 +70,47 @@ class Report:
         return asdict(self)
 
 
-def parse_report(record: Mapping[str, Any], *, least: float, most: float) -> Report:
+_ENDING: Mapping[str, Check] = {
+    "time": is_time, "text": is_text, "rank": or_none(is_count), "by_signal": is_truth,
+    "exit_status": is_status, "final": is_truth, "lost": is_truth,
+}  # fmt: skip
+_REPORT: Mapping[str, Check] = {
+    "node_rank": is_count, "host": is_text, "ok": is_truth,
+    "stopped": or_none(lambda value: isinstance(value, dict)),
+    "endings": lambda value: isinstance(value, list | tuple),
+    "signalled_at": or_none(is_time), "signum": or_none(is_signal),
+}  # fmt: skip
+_VERDICT: Mapping[str, Check] = {
+    "state": lambda value: value in ("ok", "stopped", "cancelled", "failed", "lost", "again"),
+    "exit_status": is_status, "cause": or_none(is_text), "final": is_truth, "rendezvous": is_text,
+}  # fmt: skip
+
+
+def parse_report(record: object, *, least: float, most: float) -> Report:
     """A report from another node, its times by the clock of this one.
 
     Args:
         least: seconds that this clock is ahead of the other, at the least.
         most: and at the most; messages between the two took what lies between.
+
+    Raises:
+        ValueError: a field is missing, unknown, or has a value that it cannot have; says which.
     """
     likely = (least + most) / 2
+    fields = fields_of(record, _REPORT)
     endings = []
-    for ending in record["endings"]:
+    for each in fields["endings"]:
+        ending = fields_of(each, _ENDING)
         # A death by signal counts from the earliest moment that it can have come.
         ahead = min(least, most) if ending["by_signal"] else likely
         endings.append(Ending(**{**ending, "time": ending["time"] + ahead}))
-    at = record["signalled_at"]
+    at, stopped = fields["signalled_at"], fields["stopped"]
+    if stopped:
+        field_of(stopped, "step", or_none(is_count))
+        field_of(stopped, "checkpoint", or_none(is_text))
     return Report(
         **{
-            **record,
+            **fields,
             "endings": tuple(endings),
             "signalled_at": None if at is None else at + likely,
         }
@@ -98,6 +134,15 @@ class Verdict:
     cause: str | None = None
     final: bool = True
     rendezvous: str = ""
+
+
+def parse_verdict(record: object) -> Verdict:
+    """What the head says of the job's end.
+
+    Raises:
+        ValueError: a field is missing, unknown, or has a value that it cannot have; says which.
+    """
+    return Verdict(**fields_of(record, _VERDICT))
 
 
 def settle(reports: Sequence[Report]) -> Verdict:

@@ -75,8 +75,22 @@ def without_end(port: int) -> None:
 def noise(port: int) -> None:
     for line in (b"GET / HTTP/1.1\r\n\r\n", b"\0\xff\n", b"null\n", b'{"kind": 5}\n', b"NaN\n"):
         sent(port, line)
-    for number in (None, 5, "", "x" * 31, ["x" * 32]):
+    odd = (
+        None,
+        5,
+        "",
+        "x" * 31,
+        ["x" * 32],
+        "x" * 32,
+        "\ud800" * 32,
+        "\u0660" * 32,
+        "0" * 31 + "\n",
+    )
+    for number in (*odd, 10**400, float("nan"), float("inf")):
         sent(port, json.dumps({"kind": "hello", "number": number}).encode() + b"\n")
+    for line in (b'"\\ud800"', b'"\xed\xa0\x80"', b"1" * 5_000, b"1e999"):
+        sent(port, b'{"kind": "hello", "number": %s}\n' % line)
+        sent(port, b'{"kind": %s}\n' % line)
     sent(port, json.dumps({"kind": "join", "token": "of another"}).encode() + b"\n")
 
 
@@ -120,10 +134,15 @@ def badly_introduced(port: int) -> None:
         ({**INTRODUCTION, "node_rank": True}, "'node_rank' is not a whole number: True"),
         ({**INTRODUCTION, "host": ["x"]}, "'host' is not text"),
         ({**INTRODUCTION, "settings": {"A": 1}}, "'settings' is not a mapping"),
+        ({**INTRODUCTION, "\ud800": 1}, "'?' is unknown"),
+        ({**INTRODUCTION, "nodes": "\ud800"}, "'nodes' is not a whole number: '?'"),
     ):
         reason = introduced(port, record)
         assert said in reason and "cannot be read here" in reason
-    assert "cannot be read here" in introduced(port, INTRODUCTION, clock="now")
+    clocks: tuple[Any, ...] = ("now", None, True, 10**400, float("nan"), float("inf"), [], {})
+    for clock in clocks:
+        reason = introduced(port, INTRODUCTION, clock=clock)
+        assert "cannot be read here: 'clock' has a value that it cannot have" in reason
 
 
 @pytest.mark.parametrize("attack", [deep, without_end, noise, unproven, badly_introduced])
@@ -201,14 +220,15 @@ def recorded(port: int, to: int, heard: list[bytes]) -> threading.Thread:
 
     def run() -> None:
         with listener, listener.accept()[0] as member, connected(to) as head:
-            back = threading.Thread(target=pass_on, args=(head, member, []))
+            member.settimeout(PATIENCE_S)
+            back = threading.Thread(target=pass_on, args=(head, member, []), daemon=True)
             back.start()
             pass_on(member, head, heard)
             back.join(PATIENCE_S)
 
     listener = socket.create_server(("127.0.0.1", port))
     listener.settimeout(PATIENCE_S)
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
 
@@ -250,7 +270,7 @@ def test_a_false_head_learns_nothing_and_is_not_obeyed(cluster: Cluster) -> None
                     while data := member.recv(65536):
                         heard.append(data)
 
-    thread = threading.Thread(target=false_head)
+    thread = threading.Thread(target=false_head, daemon=True)
     thread.start()
     with pytest.raises(AnygaugeError, match="that agent is of another job"):
         meet(
@@ -277,6 +297,16 @@ def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
     one.seal(key, "head", "member")
     two.seal(key, "member", "head")
     return one, two, inner_left, inner_right
+
+
+@pytest.mark.parametrize("number", ["\ud800" * 32, "x" * 32, "", None, 10**400])
+def test_a_head_that_draws_no_number_is_none(number: Any) -> None:
+    inside, outside = socket.socketpair()
+    with outside:
+        application = Application(Link(inside, "the head"), TOKEN, {"clock": 0.0})
+        outside.sendall(json.dumps({"kind": "number", "number": number}).encode() + b"\n")
+        assert application.advance() is None
+        assert application.link.why == UNPROVEN
 
 
 @pytest.mark.parametrize(

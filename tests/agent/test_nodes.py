@@ -201,7 +201,7 @@ def test_settings_that_all_must_share_are_compared(cluster: Cluster) -> None:
         except AnygaugeError as error:
             causes[node] = str(error)
 
-    threads = [threading.Thread(target=join, args=(node,)) for node in (0, 1)]
+    threads = [threading.Thread(target=join, args=(node,), daemon=True) for node in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
