@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.cluster import Cluster
+from tests.helpers.processes import end
 
 
 @pytest.fixture
@@ -15,7 +16,4 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Agents that end with the test."""
     one = Cluster(tmp_path)
     yield one
-    for agent in one.agents.values():
-        if agent.poll() is None:
-            agent.kill()
-            agent.communicate()
+    end(*(agent for agent in one.agents.values() if agent.poll() is None))

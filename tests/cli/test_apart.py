@@ -19,6 +19,7 @@ import yaml
 
 from anygauge.interface import Job
 from tests.agent.fakes import until
+from tests.helpers.processes import end
 from tests.helpers.runs import anygauge, run_file
 from tests.launchers.apart import Client, events_text
 
@@ -219,14 +220,15 @@ def test_a_signal_during_submission_waits_until_the_job_is_known(
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
-    until(lambda: client.has_asked("create", "json"), "the submission")
-    time.sleep(0.5)
-    os.killpg(process.pid, signum)  # as a terminal does
-    until(lambda: client.has_asked("delete"), "the cancellation")
-    launched = json.loads((tmp_path / "out" / "tiny" / "launched.json").read_text())
-    assert launched["record"]["kind"] == "JobSet"
-    process.kill()
-    process.communicate()
+    try:
+        until(lambda: client.has_asked("create", "json"), "the submission")
+        time.sleep(0.5)
+        os.killpg(process.pid, signum)  # as a terminal does
+        until(lambda: client.has_asked("delete"), "the cancellation")
+        launched = json.loads((tmp_path / "out" / "tiny" / "launched.json").read_text())
+        assert launched["record"]["kind"] == "JobSet"
+    finally:
+        end(process)
 
 
 def read_until(terminal: int, text: bytes, shown: bytes = b"") -> bytes:
@@ -254,18 +256,19 @@ def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
         os.close(secondary)
-        shown = read_until(primary, b"waits for its pods")
-        os.write(primary, b"\x03")
-        read_until(primary, b"Enter to keep following", shown)
-        os.write(primary, keys)
-        if cancels:
-            until(lambda: client.has_asked("delete"), "the cancellation")
-            process.kill()
-        else:
-            assert process.wait(timeout=60) == 0
-            assert not client.has_asked("delete")
-        process.wait()
-        os.close(primary)
+        try:
+            shown = read_until(primary, b"waits for its pods")
+            os.write(primary, b"\x03")
+            read_until(primary, b"Enter to keep following", shown)
+            os.write(primary, keys)
+            if cancels:
+                until(lambda: client.has_asked("delete"), "the cancellation")
+            else:
+                assert process.wait(timeout=60) == 0
+                assert not client.has_asked("delete")
+        finally:
+            end(process)
+            os.close(primary)
 
 
 def test_launchers_are_listed_with_what_they_can_and_their_proof() -> None:
@@ -304,9 +307,12 @@ def test_who_leaves_leaves_no_process_behind(tmp_path: Path) -> None:
             if entry.name.isdigit() and program in read(entry / "cmdline")
         ]
 
-    until(lambda: client.has_asked("logs"), "a reader")
-    process.terminate()
-    out, _ = process.communicate(timeout=60)
+    try:
+        until(lambda: client.has_asked("logs"), "a reader")
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+    finally:
+        end(process)
     assert process.returncode == 0 and "to see it again: anygauge job follow" in out
     until(lambda: not readers(), "the end of the reader")
 

@@ -29,6 +29,7 @@ from tests.agent.fakes import (
     until,
     write_script,
 )
+from tests.helpers.processes import bounded
 
 STEP = {
     "event": "step",
@@ -297,10 +298,11 @@ def test_ctrl_c_promises_what_comes(
     mark = sends("message", text="mark")
     command = command_line(tmp_path, {0: [*sent, mark, FOREVER]}, "30")
     assert command.stdout is not None
-    while command.stdout.readline() not in ("mark\n", ""):
-        pass
-    command.send_signal(signal.SIGINT)
-    out, err = command.communicate(timeout=PATIENCE_S)
+    with bounded(command, PATIENCE_S):
+        while command.stdout.readline() not in ("mark\n", ""):
+            pass
+        command.send_signal(signal.SIGINT)
+        out, err = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 130
     assert promised in out
     assert ("checkpoint written" in out) is (promised == "a checkpoint written")

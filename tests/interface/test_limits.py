@@ -14,6 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from anygauge.interface import Collectives
 from anygauge.interface.limits import limit_groups, release_groups
+from tests.helpers.processes import end
 
 RANK = Path(__file__).with_name("limits_rank.py")
 REPOSITORY = RANK.parents[2]
@@ -41,9 +42,7 @@ def test_groups_of_other_libraries_take_the_limit_and_patience_suspends_it(tmp_p
     try:
         out, err = ranks[0].communicate(timeout=HANGS_S)
     finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+        end(*ranks)
     assert ranks[0].returncode == 0, err
     seen = json.loads(out.splitlines()[-1])
     assert set(seen) == {"came through", "before", "after"}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from anygauge.interface import AnygaugeError, Collectives
 from anygauge.interface.exchange import LONGEST, Exchange, derived_key
 from anygauge.interface.rendezvous import file_of, listen_at, open_store, tcp_address
+from tests.helpers.processes import end
 
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(),
@@ -44,8 +45,7 @@ def test_who_joins_without_the_secret_is_refused_and_runs_no_code(tmp_path: Path
     try:
         outputs = [process.communicate(timeout=120) for process in processes]
     finally:
-        for process in processes:
-            process.kill()
+        end(*processes)
     said, other = (json.loads(out.splitlines()[-1]) if out else err for out, err in outputs)
     assert "what came from rank 1 (greeting) does not prove" in said, said
     assert other == "joined", other

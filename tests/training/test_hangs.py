@@ -14,6 +14,7 @@ import pytest
 
 from tests.agent.fakes import alive, until
 from tests.helpers.forked import Part, finished
+from tests.helpers.processes import end
 from tests.helpers.runs import run_file
 from tests.training.slow_ranks import SLOW_S
 
@@ -60,8 +61,7 @@ def test_a_rank_that_is_stopped_ends_the_run(
         os.kill(pids[stopped], signal.SIGSTOP)
         _, errors = command.communicate(timeout=LIMIT_S + GRACE_S + SLACK_S)
     finally:
-        command.kill()
-        command.wait()
+        end(command)
     assert command.returncode == 1
     for rank in range(ranks):
         assert re.search(rf"^rank {rank}: (start-up|step \d+, )", errors, re.MULTILINE), errors

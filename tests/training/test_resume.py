@@ -17,6 +17,7 @@ import pytest
 
 from anygauge.interface import STOPPED
 from tests.helpers.forked import Part, finished, random_delays, runs_of
+from tests.helpers.processes import bounded
 from tests.helpers.runs import Run, run_file, trained_here
 
 CLOSE = 2e-5
@@ -25,6 +26,7 @@ CLOSE = 2e-5
 CONSTANT = {"schedule": {"name": "constant"}, "optimizer": {"lr": 1e-2, "weight_decay": 0.1}}
 HELD_OUT = {"eval_fraction": 0.2}
 SINGLE = {"strategy": {"name": "single"}}
+PATIENCE_S = 240.0
 
 
 def lengths(steps: int, **more: Any) -> dict[str, Any]:
@@ -187,18 +189,21 @@ def test_the_command_line_stops_and_goes_on(tmp_path: Path) -> None:
     file = run_file(tmp_path, train=lengths(400), **SINGLE)
     command = [sys.executable, "-m", "anygauge.cli", "train", str(file)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    for line in process.stdout:
-        if line.startswith("step 3/"):
-            break
-    process.send_signal(signal.SIGTERM)
-    process.stdout.read()
-    said = process.stderr.read()
-    assert process.wait() == STOPPED
+    assert process.stdout is not None
+    with bounded(process, PATIENCE_S):
+        for line in process.stdout:
+            if line.startswith("step 3/"):
+                break
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == STOPPED, said
     assert "stopped at request after step" in said
     assert "--resume auto" in said
     done = subprocess.run(
-        [*command, "--resume", "auto", "--set", "train.steps=1"], capture_output=True, text=True
+        [*command, "--resume", "auto", "--set", "train.steps=1"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert "steps done)" in done.stdout

@@ -14,6 +14,7 @@ import pytest
 
 from anygauge.interface import Job
 from tests.agent.fakes import until
+from tests.helpers.processes import end
 from tests.helpers.runs import run_file
 
 STEPS = 12
@@ -61,9 +62,7 @@ def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path:
         assert agents[0].returncode == 0, f"{out}\n{err}"
         assert agents[1].wait(timeout=60) == 0
     finally:
-        for agent in agents:
-            agent.kill()
-            agent.communicate()
+        end(*agents)
     assert "restart 1 of 1" in out
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in records if "loss" in each] == list(range(1, STEPS + 1))
