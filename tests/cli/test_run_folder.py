@@ -14,11 +14,14 @@ import pytest
 
 from anygauge.cli import run as command
 from anygauge.cli.failed_start import clear, took_no_step
+from anygauge.cli.plan import read_intent
 from anygauge.cli.run_folder import claimed, logs_of, made_ready, run_folder
 from anygauge.interface import AnygaugeError
 from anygauge.interface.job import START, Job
 from anygauge.interface.start import put_in_place, settled
 from anygauge.registry import Registry
+from anygauge.training.checkpoints.identity import identity_of_file
+from tests.helpers.checkpoints import RECORD, write
 from tests.helpers.runs import anygauge, run_file
 
 TIMEOUT_S = 200
@@ -184,11 +187,19 @@ def test_a_job_without_staging_is_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_after_a_start_that_failed_the_next_run_has_its_name(tmp_path: Path) -> None:
-    """Positions that the model does not have: ranks alone look."""
+def test_after_a_start_that_failed_the_next_run_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of which one bit has turned: ranks alone sum its files."""
     single = {"strategy": {"name": "single"}}
     file = run_file(tmp_path, train={"steps": 1}, **single)
-    failed = anygauge(["train", file, "--set", "data.max_length=9999"], timeout_s=TIMEOUT_S)
+    identity = identity_of_file(read_intent(file, [], {}, need_device=False).run)
+    monkeypatch.setitem(RECORD, "identity", identity)
+    turned = write(tmp_path / "old/checkpoints/step-00000003")
+    content = bytearray((turned / "state-00001.safetensors").read_bytes())
+    content[-1] ^= 1
+    (turned / "state-00001.safetensors").write_bytes(content)
+    failed = anygauge(["train", file, "--resume", turned], timeout_s=TIMEOUT_S)
     folder = tmp_path / "out" / "tiny"
     assert failed.returncode != 0
     assert f"run: {folder}\n" in failed.stdout
@@ -196,7 +207,8 @@ def test_after_a_start_that_failed_the_next_run_has_its_name(tmp_path: Path) -> 
     good = anygauge(["train", file], timeout_s=TIMEOUT_S)
     assert good.returncode == 0, good.stderr
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
-    assert "9999" not in (folder / "logs/rank0.log").read_text()
+    assert "SHA-256" in failed.stderr
+    assert "SHA-256" not in (folder / "logs/rank0.log").read_text()
 
 
 @pytest.mark.slow
