@@ -14,7 +14,7 @@ from anygauge.cli.plan import read_intent
 from anygauge.config import dump_run
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.training.checkpoints.identity import identity_of_file
-from tests.helpers.checkpoints import write
+from tests.helpers.checkpoints import RECORD, write
 from tests.helpers.runs import run_file
 
 BOTH = pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry run", "run"])
@@ -80,16 +80,10 @@ def test_a_named_checkpoint_of_another_run(
 ) -> None:
     path = run_file(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("tests.helpers.checkpoints.RECORD", record(identity(path)))
+        patched.setitem(RECORD, "identity", identity(path))
         folder = write(tmp_path / "old/checkpoints/step-00000003")
     with pytest.raises(RunFileError, match=r"belongs to another run: train.seed \(before: 0; now"):
         command(["train", str(path), "--resume", str(folder), "--set", "train.seed=5", *dry])
     with pytest.raises(AssertionError, match="were looked at"):  # it is accepted so far
         command(["train", str(path), "--resume", str(folder), *dry])
     assert not (tmp_path / "out").exists()
-
-
-def record(identity: dict[str, Any]) -> dict[str, Any]:
-    from tests.helpers.checkpoints import RECORD
-
-    return {**RECORD, "identity": identity}
