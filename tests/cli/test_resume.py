@@ -69,7 +69,7 @@ def test_a_named_folder_that_is_no_checkpoint(dry: list[str], tmp_path: Path) ->
         (tmp_path / "old", rf"manifest.json: No such file .* near it: {torn}, {sound}"),
         (torn, r"state-00001.safetensors has 0 bytes"),
     ):
-        with pytest.raises(AnygaugeError, match=f"--resume {folder} is no sound .*{complaint}"):
+        with pytest.raises(AnygaugeError, match=f"--resume {folder} is not a sound .*{complaint}"):
             command(["train", str(path), "--resume", str(folder), *dry])
     assert not (tmp_path / "out").exists()
 
