@@ -125,6 +125,25 @@ class TestSlurm:
         assert status == 0, f"{out}\n{err}"
         assert losses(folder / "out" / "inside") == pytest.approx(here.steps("loss"), rel=1e-6)
 
+    def test_a_rendered_plan_is_handed_to_sbatch(self, up: Target, here: Run) -> None:
+        folder = up.machines.folder
+        path = run_file(folder, name="rendered", strategy={"name": "zero"}, data=gsm8k(folder),
+                        launch=up.launch())  # fmt: skip
+        plan = folder / "a plan's folder"
+        argv = (sys.executable, "-m", "anygauge.cli", "launch", path, "--render", plan)
+        out, err = up.start(*argv).communicate(timeout=PATIENCE_S)
+        assert "to submit it: sbatch " in out, f"{out}\n{err}"
+        out, err = up.start("sbatch", plan / "job.sbatch").communicate(timeout=30)
+        assert out.startswith("Submitted batch job "), f"{out}\n{err}"
+        number = out.split()[-1]
+        until(lambda: number not in self.ask(up, "squeue", "-h", "-o", "%i"), "its end")
+        run = folder / "out" / "rendered"
+        assert losses(run) == pytest.approx(here.steps("loss"), rel=1e-6), (
+            plan / "slurm.log"
+        ).read_text()
+        assert (run / "adapter" / "adapter_model.safetensors").is_file()
+        assert not any(up.of_job().values())
+
     def test_a_warned_job_goes_on_in_a_new_one(self, up: Target) -> None:
         folder = up.machines.folder
         options = {"requeue": True}
