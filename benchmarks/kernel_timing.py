@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anygauge.interface.files import write_text
 from anygauge.registry import Registry
+from anygauge.util.files import write_text
 from benchmarks.ratios import paired, rotated
 
 

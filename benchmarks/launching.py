@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from anygauge.interface.files import write_text
+from anygauge.util.files import write_text
 from benchmarks.ratios import paired, rotated
 
 RUN = """name: {name}

@@ -23,7 +23,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from anygauge.interface.files import write_text
+from anygauge.util.files import write_text
 from benchmarks.entrants import run_file
 from benchmarks.plan import Plan
 from benchmarks.processes import ROOT

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from anygauge.interface.files import write_text
+from anygauge.util.files import write_text
 from benchmarks.entrants import ENTRANTS
 from benchmarks.errors import BenchmarkError
 from benchmarks.measure import Outcome

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from anygauge.interface.files import write_text
+from anygauge.util.files import write_text
 from benchmarks.launching import rows_and_tokenizer
 from benchmarks.ratios import paired, rotated
 from tests.launchers.emulated import LOGIN, machines_with_ssh, quiet_environment, why_not

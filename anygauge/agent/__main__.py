@@ -25,8 +25,8 @@ from anygauge.agent.supervisor import GRACE_S, Supervisor
 from anygauge.agent.verdict import Ending, Report
 from anygauge.agent.wakeup import collect
 from anygauge.interface import LOST, AnygaugeError, Job
-from anygauge.interface.processes import die_with_parent, tie_to_parent
-from anygauge.interface.rendezvous import file_of
+from anygauge.util.processes import die_with_parent, tie_to_parent
+from anygauge.util.rendezvous import file_of
 
 RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> the whole environment of that rank, but for its identity."""

@@ -21,7 +21,7 @@ from anygauge.agent.link import LONGEST_LINE, UNPROVEN, Link
 from anygauge.agent.messages import shown
 from anygauge.agent.nodes import Introduction
 from anygauge.interface import AnygaugeError
-from anygauge.interface.exchange import derived_key
+from anygauge.util.exchange import derived_key
 
 OF_ANOTHER_JOB = "that agent is of another job, or of another version of anygauge"
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from anygauge.interface import AnygaugeError, Job
-from anygauge.interface.files import write_text
-from anygauge.interface.job import START
-from anygauge.interface.start import settled
+from anygauge.util.files import write_text
+from anygauge.util.start import START, settled
 
 OWNER = "job.sha256"
 """In a run directory: whose it is; a record of the last job that asked for it."""

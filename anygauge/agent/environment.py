@@ -10,8 +10,8 @@ from pathlib import Path
 from anygauge.agent.affinity import cores_of_ranks
 from anygauge.agent.node import inspect_node
 from anygauge.interface import Job, NotAvailableError, Scope, missing_fabric
-from anygauge.interface.files import write_text
 from anygauge.registry import Registry, ResolvedSetting, applied, resolve_environment
+from anygauge.util.files import write_text
 
 
 class NodeEnvironment:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.agent.messages import is_time
-from anygauge.interface.processes import describe_exit
+from anygauge.util.processes import describe_exit
 
 LAST_LINES = 15
 _TAIL_BYTES = 64 * 1024

@@ -27,7 +27,7 @@ from anygauge.agent.nodes import (
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.verdict import Ending, Report, parse_report, settle
 from anygauge.interface import AnygaugeError, Job
-from anygauge.interface.rendezvous import listen_at, tcp_address
+from anygauge.util.rendezvous import listen_at, tcp_address
 
 _TURN_S = 0.05
 _MAYBE_TIME = or_none(is_time)

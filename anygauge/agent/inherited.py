@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from anygauge.interface.events import EVENTS_FD
-from anygauge.interface.processes import PARENT_PID
-from anygauge.interface.rendezvous import STORE_FD
+from anygauge.util.events import EVENTS_FD
+from anygauge.util.processes import PARENT_PID
+from anygauge.util.rendezvous import STORE_FD
 
 NAMES = frozenset(
     {

@@ -14,7 +14,7 @@ from typing import Any
 from anygauge.agent.admission import Newcomer
 from anygauge.agent.link import Link
 from anygauge.interface import AnygaugeError
-from anygauge.interface.rendezvous import listen_at
+from anygauge.util.rendezvous import listen_at
 
 MOST_UNKNOWN = 64
 """Connections of unknown senders at once, beside one for each node."""

@@ -17,11 +17,11 @@ from anygauge.agent.affinity import bound
 from anygauge.agent.failures import Failure, from_event, from_exit
 from anygauge.agent.progress import Movement
 from anygauge.interface import STOPPED
-from anygauge.interface.events import EVENTS_FD
-from anygauge.interface.files import write_text
-from anygauge.interface.processes import END_AT_ONCE, parent_environment
-from anygauge.interface.rendezvous import STORE_FD
-from anygauge.interface.start import settled
+from anygauge.util.events import EVENTS_FD
+from anygauge.util.files import write_text
+from anygauge.util.processes import END_AT_ONCE, parent_environment
+from anygauge.util.rendezvous import STORE_FD
+from anygauge.util.start import settled
 
 _PF_EXITING = 0x4  # <linux/sched.h>
 _CHUNKS = 16

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Check, Job, Outcome
-from anygauge.interface.events import EventWriter
-from anygauge.interface.files import write_text
-from anygauge.interface.processes import die_with_parent
+from anygauge.util.events import EventWriter
+from anygauge.util.files import write_text
+from anygauge.util.processes import die_with_parent
 
 CHECK = "collective round trip"
 SIZES = (1_024, 1_048_576, 67_108_864)

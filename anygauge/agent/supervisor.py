@@ -21,7 +21,7 @@ from anygauge.agent.ranks import Rank
 from anygauge.agent.verdict import Ending, Report, Verdict
 from anygauge.agent.wakeup import SIGNALLED, wakened_by_signals
 from anygauge.interface import AnygaugeError, Job
-from anygauge.interface.processes import END_AT_ONCE
+from anygauge.util.processes import END_AT_ONCE
 
 GRACE_S = 5.0
 """Seconds between `END_AT_ONCE` and SIGKILL."""

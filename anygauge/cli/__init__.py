@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from anygauge.interface.errors import AnygaugeError
+from anygauge.util.errors import AnygaugeError
 
 COMMANDS = {
     "train": "Fine-tune a model as a run file says.",

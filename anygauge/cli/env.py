@@ -263,7 +263,7 @@ def environment_table(by_rank: dict[int, list[ResolvedSetting]], *, values: bool
 
 
 def _shell(one: ResolvedSetting, *, values: bool) -> str:
-    from anygauge.interface.hiding import holds_secret
+    from anygauge.util.hiding import holds_secret
 
     if one.value is None:
         return f"unset {one.name}"

@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 
 from anygauge.interface import AnygaugeError
-from anygauge.interface.files import read_text
-from anygauge.interface.job import START
+from anygauge.util.files import read_text
+from anygauge.util.start import START
 
 LOCK = ".lock"
 METRICS = "metrics.jsonl"

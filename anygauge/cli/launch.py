@@ -83,7 +83,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
 
     from anygauge.config import dump_run
     from anygauge.interface import UsageError
-    from anygauge.interface.files import write_text
+    from anygauge.util.files import write_text
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
@@ -164,7 +164,7 @@ def _without_secrets(intent: Intent) -> tuple[Intent, list[str]]:
     """The intent with the names of secret variables where their values were; and these names."""
     import dataclasses
 
-    from anygauge.interface.hiding import holds_secret, is_secret
+    from anygauge.util.hiding import holds_secret, is_secret
 
     job, run = intent.job, intent.run
     secret = [n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)]

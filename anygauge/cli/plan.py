@@ -180,7 +180,7 @@ def refuse_secrets(run: Any) -> None:
     Raises:
         RunFileError: a variable with a secret's name, or a value that holds one, is in it.
     """
-    from anygauge.interface.hiding import holds_secret, is_secret
+    from anygauge.util.hiding import holds_secret, is_secret
 
     held = {n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)}
     for where, names in (

@@ -19,8 +19,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
-from anygauge.interface import AnygaugeError, Setting, errors
-from anygauge.interface.processes import describe_exit, parent_environment
+from anygauge.interface import AnygaugeError, Setting
+from anygauge.util import errors
+from anygauge.util.processes import describe_exit, parent_environment
 
 if TYPE_CHECKING:
     from anygauge.cli.plan import Intent

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from anygauge.cli.failed_start import LOCK, clear, took_no_step
 from anygauge.interface import AnygaugeError
-from anygauge.interface.job import START
+from anygauge.util.start import START
 
 RUN_FILE = "run.yaml"
 RENDEZVOUS = "rendezvous"

@@ -20,8 +20,7 @@ from rich.text import Text
 from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.cli.run_folder import LAUNCHED, logs_of
 from anygauge.interface import STOPPED, RunningJob
-from anygauge.interface.job import START
-from anygauge.interface.start import settled
+from anygauge.util.start import START, settled
 
 Event = Mapping[str, Any]
 

@@ -74,8 +74,8 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     from anygauge.cli.terminal import deferred, follow
     from anygauge.config import dump_run
     from anygauge.interface import AnygaugeError, UsageError
-    from anygauge.interface.files import write_text
-    from anygauge.interface.job import START
+    from anygauge.util.files import write_text
+    from anygauge.util.start import START
 
     job, run = intent.job, intent.run
     name = run.launch.launcher

@@ -30,7 +30,7 @@ from anygauge.config.paths import (
 )
 from anygauge.config.schema import RunFile
 from anygauge.interface import RunFileError
-from anygauge.interface.files import read_bounded
+from anygauge.util.files import read_bounded
 
 MOST_BYTES = 2**20
 """Of a run file. One with a chat template in it has some ten thousand."""

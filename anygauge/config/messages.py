@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
 from anygauge.config.document import Node
 from anygauge.config.origin import Problem, dotted
-from anygauge.interface.hiding import is_secret
+from anygauge.util.hiding import is_secret
 
 _MOST = 500
 """Complaints that are put in words. Whoever has that many needs the first of them."""

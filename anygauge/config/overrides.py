@@ -10,7 +10,7 @@ from typing import Any
 from anygauge.config.document import MOST_LEVELS, Node, NotYaml, merge, plain, read_yaml
 from anygauge.config.messages import is_private
 from anygauge.config.origin import Origin, Problem
-from anygauge.interface.hiding import HIDDEN
+from anygauge.util.hiding import HIDDEN
 
 _SHOWN = 300
 _EXAMPLE = "such as --set train.steps=10"

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from anygauge.interface import DataError
-from anygauge.interface.files import flush, write_text
+from anygauge.util.files import flush, write_text
 
 OFF = "off"
 VARIABLE = "ANYGAUGE_CACHE"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from anygauge.data.cache import unreadable
 from anygauge.interface import DataError
-from anygauge.interface.files import read_bounded
+from anygauge.util.files import read_bounded
 
 MOST_LINE = 2**25
 """Bytes of a line; its text is bounded below that (`forms.MOST_TEXT`), JSON writes more."""

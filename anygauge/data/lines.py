@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from anygauge.data.cache import Cache, key_of, quick_identity, unreadable
 from anygauge.data.files import BOM, LINE_MARK, MOST_LINE, Record, parse_object, refuse_long_line
 from anygauge.interface import DataError
-from anygauge.interface.files import open_regular
+from anygauge.util.files import open_regular
 
 _BLOCK = 2**24
 _BEGIN = 4096

@@ -11,7 +11,7 @@ from anygauge.config.paths import CHAT_TEMPLATE, holds_template
 from anygauge.data.chat import Turn
 from anygauge.data.template_bounds import TemplateBoundError, bounded
 from anygauge.interface import DataError, ModelError, RunFileError
-from anygauge.interface.files import read_bounded
+from anygauge.util.files import read_bounded
 
 Span = tuple[int, int]
 Tools = Sequence[dict[str, Any]] | None

@@ -1,25 +1,173 @@
-"""The contract of a device: `BackendSpec` to be found, `Backend` to be used."""
+"""The contract of a device: `BackendSpec` to be found, `Backend` to be used.
+
+What a backend finds on a machine is a `Probe`, as three separate questions. A probe is cheap and
+pure: it looks at device files, version files and `importlib.util.find_spec`, imports nothing heavy
+and changes nothing.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from anygauge.interface.collectives import Collectives
-from anygauge.interface.errors import RunFileError
-from anygauge.interface.fabric import ETHERNET, ChosenFabric, Fabric, choose_fabric
-from anygauge.interface.graph import Graph
+from anygauge.interface.environment import (
+    ETHERNET,
+    ChosenFabric,
+    Decision,
+    EnvironmentRule,
+    Fabric,
+    Scope,
+    Setting,
+    Situation,
+    choose_fabric,
+)
 from anygauge.interface.job import Job, Node
-from anygauge.interface.placement import Placement
-from anygauge.interface.probe import Probe
-from anygauge.interface.profile import LaunchProfile
-from anygauge.interface.rules import Decision, EnvironmentRule, Situation
-from anygauge.interface.settings import Scope, Setting
-from anygauge.interface.support import Level, Support
+from anygauge.interface.launch import LaunchProfile
+from anygauge.interface.placement import Graph, Placement
+from anygauge.util.errors import RunFileError
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "API_VERSION",
+    "CAPABILITIES",
+    "FULL",
+    "Backend",
+    "BackendSpec",
+    "Check",
+    "Finding",
+    "Level",
+    "Outcome",
+    "Presence",
+    "Probe",
+    "Requirement",
+    "Support",
+]
+
+
+class Level(enum.Enum):
+    """How far a capability reaches. The last four are refusals for different causes."""
+
+    FULL = "full"
+    PARTIAL = "partial"
+    UNSUPPORTED_BY_HARDWARE = "unsupported by the hardware"
+    UNSUPPORTED_BY_VERSION = "unsupported by this version"
+    NOT_WRITTEN_YET = "not written yet"
+    SWITCHED_OFF = "switched off"
+
+    def __bool__(self) -> bool:
+        return self in (Level.FULL, Level.PARTIAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """One capability's level and its reason; anything short of full must give one."""
+
+    level: Level
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.level is not Level.FULL and not self.reason:
+            raise ValueError(f"Support({self.level.name}) needs a reason")
+
+    def __bool__(self) -> bool:
+        return bool(self.level)
+
+    def __str__(self) -> str:
+        return self.level.value + (f" ({self.reason})" if self.reason else "")
+
+
+FULL = Support(Level.FULL)
+
+
+class Presence(enum.Enum):
+    """The answer to one question. ``NOT_NEEDED``: this backend has nothing to find there."""
+
+    YES = "yes"
+    NO = "no"
+    NOT_NEEDED = "not needed"
+
+    def __bool__(self) -> bool:
+        return self is not Presence.NO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One question's answer.
+
+    Attributes:
+        presence: whether it is there.
+        detail: what was seen or missed, in words.
+        looked_at: the paths, modules or files that were examined.
+    """
+
+    presence: Presence
+    detail: str
+    looked_at: tuple[str, ...] = ()
+
+    @classmethod
+    def yes(cls, detail: str, *looked_at: str) -> Finding:
+        """It is there."""
+        return cls(presence=Presence.YES, detail=detail, looked_at=looked_at)
+
+    @classmethod
+    def no(cls, detail: str, *looked_at: str) -> Finding:
+        """It is not there."""
+        return cls(presence=Presence.NO, detail=detail, looked_at=looked_at)
+
+    @classmethod
+    def not_needed(cls, detail: str = "nothing to look for") -> Finding:
+        """The backend has no use for it."""
+        return cls(presence=Presence.NOT_NEEDED, detail=detail)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """What one backend found.
+
+    Attributes:
+        devices: are there devices of this vendor (not merely a device file of that name)?
+        driver: is the kernel driver loaded?
+        software: is the software that drives it installed?
+        device_count: how many devices, or None where that cannot be known without opening them.
+    """
+
+    devices: Finding
+    driver: Finding
+    software: Finding
+    device_count: int | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def available(self) -> bool:
+        """True if all three questions are answered yes, or need no answer."""
+        return bool(self.devices.presence and self.driver.presence and self.software.presence)
+
+    @property
+    def has_hardware(self) -> bool:
+        """True if the vendor's devices were really seen (whatever the driver and software say)."""
+        return self.devices.presence is Presence.YES
+
+    @property
+    def reason(self) -> str:
+        """One line: why it is available, or everything that is missing."""
+        parts = [
+            (title, finding)
+            for title, finding in (
+                ("device", self.devices),
+                ("driver", self.driver),
+                ("software", self.software),
+            )
+        ]
+        missing = [f"{title}: {f.detail}" for title, f in parts if not f.presence]
+        if missing:
+            return "; ".join(missing)
+        return "; ".join(f.detail for _, f in parts if f.presence is Presence.YES) or "always there"
+
 
 API_VERSION = 0
 """Version of this contract. 0 is provisional: it may change between releases."""

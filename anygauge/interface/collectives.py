@@ -14,14 +14,18 @@ import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface.exchange import Exchange
-from anygauge.interface.limits import PATIENT_S, limit_groups, release_groups
 from anygauge.interface.placement import HOST_DEVICE
-from anygauge.interface.rendezvous import open_store
+from anygauge.util.exchange import Exchange
+from anygauge.util.limits import PATIENT_S, limit_groups, release_groups
+from anygauge.util.rendezvous import open_store
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+__all__ = [
+    "Collectives",
+]
 
 
 class Collectives:

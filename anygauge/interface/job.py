@@ -8,11 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface.errors import AnygaugeError
-from anygauge.interface.profile import LaunchProfile
+from anygauge.interface.launch import LaunchProfile
+from anygauge.util.errors import AnygaugeError
+from anygauge.util.start import START
 
-START = ".start"
-"""In a run directory: files of a start that is not accepted yet (`anygauge.interface.start`)."""
+__all__ = [
+    "Job",
+    "NetworkInterface",
+    "Node",
+    "RdmaDevice",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,79 @@
-"""Specs of the other plugin kinds: kernels, launchers and trackers."""
+"""Hooks, and the specs that kernels, launchers and trackers announce themselves with.
+
+A plugin implements some of the hooks with `hookimpl` in a module named by an entry point. In
+``pyproject.toml``::
+
+    [project.entry-points.anygauge]
+    mine = "anygauge_mine"
+
+Discovery is all that a hook does; what it returns is used as plain objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from anygauge.interface.job import Job
+import pluggy
+
+from anygauge.interface.environment import Setting
+from anygauge.interface.job import Job, Node
+
+if TYPE_CHECKING:
+    from anygauge.interface.backend import Backend, BackendSpec
+
+__all__ = [
+    "ABILITIES",
+    "BatchFile",
+    "KernelSpec",
+    "Launcher",
+    "LauncherSpec",
+    "Plan",
+    "PlannedFile",
+    "PlannedProcess",
+    "RunStatus",
+    "RunningJob",
+    "Tracker",
+    "TrackerContext",
+    "TrackerOption",
+    "TrackerSpec",
+    "hookimpl",
+]
+
+PROJECT = "anygauge"
+ENTRY_POINT_GROUP = "anygauge"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def anygauge_provide_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body]
+    """Announce devices. Imports no torch."""
+
+
+@hookspec
+def anygauge_provide_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-body]
+    """Announce implementations of operations. Imports no torch."""
+
+
+@hookspec
+def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empty-body]
+    """Announce ways to start a job on one or many machines."""
+
+
+@hookspec
+def anygauge_provide_trackers() -> Iterable[TrackerSpec]:  # type: ignore[empty-body]
+    """Announce receivers of metrics."""
+
+
+@hookspec
+def anygauge_tune_environment(  # type: ignore[empty-body]
+    backend: Backend, job: Job, node: Node, settings: Sequence[Setting]
+) -> Iterable[Setting]:
+    """A site adds or changes variables: what is returned wins over the backend's of that name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

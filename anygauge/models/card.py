@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
-from anygauge.interface.files import write_text
+from anygauge.util.files import write_text
 
 FILE = "README.md"
 TRAINING = "## Training"

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
-from anygauge.interface.files import usual_mode
 from anygauge.models.adapter import ADAPTER_NAME
 from anygauge.models.factory import dtype_name
 from anygauge.models.start import CONFIG_FILE, WEIGHTS_FILE
 from anygauge.models.verify import UNVERIFIED, VerificationError
+from anygauge.util.files import usual_mode
 
 
 @contextlib.contextmanager

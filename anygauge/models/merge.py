@@ -12,11 +12,11 @@ from torch import nn
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import HOST_DEVICE, ModelError
-from anygauge.interface.files import write_text
 from anygauge.models import card
 from anygauge.models.export import completed, save_model
 from anygauge.models.generate import load_for_inference
 from anygauge.models.verify import probe_tokens, relative_difference
+from anygauge.util.files import write_text
 
 TOLERANCE = 1e-3
 """Largest relative difference of float32 logits between base with adapter and merged model."""

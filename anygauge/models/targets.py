@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.checks import expression_complaint
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
-from anygauge.interface.processes import describe_exit
+from anygauge.util.processes import describe_exit
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Backend, Job, Node, PluginError, Setting
-from anygauge.interface.hiding import HIDDEN, is_secret, without_secrets
 from anygauge.registry.plugins import BLOCK_VARIABLE, TUNING_HOOK, LoadedPlugin
 from anygauge.registry.registry import Registry
 from anygauge.registry.words import describe, plugin_words
+from anygauge.util.hiding import HIDDEN, is_secret, without_secrets
 
 USER = "user"
 RUN_FILE = "run file"

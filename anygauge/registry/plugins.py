@@ -25,9 +25,9 @@ from anygauge.interface import (
     LauncherSpec,
     PluginError,
     TrackerSpec,
-    hooks,
 )
-from anygauge.interface.hooks import ENTRY_POINT_GROUP, PROJECT
+from anygauge.interface import plugins as hooks
+from anygauge.interface.plugins import ENTRY_POINT_GROUP, PROJECT
 from anygauge.registry.words import describe, did_you_mean, plugin_words
 
 BLOCK_VARIABLE = "ANYGAUGE_BLOCK_PLUGINS"

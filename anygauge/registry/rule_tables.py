@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anygauge.interface import HOST_DEVICE, Backend
-from anygauge.interface.files import write_text
 from anygauge.registry.registry import Registry
+from anygauge.util.files import write_text
 
 HEAD = f"""# Environment
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import FULL, Job
-from anygauge.interface.files import write_text
 from anygauge.testing.process import COLLECTIVE_TIMEOUT_S, Subject
+from anygauge.util.files import write_text
 
 TIMEOUT_S = 900.0
 

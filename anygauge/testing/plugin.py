@@ -131,8 +131,8 @@ class _Reporter:
                     red=True,
                 )
             return
-        from anygauge.interface.files import write_text
         from anygauge.testing.report import written
+        from anygauge.util.files import write_text
 
         for name in files:
             write_text(Path(name), written(list(self._reports.values()), Path(name).suffix))

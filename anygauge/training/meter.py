@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import Backend, RunStatus
-from anygauge.interface.events import EventWriter
-from anygauge.interface.files import write_text
 from anygauge.models.flops import StepFlops
 from anygauge.training.system import SystemSampler
 from anygauge.training.trackers.group import Trackers
+from anygauge.util.events import EventWriter
+from anygauge.util.files import write_text
 
 LARGEST_EXPONENT = 700.0
 """Beyond it exp overflows a float."""

@@ -20,9 +20,9 @@ from typing import NoReturn
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError
-from anygauge.interface.events import EventWriter
-from anygauge.interface.processes import die_with_parent
 from anygauge.training.checks import Question, check_run, nothing
+from anygauge.util.events import EventWriter
+from anygauge.util.processes import die_with_parent
 
 GIB = 2**30
 MODEL_LIMIT = 4 * GIB

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 from anygauge.interface import Collectives
-from anygauge.interface.events import EventWriter
+from anygauge.util.events import EventWriter
 
 _EVERY_S = 1.0
 

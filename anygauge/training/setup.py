@@ -27,8 +27,6 @@ from anygauge.interface import (
     Job,
     UnsupportedError,
 )
-from anygauge.interface.events import EventWriter
-from anygauge.interface.start import put_in_place, settled
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
@@ -69,6 +67,8 @@ from anygauge.training.progress import Progress
 from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.checks import check_trackers
 from anygauge.training.trackers.group import no_trackers, open_trackers
+from anygauge.util.events import EventWriter
+from anygauge.util.start import put_in_place, settled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,7 +284,7 @@ def prepare_run(
         progress=rank.progress,
     )
     if rank.index == 0:
-        put_in_place(job)
+        put_in_place(job.start_directory, Path(job.run_directory))
     meter = RunMeter(
         path=Path(job.run_directory) / "metrics.jsonl",
         rank=rank.index,

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import STOPPED, AnygaugeError, Backend, Job
-from anygauge.interface.events import EventWriter
-from anygauge.interface.files import write_text
-from anygauge.interface.processes import die_with_parent
-from anygauge.interface.rendezvous import STORE_FD
-from anygauge.interface.start import settled
 from anygauge.training.progress import Progress
+from anygauge.util.events import EventWriter
+from anygauge.util.files import write_text
+from anygauge.util.processes import die_with_parent
+from anygauge.util.rendezvous import STORE_FD
+from anygauge.util.start import settled
 
 GIB = 2**30
 

@@ -22,8 +22,8 @@ from anygauge.interface import (
     PlannedFile,
     RunFileError,
 )
-from anygauge.interface.files import write_text
-from anygauge.interface.job import START
+from anygauge.util.files import write_text
+from anygauge.util.start import START
 from anygauge_launchers.clients import NoAnswerError, ask
 from anygauge_launchers.options import Options
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from anygauge.interface.processes import tie_to_parent
+from anygauge.util.processes import tie_to_parent
 
 ASK_S = 5.0
 _OVERLAP_MS = 60_000

@@ -21,9 +21,9 @@ from anygauge.interface import (
     RunningJob,
     UnsupportedError,
 )
-from anygauge.interface.files import write_text
-from anygauge.interface.processes import parent_environment
-from anygauge.interface.start import settled
+from anygauge.util.files import write_text
+from anygauge.util.processes import parent_environment
+from anygauge.util.start import settled
 from anygauge_launchers.options import Options, read_options
 
 

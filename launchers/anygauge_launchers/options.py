@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anygauge.interface import RunFileError
-from anygauge.interface.hiding import holds_secret, is_secret
+from anygauge.util.hiding import holds_secret, is_secret
 
 Seconds = Annotated[float, Field(ge=0, lt=86400)]
 

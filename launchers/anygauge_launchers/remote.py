@@ -22,9 +22,9 @@ from anygauge.interface import (
     RunningJob,
     UnsupportedError,
 )
-from anygauge.interface.files import write_text
-from anygauge.interface.processes import describe_exit, parent_environment
-from anygauge.interface.start import settled
+from anygauge.util.files import write_text
+from anygauge.util.processes import describe_exit, parent_environment
+from anygauge.util.start import settled
 from anygauge_launchers.held import keep
 
 Event = Mapping[str, Any]

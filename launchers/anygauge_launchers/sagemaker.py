@@ -23,7 +23,7 @@ from anygauge.interface import (
     PlannedProcess,
     UnsupportedError,
 )
-from anygauge.interface.files import write_text
+from anygauge.util.files import write_text
 from anygauge_launchers.apart import moved, short_name, submitted
 from anygauge_launchers.clients import ask, last_line, words
 from anygauge_launchers.options import read_options

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Job
-from anygauge.interface.files import write_text
+from anygauge.util.files import write_text
 
 CONFIG, FAILURE = "/opt/ml/input/config", "/opt/ml/output/failure"
 CHANNELS, RUNS = "/opt/ml/input/data", "/opt/ml/checkpoints"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anygauge.interface import LOST, AnygaugeError
-from anygauge.interface.processes import parent_environment
+from anygauge.util.processes import parent_environment
 from anygauge_launchers.clients import NotInstalledError, last_line
 
 Event = Mapping[str, Any]

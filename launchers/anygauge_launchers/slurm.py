@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from anygauge.interface import LOST, STOPPED, BatchFile, Job, Plan, PlannedFile, PlannedProcess
-from anygauge.interface.job import START
+from anygauge.util.start import START
 from anygauge_launchers.options import Options, read_options
 from anygauge_launchers.remote import RemoteJob
 from anygauge_launchers.slurm_batch import NAME, batch_text

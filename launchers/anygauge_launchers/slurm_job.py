@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anygauge.interface import LOST, AnygaugeError, Plan, UnsupportedError
-from anygauge.interface.files import write_text
+from anygauge.util.files import write_text
 from anygauge_launchers.clients import ask, last_line
 
 Event = Mapping[str, Any]

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from anygauge.interface.processes import die_with_parent
+from anygauge.util.processes import die_with_parent
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from anygauge.interface import STOPPED
-from anygauge.interface.events import EventWriter
-from anygauge.interface.processes import die_with_parent
+from anygauge.util.events import EventWriter
+from anygauge.util.processes import die_with_parent
 
 
 def wait_for(path: Path) -> None:

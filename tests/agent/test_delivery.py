@@ -9,8 +9,7 @@ import pytest
 
 from anygauge.agent.delivery import OWNER, bring_run_file, claim, read_secrets
 from anygauge.interface import AnygaugeError, Job
-from anygauge.interface.job import START
-from anygauge.interface.start import put_in_place, settled
+from anygauge.util.start import START, put_in_place, settled
 
 
 def job(folder: Path, **fields: Any) -> Job:
@@ -73,7 +72,7 @@ def test_what_another_job_has_left_stays_until_the_ranks_accept(tmp_path: Path) 
     claim(new, 0)  # the cluster starts it again before they do
     assert (home / "run.yaml").read_text() == "name: other\n"
     assert settled(Path(new.run_file)).read_text() == "name: t\n"
-    put_in_place(new)
+    put_in_place(new.start_directory, Path(new.run_directory))
     for node_rank in (1, 0):  # and afterwards
         claim(new, node_rank)
         bring_run_file(new)

@@ -18,7 +18,7 @@ from anygauge.agent.nodes import Nodes
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.supervisor import Supervisor
 from anygauge.interface import STOPPED, Job
-from anygauge.interface.processes import END_AT_ONCE
+from anygauge.util.processes import END_AT_ONCE
 from tests.agent.fakes import (
     FAKE_AGENT,
     FINISHED,

@@ -46,6 +46,7 @@ def test_what_is_imported_is_seen(tmp_path):
 @pytest.mark.parametrize(
     "package",
     [
+        CORE / "util",
         CORE / "interface",
         CORE / "registry",
         CORE / "config",

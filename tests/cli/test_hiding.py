@@ -13,8 +13,8 @@ from anygauge.agent.environment import write_provenance
 from anygauge.cli import dry_run, run
 from anygauge.config import load_run_file
 from anygauge.interface import Job, RunFileError
-from anygauge.interface.files import write_text
 from anygauge.registry import Registry
+from anygauge.util.files import write_text
 from tests.helpers.runs import run_file
 
 VALUE = "hush-hush-hush"

@@ -14,8 +14,7 @@ import yaml
 
 from anygauge.cli import run
 from anygauge.interface import Job, RunFileError, UsageError
-from anygauge.interface.job import START
-from anygauge.interface.start import put_in_place
+from anygauge.util.start import START, put_in_place
 from tests.helpers.runs import run_file
 
 SLURM = {"launcher": "slurm", "nodes": 2, "pass_environment": ["HF_HOME"]}
@@ -163,7 +162,7 @@ def test_the_batch_file_starts_the_agents_that_the_launcher_would(tmp_path: Path
     assert (home / "job.json").read_bytes() == (plan / "job.json").read_bytes()
     assert staged.read_bytes() == (resumed / "run.yaml").read_bytes()
     assert (home / "run.yaml").read_bytes() == (plan / "run.yaml").read_bytes()
-    put_in_place(Job.load(job_file))
+    put_in_place(staged.parent, home)
     assert executed(resumed / "job.sbatch", odd, SLURM_RESTART_COUNT="1").returncode == 0
     assert not staged.parent.exists()
     assert Job.load(job_file).token == Job.load(resumed / "job.json").token

@@ -17,10 +17,10 @@ from anygauge.cli.failed_start import clear, took_no_step
 from anygauge.cli.plan import read_intent
 from anygauge.cli.run_folder import claimed, logs_of, made_ready, run_folder
 from anygauge.interface import AnygaugeError
-from anygauge.interface.job import START, Job
-from anygauge.interface.start import put_in_place, settled
+from anygauge.interface.job import Job
 from anygauge.registry import Registry
 from anygauge.training.checkpoints.identity import identity_of_file
+from anygauge.util.start import START, put_in_place, settled
 from tests.helpers.checkpoints import RECORD, write
 from tests.helpers.runs import anygauge, run_file
 
@@ -150,7 +150,7 @@ def test_the_files_of_a_start_wait_until_they_are_put_in_place(tmp_path: Path) -
     log.write("before, ")
     log.flush()
     assert (folder / "run.yaml").read_text() == "{}"
-    put_in_place(job)
+    put_in_place(job.start_directory, Path(job.run_directory))
     with log:
         log.write("and after")
     assert not start.exists() and job.start_directory == folder
@@ -182,7 +182,7 @@ def test_a_job_without_staging_is_where_it_was(tmp_path: Path) -> None:
     (folder / START).mkdir()  # of a start that was refused
     job = Job(**{**json.loads(staged_job(folder).dump()), "run_file": str(folder / "run.yaml")})
     assert job.start_directory == folder
-    put_in_place(job)
+    put_in_place(job.start_directory, Path(job.run_directory))
     assert (folder / START).exists()
 
 
@@ -277,5 +277,5 @@ def test_a_submission_to_slurm_replaces_nothing_that_ranks_have_not_accepted(
     new = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     new -= {str(path.relative_to(folder)) for path in before}
     assert new == {f"{START}/job.json", "slurm.sh", "variables.json"}
-    put_in_place(job)
+    put_in_place(job.start_directory, Path(job.run_directory))
     assert Job.load(folder / START / "job.json") == job, "a job that is queued again finds it"

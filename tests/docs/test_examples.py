@@ -207,8 +207,8 @@ def test_the_plugin_decides_the_environment(
 
 def test_the_plugin_trains(mine: Path, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from anygauge.config import dump_run
-    from anygauge.interface.events import EventWriter
     from anygauge.training.worker import run_rank
+    from anygauge.util.events import EventWriter
 
     flags = {"backend": "mine"}
     options = ["strategy.name=single", "data.eval_fraction=0.2"]

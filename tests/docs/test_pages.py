@@ -10,9 +10,9 @@ import pytest
 
 from anygauge.cli import COMMANDS
 from anygauge.interface import CAPABILITIES
-from anygauge.interface.events import EVENTS_FD
 from anygauge.registry.plugins import BLOCK_VARIABLE, HOOK_NAMES
 from anygauge.strategies import WORLD_SIZES
+from anygauge.util.events import EVENTS_FD
 from tests.docs.pages import (
     PAGES,
     ROOT,

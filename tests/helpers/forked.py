@@ -101,7 +101,7 @@ def start(part: Part) -> dict[str, Any]:
     from anygauge.cli.plan import read_intent
     from anygauge.cli.run_folder import claimed
     from anygauge.config import dump_run
-    from anygauge.interface.files import write_text
+    from anygauge.util.files import write_text
 
     intent = read_intent(Path(part.file), list(part.overrides), {}, need_device=True)
     job = intent.job

@@ -116,9 +116,9 @@ def trained_here(path: Path) -> Run:
     """
     from anygauge.cli.plan import read_intent
     from anygauge.config import dump_run
-    from anygauge.interface.events import EventWriter
-    from anygauge.interface.files import write_text
     from anygauge.training.worker import run_rank
+    from anygauge.util.events import EventWriter
+    from anygauge.util.files import write_text
 
     intent = read_intent(path, [], {}, need_device=True)
     assert intent.run.strategy.name == "single"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import Job, NetworkInterface, Node, RdmaDevice, RunFileError, missing_fabric
-from anygauge.interface.fabric import choose_fabric
+from anygauge.interface.environment import choose_fabric
 from anygauge_cpu.backend import CpuBackend
 from anygauge_cuda.backend import CudaBackend
 from anygauge_hpu.backend import HpuBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.interface.hiding import HIDDEN, holds_secret, is_secret, without_secrets
+from anygauge.util.hiding import HIDDEN, holds_secret, is_secret, without_secrets
 
 KNOWN = [
     *("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"),

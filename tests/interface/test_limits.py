@@ -13,7 +13,7 @@ import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
 from anygauge.interface import Collectives
-from anygauge.interface.limits import limit_groups, release_groups
+from anygauge.util.limits import limit_groups, release_groups
 from tests.helpers.processes import end
 
 RANK = Path(__file__).with_name("limits_rank.py")

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from anygauge.interface import AnygaugeError, Collectives
-from anygauge.interface.exchange import LONGEST, Exchange, derived_key
-from anygauge.interface.rendezvous import file_of, listen_at, open_store, tcp_address
+from anygauge.util.exchange import LONGEST, Exchange, derived_key
+from anygauge.util.rendezvous import file_of, listen_at, open_store, tcp_address
 from tests.helpers.processes import end
 
 needs_gloo = pytest.mark.skipif(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from anygauge.interface import Backend, Job, Node, PluginError, Scope, Setting
-from anygauge.interface.hiding import is_secret
 from anygauge.registry import applied, resolve_environment, shown_overruled, shown_value
+from anygauge.util.hiding import is_secret
 
 
 def setting(name, value, **more):

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from anygauge.interface import AnygaugeError, Collectives
-from anygauge.interface.files import read_text
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.keeper import losses_in, tidy
 from anygauge.training.checkpoints.resume import find_checkpoint
 from anygauge.training.checkpoints.sound import complaint_about, digest_of
+from anygauge.util.files import read_text
 from tests.helpers.checkpoints import RECORD, exported, write
 
 ALONE = Collectives("none")

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from anygauge.interface import RunFileError
-from anygauge.interface.job import START
 from anygauge.training.checkpoints.finished import check_length, finished_run
+from anygauge.util.start import START
 from tests.helpers.runs import Run, anygauge, run_file
 
 SINGLE: dict[str, Any] = {"strategy": {"name": "single"}}

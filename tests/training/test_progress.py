@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from anygauge.interface import Collectives
-from anygauge.interface.events import EventWriter
 from anygauge.training.progress import Progress
+from anygauge.util.events import EventWriter
 
 
 class Reports:

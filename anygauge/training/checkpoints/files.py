@@ -26,7 +26,6 @@ from typing import Any
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE, AnygaugeError
-from anygauge.interface.files import flush, usual_mode
 from anygauge.strategies.state import PARAMETER, Counters
 from anygauge.training.checkpoints.sound import (
     FORMAT,
@@ -37,6 +36,7 @@ from anygauge.training.checkpoints.sound import (
     read_record,
     state_files,
 )
+from anygauge.util.files import flush, usual_mode
 
 ADAPTER = "adapter"
 SHARD_BYTES = 2 * 2**30

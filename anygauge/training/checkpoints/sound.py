@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from anygauge.interface import AnygaugeError
-from anygauge.interface.files import read_text
+from anygauge.util.files import read_text
 
 FORMAT = 1
 RECORD = "checkpoint.json"

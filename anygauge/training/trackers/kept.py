@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from anygauge.interface.files import write_text
+from anygauge.util.files import write_text
 
 
 class KeptId:

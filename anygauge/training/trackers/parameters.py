@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge.config.schema import RunFile
-from anygauge.interface.hiding import is_secret
+from anygauge.util.hiding import is_secret
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 """User and password in an address."""

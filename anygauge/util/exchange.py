@@ -15,7 +15,7 @@ import os
 import struct
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface.errors import AnygaugeError
+from anygauge.util.errors import AnygaugeError
 
 if TYPE_CHECKING:
     import torch

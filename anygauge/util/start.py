@@ -11,8 +11,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from anygauge.interface.errors import AnygaugeError
-from anygauge.interface.job import START, Job
+from anygauge.util.errors import AnygaugeError
+
+START = ".start"
+"""In a run directory: files of a start that is not accepted yet."""
 
 
 def settled(path: Path) -> Path:
@@ -23,8 +25,8 @@ def settled(path: Path) -> Path:
     return path
 
 
-def put_in_place(job: Job) -> None:
-    """Make the files of an accepted start those of its run; for rank 0.
+def put_in_place(staged: Path, home: Path) -> None:
+    """Make the files of an accepted start, in `staged`, those of its run; for rank 0.
 
     All ranks must have read the run file by then. Logs that the run has are kept under another
     name, such as ``rank0.1.log``: processes still write to the new ones.
@@ -32,7 +34,6 @@ def put_in_place(job: Job) -> None:
     Raises:
         AnygaugeError: a file cannot be moved.
     """
-    staged, home = job.start_directory, Path(job.run_directory)
     if staged == home:
         return
     try:

@@ -11,8 +11,8 @@ import datetime
 import socket
 from typing import TYPE_CHECKING
 
-from anygauge.interface.errors import AnygaugeError
-from anygauge.interface.exchange import derived_key
+from anygauge.util.errors import AnygaugeError
+from anygauge.util.exchange import derived_key
 
 if TYPE_CHECKING:
     import torch.distributed as dist

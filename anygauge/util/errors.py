@@ -16,7 +16,22 @@ A message says what was received, where, what is valid, and what to do next.
 
 from __future__ import annotations
 
-from anygauge.interface.hiding import without_users
+from anygauge.util.hiding import without_users
+
+__all__ = [
+    "LOST",
+    "STOPPED",
+    "AnygaugeError",
+    "DataError",
+    "ModelError",
+    "NonFiniteLossError",
+    "NotAvailableError",
+    "PluginError",
+    "RunFileError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "UsageError",
+]
 
 STOPPED = 75
 """Exit status of a run that was asked to end and wrote a checkpoint to go on from: "temporary

@@ -1,0 +1,301 @@
+"""Variables of a run: settings, the rules that make them, and the network between machines.
+
+A backend states its rules as a table. What a run gets, what ``anygauge env --explain`` shows and
+what the documentation lists are all made from it.
+
+Networks belong to no launcher: the same machines have the same ones, however agents are started
+there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anygauge.interface.job import Job, Node, RdmaDevice
+from anygauge.util.errors import RunFileError
+
+__all__ = [
+    "ETHERNET",
+    "ONE_NODE",
+    "THREADS",
+    "ChosenFabric",
+    "Decision",
+    "EnvironmentRule",
+    "Fabric",
+    "Scope",
+    "Setting",
+    "Situation",
+    "leave",
+    "meeting_interface",
+    "missing_fabric",
+    "named_fabric",
+    "others_up",
+    "shown_by",
+    "use",
+]
+
+
+class Scope(enum.Enum):
+    """Where a setting's value is the same: in the whole job, on one node, or in one rank only."""
+
+    JOB = "job"
+    NODE = "node"
+    RANK = "rank"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One proposed value.
+
+    Attributes:
+        name: an environment variable, or a dotted field of an engine's configuration.
+        value: always a string for the environment; any JSON value for an engine. ``None``
+            in the environment means: remove the variable.
+        scope: where the value holds.
+        reason: why it is set, in one line.
+        source: where that is documented or derived.
+        secret: never shown or stored by value.
+    """
+
+    name: str
+    value: Any
+    scope: Scope = Scope.JOB
+    reason: str
+    source: str
+    secret: bool = False
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fabric:
+    """One kind of network.
+
+    Attributes:
+        name: what users write as ``launch.fabric``.
+        what: the network, in words.
+        seen: pure; what on a machine shows that it has this network. None: nothing does.
+        shows: whether a machine that has it shows it at all; if not, it is never chosen by itself.
+        resource: what a container must ask a cluster for, such as ``vpc.amazonaws.com/efa``.
+        capabilities: what a container must be allowed.
+    """
+
+    name: str
+    what: str
+    seen: Callable[[Node], str | None] = lambda node: None
+    shows: bool = True
+    resource: str | None = None
+    capabilities: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenFabric:
+    """What a job uses between machines.
+
+    Attributes:
+        name: of the fabric; empty where there is nothing to choose or the library chooses.
+        asked: by the user, rather than found.
+    """
+
+    name: str
+    why: str
+    asked: bool = False
+
+
+NO_FABRIC = ChosenFabric(name="", why="all ranks are on one machine")
+
+
+def choose_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> ChosenFabric:
+    """The network between the machines of a job, as this one shows it.
+
+    Raises:
+        RunFileError: the one that was asked for is none of the backend's.
+    """
+    if job.nodes == 1:
+        return NO_FABRIC
+    if job.fabric != AUTO:
+        named = named_fabric(fabrics, job.fabric)
+        return ChosenFabric(name=named.name, why="launch.fabric", asked=True)
+    for fabric in fabrics:
+        seen = fabric.seen(node)
+        if seen is not None:
+            return ChosenFabric(name=fabric.name, why=seen)
+    return ChosenFabric(name="", why="nothing shows which: the library chooses")
+
+
+def named_fabric(fabrics: Sequence[Fabric], name: str) -> Fabric:
+    """The one of a name.
+
+    Raises:
+        RunFileError: there is none; lists them.
+    """
+    found = next((fabric for fabric in fabrics if fabric.name == name), None)
+    if found is None:
+        known = ", ".join((AUTO, *(fabric.name for fabric in fabrics)))
+        raise RunFileError(f"launch.fabric: {name!r}: this backend has {known}")
+    return found
+
+
+def missing_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> str | None:
+    """Why this machine cannot have the network that was asked for; None where it may."""
+    if job.nodes == 1 or job.fabric == AUTO:
+        return None
+    fabric = named_fabric(fabrics, job.fabric)
+    if not fabric.shows or fabric.seen(node) is not None:
+        return None
+    devices = ", ".join(f"{d.name} ({d.driver}, {d.link_layer})" for d in node.rdma_devices)
+    return (
+        f"launch.fabric: {fabric.name}: {node.hostname} does not show {fabric.what}; its RDMA "
+        f"devices: {devices or 'none'}. Another fabric, or auto, does without"
+    )
+
+
+def _ethernet(node: Node) -> str | None:
+    found = node.main_interface or next(iter(node.outward), None)
+    return None if found is None else f"interface {found.name}, and no better network"
+
+
+def shown_by(wanted: Callable[[RdmaDevice], bool]) -> Callable[[Node], str | None]:
+    """Shown by the RDMA devices of a kind."""
+
+    def seen(node: Node) -> str | None:
+        names = [device.name for device in node.rdma_devices if wanted(device)]
+        return f"RDMA devices {', '.join(names)}" if names else None
+
+    return seen
+
+
+ETHERNET = Fabric(name="ethernet", what="TCP over the machine's network interfaces", seen=_ethernet)
+"""What every machine has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """All that a rule may read.
+
+    Attributes:
+        local_rank: whose environment is asked for; None for what the whole node shares.
+        fabric: the network between the machines of the job.
+    """
+
+    job: Job
+    node: Node
+    local_rank: int | None = None
+    fabric: ChosenFabric = NO_FABRIC
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The run file's ``backend_options``."""
+        return self.job.backend_options
+
+    def variable(self, name: str) -> str | None:
+        """What the user, or else the run file, sets for a variable of `Backend.variables`."""
+        return self.node.variables.get(name, self.job.environment.get(name))
+
+    def version(self, library: str) -> tuple[int, int]:
+        """``2.9.0+cu128`` is (2, 9); (0, 0) where the library is not installed or unreadable."""
+        major, _, rest = self.node.libraries.get(library, "").partition(".")
+        minor = rest.partition(".")[0]
+        return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a rule decides in a situation.
+
+    Attributes:
+        value: the variable's value; None removes it.
+        why: in one line, also where it does not apply.
+        applies: whether the variable is touched at all.
+    """
+
+    value: str | None
+    why: str
+    applies: bool = True
+
+
+def use(value: str, why: str) -> Decision:
+    """Give the variable this value."""
+    return Decision(value, why)
+
+
+def leave(why: str) -> Decision:
+    """Do not touch the variable here."""
+    return Decision(None, why, applies=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentRule:
+    """One variable and how its value comes about.
+
+    Attributes:
+        name: the variable.
+        value: the rule in words, for tables: ``1 in lazy mode, else 0``.
+        scope: where the value is the same. Rules of `Scope.RANK` are asked for ranks only.
+        reason: why it is set at all.
+        source: where that is documented.
+        decide: pure; what to do in a situation.
+    """
+
+    name: str
+    value: str
+    scope: Scope
+    reason: str
+    source: str
+    decide: Callable[[Situation], Decision]
+
+    def setting(self, decision: Decision) -> Setting:
+        """The rule's decision as a setting."""
+        return Setting(
+            name=self.name,
+            value=decision.value,
+            scope=self.scope,
+            reason=decision.why,
+            source=self.source,
+        )
+
+
+ONE_NODE = "all ranks are on one machine"
+"""Why a rule about the network between machines leaves its variable."""
+
+
+def others_up(node: Node) -> str:
+    """``; also up: eth1``: interfaces besides the main one that could have been meant."""
+    names = [i.name for i in node.outward if i != node.main_interface]
+    return f"; also up: {', '.join(names)}" if names else ""
+
+
+def meeting_interface(situation: Situation) -> Decision:
+    """The network interface that ranks meet on for messages between hosts."""
+    node = situation.node
+    if situation.job.nodes == 1:
+        if node.loopback is None:
+            return leave("the loopback interface is not up")
+        why = "all ranks are on this machine: works without a host name that resolves"
+        return use(node.loopback.name, why)
+    if node.main_interface is None:
+        return leave("no interface is the obvious one: the host name is resolved")
+    why = "the first interface that is up and physical"
+    return use(node.main_interface.name, why + others_up(node))
+
+
+def _threads(situation: Situation) -> Decision:
+    node, ranks = situation.node, situation.job.devices_per_node
+    return use(
+        str(node.threads_per_rank(ranks)), f"{node.physical_cores} physical cores for {ranks} ranks"
+    )
+
+
+THREADS = EnvironmentRule(
+    name="OMP_NUM_THREADS",
+    value="physical cores / ranks of the machine, at least 1",
+    scope=Scope.RANK,
+    reason="more threads than cores make ranks wait for each other",
+    source="pytorch.org/docs: notes/multiprocessing, on oversubscription",
+    decide=_threads,
+)
+"""Threads of the host's part of a rank."""

@@ -1,0 +1,1 @@
+"""What every layer may use: files, processes, events, errors; imports nothing else of anygauge."""
