@@ -41,10 +41,10 @@ def open_backend(
         PluginError: there is no such backend, or it is broken.
         NotAvailableError: it cannot run on this machine; the message says what is missing.
     """
-    from anygauge.registry import Registry
+    from anygauge.registry import Registry, select_backend
 
     registry = Registry.load()
-    backend = registry.create_backend(registry.select_backend(name), options)
+    backend = registry.create_backend(select_backend(registry, name).spec.name, options)
     backend.open(local_rank)
     return backend
 

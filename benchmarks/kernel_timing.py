@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge.registry import Registry
+from anygauge.registry.kernels import choose_kernels, load_kernel
 from anygauge.util.files import write_text
 from benchmarks.ratios import paired, rotated
 
@@ -208,8 +209,8 @@ def chosen_kernel(operation: str, device: torch.device) -> tuple[str, Callable[.
     registry = Registry.load()
     backends = (registry.create_backend(each.spec.name) for each in registry.backends)
     backend = next(each for each in backends if each.device_type == device.type)
-    choices = registry.resolve_kernels(backend, {})
-    return choices[operation].name, registry.load_kernel(choices, operation)
+    choices = choose_kernels(registry, backend, {})
+    return choices[operation].name, load_kernel(choices, operation)
 
 
 def figures(cases: Sequence[tuple[str, Sequence[Timed]]]) -> Table:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from anygauge.interface import LoraKernel
 from anygauge.models.fused_lora import fuse_lora
 from anygauge.registry import Registry
+from anygauge.registry.kernels import choose_kernels, load_kernel
 from benchmarks.kernel_timing import chosen_device, compare, figures, record
 
 SIZES = ((512, (512,)), (512, (1376,)), (2048, (2048,)), (2048, (2048, 512, 512)))
@@ -91,8 +92,8 @@ def main(
     torch.set_num_threads(threads)
     where = chosen_device(device)
     registry = Registry.load()
-    choices = registry.resolve_kernels(registry.create_backend("cpu"), {"lora_linear": "addmm"})
-    kernel: LoraKernel = registry.load_kernel(choices, "lora_linear")
+    choices = choose_kernels(registry, registry.create_backend("cpu"), {"lora_linear": "addmm"})
+    kernel: LoraKernel = load_kernel(choices, "lora_linear")
     rows = []
     for name in dtype.split(","):
         for width, outs in SIZES:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anygauge.interface import API_VERSION, AnygaugeError, Probe
-from anygauge.registry import AUTO, BLOCK_VARIABLE, Registry, questions
+from anygauge.registry import AUTO, BLOCK_VARIABLE, Registry, questions, select_backend
 
 
 def backends(
@@ -74,7 +74,7 @@ def _probe(probe: Probe) -> dict[str, Any]:
 
 def _auto(registry: Registry) -> dict[str, Any]:
     try:
-        selection = registry.select_backend(AUTO)
+        selection = select_backend(registry, AUTO)
     except AnygaugeError as error:
         return {"chosen": None, "reason": str(error), "rejected": []}
     return {

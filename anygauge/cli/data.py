@@ -38,7 +38,7 @@ def data(
     from anygauge.data import TokenizedRows, accumulation, advice, peek, prepare
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
-    from anygauge.registry import Registry
+    from anygauge.registry import Registry, select_backend
 
     loaded = load_run_file(run_file, list(set_ or ()), {"backend": backend})
     run = loaded.run
@@ -47,8 +47,8 @@ def data(
     ranks = run.launch.nodes * run.launch.devices
     accumulation(run.train.global_batch, run.train.sequences_at_once(ranks), ranks)
     registry = Registry.load()
-    selection = registry.select_backend(run.backend, need_device=False)
-    shapes = registry.create_backend(selection, run.backend_options).graph.shapes
+    selection = select_backend(registry, run.backend, need_device=False)
+    shapes = registry.create_backend(selection.spec.name, run.backend_options).graph.shapes
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     quiet_libraries()
     tokenizer = load_tokenizer(run.model)

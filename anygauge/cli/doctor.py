@@ -56,11 +56,11 @@ def doctor(
 ) -> None:
     """Check this machine for a backend. Exit status 1 if a check failed; 0 otherwise."""
     from anygauge.agent.host_checks import worst
-    from anygauge.registry import AUTO, Registry
+    from anygauge.registry import AUTO, Registry, select_backend
 
     registry = Registry.load()
-    selection = registry.select_backend(backend or AUTO, need_device=False)
-    chosen = registry.create_backend(selection)
+    selection = select_backend(registry, backend or AUTO, need_device=False)
+    chosen = registry.create_backend(selection.spec.name)
     found = _host(chosen, output, hub)
     own = _own(chosen)
     trip = []

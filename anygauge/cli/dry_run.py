@@ -64,7 +64,7 @@ def show(intent: Intent) -> None:
     console.print(environment_table(rank_environments(intent)))
     console.print("\n[bold]Engine configuration[/bold]")
     _show_engine(console, intent, found)
-    backend = intent.registry.create_backend(intent.selection, run.backend_options)
+    backend = intent.registry.create_backend(intent.selection.spec.name, run.backend_options)
     _show_kernels(console, intent, backend)
     _show_plan(console, intent)
     console.print(

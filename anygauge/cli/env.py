@@ -155,7 +155,7 @@ def _job(
     nodes: int | None,
     set_: list[str] | None,
 ) -> tuple[Registry, Job]:
-    from anygauge.registry import Registry
+    from anygauge.registry import Registry, select_backend
 
     registry = Registry.load()
     if run_file is None:
@@ -163,7 +163,7 @@ def _job(
             raise RunFileError(
                 "--set changes a run file: name one, anygauge env RUN.yaml --set ..."
             )
-        selection = registry.select_backend(backend or "auto", need_device=False)
+        selection = select_backend(registry, backend or "auto", need_device=False)
         job = Job(
             name="env",
             run_directory=str(Path.cwd()),
@@ -183,7 +183,7 @@ def _job(
         "launch.nodes": nodes,
     }
     run = load_run_file(run_file, list(set_ or ()), flags).run
-    selection = registry.select_backend(run.backend, need_device=False)
+    selection = select_backend(registry, run.backend, need_device=False)
     job = Job(
         name=run.name,
         run_directory=str(Path(run.output).absolute() / run.name),

@@ -65,13 +65,13 @@ def image(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
 ) -> None:
     """Show a backend's container image, what is in it, and the command that runs it."""
-    from anygauge.registry import AUTO, Registry
+    from anygauge.registry import AUTO, Registry, select_backend
 
     if engine is not None and engine not in ENGINES:
         raise typer.BadParameter(f"{engine} is none of {', '.join(ENGINES)}", param_hint="--engine")
     registry = Registry.load()
-    selection = registry.select_backend(backend or AUTO, need_device=False)
-    chosen = registry.create_backend(selection)
+    selection = select_backend(registry, backend or AUTO, need_device=False)
+    chosen = registry.create_backend(selection.spec.name)
     row = _release(chosen, release)
     name = chosen.launch.image if row is None or release is None else tagged(chosen.name, row)
     if name is None:

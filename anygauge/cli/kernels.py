@@ -13,8 +13,8 @@ from rich.text import Text
 
 from anygauge.cli.plan import BackendOption
 from anygauge.interface import Backend
-from anygauge.registry import AUTO, KernelChoice, Registry
-from anygauge.registry.kernels import unfit
+from anygauge.registry import AUTO, KernelChoice, Registry, select_backend
+from anygauge.registry.kernels import choose_kernels, unfit
 
 
 def kernels(
@@ -23,10 +23,10 @@ def kernels(
 ) -> None:
     """List the kernels of each operation, and what a run on this machine would choose."""
     registry = Registry.load()
-    selection = registry.select_backend(backend or AUTO, need_device=False)
-    chosen = registry.create_backend(selection)
-    packed = registry.resolve_kernels(chosen, {}, packing=True)
-    rows = listing(registry, chosen, registry.resolve_kernels(chosen, {}), packed)
+    selection = select_backend(registry, backend or AUTO, need_device=False)
+    chosen = registry.create_backend(selection.spec.name)
+    packed = choose_kernels(registry, chosen, {}, packing=True)
+    rows = listing(registry, chosen, choose_kernels(registry, chosen, {}), packed)
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "kernels": rows}, indent=2))
         return

@@ -75,7 +75,7 @@ def read_intent(
     from anygauge.cli.run_folder import RENDEZVOUS, run_folder
     from anygauge.config import check_paths, dump_run, load_run_file
     from anygauge.data import accumulation, peek
-    from anygauge.registry import Registry
+    from anygauge.registry import Registry, select_backend
     from anygauge.strategies import check_name
     from anygauge.training.optimizers.checks import check_optimizer
     from anygauge.training.trackers.checks import check_trackers
@@ -102,8 +102,8 @@ def read_intent(
     check_optimizer(run, need_software=need_device)
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
     accumulation(run.train.global_batch, run.train.sequences_at_once(ranks), ranks)
-    selection = registry.select_backend(run.backend, need_device=need_device)
-    profile = profile_of(registry.create_backend(selection, run.backend_options), run)
+    selection = select_backend(registry, run.backend, need_device=need_device)
+    profile = profile_of(registry.create_backend(selection.spec.name, run.backend_options), run)
     folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")
     job = Job(
         name=run.name,

@@ -58,7 +58,7 @@ def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> F
 
     run, job = intent.run, intent.job
     spec = intent.registry.find_launcher(run.launch.launcher).spec
-    backend = intent.registry.create_backend(intent.selection, run.backend_options)
+    backend = intent.registry.create_backend(intent.selection.spec.name, run.backend_options)
     check_settings(
         run,
         backend,

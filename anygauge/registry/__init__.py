@@ -12,11 +12,12 @@ from anygauge.registry.plugins import (
     AUTO,
     BLOCK_VARIABLE,
     BlockedPlugin,
+    Duplicate,
     PluginFailure,
     Provided,
 )
-from anygauge.registry.registry import Duplicate, Registry
-from anygauge.registry.selection import Selection, questions
+from anygauge.registry.registry import Registry
+from anygauge.registry.selection import Selection, questions, select_backend
 
 __all__ = [
     "AUTO",
@@ -33,6 +34,7 @@ __all__ = [
     "applied",
     "questions",
     "resolve_environment",
+    "select_backend",
     "shown_overruled",
     "shown_value",
 ]

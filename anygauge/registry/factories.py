@@ -1,14 +1,28 @@
-"""From a factory's name to the object: the only place that imports what a plugin announced."""
+"""What a spec announced is probed, imported and made here alone, and its faults are named."""
 
 from __future__ import annotations
 
 import importlib
+import queue
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Backend, BackendSpec, NotAvailableError, PluginError
+from anygauge.interface import (
+    AnygaugeError,
+    Backend,
+    BackendSpec,
+    Finding,
+    NotAvailableError,
+    PluginError,
+    Presence,
+    Probe,
+)
 from anygauge.registry.plugins import Provided
 from anygauge.registry.words import describe
+
+PROBE_LIMIT_S = 10.0
+"""Seconds after which a probe counts as hung; a sound one takes milliseconds."""
 
 
 def load_factory(provided: Provided[Any], kind: str) -> Callable[..., Any]:
@@ -87,3 +101,35 @@ def refuse_if_missing(provided: Provided[Any], kind: str) -> None:
         raise NotAvailableError(
             f"{kind} {provided.spec.name!r} of {provided.origin} cannot run here: {reason}"
         )
+
+
+def guarded_probe(provided: Provided[BackendSpec]) -> Probe:
+    """Probe once; one that raises, hangs or gives no `Probe` becomes an unavailable one."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((provided.spec.probe(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    # A daemon, so that one that never ends cannot keep the command from ending.
+    threading.Thread(target=ask, name=f"probe-{provided.spec.name}", daemon=True).start()
+    try:
+        probe, error = answers.get(timeout=PROBE_LIMIT_S)
+    except queue.Empty:
+        return _failed_probe(f"the probe has not answered for {PROBE_LIMIT_S:g} s", provided)
+    if error is not None:
+        return _failed_probe(f"the probe raised {describe(error)}", provided)
+    if not isinstance(probe, Probe):
+        return _failed_probe(f"the probe gave {probe!r}, which is not a Probe", provided)
+    return probe
+
+
+def _failed_probe(reason: str, provided: Provided[BackendSpec]) -> Probe:
+    skipped = Finding(presence=Presence.NOT_NEEDED, detail="not looked for: the probe failed")
+    return Probe(
+        devices=Finding.no(f"{reason}; this is a fault of {provided.origin}"),
+        driver=skipped,
+        software=skipped,
+    )

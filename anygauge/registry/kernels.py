@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from anygauge.interface import Backend, KernelSpec, NotAvailableError, UnknownNameError
-from anygauge.registry.factories import why_missing
+from anygauge.interface import (
+    Backend,
+    KernelSpec,
+    NotAvailableError,
+    PluginError,
+    UnknownNameError,
+)
+from anygauge.registry.factories import load_factory, why_missing
 from anygauge.registry.plugins import Provided
+from anygauge.registry.registry import Registry
 from anygauge.registry.words import did_you_mean, listed
-
-if TYPE_CHECKING:
-    from anygauge.registry.registry import Duplicate
 
 REFERENCE = "reference"
 """The plain implementation of every operation; it runs on all devices."""
@@ -47,22 +51,14 @@ class KernelChoice:
 
 
 def choose_kernels(
-    kernels: Sequence[Provided[KernelSpec]],
-    duplicates: Sequence[Duplicate],
-    backend: Backend,
-    requested: Mapping[str, str],
-    *,
-    packing: bool = False,
+    registry: Registry, backend: Backend, requested: Mapping[str, str], *, packing: bool = False
 ) -> dict[str, KernelChoice]:
-    """Choose once for a run; imports no kernel.
+    """Choose for a backend, whatever the run calls of it; imports no kernel.
 
     The order is: the kernel asked for (which must run), the backend's preferred, a default that
     serves the device (one made for it before one for all), the reference.
 
     Args:
-        kernels: all that are installed.
-        duplicates: names claimed twice, which are refused when asked for.
-        backend: whose device type and preferences count.
         requested: operation -> name, from the run file.
         packing: whether rows are packed, for which a backend may prefer others.
 
@@ -73,9 +69,11 @@ def choose_kernels(
         UnknownNameError: `requested` names an operation or kernel that does not exist.
         NotAvailableError: a requested kernel cannot run on this backend or machine.
     """
-    claimed = {p.spec.operation for d in duplicates if d.kind == "kernel" for p in d.providers}
+    claimed = {
+        p.spec.operation for d in registry.duplicates if d.kind == "kernel" for p in d.providers
+    }
     preferred = {**backend.kernels, **(backend.packed_kernels if packing else {})}
-    known = claimed | {p.spec.operation for p in kernels} | set(preferred)
+    known = claimed | {p.spec.operation for p in registry.kernels} | set(preferred)
     for operation in requested:
         if operation not in known:
             raise UnknownNameError(
@@ -84,106 +82,74 @@ def choose_kernels(
             )
     return {
         operation: _choose(
-            operation,
-            [p for p in kernels if p.spec.operation == operation],
-            duplicates,
-            backend,
-            preferred.get(operation),
-            requested.get(operation),
+            operation, registry, backend, preferred.get(operation), requested.get(operation)
         )
         for operation in sorted(known)
     }
 
 
 def _choose(
-    operation: str,
-    kernels: Sequence[Provided[KernelSpec]],
-    duplicates: Sequence[Duplicate],
-    backend: Backend,
-    preferred: str | None,
-    asked: str | None,
+    operation: str, registry: Registry, backend: Backend, preferred: str | None, asked: str | None
 ) -> KernelChoice:
-    by_name = {p.spec.name: p for p in kernels}
-    if asked is not None:
-        return _asked(operation, by_name, duplicates, backend, asked)
+    by_name = {p.spec.name: p for p in registry.kernels if p.spec.operation == operation}
+    doubled = {
+        d.providers[0].spec.name: d.reason
+        for d in registry.duplicates
+        if d.kind == "kernel" and d.providers[0].spec.operation == operation
+    }
+
+    def problem(name: str) -> str | None:
+        if name == REFERENCE:
+            return None
+        if name in by_name:
+            return unfit(by_name[name].spec, backend)
+        return doubled.get(name, "no installed plugin provides it")
+
+    def choice(name: str, reason: str) -> KernelChoice:
+        return KernelChoice(
+            operation=operation,
+            name=name,
+            reason=reason,
+            provided=by_name.get(name),
+            rejected=tuple(rejected),
+        )
+
     rejected: list[tuple[str, str]] = []
+    if asked is not None:
+        why_not = problem(asked)
+        if why_not is None:
+            return choice(asked, "asked for by name")
+        valid = {*by_name, REFERENCE}
+        if asked not in by_name:
+            raise UnknownNameError(
+                f"kernels: {operation}: {asked!r}: {why_not}{did_you_mean(asked, valid) or ';'} "
+                f"valid names: {listed(valid)}"
+            )
+        raise NotAvailableError(
+            f"kernels: {operation}: {asked!r} ({by_name[asked].origin}) cannot run on the "
+            f"{backend.name} backend: {why_not}; "
+            f"those that can: {listed(name for name in valid if not problem(name))}"
+        )
     if preferred is not None:
         reason = f"preferred by the {backend.name} backend"
-        if preferred == REFERENCE:
-            return _reference(operation, by_name, reason, [])
-        problem = _problem(operation, by_name, duplicates, backend, preferred)
-        if problem is None:
-            return KernelChoice(
-                operation=operation, name=preferred, reason=reason, provided=by_name[preferred]
-            )
-        rejected.append((preferred, f"{reason}, but {problem}"))
+        why_not = problem(preferred)
+        if why_not is None:
+            return choice(preferred, reason)
+        rejected.append((preferred, f"{reason}, but {why_not}"))
     # One made for this device knows it better than one made for all.
-    defaults = sorted(
-        (p for p in kernels if p.spec.default and p.spec.name not in (preferred, REFERENCE)),
-        key=lambda p: (not p.spec.device_types, p.spec.name),
-    )
-    for provided in defaults:
-        problem = _problem(operation, by_name, duplicates, backend, provided.spec.name)
-        if problem is None:
-            return KernelChoice(
-                operation=operation,
-                name=provided.spec.name,
-                reason=f"default for {backend.device_type!r} devices",
-                provided=provided,
-                rejected=tuple(rejected),
-            )
-        rejected.append((provided.spec.name, problem))
-    rejected += [
-        (d.providers[0].spec.name, d.reason)
-        for d in duplicates
-        if d.kind == "kernel" and d.providers[0].spec.operation == operation
-    ]
-    reason = "no other kernel is preferred or default here"
+    for provided in sorted(by_name.values(), key=lambda p: (not p.spec.device_types, p.spec.name)):
+        name = provided.spec.name
+        if not provided.spec.default or name in (preferred, REFERENCE):
+            continue
+        why_not = problem(name)
+        if why_not is None:
+            return choice(name, f"default for {backend.device_type!r} devices")
+        rejected.append((name, why_not))
+    rejected += doubled.items()
     if operation == "attention" and REFERENCE not in by_name:
         reason = f"the model library's {backend.attention}: {backend.attention_why}"
-    return _reference(operation, by_name, reason, rejected)
-
-
-def _asked(
-    operation: str,
-    by_name: Mapping[str, Provided[KernelSpec]],
-    duplicates: Sequence[Duplicate],
-    backend: Backend,
-    asked: str,
-) -> KernelChoice:
-    reason = "asked for by name"
-    if asked == REFERENCE:
-        return _reference(operation, by_name, reason, [])
-    problem = _problem(operation, by_name, duplicates, backend, asked)
-    if problem is None:
-        return KernelChoice(operation=operation, name=asked, reason=reason, provided=by_name[asked])
-    valid = {*by_name, REFERENCE}
-    can_run = [n for n in valid if n == REFERENCE or not unfit(by_name[n].spec, backend)]
-    if asked not in by_name:
-        raise UnknownNameError(
-            f"kernels: {operation}: {asked!r}: {problem}{did_you_mean(asked, valid) or ';'} "
-            f"valid names: {listed(valid)}"
-        )
-    raise NotAvailableError(
-        f"kernels: {operation}: {asked!r} ({by_name[asked].origin}) cannot run on the "
-        f"{backend.name} backend: {problem}; those that can: {listed(can_run)}"
-    )
-
-
-def _problem(
-    operation: str,
-    by_name: Mapping[str, Provided[KernelSpec]],
-    duplicates: Sequence[Duplicate],
-    backend: Backend,
-    name: str,
-) -> str | None:
-    """Why a kernel cannot serve, or None."""
-    if name in by_name:
-        return unfit(by_name[name].spec, backend)
-    for duplicate in duplicates:
-        if (duplicate.kind, duplicate.name) == ("kernel", f"{operation}/{name}"):
-            return duplicate.reason
-    return "no installed plugin provides it"
+        return choice(REFERENCE, reason)
+    return choice(REFERENCE, "no other kernel is preferred or default here")
 
 
 def unfit(spec: KernelSpec, backend: Backend) -> str | None:
@@ -193,16 +159,24 @@ def unfit(spec: KernelSpec, backend: Backend) -> str | None:
     return why_missing(spec.missing)
 
 
-def _reference(
-    operation: str,
-    by_name: Mapping[str, Provided[KernelSpec]],
-    reason: str,
-    rejected: Sequence[tuple[str, str]],
-) -> KernelChoice:
-    return KernelChoice(
-        operation=operation,
-        name=REFERENCE,
-        reason=reason,
-        provided=by_name.get(REFERENCE),
-        rejected=tuple(rejected),
-    )
+def load_kernel(choices: Mapping[str, KernelChoice], operation: str) -> Any:
+    """The kernel of an operation, from its factory, made with those that it uses.
+
+    Returns:
+        None for an operation that nobody names, and for a reference that no plugin provides.
+
+    Raises:
+        PluginError: the factory is broken, or uses an operation that has no kernel.
+    """
+    choice = choices.get(operation)
+    if choice is None or choice.provided is None:
+        return None
+    used = {name: load_kernel(choices, name) for name in choice.provided.spec.uses}
+    for name, kernel in used.items():
+        if kernel is None:
+            raise PluginError(
+                f"kernel {choice.name!r} of {choice.provided.origin} is made with {name!r}, "
+                "which no plugin provides here; install one, or ask for another "
+                f"{operation} (kernels.{operation})"
+            )
+    return load_factory(choice.provided, "kernel")(**used)

@@ -68,6 +68,29 @@ class Provided(Generic[SpecT]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Duplicate:
+    """One name that several plugins claim; none of them gets it.
+
+    Attributes:
+        kind: ``backend``, ``kernel``, ``launcher`` or ``tracker``.
+        name: the name; for a kernel, ``operation/name``.
+    """
+
+    kind: str
+    name: str
+    providers: tuple[Provided[Any], ...]
+
+    @property
+    def reason(self) -> str:
+        """Who claims the name, and what to do."""
+        claims = " and ".join(f"{p.origin} (plugin {p.entry_point!r})" for p in self.providers)
+        return (
+            f"{self.kind} {self.name!r} is provided by {claims}; uninstall all but one, or name "
+            f"the plugins to skip in {BLOCK_VARIABLE}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PluginFailure:
     """A plugin that was found and could not be loaded, and why."""
 

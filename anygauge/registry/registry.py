@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from anygauge.interface import (
@@ -19,44 +18,25 @@ from anygauge.interface import (
     TrackerSpec,
     UnknownNameError,
 )
-from anygauge.registry.factories import load_factory, make_backend, refuse_if_missing
-from anygauge.registry.kernels import KernelChoice, choose_kernels
+from anygauge.registry.factories import (
+    guarded_probe,
+    load_factory,
+    make_backend,
+    refuse_if_missing,
+)
 from anygauge.registry.plugins import (
     AUTO,
     BLOCK_VARIABLE,
     BlockedPlugin,
     Discovery,
+    Duplicate,
     LoadedPlugin,
     PluginFailure,
     Provided,
     SpecT,
     discover,
 )
-from anygauge.registry.selection import Selection, guarded_probe, select_auto, select_named
 from anygauge.registry.words import did_you_mean, listed, plugin_words
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Duplicate:
-    """One name that several plugins claim; none of them gets it.
-
-    Attributes:
-        kind: ``backend``, ``kernel``, ``launcher`` or ``tracker``.
-        name: the name; for a kernel, ``operation/name``.
-    """
-
-    kind: str
-    name: str
-    providers: tuple[Provided[Any], ...]
-
-    @property
-    def reason(self) -> str:
-        """Who claims the name, and what to do."""
-        claims = " and ".join(f"{p.origin} (plugin {p.entry_point!r})" for p in self.providers)
-        return (
-            f"{self.kind} {self.name!r} is provided by {claims}; uninstall all but one, or name "
-            f"the plugins to skip in {BLOCK_VARIABLE}"
-        )
 
 
 class Registry:
@@ -119,42 +99,19 @@ class Registry:
         """Every backend's findings, by name."""
         return {provided.spec.name: guarded_probe(provided) for provided in self.backends}
 
-    def select_backend(self, name: str, *, need_device: bool = True) -> Selection:
-        """Choose a backend by name, or the best of this machine for ``auto``.
+    def create_backend(self, name: str, options: Mapping[str, Any] | None = None) -> Backend:
+        """Import and construct a backend, without probing it or opening a device.
 
         Args:
-            need_device: whether ranks will be started here. Without it a named backend need not
-                be available, and ``auto`` takes the devices that were seen even where they
-                cannot be used yet.
-
-        Raises:
-            PluginError: there is no single backend of this name.
-            NotAvailableError: it cannot run here; or ``auto`` finds none, or finds devices that
-                no backend can use and would otherwise leave them idle without a word.
-        """
-        if name == AUTO:
-            return select_auto(self, need_device=need_device)
-        return select_named(self, self.find_backend(name), need_device=need_device)
-
-    def create_backend(
-        self, selection: Selection | str, options: Mapping[str, Any] | None = None
-    ) -> Backend:
-        """Import and construct a backend, without opening a device.
-
-        Args:
-            selection: what `select_backend` returned, or a name (which is not probed then,
-                except for ``auto``).
             options: the run file's ``backend_options``.
 
         Raises:
-            PluginError: its factory cannot be imported, or gives no such backend.
+            PluginError: there is no single backend of this name, its factory cannot be imported,
+                or gives no such backend.
         """
-        if selection == AUTO:
-            selection = self.select_backend(AUTO)
-        name = selection if isinstance(selection, str) else selection.spec.name
         return make_backend(self.find_backend(name), options)
 
-    # -- launchers, trackers, kernels ----------------------------------------------------------
+    # -- launchers, trackers -------------------------------------------------------------------
 
     def find_launcher(self, name: str) -> Provided[LauncherSpec]:
         """Raises: PluginError: no plugin, or more than one, provides a launcher of this name."""
@@ -182,42 +139,6 @@ class Registry:
         provided = self.find_tracker(name)
         refuse_if_missing(provided, "tracker")
         return load_factory(provided, "tracker")
-
-    def resolve_kernels(
-        self, backend: Backend, requested: Mapping[str, str], *, packing: bool = False
-    ) -> dict[str, KernelChoice]:
-        """Which kernel serves each operation on a backend; see `choose_kernels`.
-
-        Raises:
-            PluginError: `requested` names an operation or kernel that does not exist.
-            NotAvailableError: a requested kernel cannot run on this backend or machine.
-        """
-        return choose_kernels(self.kernels, self.duplicates, backend, requested, packing=packing)
-
-    def load_kernel(self, choices: Mapping[str, KernelChoice], operation: str) -> Any:
-        """The kernel of an operation, from its factory, made with those that it uses.
-
-        Args:
-            choices: of the run; see `resolve_kernels`.
-
-        Returns:
-            None for an operation that nobody names, and for a reference that no plugin provides.
-
-        Raises:
-            PluginError: the factory is broken, or uses an operation that has no kernel.
-        """
-        choice = choices.get(operation)
-        if choice is None or choice.provided is None:
-            return None
-        used = {name: self.load_kernel(choices, name) for name in choice.provided.spec.uses}
-        for name, kernel in used.items():
-            if kernel is None:
-                raise PluginError(
-                    f"kernel {choice.name!r} of {choice.provided.origin} is made with {name!r}, "
-                    "which no plugin provides here; install one, or ask for another "
-                    f"{operation} (kernels.{operation})"
-                )
-        return load_factory(choice.provided, "kernel")(**used)
 
     # -- by name -------------------------------------------------------------------------------
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import BackendSpec, Finding, NotAvailableError, Presence, Probe
-from anygauge.registry.plugins import BLOCK_VARIABLE, Provided
-from anygauge.registry.words import describe, listed, plugin_words
-
-if TYPE_CHECKING:
-    from anygauge.registry.registry import Registry
-
-PROBE_LIMIT_S = 10.0
-"""Seconds after which a probe counts as hung; a sound one takes milliseconds."""
+from anygauge.interface import BackendSpec, Finding, NotAvailableError, Probe
+from anygauge.registry.factories import guarded_probe
+from anygauge.registry.plugins import AUTO, BLOCK_VARIABLE, Provided
+from anygauge.registry.registry import Registry
+from anygauge.registry.words import listed, plugin_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,44 +29,30 @@ class Selection:
     reason: str = ""
 
 
-def guarded_probe(provided: Provided[BackendSpec]) -> Probe:
-    """Probe once; one that raises, hangs or gives no `Probe` becomes an unavailable one."""
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put((provided.spec.probe(), None))
-        except BaseException as error:
-            answers.put((None, error))
-
-    # A daemon, so that one that never ends cannot keep the command from ending.
-    threading.Thread(target=ask, name=f"probe-{provided.spec.name}", daemon=True).start()
-    try:
-        probe, error = answers.get(timeout=PROBE_LIMIT_S)
-    except queue.Empty:
-        return _failed_probe(f"the probe has not answered for {PROBE_LIMIT_S:g} s", provided)
-    if error is not None:
-        return _failed_probe(f"the probe raised {describe(error)}", provided)
-    if not isinstance(probe, Probe):
-        return _failed_probe(f"the probe gave {probe!r}, which is not a Probe", provided)
-    return probe
-
-
-def _failed_probe(reason: str, provided: Provided[BackendSpec]) -> Probe:
-    skipped = Finding(presence=Presence.NOT_NEEDED, detail="not looked for: the probe failed")
-    return Probe(
-        devices=Finding.no(f"{reason}; this is a fault of {provided.origin}"),
-        driver=skipped,
-        software=skipped,
-    )
-
-
 def questions(probe: Probe) -> tuple[tuple[str, Finding], ...]:
     """The three questions by name, in the order in which they are asked."""
     return (("device", probe.devices), ("driver", probe.driver), ("software", probe.software))
 
 
-def select_named(
+def select_backend(registry: Registry, name: str, *, need_device: bool = True) -> Selection:
+    """Choose a backend by name, or the best of this machine for ``auto``.
+
+    Args:
+        need_device: whether ranks will be started here. Without it a named backend need not be
+            available, and ``auto`` takes the devices that were seen even where they cannot be
+            used yet.
+
+    Raises:
+        PluginError: there is no single backend of this name.
+        NotAvailableError: it cannot run here; or ``auto`` finds none, or finds devices that no
+            backend can use and would otherwise leave them idle without a word.
+    """
+    if name == AUTO:
+        return _select_auto(registry, need_device=need_device)
+    return _select_named(registry, registry.find_backend(name), need_device=need_device)
+
+
+def _select_named(
     registry: Registry, provided: Provided[BackendSpec], *, need_device: bool
 ) -> Selection:
     """Take a backend that was asked for by name.
@@ -100,7 +79,7 @@ def select_named(
     )
 
 
-def select_auto(registry: Registry, *, need_device: bool) -> Selection:
+def _select_auto(registry: Registry, *, need_device: bool) -> Selection:
     """Take the highest priority that is available.
 
     Raises:

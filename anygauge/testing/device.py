@@ -426,9 +426,10 @@ def compiles(on: Opened) -> None:
 @check("every installed kernel for it agrees with float64 on the host", part="device")
 def kernels_agree(on: Opened) -> None:
     from anygauge.registry import KernelChoice, Registry
+    from anygauge.registry.kernels import choose_kernels, load_kernel
 
     registry = Registry.load(os.environ)
-    chosen = registry.resolve_kernels(on.backend, {})
+    chosen = choose_kernels(registry, on.backend, {})
     tried = []
     for provided in registry.kernels:
         spec = provided.spec
@@ -439,7 +440,7 @@ def kernels_agree(on: Opened) -> None:
             operation=spec.operation, name=spec.name, reason="tried", provided=provided
         )
         table = {**chosen, spec.operation: choice}
-        KERNEL_TRIALS[spec.operation](on, registry.load_kernel(table, spec.operation), spec.name)
+        KERNEL_TRIALS[spec.operation](on, load_kernel(table, spec.operation), spec.name)
         tried.append(spec.name)
     if not tried:
         raise NotAsked(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")

@@ -18,6 +18,7 @@ import yaml
 
 from anygauge.interface import HOST_DEVICE, Backend
 from anygauge.registry import Registry
+from anygauge.registry.kernels import choose_kernels
 from anygauge.testing.process import Subject
 
 TIMEOUT_S = 900.0
@@ -111,7 +112,7 @@ def prepare(folder: Path) -> None:
 
 def _kernels_for_both(backend: Backend) -> dict[str, str]:
     """What the host must compute with to round as the subject does."""
-    choices = Registry.load().resolve_kernels(backend, {})
+    choices = choose_kernels(Registry.load(), backend, {})
     return {
         name: choice.name
         for name, choice in choices.items()

@@ -15,6 +15,7 @@ from anygauge.models.kernels import (
     takes_kernels,
 )
 from anygauge.registry import REFERENCE, KernelChoice, Registry
+from anygauge.registry.kernels import load_kernel
 from anygauge.training.kernels import check_attention
 
 ATTENTION = "attention"
@@ -62,7 +63,7 @@ def choose_attention(
         check_attention(run)
         kernels.pop(ATTENTION, None)
         return AttentionChoice(name=asked, why="asked for by name", masks_of=asked)
-    kernel = registry.load_kernel(kernels, ATTENTION)
+    kernel = load_kernel(kernels, ATTENTION)
     if kernel is not None and not isinstance(kernel, AttentionKernel):
         raise PluginError(
             f"kernel {kernels[ATTENTION].name!r} for attention is a {type(kernel).__name__}; its "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from anygauge.config.schema import RunFile
 from anygauge.interface import Backend, ShapeKind, Support, UnsupportedError
 from anygauge.registry import REFERENCE, KernelChoice, Registry
+from anygauge.registry.kernels import choose_kernels, load_kernel
 
 if TYPE_CHECKING:
     from anygauge.models.fused_loss import LossKernel
@@ -35,7 +36,7 @@ def kernels_of_run(
             `Registry.resolve_kernels`.
     """
     check_attention(run)
-    chosen = registry.resolve_kernels(backend, run.kernels, packing=run.data.packing)
+    chosen = choose_kernels(registry, backend, run.kernels, packing=run.data.packing)
     for operation in (*UPDATES, LORA):
         if operation not in chosen:
             continue
@@ -96,7 +97,7 @@ def load_update_kernels(
     """AdamW by a kernel, or None for torch's; and clipping, by a kernel or by torch."""
     from torch import nn
 
-    adamw, clip = (registry.load_kernel(kernels, name) for name in UPDATES)
+    adamw, clip = (load_kernel(kernels, name) for name in UPDATES)
     return adamw, clip or nn.utils.clip_grad_norm_
 
 
@@ -108,7 +109,7 @@ def load_loss_kernel(
     Raises:
         UnsupportedError: one is asked for, and the device compiles the model as a whole.
     """
-    kernel: LossKernel | None = registry.load_kernel(kernels, LOSS)
+    kernel: LossKernel | None = load_kernel(kernels, LOSS)
     compiler = backend.graph.compiler
     if kernel is not None and compiler is not None and compiler.regions == "model":
         reason = "the device compiles the whole model, its output layer with it"

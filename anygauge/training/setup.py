@@ -36,6 +36,7 @@ from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.source import check_positions, load_config
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
+from anygauge.registry.kernels import load_kernel
 from anygauge.strategies.base import (
     BuildContext,
     DeviceBatch,
@@ -196,9 +197,9 @@ def prepare_run(
         dtype=torch_dtype(precision.compute),
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
-        norm=registry.load_kernel(kernels, "rms_norm"),
+        norm=load_kernel(kernels, "rms_norm"),
         loss=load_loss_kernel(run, backend, registry, kernels),
-        lora=registry.load_kernel(kernels, LORA),
+        lora=load_kernel(kernels, LORA),
     )
     check_vocabulary(factory.config, tokenizer)
     check_positions(factory.config, run.data.max_length)

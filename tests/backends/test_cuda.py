@@ -18,6 +18,7 @@ from anygauge.interface import (
     Scope,
 )
 from anygauge.registry import Registry
+from anygauge.registry.kernels import choose_kernels
 from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
 from anygauge_cuda.diagnostics import _compatibility, checks
@@ -527,7 +528,7 @@ def test_no_kernel_that_no_card_has_run_is_a_default(
     # As on a machine where all of them could be built.
     monkeypatch.setattr("anygauge_kernels.find_spec", lambda name: name)
     monkeypatch.setattr("shutil.which", lambda program: program)
-    chosen = Registry.load().resolve_kernels(CudaBackend(), {}, packing=packing)
+    chosen = choose_kernels(Registry.load(), CudaBackend(), {}, packing=packing)
     assert {operation: choice.name for operation, choice in chosen.items()} == {
         "attention": "reference",
         "adamw": "reference",

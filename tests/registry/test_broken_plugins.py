@@ -10,7 +10,7 @@ import pytest
 
 from anygauge.cli import run
 from anygauge.interface import API_VERSION, AnygaugeError
-from anygauge.registry import Registry, selection
+from anygauge.registry import Registry, factories, select_backend
 
 OLD = API_VERSION - 1
 MISSPELT = """
@@ -66,7 +66,7 @@ def strings(report: Any) -> str:
 @pytest.fixture
 def put(install: Any, backend_source: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Installs the plugin with one fault, beside what is installed here; returns its name."""
-    monkeypatch.setattr(selection, "PROBE_LIMIT_S", 0.2)
+    monkeypatch.setattr(factories, "PROBE_LIMIT_S", 0.2)
 
     def putting(fault: str) -> str:
         settings = {"name": "bad", "module": "fake_bad", "priority": -5, **BROKEN[fault]}
@@ -100,7 +100,7 @@ def test_who_chooses_it_is_told(fault: str, put: Callable[[str], str]) -> None:
     name = put(fault)
     with pytest.raises(AnygaugeError) as caught:
         run(["env", "--backend", name, "--devices", "2"])
-        Registry.load().select_backend(name)  # `env` needs no device, hence asks no probe
+        select_backend(Registry.load(), name)  # `env` needs no device, hence asks no probe
     text = " ".join(str(caught.value).split())
     assert WHEN_CHOSEN[fault] in text
     assert "bad-dist 0.3" in text

@@ -57,7 +57,7 @@ def run(code):
         "import anygauge",
         "import anygauge; anygauge.__version__",
         "from anygauge.registry import Registry; r = Registry.load(); r.probe_all(); "
-        "r.resolve_kernels",
+        "import anygauge.registry.kernels",
         "from anygauge.cli.backends import backends; backends(json_=True); backends(json_=False)",
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from anygauge.interface import PluginError
-from anygauge.registry import BLOCK_VARIABLE, Registry
+from anygauge.registry import BLOCK_VARIABLE, Registry, select_backend
 from tests.registry.conftest import SHIPPED
 
 
@@ -196,12 +198,12 @@ def test_one_name_of_two_distributions(good, install, load, backend_source):
     assert names(registry) == ["good"]
     (duplicate,) = registry.duplicates
     assert (duplicate.kind, duplicate.name) == ("backend", "twin")
-    for use in (registry.select_backend, registry.create_backend, registry.probe):
+    for use in (partial(select_backend, registry), registry.create_backend, registry.probe):
         with pytest.raises(PluginError) as caught:
             use("twin")
         assert "one-dist 1.0" in str(caught.value)
         assert "two-dist 2.0" in str(caught.value)
-    assert load("one").select_backend("twin").distribution == "two-dist"
+    assert select_backend(load("one"), "twin").distribution == "two-dist"
 
 
 def test_first_distribution_of_a_name_on_the_path_counts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anygauge.interface import NotAvailableError, PluginError, RunFileError
+from anygauge.registry import select_backend
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def have(install, backend_source):
 def test_named_backend_is_taken_whatever_its_priority(have, load):
     have("host", priority=0)
     have("fast", priority=50)
-    selection = load().select_backend("host")
+    selection = select_backend(load(), "host")
     assert selection.spec.name == "host"
     assert (selection.distribution, selection.version) == ("host-dist", "1.0")
     assert selection.probe.available
@@ -39,7 +40,7 @@ def test_named_backend_never_falls_back(have, load):
     have("host", priority=0)
     have("fast", devices="no", software="no")
     with pytest.raises(NotAvailableError) as caught:
-        load().select_backend("fast")
+        select_backend(load(), "fast")
     message = str(caught.value)
     assert "fast-dist 1.0" in message
     assert "device: no: card no (looked at /fake/card)" in message
@@ -50,7 +51,7 @@ def test_named_backend_never_falls_back(have, load):
 
 def test_named_backend_without_need_of_a_device(have, load):
     have("fast", devices="no")
-    selection = load().select_backend("fast", need_device=False)
+    selection = select_backend(load(), "fast", need_device=False)
     assert selection.spec.name == "fast"
     assert not selection.probe.available
 
@@ -58,7 +59,7 @@ def test_named_backend_without_need_of_a_device(have, load):
 def test_unknown_name_lists_and_suggests(have, load):
     have("host")
     with pytest.raises(PluginError) as caught:
-        load().select_backend("hots")
+        select_backend(load(), "hots")
     assert "did you mean 'host'?" in str(caught.value)
     assert "valid names: auto, host" in str(caught.value)
     assert not isinstance(caught.value, NotAvailableError)
@@ -68,13 +69,13 @@ def test_unknown_name_of_a_failed_plugin_says_why(have, install, load):
     have("host")
     install("gone-dist", "3.1", {"gone": "fake_gone"}, fake_gone="import no_such_module")
     with pytest.raises(PluginError, match=r"gone-dist 3.1 failed to load: .*no_such_module"):
-        load().select_backend("gone")
+        select_backend(load(), "gone")
 
 
 def test_unknown_name_of_a_blocked_plugin_says_so(have, load):
     have("host")
     with pytest.raises(PluginError, match=r"host-dist 1\.0 is blocked by ANYGAUGE_BLOCK_PLUGINS"):
-        load("host").select_backend("host")
+        select_backend(load("host"), "host")
 
 
 # -- auto ----------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def test_auto_takes_the_highest_priority_and_gives_reasons(have, load):
     have("low", priority=10)
     have("high", priority=20)
     have("absent", priority=30, devices="no")
-    selection = load().select_backend("auto")
+    selection = select_backend(load(), "auto")
     assert selection.spec.name == "high"
     reasons = dict(selection.rejected)
     assert "priority 10 is below 'high'" in reasons["low"]
@@ -97,7 +98,7 @@ def test_auto_takes_the_highest_priority_and_gives_reasons(have, load):
 def test_auto_of_equal_priorities_is_settled_and_said(have, load):
     have("beta", priority=10)
     have("alpha", priority=10)
-    selection = load().select_backend("auto")
+    selection = select_backend(load(), "auto")
     assert selection.spec.name == "alpha"
     assert "same priority" in dict(selection.rejected)["beta"]
 
@@ -105,7 +106,7 @@ def test_auto_of_equal_priorities_is_settled_and_said(have, load):
 def test_auto_takes_the_host_where_no_device_is_seen(have, load):
     have("host", priority=0, devices="not_needed")
     have("fast", devices="no", driver="no")
-    selection = load().select_backend("auto")
+    selection = select_backend(load(), "auto")
     assert selection.spec.name == "host"
     assert dict(selection.rejected)["fast"] == "device: card no; driver: driver no"
 
@@ -114,7 +115,7 @@ def test_auto_refuses_to_leave_devices_idle_silently(have, load):
     have("host", priority=0, devices="not_needed")
     have("fast", software="no")
     with pytest.raises(NotAvailableError) as caught:
-        load().select_backend("auto")
+        select_backend(load(), "auto")
     message = str(caught.value)
     assert "fast (fast-dist 1.0): card yes" in message
     assert "software: library no" in message
@@ -124,7 +125,7 @@ def test_auto_refuses_to_leave_devices_idle_silently(have, load):
 def test_auto_without_need_of_a_device_takes_the_idle_device(have, load):
     have("host", priority=0, devices="not_needed")
     have("fast", software="no")
-    selection = load().select_backend("auto", need_device=False)
+    selection = select_backend(load(), "auto", need_device=False)
     assert selection.spec.name == "fast"
     assert not selection.probe.available
     assert "'fast' has devices" in dict(selection.rejected)["host"]
@@ -134,7 +135,7 @@ def test_auto_prefers_another_device_that_works(have, load):
     have("host", priority=0, devices="not_needed")
     have("fast", priority=20, software="no")
     have("other", priority=10)
-    selection = load().select_backend("auto")
+    selection = select_backend(load(), "auto")
     assert selection.spec.name == "other"
     assert dict(selection.rejected)["fast"] == "software: library no"
 
@@ -144,27 +145,27 @@ def test_auto_counts_the_devices_of_a_name_claimed_twice(install, backend_source
     install("one-dist", "1.0", {"one": "fake_one"}, fake_one=backend_source("twin"))
     install("two-dist", "2.0", {"two": "fake_two"}, fake_two=backend_source("twin"))
     with pytest.raises(NotAvailableError, match=r"one-dist 1.0 .* and two-dist 2.0"):
-        load().select_backend("auto")
+        select_backend(load(), "auto")
 
 
 def test_auto_with_nothing_available(have, load):
     have("fast", devices="no")
     with pytest.raises(NotAvailableError, match="fast: device: card no"):
-        load().select_backend("auto")
+        select_backend(load(), "auto")
 
 
 def test_auto_with_nothing_installed(load):
     registry = load()
     assert list(registry.backends) == []
     with pytest.raises(NotAvailableError, match="no backend"):
-        registry.select_backend("auto")
+        select_backend(registry, "auto")
 
 
 def test_auto_names_what_it_could_not_probe(have, install, load):
     have("host", priority=0, devices="not_needed")
     have("shut")
     install("gone-dist", "3.1", {"gone": "fake_gone"}, fake_gone="import no_such_module")
-    reasons = dict(load("shut").select_backend("auto").rejected)
+    reasons = dict(select_backend(load("shut"), "auto").rejected)
     assert "could not be probed" in reasons["gone"]
     assert "no_such_module" in reasons["gone"]
     assert "blocked" in reasons["shut"]
@@ -189,18 +190,19 @@ def test_broken_probe_is_an_unavailable_backend(have, load, body, reason):
     assert reason in probe.reason
     assert "fast-dist 1.0" in probe.reason
     assert registry.probe_all()["host"].available
-    assert reason in dict(registry.select_backend("auto").rejected)["fast"]
+    assert reason in dict(select_backend(registry, "auto").rejected)["fast"]
     with pytest.raises(NotAvailableError, match="fault of fast-dist"):
-        registry.select_backend("fast")
+        select_backend(registry, "fast")
 
 
 # -- creation ------------------------------------------------------------------------------------
 
 
-def test_create_from_selection_and_from_name(have, load):
+def test_create_what_was_selected(have, load):
     have("host")
     registry = load()
-    for chosen in (registry.select_backend("host"), "host", "auto"):
+    for asked in ("host", "auto"):
+        chosen = select_backend(registry, asked).spec.name
         backend = registry.create_backend(chosen, {"threads": 2})
         assert (backend.name, backend.options) == ("host", {"threads": 2})
 

@@ -18,6 +18,7 @@ from anygauge.interface import (
 )
 from anygauge.registry import Registry
 from anygauge.strategies import create_strategy
+from anygauge.training import attention
 from anygauge.training.attention import choose_attention
 from anygauge.training.kernels import (
     kernels_of_run,
@@ -116,7 +117,7 @@ def test_packed_rows_may_prefer_another_kernel() -> None:
 
 def test_heads_that_a_kernel_does_not_serve_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     made = AttentionKernel(name="wide_heads", forward=print, describe="-", smallest_head=16)
-    monkeypatch.setattr(Registry, "load_kernel", lambda *_: made)
+    monkeypatch.setattr(attention, "load_kernel", lambda *_: made)
     run = run_file(kernels={"attention": "softmax"})
     assert attention_of(run, {**LLAMA, "head_dim": 16}).name == "wide_heads"
     with pytest.raises(UnsupportedError, match="heads of 8 are below the 16"):
@@ -133,7 +134,7 @@ def test_nothing_is_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_drop_weights_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_file(kernels={"attention": "softmax"})
     made = AttentionKernel(name="no_dropout", forward=print, describe="-", drops=False)
-    monkeypatch.setattr(Registry, "load_kernel", lambda *_: made)
+    monkeypatch.setattr(attention, "load_kernel", lambda *_: made)
     assert attention_of(run, LLAMA).name == "no_dropout"
     with pytest.raises(UnsupportedError, match="drops attention weights in training"):
         attention_of(run, {**LLAMA, "attention_dropout": 0.1})

@@ -1,6 +1,6 @@
 """The documentation's tables of environment rules, made from the backends' own.
 
-``python -m anygauge.registry.rule_tables docs/environment.md`` writes the page anew.
+``python docs/rule_tables.py docs/environment.md`` writes the page anew.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anygauge.interface import HOST_DEVICE, Backend
-from anygauge.registry.registry import Registry
+from anygauge.registry import Registry
 from anygauge.util.files import write_text
 
 HEAD = f"""# Environment
 
 What each backend sets for its ranks before torch is imported, made from the code by
-`python -m anygauge.registry.rule_tables docs/environment.md`. A rule reads the job, the node and
+`python docs/rule_tables.py docs/environment.md`. A rule reads the job, the node and
 the run file's `backend_options`; a variable that you, the run file or a site's hook set wins over
 it, and is shown as such ([who sets what](backends.md#environment-who-sets-what)). What a job would
 get here, and why a rule does not apply:
