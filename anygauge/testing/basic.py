@@ -259,6 +259,15 @@ def diagnostics_are_sound(paper: Paper) -> None:
         assert line.outcome == "pass" or line.remedy, f"{line.name}: no remedy"
 
 
+@check(
+    "the process had the backend's environment, and ended with status 0",
+    part="basic",
+    of_the_end=True,
+)
+def ends_on_paper(trouble: str) -> None:
+    assert not trouble, trouble
+
+
 def _environment(paper: Paper) -> list[list[Setting]]:
     backend = paper.backend()
     return [

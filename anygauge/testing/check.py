@@ -1,10 +1,22 @@
-"""What a check is: a question to a backend, and the capability that it belongs to."""
+"""What a check is: a question to a backend, whom it is put to, and what its answer amounts to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from anygauge.interface import Backend
+
+if TYPE_CHECKING:
+    import torch
+
+DECLARED = "declared: "
+"""How the reason of a skip begins where the backend declares the capability missing."""
+NOT_ASKED = "not asked: "
+"""And where the check has no meaning for it. Any other skip is a check that was not tried."""
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+"""Largest error of one operation relative to the largest value, by compute type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +28,10 @@ class Check:
         title: what holds if it passes, in words.
         part: where it is asked: ``basic``, ``device`` or ``ranks``.
         capability: it is asked on behalf of; None where every backend must pass.
-        function: gets a `Subject`; raises where it does not hold.
+        function: gets what the part is about (`Paper`, `Opened`, `Together`); raises where it does
+            not hold.
+        of_the_end: it is about how the part's processes ended, which none can tell of itself: its
+            function gets that in words, empty if all was in order.
     """
 
     name: str
@@ -24,6 +39,7 @@ class Check:
     part: str
     function: Callable[[Any], None]
     capability: str | None = None
+    of_the_end: bool = False
 
 
 class NotAsked(Exception):
@@ -58,12 +74,31 @@ class Answer:
         return cls(**record)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """What the checks on a device are put to: an opened backend, and how to make another like it.
+
+    Attributes:
+        visible: devices that this process may see.
+    """
+
+    backend: Backend
+    device: torch.device
+    visible: int
+    fresh: Callable[[], Backend]
+
+    @property
+    def placement(self) -> Any:
+        """The backend's."""
+        return self.backend.placement
+
+
 CHECKS: dict[str, Check] = {}
-"""Every check by name, in the order of definition; `anygauge.testing.catalogue` fills it."""
+"""Every check by name, in the order of definition; its part's module registers it when imported."""
 
 
 def check(
-    title: str, *, part: str, capability: str | None = None
+    title: str, *, part: str, capability: str | None = None, of_the_end: bool = False
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Decorator: register a function as a check under its own name."""
 
@@ -72,7 +107,12 @@ def check(
         if name in CHECKS:
             raise ValueError(f"two checks are named {name!r}")
         CHECKS[name] = Check(
-            name=name, title=title, part=part, capability=capability, function=function
+            name=name,
+            title=title,
+            part=part,
+            capability=capability,
+            function=function,
+            of_the_end=of_the_end,
         )
         return function
 

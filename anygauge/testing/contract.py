@@ -16,11 +16,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from anygauge.testing.catalogue import CHECKS
-from anygauge.testing.check import Check, verdict
+from anygauge.registry import Registry
+from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as the next two)
+from anygauge.testing import device as _device  # noqa: F401
+from anygauge.testing import ranks as _ranks  # noqa: F401
+from anygauge.testing.check import CHECKS, DECLARED, NOT_ASKED, Check, verdict
 from anygauge.testing.loop import RunFailed, Trained, largest_difference, prepare, train
 from anygauge.testing.overruled import losses_all_the_same
-from anygauge.testing.plugin import DECLARED, NOT_ASKED
 from anygauge.testing.process import Answers, Subject, ask
 
 BEST_FIRST = ("passed", "skipped", "declared", "failed")
@@ -87,8 +89,6 @@ class BackendContract:
     @classmethod
     def devices(cls, subject: Subject) -> int:
         """Devices of this machine; skips where there is none."""
-        from anygauge.registry import Registry
-
         with pytest.MonkeyPatch.context() as patch:
             for name, value in subject.environment.items():
                 patch.setenv(name, value)
@@ -285,8 +285,6 @@ def _judge(check: Check, *given: Answers) -> None:
 
 
 def _declared(subject: Subject, capability: str) -> Any:
-    from anygauge.registry import Registry
-
     return Registry.load().create_backend(subject.name, subject.options).support(capability)
 
 

@@ -23,9 +23,10 @@ from anygauge.interface import (
     NotAvailableError,
     Phase,
 )
-from anygauge.testing.check import NotAsked, check
+from anygauge.registry import KernelChoice, Registry
+from anygauge.registry.kernels import choose_kernels, load_kernel
+from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
-from anygauge.testing.opened import TOLERANCE, Opened
 
 MIB = 2**20
 ALLOCATOR = "allocator"
@@ -425,9 +426,6 @@ def compiles(on: Opened) -> None:
 
 @check("every installed kernel for it agrees with float64 on the host", part="device")
 def kernels_agree(on: Opened) -> None:
-    from anygauge.registry import KernelChoice, Registry
-    from anygauge.registry.kernels import choose_kernels, load_kernel
-
     registry = Registry.load(os.environ)
     chosen = choose_kernels(registry, on.backend, {})
     tried = []
@@ -463,6 +461,16 @@ def closes(on: Opened) -> None:
     other.close()
     assert not other.placement.is_open, "the device is still open"
     other.close()
+
+
+@check(
+    "the process had the backend's environment, closed the device and ended with status 0",
+    part="device",
+    of_the_end=True,
+)
+def ends_on_device(trouble: str) -> None:
+    # One that gives every answer and then aborts would end its users' runs in the same way.
+    assert not trouble, trouble
 
 
 def _memory(on: Opened) -> MemoryStats:

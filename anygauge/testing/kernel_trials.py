@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.opened import TOLERANCE, Opened
+from anygauge.testing.check import TOLERANCE, Opened
 
 
 def _kernel_type(on: Opened) -> str:

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from anygauge.testing.check import DECLARED, NOT_ASKED
+
 if TYPE_CHECKING:
     from anygauge.testing.report import Report
 
 CHOSEN = "ANYGAUGE_CONFORMANCE_BACKEND"
 """How the collected file learns of the name."""
 CONFORMANCE = Path(__file__).with_name("conformance.py")
-DECLARED = "declared: "
-"""How the reason of a skip begins where the backend declares the capability missing."""
-NOT_ASKED = "not asked: "
-"""And where the check has no meaning for it. Any other skip is a check that was not tried."""
 PROPERTY = "anygauge_conformance"
 
 
@@ -97,14 +95,14 @@ class _Reporter:
 
     def _report(self, backend: str, figures: dict[str, str]) -> Report:
         from anygauge.registry import Registry
-        from anygauge.testing.catalogue import contents
-        from anygauge.testing.report import Report
+        from anygauge.testing.contract import BackendContract
+        from anygauge.testing.report import Report, contents
 
         if backend not in self._reports:
             self._reports[backend] = Report(
                 backend=backend,
                 distribution=Registry.load().find_backend(backend).origin,
-                contents=contents(),
+                contents=contents(BackendContract),
                 figures=figures,
             )
         return self._reports[backend]

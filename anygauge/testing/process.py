@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anygauge.testing.check import CHECKS, Answer, Check, NotAsked
-from anygauge.testing.ending import AFTERWARDS
+from anygauge.interface import Backend
+from anygauge.registry import Registry
+from anygauge.testing.basic import Paper
+from anygauge.testing.check import CHECKS, Answer, Check, NotAsked, Opened
 from anygauge.testing.surroundings import Subject, environments, last_lines
 
 TIMEOUTS_S = {"basic": 60.0, "device": 600.0, "ranks": 600.0}
@@ -41,7 +43,7 @@ class Answers:
 
     def of(self, check: Check) -> Answer:
         """The answer of a check; one that says what happened where there is none."""
-        if check.name in AFTERWARDS:
+        if check.of_the_end:
             try:
                 check.function(self.trouble)
             except AssertionError as error:
@@ -145,8 +147,7 @@ def main(part: str) -> None:
 
 
 def _checks(part: str) -> list[Check]:
-    found = [check for check in CHECKS.values() if check.part == part]
-    return [check for check in found if check.name not in AFTERWARDS]
+    return [check for check in CHECKS.values() if check.part == part and not check.of_the_end]
 
 
 def _asked(check: Check, subject: Any, backend: Any) -> Answer:
@@ -170,9 +171,6 @@ def _asked(check: Check, subject: Any, backend: Any) -> Answer:
 
 
 def _basic(request: Any, answer: Any) -> None:
-    from anygauge.registry import Registry
-    from anygauge.testing.basic import Paper
-
     paper = Paper(
         name=request["backend"], options=request["options"], registry=Registry.load(os.environ)
     )
@@ -181,12 +179,9 @@ def _basic(request: Any, answer: Any) -> None:
 
 
 def _device(request: Any, answer: Any) -> None:
-    from anygauge.registry import Registry
-    from anygauge.testing.opened import Opened
-
     registry = Registry.load(os.environ)
 
-    def fresh() -> Any:
+    def fresh() -> Backend:
         return registry.create_backend(request["backend"], request["options"])
 
     backend = fresh()
@@ -200,8 +195,7 @@ def _device(request: Any, answer: Any) -> None:
 
 
 def _ranks(request: Any, answer: Any) -> None:
-    from anygauge.registry import Registry
-    from anygauge.testing.ranks import Together
+    from anygauge.testing.ranks import Together  # which imports torch
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load(os.environ).create_backend(request["backend"], request["options"])
@@ -240,10 +234,9 @@ def _missing(check: Check, backend: Any, refused: Exception | None) -> Answer:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that checks register in the table that this module reads.
-    from anygauge.testing import basic as _basic_checks  # noqa: F401
+    # Under its own name: the checks that are imported now are those that it asks.
     from anygauge.testing.process import main as run
 
-    if sys.argv[1] in ("device", "ranks"):
+    if sys.argv[1] == "device":
         from anygauge.testing import device as _device_checks  # noqa: F401
     run(sys.argv[1])

@@ -229,3 +229,13 @@ def devices_differ(on: Together) -> None:
     devices = on.collectives.gather_objects((identity, on.device.index))
     if all(index is not None for _, index in devices):
         assert len({name for name, _ in devices}) == on.world_size, f"ranks share: {devices}"
+
+
+@check(
+    "every rank had the backend's environment, closed its device and ended with status 0",
+    part="ranks",
+    of_the_end=True,
+)
+def ends_on_ranks(trouble: str) -> None:
+    # One that is missing would hide behind the answers of the others.
+    assert not trouble, trouble

@@ -179,6 +179,23 @@ def heading(function: Any, parameters: Mapping[str, Any]) -> tuple[str, str]:
     return part, " ".join([words, *(f"({value})" for value in parameters.values())])
 
 
+def contents(contract: type) -> dict[str, tuple[str, str]]:
+    """Every test of a class of tests as pytest names it: (part of the report, title)."""
+    found = {}
+    for name, function in vars(contract).items():
+        if not name.startswith("test_"):
+            continue
+        marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
+        if not marks:
+            found[name] = heading(function, {})
+        for mark in marks:
+            parameter, values = mark.args
+            for value in values:
+                label = getattr(value, "name", value)
+                found[f"{name}[{label}]"] = heading(function, {parameter: value})
+    return found
+
+
 def written(reports: Sequence[Report], suffix: str) -> str:
     """The text of a file: Markdown, or JSON (an object, or a list of them if there are several)."""
     if suffix == ".md":

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from anygauge.testing.opened import Opened
 from torch import nn
 
 from anygauge.interface import LoraKernel
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
-from anygauge.testing.opened import Opened
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.kernels import softmax_in_bfloat16, softmax_in_float32
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy

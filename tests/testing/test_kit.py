@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from anygauge.testing import BackendContract
-from anygauge.testing.catalogue import contents
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.plugin import CONFORMANCE
+from anygauge.testing.report import contents
 from tests.testing.odd import odd_site
 from tests.testing.test_mutations import mutant_site
 
@@ -111,7 +111,7 @@ def test_wrong_arguments_are_refused_in_words(
 def test_the_contents_are_what_pytest_collects(tmp_path: Path) -> None:
     done = kit(tmp_path, "--anygauge-backend", "cpu", "--collect-only", "-q")
     collected = [line.split("::")[-1] for line in done.stdout.splitlines() if "::" in line]
-    assert sorted(collected) == sorted(contents())
+    assert sorted(collected) == sorted(contents(BackendContract))
 
 
 def test_one_test_of_the_kit_can_be_named(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_without_a_device_the_contract_is_not_fully_tried(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     record = asked_for(tmp_path)
     assert record["conforms"] is False
-    assert {part for part, _ in map(contents().get, record["not_tried"])} == {
+    assert {part for part, _ in map(contents(BackendContract).get, record["not_tried"])} == {
         *("on a device", "on several ranks", "the loop")
     }
     assert "is not fully tried" in done.stdout

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.testing.catalogue import CHECKS
 from anygauge.testing.check import verdict
+from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import Answers, Subject, ask
 from tests.testing.mutation_forks import answers_of
 

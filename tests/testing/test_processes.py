@@ -12,8 +12,8 @@ import pytest
 from anygauge.interface import FULL, Job
 from anygauge.registry import BLOCK_VARIABLE, Registry
 from anygauge.testing import overruled
-from anygauge.testing.catalogue import CHECKS
 from anygauge.testing.check import Answer, verdict
+from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import Answers, Subject, ask, merged_answers
 from anygauge.testing.surroundings import environments
 from tests.testing.odd import odd_site

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.testing.catalogue import contents
-from anygauge.testing.report import MARKS, Line, Report, written
+from anygauge.testing import BackendContract
+from anygauge.testing.report import MARKS, Line, Report, contents, written
 from tests.docs.pages import ROOT
 
+TODAY = contents(BackendContract)
 PAGES = sorted((ROOT / "docs/conformance").glob("*.md"))
 CONTENTS = {
     "test_on_paper[a]": ("on paper", "it is told"),
@@ -85,9 +86,9 @@ def test_several_reports_are_one_json_document() -> None:
 
 def read(page: Path) -> Report:
     """The report that a page shows."""
-    names = {place: name for name, place in contents().items()}
+    names = {place: name for name, place in TODAY.items()}
     results = {mark: result for result, mark in MARKS.items()}
-    found = Report(backend=page.stem, distribution="", contents=contents())
+    found = Report(backend=page.stem, distribution="", contents=TODAY)
     part = ""
     for row in page.read_text().splitlines():
         if row.startswith("## "):
@@ -106,7 +107,7 @@ def read(page: Path) -> Report:
 def test_published_reports_are_of_todays_checks(page: Path) -> None:
     found = read(page)
     assert found.not_tried == []
-    assert {line.name for line in found.lines} == set(contents()), "a check that is no more"
+    assert {line.name for line in found.lines} == set(TODAY), "a check that is no more"
     assert found.conforms
     assert page.read_text().startswith(f"# `{page.stem}` conforms to anygauge's backend contract")
 
