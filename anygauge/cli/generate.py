@@ -54,7 +54,7 @@ def generate(
     from anygauge.models.generate import load_for_inference
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-    from anygauge.strategies.base import torch_dtype
+    from anygauge.strategies.common import torch_dtype
 
     quiet_libraries()
     loaded_tokenizer = load_tokenizer(origin.section)

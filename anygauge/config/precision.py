@@ -1,40 +1,15 @@
-"""The precision policy of a run: which type each kind of number has.
-
-One object says it for every strategy, so that two of them can be compared at all.
-"""
+"""Settles the precision policy of a run: which type each kind of number has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from anygauge.config.schema import PrecisionSection
 from anygauge.interface import Support, UnsupportedError
+from anygauge.interface.strategy import Precision
 
 AUTO_ORDER = ("bfloat16", "float16", "float32")
 """What ``auto`` tries: bfloat16 needs no loss scaling, so it comes before float16."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Precision:
-    """Names of torch types.
-
-    Attributes:
-        compute: weights and adapter in memory, and arithmetic.
-        reduce: accumulation and reduction of gradients.
-        master: the optimizer's copy of trained weights, and its moments.
-        why: how `compute` was settled, in words.
-    """
-
-    compute: str
-    reduce: str
-    master: str = "float32"
-    why: str = "asked for"
-
-    @property
-    def scales_loss(self) -> bool:
-        """float16 underflows without loss scaling."""
-        return self.compute == "float16"
 
 
 def resolve_precision(

@@ -11,4 +11,5 @@ from anygauge.interface.kernels import *
 from anygauge.interface.launch import *
 from anygauge.interface.placement import *
 from anygauge.interface.plugins import *
+from anygauge.interface.strategy import *
 from anygauge.util.errors import *

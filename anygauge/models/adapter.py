@@ -121,7 +121,7 @@ def adapted_layers(adapted: nn.Module) -> dict[str, Factors]:
     }
 
 
-def borrowed_parameters(adapted: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+def external_parameters(adapted: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
     """Parameters that a module reads in its forward though another owns them.
 
     DoRA's norm reads the base's weight and bias and both factors; an embedding's factors lie in a

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import ModelError, Support, UnsupportedError
-from anygauge.models.adapter import add_adapter, borrowed_parameters
+from anygauge.models.adapter import add_adapter, external_parameters
 from anygauge.models.files import WeightFiles, check_shape, match_names
 from anygauge.models.fused_lora import LoraKernel, fuse_lora
 from anygauge.models.fused_loss import LogitsRule, LossKernel, fuse_loss, logits_rule
@@ -159,11 +159,11 @@ class CausalModelFactory:
             self.loss = fuse_loss(model, self._loss, self._rule)
         return model
 
-    def borrowed(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
-        """See `ModelFactory.borrowed`."""
-        return () if self.adapter is None else borrowed_parameters(model)
+    def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
+        """See `ModelFactory.external_parameters`."""
+        return () if self.adapter is None else external_parameters(model)
 
-    def checkpoint_activations(self, model: Any, *, reentrant: bool) -> None:
+    def checkpoint_activations(self, model: Any, *, reentrant: bool = False) -> None:
         """See `ModelFactory.checkpoint_activations`."""
         if not self._recomputes:
             return

@@ -10,7 +10,7 @@ from anygauge.strategies.facts import check_section
 
 if TYPE_CHECKING:
     from anygauge.config.schema import StrategySection
-    from anygauge.strategies.base import Strategy
+    from anygauge.interface.strategy import Strategy
 
 WORLD_SIZES: dict[str, int | None] = {"single": 1, "zero": None}
 """Name -> the number of ranks it needs, or None where any will do."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from anygauge.interface import FULL, Level, Requirement, RunFileError, Support, UnsupportedError
 
 if TYPE_CHECKING:
-    from anygauge.config.precision import Precision
     from anygauge.config.schema import StrategySection
     from anygauge.interface import Backend
+    from anygauge.interface.strategy import Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +24,11 @@ class StrategyFacts:
 
     Attributes:
         needs: what it asks of a device.
-        updates_whole: see `Strategy`.
+        optimizer_sees_full_parameters: see `Strategy`.
     """
 
     needs: Sequence[Requirement] = ()
-    updates_whole: Support = FULL
+    optimizer_sees_full_parameters: Support = FULL
 
 
 FACTS = {
@@ -38,7 +38,7 @@ FACTS = {
             Requirement(capability="zero", because="strategy.name is zero"),
             Requirement(capability="collectives", because="ZeRO shards over ranks"),
         ),
-        updates_whole=Support(
+        optimizer_sees_full_parameters=Support(
             Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
         ),
     ),

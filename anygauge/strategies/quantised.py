@@ -1,6 +1,6 @@
-"""Moments that an optimizer keeps in 8 bits: out of their blocks, and back into them.
+"""Optimizer state that is kept in 8 bits: out of their blocks, and back into them.
 
-bitsandbytes keeps a moment `state1` as codes of 8 bits, with a scale for each block of values in
+bitsandbytes keeps a tensor `state1` as codes of 8 bits, with a scale for each block of values in
 `absmax1` and the code's values in `qmap1`. Blocks run over a whole tensor, a rank's flat partition
 included, so a part of it can only be read from the whole.
 """
@@ -19,39 +19,39 @@ BLOCK = 256
 _AUXILIARY = ("absmax", "qmap")
 
 
-def is_auxiliary(kind: str) -> bool:
+def is_auxiliary(key: str) -> bool:
     """Whether a part of an optimizer's state only describes another one."""
-    return kind.startswith(_AUXILIARY)
+    return key.startswith(_AUXILIARY)
 
 
 def is_packed(value: Any) -> bool:
-    """Whether a moment is kept as codes."""
+    """Whether a tensor is kept as codes."""
     return torch.is_tensor(value) and value.dtype == torch.uint8
 
 
-def unpacked(state: Mapping[str, Any], kind: str) -> Tensor:
-    """A moment as float32, in its own shape."""
-    value: Tensor = state[kind]
+def unpacked(state: Mapping[str, Any], key: str) -> Tensor:
+    """A tensor as float32, in its own shape."""
+    value: Tensor = state[key]
     if not is_packed(value):
         return value.detach().to(torch.float32)
     from bitsandbytes.functional import dequantize_blockwise
 
-    number = kind.removeprefix("state")
+    number = key.removeprefix("state")
     return dequantize_blockwise(
         value, absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=BLOCK
     ).reshape(value.shape)
 
 
-def pack(state: Mapping[str, Any], kind: str, value: Tensor) -> None:
-    """Put a float32 moment into its place, as codes if it is kept so."""
-    place: Tensor = state[kind]
+def pack(state: Mapping[str, Any], key: str, value: Tensor) -> None:
+    """Put a float32 tensor into its place, as codes if it is kept so."""
+    place: Tensor = state[key]
     value = value.to(place.device).reshape(place.shape)
     if not is_packed(place):
         place.copy_(value)
         return
     from bitsandbytes.functional import quantize_blockwise
 
-    number = kind.removeprefix("state")
+    number = key.removeprefix("state")
     codes, blocks = quantize_blockwise(
         value.to(torch.float32).contiguous(), code=state[f"qmap{number}"], blocksize=BLOCK
     )

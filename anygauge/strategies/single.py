@@ -11,14 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from anygauge.config.precision import Precision
 from anygauge.interface import FULL, HOST_DEVICE, Backend, Phase, Requirement, Setting, Support
-from anygauge.strategies.base import (
+from anygauge.interface.strategy import (
     BuildContext,
+    Counters,
     DeviceBatch,
     LossFunction,
+    Precision,
     StepResult,
+    TrainedState,
     UpdateResult,
+)
+from anygauge.strategies.common import (
+    compile_regions,
     set_learning_rate,
     summed_losses,
     torch_dtype,
@@ -26,14 +31,7 @@ from anygauge.strategies.base import (
 )
 from anygauge.strategies.facts import FACTS
 from anygauge.strategies.materialise import materialise
-from anygauge.strategies.regions import compile_regions
-from anygauge.strategies.state import (
-    Counters,
-    TrainedState,
-    export_plain,
-    import_plain,
-    updates_of,
-)
+from anygauge.strategies.state import export_plain, import_plain, updates_of
 
 
 class SingleEngine:
@@ -59,7 +57,7 @@ class SingleEngine:
         )
 
     def run_step(
-        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, global_tokens: int
+        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
     ) -> StepResult:
         """See `Engine.run_step`."""
         self.model.train()
@@ -68,7 +66,7 @@ class SingleEngine:
             outputs = self.model(**batch.inputs)
             self._backend.graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs, batch.labels)
-            self._scaler.scale(loss / global_tokens).backward()
+            self._scaler.scale(loss / normalizer).backward()
             self._accumulate()
             self._backend.graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
@@ -123,8 +121,8 @@ class SingleEngine:
             for (name, _), master in zip(self._trained, self._masters, strict=True)
         }
 
-    def keeps_state(self) -> Support:
-        """See `Engine.keeps_state`."""
+    def checkpoint_support(self) -> Support:
+        """See `Engine.checkpoint_support`."""
         return FULL
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
@@ -163,7 +161,7 @@ class Single:
 
     needs: Sequence[Requirement] = FACTS["single"].needs
     needs_process_group = False
-    updates_whole = FACTS["single"].updates_whole
+    optimizer_sees_full_parameters = FACTS["single"].optimizer_sees_full_parameters
 
     def settings(
         self,
@@ -188,6 +186,6 @@ class Single:
             dtype=torch_dtype(context.precision.compute),
         )
         model = context.factory.adapt(model)
-        context.factory.checkpoint_activations(model, reentrant=False)
+        context.factory.checkpoint_activations(model)
         compile_regions(model, context.backend)
         return SingleEngine(model, context)

@@ -14,14 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.config.precision import Precision
 from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting, Support
-from anygauge.strategies.base import (
+from anygauge.interface.strategy import (
     BuildContext,
+    Counters,
     DeviceBatch,
     LossFunction,
+    Precision,
     StepResult,
+    TrainedState,
     UpdateResult,
+)
+from anygauge.strategies.common import (
+    compile_regions,
     set_learning_rate,
     summed_losses,
     torch_dtype,
@@ -29,8 +34,6 @@ from anygauge.strategies.base import (
 )
 from anygauge.strategies.facts import FACTS
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
-from anygauge.strategies.regions import compile_regions
-from anygauge.strategies.state import Counters, TrainedState
 from anygauge.strategies.zero_runtime import (
     gather_by_block,
     gathered_by_peft,
@@ -40,7 +43,7 @@ from anygauge.strategies.zero_runtime import (
     synchronise_before_release,
 )
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
-from anygauge.strategies.zero_state import ZeroState
+from anygauge.strategies.zero_state import ZeroState, whole_shape
 
 
 class ZeroEngine:
@@ -63,13 +66,13 @@ class ZeroEngine:
         )
 
     def run_step(
-        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, global_tokens: int
+        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
     ) -> StepResult:
         """See `Engine.run_step`."""
         self._engine.train()
         sums = []
         # DeepSpeed averages gradients over ranks; the sum is wanted.
-        scale = self._world_size / global_tokens
+        scale = self._world_size / normalizer
         for index, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             outputs = self._engine(**batch.inputs)
@@ -121,8 +124,8 @@ class ZeroEngine:
                 whole[name] = value.detach().to(HOST_DEVICE, torch.float32, copy=True)
         return whole
 
-    def keeps_state(self) -> Support:
-        """See `Engine.keeps_state`."""
+    def checkpoint_support(self) -> Support:
+        """See `Engine.checkpoint_support`."""
         return self._state.support()
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
@@ -148,7 +151,7 @@ class Zero:
 
     needs: Sequence[Requirement] = FACTS["zero"].needs
     needs_process_group = True
-    updates_whole = FACTS["zero"].updates_whole
+    optimizer_sees_full_parameters = FACTS["zero"].optimizer_sees_full_parameters
 
     def __init__(self, stage: int, options: Mapping[str, Any], gather: str = "layer") -> None:
         """Args: gather: what stage 3 gathers at a time: a ``layer`` or a ``module``."""
@@ -210,7 +213,7 @@ class Zero:
         )
         with gathered_by_peft(config) if sharded else contextlib.nullcontext():
             model = factory.adapt(model)
-        for reader, parameter in factory.borrowed(model) if sharded else ():
+        for reader, parameter in factory.external_parameters(model) if sharded else ():
             # DeepSpeed gathers what a module owns; the rest it must be told of.
             deepspeed.zero.register_external_parameter(reader, parameter)
         factory.checkpoint_activations(model, reentrant=needs_reentrant_checkpointing())
@@ -218,8 +221,8 @@ class Zero:
             gather_by_block(model)
         compile_regions(model, context.backend)
         buffers = buffers_of(model)
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=context.optimizer(trained_parameters(model)), config=config
-        )
+        trained = trained_parameters(model)
+        optimizer = context.optimizer(trained, {name: whole_shape(p) for name, p in trained})
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         restore_buffers(buffers)
         return ZeroEngine(engine, self.stage, context)

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from anygauge.config.precision import Precision
 from anygauge.interface import Backend, Setting
-from anygauge.strategies.base import trained_parameters
+from anygauge.interface.strategy import Precision
+from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.facts import check_stage_types
 from anygauge.strategies.materialise import decoder_layers
 

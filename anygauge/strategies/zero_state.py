@@ -15,16 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import FULL, HOST_DEVICE, Level, Support
+from anygauge.interface.strategy import PARAMETER, Counters, TrainedState
 from anygauge.strategies.quantised import is_packed, pack, unpacked
 from anygauge.strategies.state import (
-    PARAMETER,
-    Counters,
-    TrainedState,
     export_plain,
     import_plain,
-    moments,
     prime,
     set_updates,
+    state_keys,
     updates_of,
 )
 
@@ -62,25 +60,25 @@ class ZeroState:
         return FULL
 
     def export(self) -> Iterator[tuple[str, str, Tensor | None]]:
-        """(name, kind, whole float32 tensor on the host, or None where this rank wants none).
+        """(name, key, whole float32 tensor on the host, or None where this rank wants none).
 
         All ranks must go through it together.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if self._plain:
-            for name, kind, value in export_plain(
+            for name, key, value in export_plain(
                 self._optimizer, self._named, torch.device(HOST_DEVICE)
             ):
-                yield name, kind, value if self._writes else None
+                yield name, key, value if self._writes else None
             return
         with self._unpacked(written=False):
-            kinds = self._kinds()
+            keys = self._keys()
             for name, parameter in self._named:
                 yield name, PARAMETER, self._kept(safe_get_full_fp32_param(parameter))
-                for kind in kinds:
-                    value = safe_get_full_optimizer_state(parameter, kind)
-                    yield name, kind, self._kept(value)
+                for key in keys:
+                    value = safe_get_full_optimizer_state(parameter, key)
+                    yield name, key, self._kept(value)
 
     def load(self, state: TrainedState) -> None:
         """Take this rank's part of every tensor."""
@@ -89,10 +87,10 @@ class ZeroState:
             return
         self._prime()
         with self._unpacked(written=True), torch.no_grad():
-            kinds = self._kinds()
+            keys = self._keys()
             for name, parameter in self._named:
-                for kind in (PARAMETER, *kinds):
-                    self._put(parameter, kind, state.tensor(name, kind))
+                for key in (PARAMETER, *keys):
+                    self._put(parameter, key, state.tensor(name, key))
         for kept in self._states():
             set_updates(kept, state.counters.updates)
         scaler: Any = getattr(self._optimizer, "loss_scaler", None)
@@ -133,9 +131,9 @@ class ZeroState:
             return [self._inner.state.get(p, {}) for _, p in self._named]
         return [self._inner.state.get(flat, {}) for flat in self._flats()]
 
-    def _kinds(self) -> list[str]:
-        """Names of the moments that every flat partition has."""
-        return moments(self._states()[0])
+    def _keys(self) -> list[str]:
+        """Keys that the state of every flat partition has."""
+        return state_keys(self._states()[0])
 
     def _kept(self, value: Tensor | None) -> Tensor | None:
         assert value is not None, "DeepSpeed knows no master of a trained parameter"
@@ -143,7 +141,7 @@ class ZeroState:
             return None
         return value.detach().to(HOST_DEVICE, torch.float32, copy=True)
 
-    def _put(self, parameter: Any, kind: str, whole: Tensor) -> None:
+    def _put(self, parameter: Any, key: str, whole: Tensor) -> None:
         from deepspeed.utils import (
             safe_set_full_fp32_param,
             safe_set_full_optimizer_state,
@@ -153,14 +151,14 @@ class ZeroState:
 
         if self._stage == 3:
             part = own_part(parameter, whole)
-            if kind == PARAMETER:
+            if key == PARAMETER:
                 safe_set_local_fp32_param(parameter, part)
             else:
-                safe_set_local_optimizer_state(parameter, part, kind)
-        elif kind == PARAMETER:
+                safe_set_local_optimizer_state(parameter, part, key)
+        elif key == PARAMETER:
             safe_set_full_fp32_param(parameter, whole)
         else:
-            safe_set_full_optimizer_state(parameter, whole, kind)
+            safe_set_full_optimizer_state(parameter, whole, key)
 
     def _prime(self) -> None:
         """Have the optimizer make the state of every flat partition."""
@@ -178,30 +176,35 @@ class ZeroState:
 
     @contextlib.contextmanager
     def _unpacked(self, *, written: bool) -> Iterator[None]:
-        """Quantised moments as plain float32 while they are read or written, then codes again."""
+        """Quantised state as plain float32 while they are read or written, then codes again."""
         packed = []
         for kept in self._states():
-            for kind in moments(kept):
-                if is_packed(kept[kind]):
-                    packed.append((kept, kind, kept[kind]))
-                    kept[kind] = unpacked(kept, kind)
+            for key in state_keys(kept):
+                if is_packed(kept[key]):
+                    packed.append((kept, key, kept[key]))
+                    kept[key] = unpacked(kept, key)
         if packed:
             self._link()
         try:
             yield
         finally:
-            for kept, kind, codes in packed:
-                value, kept[kind] = kept[kind], codes
+            for kept, key, codes in packed:
+                value, kept[key] = kept[key], codes
                 if written:
-                    pack(kept, kind, value)
+                    pack(kept, key, value)
             if packed:
                 self._link()
 
     def _link(self) -> None:
-        """Stages 1 and 2 hold views of the moments: have them made anew."""
+        """Stages 1 and 2 hold views of the state: have them made anew."""
         if self._stage != 3:
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def whole_shape(parameter: Any) -> Sequence[int]:
+    """The whole shape of a parameter that ZeRO-3 may have sharded."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def own_part(parameter: Any, whole: Tensor) -> Tensor:

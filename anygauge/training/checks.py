@@ -238,7 +238,7 @@ def _build(
 ) -> None:
     """Build the model without weights, with its adapter; hold it against what its files have."""
     from anygauge.models.factory import CausalModelFactory
-    from anygauge.strategies.base import torch_dtype
+    from anygauge.strategies.common import torch_dtype
 
     compute = run.precision.compute
     factory = CausalModelFactory(

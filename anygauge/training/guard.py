@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from anygauge.data import MicroBatch
 from anygauge.interface import Collectives, NonFiniteLossError
-from anygauge.strategies.base import UpdateResult
+from anygauge.interface.strategy import UpdateResult
 
 MOST_ROWS = 8
 

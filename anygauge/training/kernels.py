@@ -12,8 +12,8 @@ from anygauge.registry import REFERENCE, KernelChoice, Registry
 from anygauge.registry.kernels import choose_kernels, load_kernel
 
 if TYPE_CHECKING:
+    from anygauge.interface.strategy import ClipFunction, Strategy
     from anygauge.models.fused_loss import LossKernel
-    from anygauge.strategies.base import ClipFunction, Strategy
     from anygauge.strategies.facts import StrategyFacts
     from anygauge.training.optimizer import AdamW
 
@@ -82,8 +82,8 @@ def check_attention(run: RunFile) -> None:
 def _unused(run: RunFile, strategy: Strategy | StrategyFacts, operation: str) -> str:
     if operation == LORA:
         return "" if run.adapter is not None else "there is no adapter"
-    if not strategy.updates_whole:
-        return strategy.updates_whole.reason
+    if not strategy.optimizer_sees_full_parameters:
+        return strategy.optimizer_sees_full_parameters.reason
     if operation == "adamw" and run.train.optimizer.name != "adamw":
         return f"train.optimizer.name is {run.train.optimizer.name}"
     if operation == "clip_grad_norm" and run.train.clip == 0:

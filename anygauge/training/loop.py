@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from anygauge.config.schema import TrainSection
 from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Backend
-from anygauge.strategies.base import DeviceBatch, Engine, LossFunction, Placed
+from anygauge.interface.strategy import DeviceBatch, Engine, LossFunction
 from anygauge.training.checkpoints.keeper import CheckpointKeeper
 from anygauge.training.checkpoints.stop import StopRequest
 from anygauge.training.guard import check_finite
@@ -64,7 +65,7 @@ class Loop:
             tokens = self.batches.supervised_tokens(index)
             lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
             result = self.engine.run_step(
-                Placed(micro_batches, self.place), self.loss_function, tokens
+                LazyBatches(micro_batches, self.place), self.loss_function, tokens
             )
             self.progress.at(f"step {index + 1}, update")
             update = self.engine.update(lr, self.settings.clip)
@@ -108,3 +109,25 @@ class Loop:
             losses[name] = total / tokens
             self.meter.evaluation(done, name, losses[name], tokens)
         return losses
+
+
+class LazyBatches(Sequence[DeviceBatch]):
+    """Micro-batches that move to the device one at a time, as the engine comes to them."""
+
+    def __init__(
+        self, batches: Sequence[MicroBatch], place: Callable[[MicroBatch], DeviceBatch]
+    ) -> None:
+        self._batches = batches
+        self._place = place
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> DeviceBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> LazyBatches: ...
+    def __getitem__(self, index: int | slice) -> DeviceBatch | LazyBatches:
+        if isinstance(index, slice):
+            return LazyBatches(self._batches[index], self._place)
+        return self._place(self._batches[index])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from anygauge.config.schema import OptimizerSection
 from anygauge.interface import RunFileError
+from anygauge.interface.strategy import OptimizerFactory
 
 B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
 """Names of the factors that LoRA+ learns faster; peft's naming."""
@@ -22,9 +23,7 @@ AdamW = Callable[..., torch.optim.Optimizer]
 """(groups, lr, betas, eps) -> AdamW by a device's own kernel."""
 
 
-def optimizer_factory(
-    section: OptimizerSection, adamw: AdamW | None = None
-) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
+def optimizer_factory(section: OptimizerSection, adamw: AdamW | None = None) -> OptimizerFactory:
     """A function that makes the run's optimizer from named parameters.
 
     Args:
@@ -36,8 +35,11 @@ def optimizer_factory(
         UnsupportedError: from that function: the optimizer cannot run on their device.
     """
 
-    def make(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        groups = parameter_groups(section, parameters)
+    def make(
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> torch.optim.Optimizer:
+        groups = parameter_groups(section, parameters, shapes)
         if adamw is not None and section.name == "adamw":
             return adamw(groups, lr=section.lr, **_adam_options(section))
         return _MAKERS[section.name](section, groups)
@@ -46,14 +48,19 @@ def optimizer_factory(
 
 
 def parameter_groups(
-    section: OptimizerSection, parameters: Iterable[tuple[str, nn.Parameter]]
+    section: OptimizerSection,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Groups:
     """Groups by decay and rate, in the order of their first parameters.
 
     Matrices are decayed, those of embeddings too; vectors (norms, biases, magnitudes) are not:
     pulling a scale towards zero has no purpose. ``lr_scale`` is the group's rate as a multiple of
     the run's: `lora_plus_ratio` for the adapter's B factors (https://arxiv.org/abs/2402.12354),
-    else 1. A partitioned parameter shows its whole shape in ``ds_shape``.
+    else 1. ``matrices`` says whether the group's parameters are.
+
+    Args:
+        shapes: see `OptimizerFactory`.
 
     Raises:
         RunFileError: LoRA+ is asked for, and no parameter is a B factor.
@@ -62,7 +69,7 @@ def parameter_groups(
     found = False
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
     for name, parameter in parameters:
-        matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+        matrix = len(shapes[name] if shapes else parameter.shape) >= 2
         faster = ratio is not None and B_FACTOR.search(name) is not None
         found = found or faster
         scale = ratio if ratio is not None and faster else 1.0
@@ -70,6 +77,7 @@ def parameter_groups(
             (matrix, scale),
             {
                 "params": [],
+                "matrices": matrix,
                 "weight_decay": section.weight_decay if matrix else 0.0,
                 "lr": section.lr * scale,
                 "lr_scale": scale,

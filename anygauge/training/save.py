@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE, Job
+from anygauge.interface.strategy import DeviceBatch
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.export import check_whole, completed, save_adapter, save_model, trained_shapes
 from anygauge.models.generate import load_for_inference
 from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
-from anygauge.strategies.base import DeviceBatch, torch_dtype
+from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.materialise import materialise
 from anygauge.training.setup import PreparedRun, Rank
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config import load_run_file
-from anygauge.config.precision import Precision, resolve_precision
+from anygauge.config.precision import resolve_precision
 from anygauge.config.schema import RunFile
 from anygauge.data import (
     EvaluationBatches,
@@ -27,6 +27,7 @@ from anygauge.interface import (
     Job,
     UnsupportedError,
 )
+from anygauge.interface.strategy import BuildContext, DeviceBatch, Engine, Precision, Strategy
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
@@ -37,21 +38,13 @@ from anygauge.models.source import check_positions, load_config
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
 from anygauge.registry.kernels import load_kernel
-from anygauge.strategies.base import (
-    BuildContext,
-    DeviceBatch,
-    Engine,
-    Strategy,
-    torch_dtype,
-    trained_parameters,
-)
+from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.strategies.facts import check_needs
-from anygauge.strategies.state import ResumedFactory
 from anygauge.training.attention import choose_attention
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.identity import identity_of, settings_of
 from anygauge.training.checkpoints.keeper import CheckpointKeeper
-from anygauge.training.checkpoints.resume import check_resumed, find_checkpoint
+from anygauge.training.checkpoints.resume import ResumedFactory, check_resumed, find_checkpoint
 from anygauge.training.checkpoints.stop import StopRequest
 from anygauge.training.kernels import (
     LORA,
@@ -259,8 +252,8 @@ def prepare_run(
     )
     seed_dropout(backend, run.train.seed, rank, start)
     wanted = run.checkpoint.every or run.checkpoint.keep_best or start is not None
-    if wanted and not engine.keeps_state():
-        raise UnsupportedError(f"checkpoints: {engine.keeps_state()}")
+    if wanted and not engine.checkpoint_support():
+        raise UnsupportedError(f"checkpoints: {engine.checkpoint_support()}")
     if start is not None:
         engine.import_state(start)
     loss = settle_loss(run, kernels, factory.loss)

@@ -156,7 +156,7 @@ def run_rank(
                 world_size=rank.world_size,
                 device=str(backend.placement.device),
                 done=prepared.loop.start,
-                stops=bool(prepared.engine.keeps_state()),
+                stops=bool(prepared.engine.checkpoint_support()),
                 lines=[
                     f"training: {prepared.loop.batches.steps} steps on {rank.world_size} "
                     f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
@@ -190,7 +190,7 @@ def run_rank(
 
 def listening_if_it_can_stop(prepared: Any) -> contextlib.AbstractContextManager[None]:
     """Answer SIGTERM with a checkpoint, unless the engine cannot write one."""
-    if prepared.engine.keeps_state():
+    if prepared.engine.checkpoint_support():
         return prepared.loop.stop.listening()
     return contextlib.nullcontext()
 

@@ -14,13 +14,12 @@ import torch
 from packaging.version import Version
 from torch.utils.checkpoint import CheckpointError
 
-from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies import zero_runtime
-from anygauge.strategies.base import BuildContext, DeviceBatch
 from anygauge.strategies.zero import Zero
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.runs import TINY

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterGroup, AdapterSection, ModelSection, OptimizerSection
+from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
 from anygauge.models.export import adapter_state
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
-from anygauge.strategies.base import BuildContext, DeviceBatch
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.training.optimizer import optimizer_factory

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
-from anygauge.strategies.base import BuildContext, DeviceBatch, trained_parameters
+from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_settings import as_config
 from anygauge.training.optimizer import optimizer_factory

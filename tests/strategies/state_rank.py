@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.interface.strategy import BuildContext, Counters, Engine, Precision, Strategy
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
-from anygauge.strategies.base import BuildContext, Engine, Strategy, trained_parameters
+from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.single import Single
-from anygauge.strategies.state import Counters
 from anygauge.strategies.zero import Zero
 
 CONFIG = {
@@ -81,20 +80,17 @@ class MadeUp:
     def like(cls, exported: Sequence[tuple[str, str, Tensor | None]], shapes: Any) -> MadeUp:
         generator = torch.Generator().manual_seed(1)
         made = cls()
-        for name, kind, _ in exported:
+        for name, key, _ in exported:
             values = torch.randn(shapes[name], generator=generator)
             # Second moments are never negative.
-            made.tensors[name, kind] = values.abs() if "sq" in kind or kind == "state2" else values
+            made.tensors[name, key] = values.abs() if "sq" in key or key == "state2" else values
         return made
 
     def names(self) -> Sequence[str]:
         return list(dict.fromkeys(name for name, _ in self.tensors))
 
-    def kinds(self, name: str) -> Sequence[str]:
-        return [kind for owner, kind in self.tensors if owner == name]
-
-    def tensor(self, name: str, kind: str) -> Tensor:
-        return self.tensors[name, kind]
+    def tensor(self, name: str, key: str) -> Tensor:
+        return self.tensors[name, key]
 
 
 def work(case: Case, rank: int, folder: Path) -> None:
@@ -134,8 +130,8 @@ def work(case: Case, rank: int, folder: Path) -> None:
     )
     skeleton = factory.adapt(factory.skeleton())
     shapes = {name: tuple(p.shape) for name, p in trained_parameters(skeleton)}
-    kinds = kinds_of(case.optimizer)
-    empty = [(name, kind, None) for name in shapes for kind in ("parameter", *kinds)]
+    keys = keys_of(case.optimizer)
+    empty = [(name, key, None) for name in shapes for key in ("parameter", *keys)]
     state = MadeUp.like(empty, shapes)
     engine.import_state(state)
     first = exported(engine)
@@ -166,7 +162,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
     backend.close()
 
 
-def kinds_of(optimizer: str) -> Sequence[str]:
+def keys_of(optimizer: str) -> Sequence[str]:
     return {
         "adamw": ("exp_avg", "exp_avg_sq"),
         "lion": ("exp_avg",),
@@ -175,7 +171,7 @@ def kinds_of(optimizer: str) -> Sequence[str]:
 
 
 def exported(engine: Engine) -> dict[tuple[str, str], Tensor]:
-    return {(name, kind): value for name, kind, value in engine.export_state() if value is not None}
+    return {(name, key): value for name, key, value in engine.export_state() if value is not None}
 
 
 def compare(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.precision import Precision
 from anygauge.interface import Backend, Setting, UnsupportedError
+from anygauge.interface.strategy import Precision
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
 from tests.helpers.ranks import run_ranks
 

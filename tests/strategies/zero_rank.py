@@ -15,13 +15,12 @@ from unittest import mock
 
 import torch
 
-from anygauge.config.precision import Precision
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface import Graph, Phase, UnsupportedError
+from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
-from anygauge.strategies.base import BuildContext, DeviceBatch
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_runtime import import_deepspeed, refuse_unserved_type
 from anygauge.training.optimizer import optimizer_factory

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
 from anygauge.interface import AnygaugeError, Collectives
-from anygauge.strategies.state import Counters
+from anygauge.interface.strategy import Counters
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.keeper import CheckpointKeeper
 from anygauge.training.checkpoints.resume import find_checkpoint

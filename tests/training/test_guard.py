@@ -7,7 +7,7 @@ import torch
 
 from anygauge.data import MicroBatch
 from anygauge.interface import Collectives, NonFiniteLossError
-from anygauge.strategies.base import UpdateResult
+from anygauge.interface.strategy import UpdateResult
 from anygauge.training.guard import check_finite
 
 ALONE = Collectives("none")  # no group was joined: this rank is all there is

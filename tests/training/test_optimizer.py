@@ -10,7 +10,7 @@ from torch import nn
 
 from anygauge.config.schema import OptimizerSection, RunFile
 from anygauge.interface import RunFileError, UnsupportedError
-from anygauge.strategies.base import set_learning_rate
+from anygauge.strategies.common import set_learning_rate
 from anygauge.training.optimizer import optimizer_factory, parameter_groups
 from anygauge.training.optimizers import checks
 
@@ -26,11 +26,11 @@ def named(*names: str) -> list[tuple[str, nn.Parameter]]:
 
 def test_vectors_are_not_decayed_also_where_they_are_sharded() -> None:
     layer = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    # A sharded matrix is flat; its own shape stands in ds_shape.
     flat = nn.Parameter(torch.zeros(0))
-    flat.ds_shape = torch.Size([5, 6])  # type: ignore[attr-defined]
+    parameters = [*layer.named_parameters(), ("flat", flat)]
+    shapes = {name: tuple(p.shape) for name, p in parameters} | {"flat": (5, 6)}
     section = OptimizerSection(lr=0.5, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
-    made = optimizer_factory(section)([*layer.named_parameters(), ("flat", flat)])
+    made = optimizer_factory(section)(parameters, shapes)
     decay = {id(p): g["weight_decay"] for g in made.param_groups for p in g["params"]}
     assert decay == {
         id(layer[0].weight): 0.1,

@@ -3,8 +3,8 @@
 ====================  =============================================================================
 ``checkpoint.json``   step, counters, what the run must have in common with one that goes on from
                       here, and what the metrics had come to
-``state-*``           safetensors: ``KIND/NAME`` -> whole float32 tensor; KIND is ``parameter`` or a
-                      moment of the optimizer
+``state-*``           safetensors: ``KEY/NAME`` -> whole float32 tensor; KEY is ``parameter`` or a
+                      key of the optimizer's state
 ``rng.safetensors``   ``RANK/NAME`` -> state of a random number generator, bytes
 ``adapter/``          with an adapter: the same weights in peft's form, ready to be used
 ``manifest.json``     size and SHA-256 of every other file; written last
@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE, AnygaugeError
-from anygauge.strategies.state import PARAMETER, Counters
+from anygauge.interface.strategy import PARAMETER, Counters
 from anygauge.training.checkpoints.sound import (
     FORMAT,
     MANIFEST,
@@ -57,7 +57,7 @@ def write_checkpoint(
     """Write a checkpoint; returns its size in bytes. For rank 0.
 
     Args:
-        exported: (parameter name, kind, whole tensor), read to its end.
+        exported: (parameter name, key, whole tensor), read to its end.
         record: goes to ``checkpoint.json``.
         rng: for each rank, name -> state of a generator.
         export_adapter: given a folder and the trained parameters, writes them in peft's form.
@@ -128,30 +128,26 @@ class Checkpoint:
         self.step: int = self.record["step"]
         self.counters = Counters(**self.record["counters"])
         self._files = state_files(folder)
-        self._kinds: dict[str, list[str]] = {}
-        for key in self._files:
-            kind, _, name = key.partition("/")
-            self._kinds.setdefault(name, []).append(kind)
+        self._keys: dict[str, list[str]] = {}
+        for entry in self._files:
+            key, _, name = entry.partition("/")
+            self._keys.setdefault(name, []).append(key)
 
     def names(self) -> list[str]:
         """See `TrainedState.names`."""
-        return list(self._kinds)
+        return list(self._keys)
 
-    def kinds(self, name: str) -> list[str]:
-        """See `TrainedState.kinds`."""
-        return self._kinds[name]
-
-    def tensor(self, name: str, kind: str) -> Tensor:
+    def tensor(self, name: str, key: str) -> Tensor:
         """See `TrainedState.tensor`."""
-        key = f"{kind}/{name}"
-        if key not in self._files:
+        entry = f"{key}/{name}"
+        if entry not in self._files:
             raise AnygaugeError(
-                f"{self.folder} holds no {kind} of {name}; kept there: "
-                f"{', '.join(self._kinds.get(name, [])) or 'nothing of it'}. Resume with the "
+                f"{self.folder} holds no {key} of {name}; kept there: "
+                f"{', '.join(self._keys.get(name, [])) or 'nothing of it'}. Resume with the "
                 "optimizer and adapter that the checkpoint was made with"
             )
-        with _open(self._files[key]) as file:
-            return file.get_tensor(key)
+        with _open(self._files[entry]) as file:
+            return file.get_tensor(entry)
 
     def rng(self, rank: int) -> dict[str, Tensor]:
         """One rank's generator states; empty where there was no such rank."""
@@ -171,15 +167,15 @@ def _write_tensors(
     waiting: dict[str, Tensor] = {}
     parameters: dict[str, Tensor] = {}
     size = number = 0
-    for name, kind, tensor in exported:
+    for name, key, tensor in exported:
         assert tensor is not None, "rank 0 writes the checkpoint, so it must get the tensors"
         if waiting and size + tensor.nbytes > shard_bytes:
             number += 1
             _save(waiting, folder / f"state-{number:05}.safetensors")
             waiting, size = {}, 0
-        waiting[f"{kind}/{name}"] = tensor.contiguous()
+        waiting[f"{key}/{name}"] = tensor.contiguous()
         size += tensor.nbytes
-        if collect and kind == PARAMETER:
+        if collect and key == PARAMETER:
             parameters[name] = tensor
     _save(waiting, folder / f"state-{number + 1:05}.safetensors")
     return parameters

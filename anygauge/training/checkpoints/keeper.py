@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
 from anygauge.interface import Backend
-from anygauge.strategies.base import Engine
+from anygauge.interface.strategy import Engine
 from anygauge.training.checkpoints.files import finite, write_checkpoint
 from anygauge.training.checkpoints.sound import (
     FOLDER,

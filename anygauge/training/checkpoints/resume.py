@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Collectives
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import AnygaugeError, Collectives, ModelError
+from anygauge.interface.strategy import PARAMETER, ModelFactory, TrainedState
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.finished import (
     Finished,
@@ -111,3 +115,62 @@ def check_resumed(
         return []
     check_same_run(start.folder, start.record["identity"], identity)
     return changed_settings(start.record["settings"], settings)
+
+
+class ResumedFactory:
+    """A model factory whose trained parameters begin with the values of a state.
+
+    The engine's float32 masters are made from what is built here, in the compute type, and get
+    their digits back in `Engine.import_state`.
+    """
+
+    def __init__(self, factory: ModelFactory, state: TrainedState) -> None:
+        self._factory = factory
+        self._state = state
+        self._names = frozenset(state.names())
+
+    def skeleton(self) -> nn.Module:
+        """See `ModelFactory.skeleton`."""
+        return self._factory.skeleton()
+
+    def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:
+        """See `ModelFactory.values`."""
+        values = dict(self._factory.values(model, unit))
+        prefix = f"{unit}." if unit else ""
+        for name in values:
+            if prefix + name in self._names:
+                values[name] = self._value(prefix + name, values[name])
+        return values
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """See `ModelFactory.adapt`."""
+        adapted = self._factory.adapt(model)
+        if adapted is model:
+            return model
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if name in self._names and not parameter.is_meta:
+                    parameter.copy_(self._value(name, parameter))
+        return adapted
+
+    def _value(self, name: str, built: Tensor) -> Tensor:
+        kept = self._state.tensor(name, PARAMETER)
+        if kept.shape != built.shape:
+            raise ModelError(
+                f"the checkpoint's {name} has shape {tuple(kept.shape)}, this run's "
+                f"{tuple(built.shape)}; resume with the adapter that the checkpoint was made with"
+            )
+        return kept
+
+    def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
+        """See `ModelFactory.external_parameters`."""
+        return self._factory.external_parameters(model)
+
+    @property
+    def recomputes(self) -> bool:
+        """See `ModelFactory.recomputes`."""
+        return self._factory.recomputes
+
+    def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
+        """See `ModelFactory.checkpoint_activations`."""
+        self._factory.checkpoint_activations(model, reentrant=reentrant)

@@ -25,10 +25,7 @@ class Adafactor(torch.optim.Adafactor):
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
-        # A partitioned parameter is empty; its own shape stands in ds_shape.
-        self._had_matrices = any(
-            len(getattr(p, "ds_shape", p.shape)) >= 2 for group in groups for p in group["params"]
-        )
+        self._had_matrices = any(group["matrices"] for group in groups)
         super().__init__(groups, **options)
 
     def step(self, closure: Any = None) -> Any:

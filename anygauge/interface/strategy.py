@@ -1,0 +1,301 @@
+"""The contract of a strategy: how a model is spread over ranks, built and stepped.
+
+A `Strategy` builds an `Engine`; the loop talks to the engine alone. The engine schedules forward
+and backward itself, so that one that runs them in another order (a pipeline) fits as well as one
+that runs them batch by batch. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from anygauge.interface.backend import Backend, Requirement, Support
+from anygauge.interface.environment import Setting
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+__all__ = [
+    "PARAMETER",
+    "BuildContext",
+    "ClipFunction",
+    "Counters",
+    "DeviceBatch",
+    "Engine",
+    "LossFunction",
+    "ModelFactory",
+    "OptimizerFactory",
+    "Precision",
+    "StepResult",
+    "Strategy",
+    "TrainedState",
+    "UpdateResult",
+]
+
+PARAMETER = "parameter"
+"""The key of a trained tensor itself; other keys are the optimizer's, such as ``exp_avg``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """Names of torch types: one policy for every strategy, so that two of them can be compared.
+
+    Attributes:
+        compute: weights and adapter in memory, and arithmetic.
+        reduce: accumulation and reduction of gradients.
+        master: the optimizer's copy of trained weights, and its state.
+        why: how `compute` was settled, in words.
+    """
+
+    compute: str
+    reduce: str
+    master: str = "float32"
+    why: str = "asked for"
+
+    @property
+    def scales_loss(self) -> bool:
+        """float16 underflows without loss scaling."""
+        return self.compute == "float16"
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+class ModelFactory(Protocol):
+    """Makes the model in the pieces that a strategy needs, in the order it decides."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether `checkpoint_activations` has activations recomputed: what the run asks for."""
+
+    def skeleton(self) -> nn.Module:
+        """The architecture: parameters on the meta device, buffers real and in their own types."""
+
+    def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:
+        """Values of every parameter below the submodule `unit`, on the host.
+
+        Read from files, or drawn from a generator that depends on seed and `unit` alone. Keys are
+        names within the unit. May put host parameters in place of the model's meta ones.
+        """
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """Freeze the base and add the adapter; returns the model unchanged where there is none."""
+
+    def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
+        """Of an adapted model: parameters that a module reads though another one owns them."""
+
+    def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
+        """Recompute activations in backward, if the run asks for it.
+
+        Args:
+            reentrant: by torch's older form, for engines that need it.
+        """
+
+
+class OptimizerFactory(Protocol):
+    """Makes the run's optimizer."""
+
+    def __call__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        /,
+    ) -> Optimizer:
+        """An optimizer over named trained parameters.
+
+        Args:
+            shapes: by name, the whole shape of a parameter that holds a part of itself alone.
+        """
+
+
+ClipFunction: TypeAlias = "Callable[[Sequence[nn.Parameter], float], Tensor]"
+"""(parameters, largest norm) -> norm of all gradients before, (); gradients are scaled in place."""
+
+LossFunction: TypeAlias = "Callable[[Any, Tensor], Tensor]"
+"""(outputs of the model, labels (B, T) int64 with -100 where not supervised) -> summed loss, ()."""
+
+
+def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """torch's clipping, as a `ClipFunction`."""
+    from torch import nn
+
+    return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One micro-batch on the device.
+
+    Attributes:
+        inputs: keyword arguments of the model's forward.
+        labels: (B, T) int64, not shifted; -100 where not supervised.
+    """
+
+    inputs: Mapping[str, Any]
+    labels: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Losses of one step on this rank: summed over tokens, one () float32 per micro-batch."""
+
+    loss_sums: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What an update did: gradient norm before clipping, and whether loss scaling skipped it."""
+
+    grad_norm: float
+    skipped: bool = False
+
+
+# -- what was trained ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """Numbers of the optimizer and the loss scaler.
+
+    Attributes:
+        updates: steps that the optimizer has made; those that loss scaling skipped do not count.
+        loss_scale: None where the loss is not scaled.
+        good_steps: since the scale last changed.
+    """
+
+    updates: int
+    loss_scale: float | None = None
+    good_steps: int = 0
+
+
+class TrainedState(Protocol):
+    """Where a run goes on from; tensors may be read as late as they are asked for.
+
+    It belongs to no strategy: tensors are whole, float32 and on the host, and names are those of
+    the model's parameters. One strategy writes it, another reads it, in another sharding.
+    """
+
+    counters: Counters
+
+    def names(self) -> Sequence[str]:
+        """Trained parameters."""
+
+    def tensor(self, name: str, key: str) -> Tensor:
+        """One whole tensor, float32, on the host."""
+
+
+# -- engine and strategy ---------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """A built model with its optimizer."""
+
+    model: nn.Module
+
+    def run_step(
+        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
+    ) -> StepResult:
+        """Forward and backward of one step's micro-batches; gradients add up.
+
+        Args:
+            batches: this rank's; each is moved to the device when it is taken.
+            normalizer: the gradient is that of the loss, summed over all ranks, divided by this
+                number: the supervised tokens of the whole global batch.
+
+        Returns:
+            Of this rank's own batches, in their order.
+        """
+
+    def update(self, lr: float, max_norm: float) -> UpdateResult:
+        """Clip to `max_norm` (0: do not), step the optimizer at rate `lr`, clear gradients."""
+
+    def evaluate(
+        self, batches: Iterable[DeviceBatch], loss_function: LossFunction
+    ) -> Sequence[Tensor]:
+        """Summed losses of this rank's batches, without gradients or dropout."""
+
+    def export_trained(self) -> Mapping[str, Tensor]:
+        """Trained parameters, whole and in the master type, on the host.
+
+        Every rank must call it; only rank 0 gets values, others an empty mapping.
+        """
+
+    def checkpoint_support(self) -> Support:
+        """Whether the next three can be called; the reason if not."""
+
+    def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        """(parameter name, key, whole float32 tensor on the host), one after another.
+
+        Keys are `PARAMETER` and those of the optimizer's state. Every rank must go through it to
+        the end; only rank 0 gets tensors, others None.
+        """
+
+    def counters(self) -> Counters:
+        """The optimizer's step count and the loss scale."""
+
+    def import_state(self, state: TrainedState) -> None:
+        """Go on from a state: masters, optimizer state, step count, loss scale."""
+
+    def close(self) -> None:
+        """Let go of what the engine holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildContext:
+    """What a strategy is given to build with.
+
+    Attributes:
+        rank, world_size: of this process in the run.
+        micro_batch: sequences per forward.
+        max_norm: the run's clipping norm.
+        clip_grad_norm: for strategies whose optimizer sees full parameters.
+    """
+
+    factory: ModelFactory
+    optimizer: OptimizerFactory
+    precision: Precision
+    backend: Backend
+    rank: int
+    world_size: int
+    micro_batch: int
+    max_norm: float
+    clip_grad_norm: ClipFunction = clip_grad_norm
+
+
+class Strategy(Protocol):
+    """How a model is spread.
+
+    Attributes:
+        optimizer_sees_full_parameters: whether parameters are whole and on the device when they are
+            updated, so that a device's own kernels can do it; the reason if not.
+    """
+
+    needs: Sequence[Requirement]
+    needs_process_group: bool
+    optimizer_sees_full_parameters: Support
+
+    def settings(
+        self,
+        backend: Backend,
+        precision: Precision,
+        *,
+        skeleton: nn.Module | None,
+        micro_batch: int,
+        max_norm: float,
+        recomputes: bool,
+    ) -> Sequence[Setting]:
+        """The engine's configuration, each field with its reason; also for dry runs.
+
+        Args:
+            recomputes: whether decoder layers recompute their activations in backward.
+            skeleton: the adapted model on the meta device; None leaves out what depends on it.
+        """
+
+    def build(self, context: BuildContext) -> Engine:
+        """Build the model on the backend's opened device."""

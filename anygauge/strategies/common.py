@@ -1,0 +1,59 @@
+"""What engines share: names of types, trained parameters, rates, sums of losses, compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import Backend, Phase
+from anygauge.interface.strategy import DeviceBatch, LossFunction
+from anygauge.strategies.materialise import decoder_layers
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that require a gradient, in the model's order."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Give every parameter group the rate `lr`, times its own ``lr_scale`` if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def summed_losses(
+    model: nn.Module, backend: Backend, batches: Iterable[DeviceBatch], loss_function: LossFunction
+) -> list[Tensor]:
+    """Loss of each batch, summed over its tokens, without gradients or dropout."""
+    model.eval()
+    sums = []
+    with torch.no_grad():
+        for batch in batches:
+            sums.append(loss_function(model(**batch.inputs), batch.labels))
+            backend.graph.mark_step(Phase.FORWARD)
+    return sums
+
+
+def compile_regions(model: nn.Module, backend: Backend) -> int:
+    """Compile what `Graph.compiler` names, in place; returns the number of regions.
+
+    Decoder layers are alike: one compilation serves all of them, and what stands between them
+    (gathers of shards, recomputation) stays outside.
+    """
+    compiler = backend.graph.compiler
+    if compiler is None:
+        return 0
+    regions = list(decoder_layers(model)) if compiler.regions == "layer" else [model]
+    for region in regions:
+        region.compile(backend=compiler.backend)
+    return len(regions)
