@@ -220,6 +220,9 @@ class Engine(Protocol):
     ) -> Sequence[Tensor]:
         """Summed losses of this rank's batches, without gradients or dropout."""
 
+    def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The whole shape of one of the model's parameters, of which this rank may hold a part."""
+
     def export_trained(self) -> Mapping[str, Tensor]:
         """Trained parameters, whole and in the master type, on the host.
 
@@ -274,11 +277,13 @@ class Strategy(Protocol):
     Attributes:
         optimizer_sees_full_parameters: whether parameters are whole and on the device when they are
             updated, so that a device's own kernels can do it; the reason if not.
+        description: its name and options in a few words, for the card of what was trained.
     """
 
     needs: Sequence[Requirement]
     needs_process_group: bool
     optimizer_sees_full_parameters: Support
+    description: str
 
     def settings(
         self,

@@ -28,12 +28,14 @@ class Facts:
         tokens: real tokens of all steps.
         first_loss, final_loss: nats per learned token.
         evaluations: records with step, name, eval_loss, eval_tokens.
+        strategy: see `Strategy.description`.
         verified: `Verification.record`.
         versions: package -> version.
     """
 
     device: str
     backend: str
+    strategy: str
     ranks: int
     precision: str
     data: str
@@ -184,8 +186,7 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
         "clipping": f"{train.clip:g}",
         "seed": str(train.seed),
         "precision": facts.precision,
-        "strategy": run.strategy.name
-        + (f", stage {run.strategy.stage}" if run.strategy.name == "zero" else ""),
+        "strategy": facts.strategy,
         "ranks": str(facts.ranks),
         "backend": f"{facts.backend}, device `{facts.device}`",
     }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
@@ -56,8 +56,13 @@ def _take_place(temporary: Path, folder: Path) -> None:
     temporary.rename(folder)
 
 
-def adapter_state(model: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def adapter_state(
+    model: Any, trained: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
     """The trained tensors under the names that peft stores.
+
+    Args:
+        shapes: the whole shape of each trained parameter.
 
     Raises:
         ModelError: a tensor is missing or has lost its shape, which is how sharded parameters
@@ -65,7 +70,6 @@ def adapter_state(model: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor
     """
     from peft import get_peft_model_state_dict
 
-    shapes = trained_shapes(model)
     check_whole(trained, shapes)
     state = get_peft_model_state_dict(
         model, state_dict=dict(trained), adapter_name=ADAPTER_NAME, save_embedding_layers=False
@@ -100,12 +104,18 @@ def check_whole(trained: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
 
 
 def save_adapter(
-    model: Any, trained: Mapping[str, Tensor], folder: Path, *, base: ModelSection
+    model: Any,
+    trained: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    base: ModelSection,
 ) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``; read the latter back.
 
     Args:
         trained: parameter name -> whole float32 tensor.
+        shapes: the whole shape of each trained parameter.
         base: what the adapter was trained on; its name is stored, for loading by peft alone.
 
     Raises:
@@ -113,7 +123,7 @@ def save_adapter(
     """
     from safetensors.torch import load_file, save_file
 
-    state = adapter_state(model, trained)
+    state = adapter_state(model, trained, shapes)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / WEIGHTS_FILE
     save_file(state, path, metadata={"format": "pt"})
@@ -172,13 +182,3 @@ def save_model(
     tokenizer.save_pretrained(folder)
     if generation is not None:
         generation.save_pretrained(folder)
-
-
-def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Whole shape of every trained parameter, sharded or not."""
-    return {
-        # A shard's own shape is another.
-        name: tuple(getattr(p, "ds_shape", p.shape))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }

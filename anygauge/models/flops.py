@@ -8,6 +8,8 @@ Recomputation is not counted: MFU is about the model, not about what the run cho
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +28,14 @@ class StepFlops:
         return tokens * (self.per_token + self.per_token_and_position * row_length)
 
 
-def step_flops(model: nn.Module, config: Any) -> StepFlops:
-    """Count from the parameters of linear layers, sharded or not."""
+def step_flops(
+    model: nn.Module, config: Any, shape_of: Callable[[nn.Parameter], Sequence[int]]
+) -> StepFlops:
+    """Count from the parameters of linear layers.
+
+    Args:
+        shape_of: the whole shape of a parameter, sharded or not.
+    """
     per_token = 0.0
     seen: set[int] = set()
     for module in model.modules():
@@ -35,8 +43,7 @@ def step_flops(model: nn.Module, config: Any) -> StepFlops:
         if not isinstance(module, nn.Linear) or weight is None or id(weight) in seen:
             continue
         seen.add(id(weight))
-        elements = getattr(weight, "ds_numel", None) or weight.numel()
-        per_token += elements * (6 if weight.requires_grad else 4)
+        per_token += math.prod(shape_of(weight)) * (6 if weight.requires_grad else 4)
     layers = getattr(config, "num_hidden_layers", 0)
     heads = getattr(config, "num_attention_heads", 0)
     size = getattr(config, "head_dim", None) or (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anygauge.interface import ModelError
 
@@ -69,13 +69,12 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
     return ((one - other).norm() / other.norm().clamp_min(1e-30)).item()
 
 
-def no_room(model: nn.Module, dtype: torch.dtype) -> str:
-    """Why a second copy of `model` in `dtype` does not fit in host memory; "" if it does.
+def no_room(elements: int, dtype: torch.dtype) -> str:
+    """Why a second copy of a model in `dtype` does not fit in host memory; "" if it does.
 
     Args:
-        model: sharded or not.
+        elements: of all its parameters, unsharded.
     """
-    elements = sum(int(getattr(p, "ds_numel", None) or p.numel()) for p in model.parameters())
     needed = int(elements * dtype.itemsize * HEADROOM)
     available = available_memory()
     if available is None:

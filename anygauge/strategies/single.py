@@ -114,6 +114,10 @@ class SingleEngine:
         """See `Engine.evaluate`."""
         return summed_losses(self.model, self._backend, batches, loss_function)
 
+    def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `Engine.parameter_shape`."""
+        return tuple(parameter.shape)
+
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`."""
         return {
@@ -162,6 +166,7 @@ class Single:
     needs: Sequence[Requirement] = FACTS["single"].needs
     needs_process_group = False
     optimizer_sees_full_parameters = FACTS["single"].optimizer_sees_full_parameters
+    description = "single"
 
     def settings(
         self,

@@ -109,6 +109,10 @@ class ZeroEngine:
         """See `Engine.evaluate`."""
         return summed_losses(self._engine, self._backend, batches, loss_function)
 
+    def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `Engine.parameter_shape`."""
+        return whole_shape(parameter)
+
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
         from deepspeed.utils import safe_get_full_fp32_param
@@ -158,6 +162,7 @@ class Zero:
         self.stage = stage
         self.options = dict(options)
         self.gather = gather
+        self.description = f"zero, stage {stage}"
 
     def settings(
         self,

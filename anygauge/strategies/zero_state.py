@@ -202,7 +202,7 @@ class ZeroState:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def whole_shape(parameter: Any) -> Sequence[int]:
+def whole_shape(parameter: Any) -> tuple[int, ...]:
     """The whole shape of a parameter that ZeRO-3 may have sharded."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 

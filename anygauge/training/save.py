@@ -14,12 +14,12 @@ from anygauge.interface import HOST_DEVICE, Job
 from anygauge.interface.strategy import DeviceBatch
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
-from anygauge.models.export import check_whole, completed, save_adapter, save_model, trained_shapes
+from anygauge.models.export import check_whole, completed, save_adapter, save_model
 from anygauge.models.generate import load_for_inference
 from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.materialise import materialise
-from anygauge.training.setup import PreparedRun, Rank
+from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
 
 PACKAGES = (
     "anygauge",
@@ -52,12 +52,13 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
     if rank.index != 0:
         return {}
     compute = torch_dtype(prepared.precision.compute)
+    shapes = trained_shapes(prepared.engine)
     with completed(folder) as part:
         if run.adapter is None:
-            check_whole(trained, trained_shapes(prepared.engine.model))
+            check_whole(trained, shapes)
             save_model(trained, prepared.factory.config, prepared.tokenizer, part, dtype=compute)
         else:
-            save_adapter(prepared.engine.model, trained, part, base=run.model)
+            save_adapter(prepared.engine.model, trained, part, shapes=shapes, base=run.model)
         with proving(folder.name):
             verified = _verified(prepared, logits, part, folder.name)
             summary = _summary(job, prepared, folder, verified)
@@ -95,7 +96,7 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
         why = "adapter.verify is false" if off else "the model's configuration has no vocab_size"
         return Verification(reloaded=False, why=f"not compared: {why}")
     dtype = torch_dtype(prepared.precision.compute)
-    reason = no_room(prepared.engine.model, dtype)
+    reason = no_room(parameter_counts(prepared.engine)[0], dtype)
     if reason:
         return Verification(reloaded=False, why=reason)
 
@@ -144,6 +145,7 @@ def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Fa
     return card.Facts(
         device=str(prepared.loop.backend.placement.device),
         backend=summary["backend"],
+        strategy=prepared.strategy.description,
         ranks=rank.world_size,
         precision=f"{prepared.precision.compute}, gradients {prepared.precision.reduce}, "
         f"masters {prepared.precision.master}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class PreparedRun:
 
     run: RunFile
     loop: Loop
+    strategy: Strategy
     engine: Engine
     meter: RunMeter
     factory: CausalModelFactory
@@ -291,7 +293,7 @@ def prepare_run(
         ),
         epoch=batches.epoch,
         shapes=place.shapes,
-        flops=step_flops(engine.model, factory.config),
+        flops=step_flops(engine.model, factory.config, engine.parameter_shape),
         peak_flops=peak.value if peak else None,
         backend=backend,
         events=rank.events,
@@ -330,7 +332,9 @@ def prepare_run(
         export_adapter=None
         if run.adapter is None
         # Not checked by a forward, unlike a run's result.
-        else lambda folder, trained: save_adapter(engine.model, trained, folder, base=run.model),
+        else lambda folder, trained: save_adapter(
+            engine.model, trained, folder, shapes=trained_shapes(engine), base=run.model
+        ),
         say=rank.say,
         writing=lambda step: rank.progress.unlike_others(
             f"writing the checkpoint of step {step}",
@@ -356,6 +360,7 @@ def prepare_run(
     return PreparedRun(
         run=run,
         loop=loop,
+        strategy=strategy,
         engine=engine,
         meter=meter,
         factory=factory,
@@ -383,11 +388,12 @@ def seed_dropout(backend: Backend, seed: int, rank: Rank, start: Checkpoint | No
         backend.placement.set_rng_state(start.rng(rank.index))
 
 
+def trained_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """The whole shape of every trained parameter."""
+    return {name: engine.parameter_shape(p) for name, p in trained_parameters(engine.model)}
+
+
 def parameter_counts(engine: Engine) -> tuple[int, int]:
-    """Parameters in all, and trained ones; whole counts where they are sharded."""
-
-    def count(parameter: Any) -> int:
-        return int(getattr(parameter, "ds_numel", None) or parameter.numel())
-
-    trained = sum(count(p) for _, p in trained_parameters(engine.model))
-    return sum(count(p) for p in engine.model.parameters()), trained
+    """(Total, trained) parameters, unsharded."""
+    total = sum(math.prod(engine.parameter_shape(p)) for p in engine.model.parameters())
+    return total, sum(map(math.prod, trained_shapes(engine).values()))

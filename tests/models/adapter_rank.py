@@ -24,6 +24,7 @@ from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.setup import trained_shapes
 from tests.helpers.runs import TINY
 from tests.models.test_adapter_kinds import GPT2
 
@@ -104,8 +105,8 @@ def main(output: Path) -> None:
         trained = one.export_trained(), many.export_trained()
         if rank == 0:
             states = (
-                adapter_state(one.model, trained[0]),
-                adapter_state(many.model, trained[1]),
+                adapter_state(one.model, trained[0], trained_shapes(one)),
+                adapter_state(many.model, trained[1], trained_shapes(many)),
             )
             assert states[0].keys() == states[1].keys()
             results[name] = {

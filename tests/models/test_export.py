@@ -174,14 +174,13 @@ def test_the_summary_says_what_was_not_verified(whole: Run, tmp_path: Path, reas
 
 
 def test_room_is_needed_for_a_copy_in_the_compute_type() -> None:
-    model = torch.nn.Linear(1000, 1000, bias=False)
+    elements = 1_000_000
     with mock.patch.object(verification, "available_memory", lambda: 3_000_000):
-        assert no_room(model, torch.bfloat16) == ""
-        assert "not compared" in no_room(model, torch.float32)
-        model.weight.ds_numel = 4_000_000  # type: ignore[attr-defined]  # a larger one's shard
-        assert "not compared" in no_room(model, torch.bfloat16)
+        assert no_room(elements, torch.bfloat16) == ""
+        assert "not compared" in no_room(elements, torch.float32)
+        assert "not compared" in no_room(4 * elements, torch.bfloat16)
     with mock.patch.object(verification, "available_memory", lambda: None):
-        assert "does not tell" in no_room(model, torch.bfloat16)
+        assert "does not tell" in no_room(elements, torch.bfloat16)
 
 
 def test_whole_models_are_verified_too(whole: Run) -> None:
@@ -264,6 +263,7 @@ def test_a_base_on_the_hub_is_named_with_its_revision() -> None:
     facts = Facts(
         device="x",
         backend="b",
+        strategy="s, stage 4",
         ranks=2,
         precision="p",
         data="d",
@@ -279,4 +279,5 @@ def test_a_base_on_the_hub_is_named_with_its_revision() -> None:
     assert front_matter(card)["base_model"] == "owner/base"
     assert front_matter(card)["base_model_relation"] == "adapter"
     assert "`owner/base`, revision `abc`" in card
+    assert "| strategy | s, stage 4 |" in card
     assert "DoRA adapter" in card and "someone" not in card

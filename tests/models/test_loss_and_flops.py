@@ -40,7 +40,7 @@ def test_frozen_weights_cost_four_operations_and_trained_ones_six() -> None:
 
     model = nn.Sequential(nn.Linear(10, 20, bias=False), nn.Linear(20, 5), nn.Embedding(99, 10))
     model[0].weight.requires_grad_(False)
-    flops = step_flops(model, Config())
+    flops = step_flops(model, Config(), lambda parameter: parameter.shape)
     assert flops.per_token == 4 * 200 + 6 * 100
     # 2 layers x 3 heads x 4 numbers a head, 6 operations for each position seen.
     assert flops.of(7, 11.0) == 7 * (1400 + 6 * 2 * 3 * 4 * 11.0)

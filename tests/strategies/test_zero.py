@@ -37,6 +37,7 @@ def test_types_and_shards(record: dict[str, Any]) -> None:
     assert record["buffers"] == ["torch.float32"], "rotary tables keep their digits"
     assert record["exported"] == ["torch.float32"], "the master's type"
     assert record["shards"] == [0], "frozen weights are whole only while they are used"
+    assert record["whole"], "the engine tells their shapes"
 
 
 def test_another_accelerator_than_the_one_imported_is_refused(record: dict[str, Any]) -> None:

@@ -81,7 +81,10 @@ def main(output: Path) -> None:
         engine.run_step([batch, batch], summed_loss, 14)
         waits_in_step.append(waits - before)
         engine.update(1e-3, 1.0)
+    whole = context.factory.adapt(context.factory.skeleton())
     result: dict[str, Any] = {
+        "whole": {n: engine.parameter_shape(p) for n, p in engine.model.named_parameters()}
+        == {n: tuple(p.shape) for n, p in whole.named_parameters()},
         "phases": graph.phases,
         "waits_in_step": waits_in_step,
         "buffers": sorted({str(b.dtype) for b in engine.model.buffers()}),
