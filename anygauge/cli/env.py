@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.plan import BackendOption, DevicesOption, Intent, NodesOption, SetOption
-from anygauge.interface import Job, RunFileError
+from anygauge.interface import Job, RunFileError, Setting
 
 if TYPE_CHECKING:
     from anygauge.interface import Backend, Node
@@ -100,8 +100,8 @@ def _explained(registry: Registry, job: Job, local_rank: int) -> list[dict[str, 
             "scope": rule.scope.value,
             "reason": rule.reason,
             "source": rule.source,
-            "here": str(decision.value) if decision.applies else "(left as it is)",
-            "why": decision.why,
+            "here": str(decision.value) if isinstance(decision, Setting) else "(left as it is)",
+            "why": decision.reason,
         }
         for rule, decision in backend.explain_environment(job, node, local_rank)
     ]

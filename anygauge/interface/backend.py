@@ -16,12 +16,12 @@ from anygauge.interface.collectives import Collectives
 from anygauge.interface.environment import (
     ETHERNET,
     ChosenFabric,
-    Decision,
     EnvironmentRule,
     Fabric,
+    RuleContext,
     Scope,
     Setting,
-    Situation,
+    Skip,
     choose_fabric,
 )
 from anygauge.interface.job import Job, Node
@@ -322,21 +322,21 @@ class Backend:
         Args:
             local_rank: None asks for job and node scope only.
         """
-        return [
-            rule.setting(decision)
-            for rule, decision in self.explain_environment(job, node, local_rank)
-            if decision.applies
-        ]
+        decided = (decision for _, decision in self.explain_environment(job, node, local_rank))
+        return [decision for decision in decided if not isinstance(decision, Skip)]
 
     def explain_environment(
         self, job: Job, node: Node, local_rank: int | None = None
-    ) -> Sequence[tuple[EnvironmentRule, Decision]]:
-        """What each of `environment_rules` decides here, also those that leave their variable."""
-        situation = Situation(
-            job=job, node=node, local_rank=local_rank, fabric=self.fabric(job, node)
-        )
+    ) -> Sequence[tuple[EnvironmentRule, Setting | Skip]]:
+        """What each of `environment_rules` decides here, also those that skip their variable."""
+        fabric = self.fabric(job, node)
         return [
-            (rule, rule.decide(situation))
+            (
+                rule,
+                rule.decide(
+                    RuleContext(rule=rule, job=job, node=node, local_rank=local_rank, fabric=fabric)
+                ),
+            )
             for rule in self.environment_rules
             if local_rank is not None or rule.scope is not Scope.RANK
         ]

@@ -22,19 +22,17 @@ __all__ = [
     "ONE_NODE",
     "THREADS",
     "ChosenFabric",
-    "Decision",
     "EnvironmentRule",
     "Fabric",
+    "RuleContext",
     "Scope",
     "Setting",
-    "Situation",
-    "leave",
+    "Skip",
     "meeting_interface",
     "missing_fabric",
     "named_fabric",
     "others_up",
     "shown_by",
-    "use",
 ]
 
 
@@ -173,19 +171,63 @@ ETHERNET = Fabric(name="ethernet", what="TCP over the machine's network interfac
 """What every machine has."""
 
 
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A rule does not touch its variable.
+
+    Attributes:
+        reason: why not, in one line.
+    """
+
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
+class EnvironmentRule:
+    """One variable and how its value comes about.
+
+    Attributes:
+        name: the variable.
+        value: the rule in words, for tables: ``1 in lazy mode, else 0``.
+        scope: where the value is the same. Rules of `Scope.RANK` are asked for ranks only.
+        reason: why it is set at all.
+        source: where that is documented.
+        decide: pure; what `RuleContext.set_to` gives, or a `Skip`.
+    """
+
+    name: str
+    value: str
+    scope: Scope
+    reason: str
+    source: str
+    decide: Callable[[RuleContext], Setting | Skip]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleContext:
     """All that a rule may read.
 
     Attributes:
+        rule: the one that is asked.
         local_rank: whose environment is asked for; None for what the whole node shares.
         fabric: the network between the machines of the job.
     """
 
+    rule: EnvironmentRule
     job: Job
     node: Node
     local_rank: int | None = None
     fabric: ChosenFabric = NO_FABRIC
+
+    def set_to(self, value: str | None, reason: str) -> Setting:
+        """Give the rule's variable this value (None removes it), for a reason in one line."""
+        return Setting(
+            name=self.rule.name,
+            value=value,
+            scope=self.rule.scope,
+            reason=reason,
+            source=self.rule.source,
+        )
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -203,62 +245,6 @@ class Situation:
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What a rule decides in a situation.
-
-    Attributes:
-        value: the variable's value; None removes it.
-        why: in one line, also where it does not apply.
-        applies: whether the variable is touched at all.
-    """
-
-    value: str | None
-    why: str
-    applies: bool = True
-
-
-def use(value: str, why: str) -> Decision:
-    """Give the variable this value."""
-    return Decision(value, why)
-
-
-def leave(why: str) -> Decision:
-    """Do not touch the variable here."""
-    return Decision(None, why, applies=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnvironmentRule:
-    """One variable and how its value comes about.
-
-    Attributes:
-        name: the variable.
-        value: the rule in words, for tables: ``1 in lazy mode, else 0``.
-        scope: where the value is the same. Rules of `Scope.RANK` are asked for ranks only.
-        reason: why it is set at all.
-        source: where that is documented.
-        decide: pure; what to do in a situation.
-    """
-
-    name: str
-    value: str
-    scope: Scope
-    reason: str
-    source: str
-    decide: Callable[[Situation], Decision]
-
-    def setting(self, decision: Decision) -> Setting:
-        """The rule's decision as a setting."""
-        return Setting(
-            name=self.name,
-            value=decision.value,
-            scope=self.scope,
-            reason=decision.why,
-            source=self.source,
-        )
-
-
 ONE_NODE = "all ranks are on one machine"
 """Why a rule about the network between machines leaves its variable."""
 
@@ -269,23 +255,23 @@ def others_up(node: Node) -> str:
     return f"; also up: {', '.join(names)}" if names else ""
 
 
-def meeting_interface(situation: Situation) -> Decision:
+def meeting_interface(context: RuleContext) -> Setting | Skip:
     """The network interface that ranks meet on for messages between hosts."""
-    node = situation.node
-    if situation.job.nodes == 1:
+    node = context.node
+    if context.job.nodes == 1:
         if node.loopback is None:
-            return leave("the loopback interface is not up")
+            return Skip("the loopback interface is not up")
         why = "all ranks are on this machine: works without a host name that resolves"
-        return use(node.loopback.name, why)
+        return context.set_to(node.loopback.name, why)
     if node.main_interface is None:
-        return leave("no interface is the obvious one: the host name is resolved")
+        return Skip("no interface is the obvious one: the host name is resolved")
     why = "the first interface that is up and physical"
-    return use(node.main_interface.name, why + others_up(node))
+    return context.set_to(node.main_interface.name, why + others_up(node))
 
 
-def _threads(situation: Situation) -> Decision:
-    node, ranks = situation.node, situation.job.devices_per_node
-    return use(
+def _threads(context: RuleContext) -> Setting:
+    node, ranks = context.node, context.job.devices_per_node
+    return context.set_to(
         str(node.threads_per_rank(ranks)), f"{node.physical_cores} physical cores for {ranks} ranks"
     )
 

@@ -6,13 +6,12 @@ import dataclasses
 
 from anygauge.interface import (
     THREADS,
-    Decision,
     EnvironmentRule,
+    RuleContext,
     Scope,
-    Situation,
-    leave,
+    Setting,
+    Skip,
     meeting_interface,
-    use,
 )
 
 CORES_VARIABLE = "ANYGAUGE_CPU_CORES"
@@ -26,54 +25,58 @@ ALLOCATORS = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2"
 _ALLOCATOR_SOURCE = "pytorch.org/tutorials: performance tuning guide, memory allocator"
 
 
-def _switched_off(situation: Situation) -> str | None:
-    if situation.job.binding == "none":
+def _switched_off(context: RuleContext) -> str | None:
+    if context.job.binding == "none":
         return "launch.binding is none"
-    if not situation.options.get("bind_cores", True):
+    if not context.options.get("bind_cores", True):
         return "backend_options.bind_cores is false"
     return None
 
 
-def _bound_cores(situation: Situation) -> tuple[int, ...]:
-    ranks, rank = situation.job.devices_per_node, situation.local_rank
-    if rank is None or ranks == 1 or _switched_off(situation) is not None:
+def _bound_cores(context: RuleContext) -> tuple[int, ...]:
+    ranks, rank = context.job.devices_per_node, context.local_rank
+    if rank is None or ranks == 1 or _switched_off(context) is not None:
         return ()
-    return situation.node.cores_of_rank(rank, ranks)
+    return context.node.cores_of_rank(rank, ranks)
 
 
-def _threads(situation: Situation) -> Decision:
-    node, ranks = situation.node, situation.job.devices_per_node
+def _threads(context: RuleContext) -> Setting | Skip:
+    node, ranks = context.node, context.job.devices_per_node
     if ranks == 1:
         why = "the rank has all physical cores of this machine"
-    elif _bound_cores(situation):
+    elif _bound_cores(context):
         why = f"physical cores of this rank ({node.physical_cores} for {ranks} ranks)"
     elif not node.cores_of_rank(0, ranks):
         why = f"{ranks} ranks share {node.physical_cores} physical cores, so none is bound"
     else:
         why = f"{node.physical_cores} physical cores for {ranks} ranks; binding is switched off"
-    return use(str(node.threads_per_rank(ranks)), why)
+    return context.set_to(str(node.threads_per_rank(ranks)), why)
 
 
-def _cores(situation: Situation) -> Decision:
-    cores = _bound_cores(situation)
+def _cores(context: RuleContext) -> Setting | Skip:
+    cores = _bound_cores(context)
     if cores:
-        return use(",".join(map(str, cores)), "cores of its own keep a rank's data in their caches")
-    if situation.job.devices_per_node == 1:
-        return leave("a single rank may use every core")
-    off = _switched_off(situation)
+        return context.set_to(
+            ",".join(map(str, cores)), "cores of its own keep a rank's data in their caches"
+        )
+    if context.job.devices_per_node == 1:
+        return Skip("a single rank may use every core")
+    off = _switched_off(context)
     if off is not None:
-        return leave(off)
-    return leave("there are fewer physical cores than ranks, or cores of several kinds")
+        return Skip(off)
+    return Skip("there are fewer physical cores than ranks, or cores of several kinds")
 
 
-def _allocator(situation: Situation) -> Decision:
-    if not situation.options.get("preload_allocator", True):
-        return leave("backend_options.preload_allocator is false")
-    found = situation.node.files
+def _allocator(context: RuleContext) -> Setting | Skip:
+    if not context.options.get("preload_allocator", True):
+        return Skip("backend_options.preload_allocator is false")
+    found = context.node.files
     name = next((name for name in ALLOCATORS if name in found), None)
     if name is None:
-        return leave(f"none is installed (looked for {', '.join(ALLOCATORS)})")
-    return use(found[name], "reuses memory between steps instead of giving it back to the kernel")
+        return Skip(f"none is installed (looked for {', '.join(ALLOCATORS)})")
+    return context.set_to(
+        found[name], "reuses memory between steps instead of giving it back to the kernel"
+    )
 
 
 RULES = (

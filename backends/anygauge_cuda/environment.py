@@ -11,16 +11,15 @@ from anygauge.interface import (
     ETHERNET,
     ONE_NODE,
     THREADS,
-    Decision,
     EnvironmentRule,
     Fabric,
+    RuleContext,
     Scope,
-    Situation,
-    leave,
+    Setting,
+    Skip,
     meeting_interface,
     others_up,
     shown_by,
-    use,
 )
 
 ALLOCATOR_OLD, ALLOCATOR_NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
@@ -40,15 +39,17 @@ _EFA_SOURCE = "aws-ofi-nccl: doc/efa-env-var.md"
 def _allocator(*, since_2_9: bool) -> EnvironmentRule:
     name = ALLOCATOR_NEW if since_2_9 else ALLOCATOR_OLD
 
-    def decide(situation: Situation) -> Decision:
-        if (situation.version("torch") >= (2, 9)) is not since_2_9:
-            torch = situation.node.libraries.get("torch", "of unknown version")
-            return leave(f"torch {torch} reads the other name")
-        other = next((n for n in (ALLOCATOR_OLD, ALLOCATOR_NEW) if situation.variable(n)), None)
+    def decide(context: RuleContext) -> Setting | Skip:
+        if (context.version("torch") >= (2, 9)) is not since_2_9:
+            torch = context.node.libraries.get("torch", "of unknown version")
+            return Skip(f"torch {torch} reads the other name")
+        other = next((n for n in (ALLOCATOR_OLD, ALLOCATOR_NEW) if context.variable(n)), None)
         if other is not None:
             # Torch reads both names: ours must not compete with the user's.
-            return leave(f"{other} is set, and torch reads both names")
-        return use("expandable_segments:True", "batches of changing length do not fragment memory")
+            return Skip(f"{other} is set, and torch reads both names")
+        return context.set_to(
+            "expandable_segments:True", "batches of changing length do not fragment memory"
+        )
 
     return EnvironmentRule(
         name=name,
@@ -61,57 +62,61 @@ def _allocator(*, since_2_9: bool) -> EnvironmentRule:
     )
 
 
-def _nccl_interface(situation: Situation) -> Decision:
-    interface = situation.node.main_interface
-    if situation.job.nodes == 1:
-        return leave(ONE_NODE)
+def _nccl_interface(context: RuleContext) -> Setting | Skip:
+    interface = context.node.main_interface
+    if context.job.nodes == 1:
+        return Skip(ONE_NODE)
     if interface is None:
-        return leave("no interface is the obvious one: NCCL chooses")
-    if len(situation.node.outward) == 1:
-        return leave("there is a single one, and NCCL's own rules for InfiniBand do better")
-    return use(
+        return Skip("no interface is the obvious one: NCCL chooses")
+    if len(context.node.outward) == 1:
+        return Skip("there is a single one, and NCCL's own rules for InfiniBand do better")
+    return context.set_to(
         f"={interface.name}",
         "ranks must meet on interfaces that reach each other; '=' matches the whole name, not a "
-        "prefix" + others_up(situation.node),
+        "prefix" + others_up(context.node),
     )
 
 
-def _topology(situation: Situation) -> Decision:
-    files = situation.node.files
+def _topology(context: RuleContext) -> Setting | Skip:
+    files = context.node.files
     present = [path for path in TOPOLOGIES if path in files]
     if not present:
-        return leave("not an image for Azure's ND machines")
+        return Skip("not an image for Azure's ND machines")
     if NCCL_SETTINGS in files:
-        return leave(f"{NCCL_SETTINGS} is there, where such images set it for their machine")
+        return Skip(f"{NCCL_SETTINGS} is there, where such images set it for their machine")
     if len(present) > 1:
-        return leave(f"{' and '.join(present)} are both here: which machine this is, is unknown")
-    return use(present[0], "a virtual machine hides which GPU is near which network adapter")
+        return Skip(f"{' and '.join(present)} are both here: which machine this is, is unknown")
+    return context.set_to(
+        present[0], "a virtual machine hides which GPU is near which network adapter"
+    )
 
 
-def _efa_version(situation: Situation) -> tuple[int, ...] | None:
-    stated = situation.options.get("ofi_nccl_version")
+def _efa_version(context: RuleContext) -> tuple[int, ...] | None:
+    stated = context.options.get("ofi_nccl_version")
     if stated is None:
         return None
     return tuple(int(part) for part in str(stated).split(".")[:2])
 
 
-def _not_over_efa(situation: Situation) -> str | None:
+def _not_over_efa(context: RuleContext) -> str | None:
     """Why a rule for EFA does not apply."""
-    if situation.job.nodes == 1:
+    if context.job.nodes == 1:
         return ONE_NODE
-    if situation.fabric.name != "efa":
-        return f"the network between machines is {situation.fabric.name or 'unknown'}"
+    if context.fabric.name != "efa":
+        return f"the network between machines is {context.fabric.name or 'unknown'}"
     return None
 
 
-def _net(situation: Situation) -> Decision:
-    if not situation.fabric.asked:
-        return leave("launch.fabric is auto: NCCL takes the best that it finds")
+def _net(context: RuleContext) -> Setting | Skip:
+    if not context.fabric.asked:
+        return Skip("launch.fabric is auto: NCCL takes the best that it finds")
     names = {"ethernet": "Socket", "infiniband": "IB", "roce": "IB"}
-    name = names.get(situation.fabric.name)
+    name = names.get(context.fabric.name)
     if name is None:
-        return leave("the plugin of such a network brings itself forward")
-    return use(name, f"launch.fabric: {situation.fabric.name}; NCCL fails rather than use another")
+        return Skip("the plugin of such a network brings itself forward")
+    return context.set_to(
+        name, f"launch.fabric: {context.fabric.name}; NCCL fails rather than use another"
+    )
 
 
 def _efa_rule(
@@ -122,19 +127,19 @@ def _efa_rule(
         f", from {since[0]}.{since[1]} on" if since > (0, 0) else ""
     )
 
-    def decide(situation: Situation) -> Decision:
-        otherwise = _not_over_efa(situation)
+    def decide(context: RuleContext) -> Setting | Skip:
+        otherwise = _not_over_efa(context)
         if otherwise is not None:
-            return leave(otherwise)
-        version = _efa_version(situation)
+            return Skip(otherwise)
+        version = _efa_version(context)
         if version is None:
-            return leave(
+            return Skip(
                 "backend_options.ofi_nccl_version is not set: 1.7 or newer is assumed, which "
                 "needs nothing"
             )
         if since <= version < below:
-            return use(value, f"{reason} (aws-ofi-nccl {'.'.join(map(str, version))})")
-        return leave(f"for {span} only")
+            return context.set_to(value, f"{reason} (aws-ofi-nccl {'.'.join(map(str, version))})")
+        return Skip(f"for {span} only")
 
     return EnvironmentRule(
         name=name,
@@ -146,11 +151,11 @@ def _efa_rule(
     )
 
 
-def _huge_pages(situation: Situation) -> Decision:
-    otherwise = _not_over_efa(situation)
+def _huge_pages(context: RuleContext) -> Setting | Skip:
+    otherwise = _not_over_efa(context)
     if otherwise is not None:
-        return leave(otherwise)
-    return use(
+        return Skip(otherwise)
+    return context.set_to(
         "0",
         "a process that holds huge pages may fail to start helpers ('Cannot allocate memory'), at "
         "a minor cost in speed",
@@ -188,7 +193,7 @@ RULES = (
         scope=Scope.JOB,
         reason="CUDA otherwise numbers GPUs by their speed",
         source="CUDA C++ programming guide: CUDA environment variables",
-        decide=lambda _: use(
+        decide=lambda context: context.set_to(
             "PCI_BUS_ID", "numbers GPUs as nvidia-smi does, and alike on all nodes"
         ),
     ),

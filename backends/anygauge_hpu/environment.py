@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from anygauge.interface import (
     ONE_NODE,
     THREADS,
-    Decision,
     EnvironmentRule,
     Fabric,
+    RuleContext,
     RunFileError,
     Scope,
-    Situation,
-    leave,
+    Setting,
+    Skip,
     meeting_interface,
     others_up,
-    use,
 )
 from anygauge_hpu.mode import LAZY_VARIABLE, Mode, choose_mode
 from anygauge_hpu.software import PLUGIN
@@ -35,45 +34,47 @@ _FLAGS = f"{_BRIDGE}, scripts/env_flags.yaml"
 _HCL = "HCL 1.21.0, hcl_global_conf.cpp"
 
 
-def mode_of(situation: Situation) -> tuple[Mode, str]:
+def mode_of(context: RuleContext) -> tuple[Mode, str]:
     """The mode of a job on a node, and why."""
-    return choose_mode(situation.options, situation.node.libraries)
+    return choose_mode(context.options, context.node.libraries)
 
 
-def _lazy_mode(situation: Situation) -> Decision:
-    mode, why = mode_of(situation)
-    return use(mode.variable, f"{mode} mode: {why}")
+def _lazy_mode(context: RuleContext) -> Setting | Skip:
+    mode, why = mode_of(context)
+    return context.set_to(mode.variable, f"{mode} mode: {why}")
 
 
-def _graph_limit(situation: Situation) -> Decision:
-    limit = situation.options.get("graph_limit")
+def _graph_limit(context: RuleContext) -> Setting | Skip:
+    limit = context.options.get("graph_limit")
     if limit is None:
-        return leave("backend_options.graph_limit is not set: graphs end where a step is marked")
-    if mode_of(situation)[0] is not Mode.LAZY:
-        return leave("no graph is accumulated in this mode")
-    return use(str(limit), "backend_options.graph_limit: a graph is cut after so many operations")
+        return Skip("backend_options.graph_limit is not set: graphs end where a step is marked")
+    if mode_of(context)[0] is not Mode.LAZY:
+        return Skip("no graph is accumulated in this mode")
+    return context.set_to(
+        str(limit), "backend_options.graph_limit: a graph is cut after so many operations"
+    )
 
 
-def _graph_limit_sync(situation: Situation) -> Decision:
-    if not situation.options.get("graph_limit_sync"):
-        return leave("backend_options.graph_limit_sync is not set: a cut graph runs on its own")
-    return use("1", "backend_options.graph_limit_sync: the host waits for a cut graph")
+def _graph_limit_sync(context: RuleContext) -> Setting | Skip:
+    if not context.options.get("graph_limit_sync"):
+        return Skip("backend_options.graph_limit_sync is not set: a cut graph runs on its own")
+    return context.set_to("1", "backend_options.graph_limit_sync: the host waits for a cut graph")
 
 
-def _sync_on_release(situation: Situation) -> Decision:
-    version = situation.version(PLUGIN)
+def _sync_on_release(context: RuleContext) -> Setting | Skip:
+    version = context.version(PLUGIN)
     if version == (0, 0) or version >= (1, 16):
-        return leave("nothing reads it from release 1.16 on: anygauge synchronises by itself")
-    if not situation.options.get("sync_on_release", True):
-        return leave("backend_options.sync_on_release is false")
-    return use("1", "DeepSpeed forks up to 1.15 synchronise before they free a weight")
+        return Skip("nothing reads it from release 1.16 on: anygauge synchronises by itself")
+    if not context.options.get("sync_on_release", True):
+        return Skip("backend_options.sync_on_release is false")
+    return context.set_to("1", "DeepSpeed forks up to 1.15 synchronise before they free a weight")
 
 
 def _engine_default(name: str, what: str) -> EnvironmentRule:
-    def decide(situation: Situation) -> Decision:
-        if situation.job.strategy != "zero":
-            return leave("DeepSpeed is not used")
-        return use("0", "as DeepSpeed sets it, but before Gaudi's library reads it")
+    def decide(context: RuleContext) -> Setting | Skip:
+        if context.job.strategy != "zero":
+            return Skip("DeepSpeed is not used")
+        return context.set_to("0", "as DeepSpeed sets it, but before Gaudi's library reads it")
 
     return EnvironmentRule(
         name=name,
@@ -85,72 +86,74 @@ def _engine_default(name: str, what: str) -> EnvironmentRule:
     )
 
 
-def _recipe_cache(situation: Situation) -> Decision:
-    folder = situation.options.get("recipe_cache")
+def _recipe_cache(context: RuleContext) -> Setting | Skip:
+    folder = context.options.get("recipe_cache")
     if folder is None:
-        return leave("backend_options.recipe_cache is not set: each process compiles for itself")
-    size = situation.options.get("recipe_cache_mb", 1024)
+        return Skip("backend_options.recipe_cache is not set: each process compiles for itself")
+    size = context.options.get("recipe_cache_mb", 1024)
     # Never emptied at start ("false"): ranks that begin later would delete what others wrote.
-    return use(f"{folder},false,{size}", "backend_options.recipe_cache")
+    return context.set_to(f"{folder},false,{size}", "backend_options.recipe_cache")
 
 
-def modules(situation: Situation) -> tuple[str, ...] | None:
+def modules(context: RuleContext) -> tuple[str, ...] | None:
     """The modules that the user allows, in rank order; None where all are."""
-    text = situation.variable(MODULES_VARIABLE)
+    text = context.variable(MODULES_VARIABLE)
     return tuple(part.strip() for part in text.split(",")) if text else None
 
 
-def _module(situation: Situation) -> Decision:
-    rank, allowed = situation.local_rank, modules(situation)
+def _module(context: RuleContext) -> Setting | Skip:
+    rank, allowed = context.local_rank, modules(context)
     assert rank is not None
     if allowed is None:
-        if situation.job.devices_per_node == 1:
-            return leave("a single rank takes any card that is free")
-        return use(str(rank), f"no {MODULES_VARIABLE}: the module of the local rank")
+        if context.job.devices_per_node == 1:
+            return Skip("a single rank takes any card that is free")
+        return context.set_to(str(rank), f"no {MODULES_VARIABLE}: the module of the local rank")
     if rank >= len(allowed):
         raise RunFileError(
             f"{MODULES_VARIABLE}={','.join(allowed)} allows {len(allowed)} cards, but local rank "
             f"{rank} wants one more: ask for at most --devices {len(allowed)}, or allow more"
         )
-    return use(allowed[rank], f"place {rank} of {MODULES_VARIABLE}={','.join(allowed)}")
+    return context.set_to(allowed[rank], f"place {rank} of {MODULES_VARIABLE}={','.join(allowed)}")
 
 
-def _over_ofi(situation: Situation) -> Decision:
-    fabric = situation.fabric
-    if situation.job.nodes == 1:
-        return leave(ONE_NODE)
+def _over_ofi(context: RuleContext) -> Setting | Skip:
+    fabric = context.fabric
+    if context.job.nodes == 1:
+        return Skip(ONE_NODE)
     if not fabric.asked:
-        return leave("the library looks for Gaudi's own NICs, then the host's, while it is unset")
-    return use("0" if fabric.name == "gaudi_nic" else "1", f"launch.fabric: {fabric.name}")
+        return Skip("the library looks for Gaudi's own NICs, then the host's, while it is unset")
+    return context.set_to(
+        "0" if fabric.name == "gaudi_nic" else "1", f"launch.fabric: {fabric.name}"
+    )
 
 
-def _gaudi_direct(situation: Situation) -> Decision:
-    if situation.job.nodes == 1:
-        return leave(ONE_NODE)
-    if situation.fabric.name != "host_nic_direct":
-        return leave("launch.fabric is not host_nic_direct")
-    return use("1", "launch.fabric: host_nic_direct")
+def _gaudi_direct(context: RuleContext) -> Setting | Skip:
+    if context.job.nodes == 1:
+        return Skip(ONE_NODE)
+    if context.fabric.name != "host_nic_direct":
+        return Skip("launch.fabric is not host_nic_direct")
+    return context.set_to("1", "launch.fabric: host_nic_direct")
 
 
-def _hccl_interface(situation: Situation) -> Decision:
-    node = situation.node
-    if situation.job.nodes == 1:
-        return leave(ONE_NODE)
+def _hccl_interface(context: RuleContext) -> Setting | Skip:
+    node = context.node
+    if context.job.nodes == 1:
+        return Skip(ONE_NODE)
     if node.main_interface is None:
-        return leave("no interface is the obvious one: the library chooses")
+        return Skip("no interface is the obvious one: the library chooses")
     if len(node.outward) == 1:
-        return leave("there is a single one")
+        return Skip("there is a single one")
     why = "ranks must meet on interfaces that reach each other"
-    return use(node.main_interface.name, why + others_up(node))
+    return context.set_to(node.main_interface.name, why + others_up(node))
 
 
 def _efa(name: str) -> EnvironmentRule:
-    def decide(situation: Situation) -> Decision:
-        if situation.job.nodes == 1:
-            return leave(ONE_NODE)
-        if not any(device.driver == "efa" for device in situation.node.rdma_devices):
-            return leave("no EFA device")
-        return use("1", "Intel asks for it on EFA; its images set it, too")
+    def decide(context: RuleContext) -> Setting | Skip:
+        if context.job.nodes == 1:
+            return Skip(ONE_NODE)
+        if not any(device.driver == "efa" for device in context.node.rdma_devices):
+            return Skip("no EFA device")
+        return context.set_to("1", "Intel asks for it on EFA; its images set it, too")
 
     return EnvironmentRule(
         name=name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.interface import Backend, Job, Node, PluginError, Scope, Setting
+from anygauge.interface import Backend, EnvironmentRule, Job, Node, PluginError, Scope, Setting
 from anygauge.registry import applied, resolve_environment, shown_overruled, shown_value
 from anygauge.util.hiding import is_secret
 
@@ -110,6 +110,25 @@ def test_none_removes_a_variable_unless_the_user_set_it(load):
 def test_the_last_of_a_backends_own_values_counts(load):
     (one,) = resolve(load(), backend_with(setting("A", "1"), setting("A", "2")))
     assert (one.value, one.overruled) == ("2", (("backend", "1"),))
+
+
+def test_a_rule_that_decides_nothing_is_refused_by_name(load):
+    class Fake(Backend):
+        name = "fake"
+        device_type = "meta"
+        environment_rules = (
+            EnvironmentRule(
+                name="A",
+                value="in words",
+                scope=Scope.NODE,
+                reason="in general",
+                source="a manual",
+                decide=lambda context: None,
+            ),
+        )
+
+    with pytest.raises(PluginError, match=r"backend 'fake' gave None .* must give Setting"):
+        resolve(load(), Fake())
 
 
 @pytest.mark.parametrize(
