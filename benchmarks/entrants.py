@@ -141,7 +141,7 @@ def run_file(plan: Plan) -> dict[str, Any]:
         "output": plan.output,
         "backend": "cpu",
         "model": {"name": plan.model},
-        "adapter": {"rank": plan.lora_rank, "alpha": plan.lora_alpha, "targets": "all-linear"},
+        "adapter": {"r": plan.lora_rank, "alpha": plan.lora_alpha, "targets": "all-linear"},
         "data": {
             "train": source,
             "max_length": plan.max_length,

@@ -33,7 +33,7 @@ model:
   config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
     num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 512, max_position_embeddings: 256}}
   tokenizer: {tokenizer}
-adapter: {{rank: 4}}
+adapter: {{r: 4}}
 data: {{train: {{path: {rows}}}, max_length: 96, cache: {cache}}}
 train: {{steps: 3, global_batch: 4, micro_batch: 2}}
 strategy: {{name: {strategy}}}

@@ -34,7 +34,7 @@ RUN = """name: {name}
 output: {folder}/out
 backend: cpu
 model: {{config: {config}, tokenizer: {tokenizer}}}
-adapter: {{rank: 16}}
+adapter: {{r: 16}}
 data: {{train: {{path: {rows}}}, max_length: 64, cache: {folder}/cache}}
 train: {{steps: {steps}, global_batch: 8, micro_batch: 4}}
 launch: {launch}

@@ -12,7 +12,7 @@ from anygauge.config.paths import Place, holds_template, locate, places_of_paths
 from anygauge.config.schema import RunFile
 
 _HEADER = """\
-# A resolved run file: every field with its value, all paths absolute.
+# A resolved run file (format 2): every field with its value, all paths absolute.
 # It can be run again as it stands, from any directory.
 """
 

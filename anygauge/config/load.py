@@ -28,6 +28,7 @@ from anygauge.config.paths import (
     places_of_paths,
     resolve_paths,
 )
+from anygauge.config.renamed import RECORD, translated
 from anygauge.config.schema import RunFile
 from anygauge.interface import RunFileError
 from anygauge.util.files import read_bounded
@@ -234,6 +235,8 @@ def _document(path: Path, shown: str, problems: list[Problem]) -> Node:
         raise RunFileError(f"{shown}: cannot be read: {reason}") from None
     try:
         root = read_yaml(text, shown, path.parent, problems)
+        if root is not None and text.startswith(RECORD):
+            root = translated(root)
     except NotYaml as error:
         place = Origin(shown, error.line, path.parent)
         raise RunFileError(f"{place}: not valid YAML: {error}") from None

@@ -40,20 +40,20 @@ class AdapterGroup(Section):
     targets: str | list[str] = Field(
         description="As in adapter.targets: layers that it names, and further ones."
     )
-    rank: Positive | None = Field(None, description="Left out: adapter.rank.")
+    r: Positive | None = Field(None, description="Left out: adapter.r.")
     alpha: PositiveNumber | None = Field(None, description="Left out: adapter.alpha.")
 
 
-_DECIDED_BY_START = frozenset({"rank", "alpha", "rslora", "dora", "targets", "groups"})
+_DECIDED_BY_START = frozenset({"r", "alpha", "rslora", "dora", "targets", "groups"})
 
 
 class AdapterSection(Section):
     """A low-rank adapter (LoRA). Leave the section out to train all weights."""
 
     type: Literal["lora"] = Field("lora", description="Kind of adapter.")
-    rank: Positive = Field(16, description="Inner dimension of the two factors.")
-    alpha: PositiveNumber = Field(32, description="The update is scaled by alpha / rank.")
-    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA).")
+    r: Positive = Field(16, description="Inner dimension (rank) of the two factors.")
+    alpha: PositiveNumber = Field(32, description="The update is scaled by alpha / r.")
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead (rsLoRA).")
     dora: bool = Field(
         False, description="Train direction and magnitude of each weight apart (DoRA)."
     )

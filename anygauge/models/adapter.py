@@ -71,9 +71,9 @@ def lora_config(model: nn.Module, section: AdapterSection, plan: dict[str, Facto
     ranks = {name: float(factors.rank) for name, factors in plan.items()}
     alphas = {name: factors.alpha for name, factors in plan.items()}
     return LoraConfig(
-        r=section.rank,
+        r=section.r,
         lora_alpha=_tidy(section.alpha),
-        rank_pattern={k: int(v) for k, v in patterns(ranks, section.rank).items()},
+        rank_pattern={k: int(v) for k, v in patterns(ranks, section.r).items()},
         alpha_pattern={k: _tidy(v) for k, v in patterns(alphas, section.alpha).items()},
         use_rslora=section.rslora,
         use_dora=section.dora,

@@ -213,12 +213,12 @@ def _adapter_settings(adapter: AdapterSection) -> dict[str, str]:
             "dropout": f"{adapter.dropout:g}",
         }
     groups = [
-        f"{_targets(group.targets)}: rank {group.rank or adapter.rank}, "
+        f"{_targets(group.targets)}: rank {group.r or adapter.r}, "
         f"alpha {group.alpha or adapter.alpha:g}"
         for group in adapter.groups
     ]
     return {
-        "adapter": f"{_kind(adapter)}, rank {adapter.rank}, alpha {adapter.alpha:g}, dropout "
+        "adapter": f"{_kind(adapter)}, rank {adapter.r}, alpha {adapter.alpha:g}, dropout "
         f"{adapter.dropout:g}",
         "layers": "; ".join([_targets(adapter.targets), *groups]),
     }

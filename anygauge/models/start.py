@@ -111,7 +111,7 @@ def check_given(
         ModelError: names the field and both values.
     """
     saved = {
-        "rank": config.r,
+        "r": config.r,
         "alpha": config.lora_alpha,
         "rslora": config.use_rslora,
         "dora": config.use_dora,

@@ -59,12 +59,12 @@ def planned_layers(model: Any, section: AdapterSection) -> dict[str, Factors]:
     Raises:
         ModelError: a name, an expression or a group matches nothing, or two groups one layer.
     """
-    usual = Factors(section.rank, section.alpha)
+    usual = Factors(section.r, section.alpha)
     plan = dict.fromkeys(matching_layers(model, section.targets, "adapter.targets"), usual)
     group_of: dict[str, int] = {}
     for index, group in enumerate(section.groups):
         field = f"adapter.groups[{index}]"
-        factors = Factors(group.rank or usual.rank, group.alpha or usual.alpha)
+        factors = Factors(group.r or usual.rank, group.alpha or usual.alpha)
         for name in matching_layers(model, group.targets, f"{field}.targets"):
             if name in group_of:
                 raise ModelError(

@@ -154,7 +154,7 @@ def train(
             "tokenizer": str(folder / "tokenizer"),
             "attention": backend.attention if backend.attention in ON_HOST else ON_HOST[0],
         },
-        "adapter": {"rank": 4, "dropout": 0.0},
+        "adapter": {"r": 4, "dropout": 0.0},
         "data": {
             "train": {"path": str(folder / "rows.jsonl")},
             "max_length": 96,

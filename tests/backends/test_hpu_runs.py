@@ -64,7 +64,7 @@ def trained(
         "backend": "hpu",
         "backend_options": options,
         "launch": {"devices": ranks},
-        "adapter": {"rank": 4, "dropout": 0.0},
+        "adapter": {"r": 4, "dropout": 0.0},
         "precision": {"compute": "bfloat16"},
         "train": {
             "steps": STEPS,

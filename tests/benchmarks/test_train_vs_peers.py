@@ -56,7 +56,7 @@ def test_run_files_say_what_the_plan_says(tmp_path: Path, name: str) -> None:
     assert run.train.global_batch == 6
     assert run.train.optimizer.lr == given.lr
     assert run.adapter is not None
-    assert (run.adapter.rank, run.adapter.alpha) == (16, 32)
+    assert (run.adapter.r, run.adapter.alpha) == (16, 32)
 
 
 def test_ranks_of_peers_are_told_who_they_are(tmp_path: Path) -> None:

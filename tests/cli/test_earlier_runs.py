@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
 def test_every_value_of_its_run_file_is_kept(run: Path) -> None:
     found = load_run_file(run / "run.yaml").run
     assert found.adapter is not None
-    assert (found.adapter.rank, found.adapter.groups[0].rank) == (4, 2)
+    assert (found.adapter.r, found.adapter.groups[0].r) == (4, 2)
     assert found.data.train_sources[0].form == "prompt_completion"
     assert found.data.length_grouping
     assert (found.train.global_batch, found.train.micro_batch, found.train.clip) == (4, 2, 0.5)

@@ -52,7 +52,7 @@ def test_settings_are_refused_without_a_process(
 
 
 def test_a_dry_run_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    targets = {"targets": ["q_proj"], "rank": 4}
+    targets = {"targets": ["q_proj"], "r": 4}
     path = run_file(tmp_path, data={"max_length": 36}, adapter=targets)
     assert command(["train", str(path), "--dry-run"]) == 0
     out = capsys.readouterr().out

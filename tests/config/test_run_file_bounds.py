@@ -109,7 +109,7 @@ def test_files_that_extend_each_other_many_times_are_refused(folder, minimal):
             "is 2_147_483_647",
         ),
         ("train: {global_batch: 2000000}", "train.global_batch: got 2000000 (int), expected a"),
-        ("adapter: {rank: 99999999999}", "adapter.rank: got 99999999999 (int), expected a"),
+        ("adapter: {r: 99999999999}", "adapter.r: got 99999999999 (int), expected a"),
         ("adapter: {alpha: 1e300}", "adapter.alpha: got 1e300 (float), expected a number > 0; the"),
         ("data: {max_length: 1}", "data.max_length: got 1 (int), expected a whole number >= 2"),
         (

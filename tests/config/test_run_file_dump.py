@@ -135,7 +135,7 @@ def test_a_dump_is_read_alike_by_plain_yaml(run):
 def test_a_dump_is_a_commented_file_with_every_field_and_absolute_paths(folder, minimal):
     (folder.path / "m").mkdir()
     text = dump_run(folder.load("model: {name: m}\ndata: {train: {path: $D/x.jsonl}}", D="d").run)
-    assert text.startswith("# A resolved run file: every field with its value")
+    assert text.startswith("# A resolved run file (format 2): every field with its value")
     read = yaml.safe_load(text)
     assert list(read) == list(RunFile.model_fields)
     assert read["model"]["name"] == str(folder.path / "m")

@@ -62,7 +62,7 @@ def test_extends_merges_mappings_replaces_lists_and_null_resets(folder):
         """\
         model: {name: some/model}
         data: {train: {path: rows.jsonl}}
-        adapter: {rank: 4, targets: [a, b]}
+        adapter: {r: 4, targets: [a, b]}
         train: {steps: 5, clip: 2.0, optimizer: {lr: 1e-3, eps: 1e-6}}
         trackers: [x, y]
         """,
@@ -75,17 +75,17 @@ def test_extends_merges_mappings_replaces_lists_and_null_resets(folder):
         trackers: [z]
         """
     ).run
-    assert (run.adapter.rank, run.adapter.targets, run.trackers) == (4, ["c"], ["z"])
+    assert (run.adapter.r, run.adapter.targets, run.trackers) == (4, ["c"], ["z"])
     assert (run.train.steps, run.train.clip) == (None, 1.0)
     assert (run.train.optimizer.lr, run.train.optimizer.eps) == (1e-4, 1e-6)
 
 
 def test_null_takes_a_section_away_and_a_later_file_starts_it_anew(folder, minimal):
-    folder.write("a.yaml", minimal + "adapter: {rank: 4, alpha: 7}\n")
+    folder.write("a.yaml", minimal + "adapter: {r: 4, alpha: 7}\n")
     folder.write("b.yaml", "extends: a.yaml\nadapter: null\n")
     assert folder.load("extends: b.yaml").run.adapter is None
-    adapter = folder.load("extends: b.yaml\nadapter: {rank: 2}").run.adapter
-    assert (adapter.rank, adapter.alpha) == (2, 32)
+    adapter = folder.load("extends: b.yaml\nadapter: {r: 2}").run.adapter
+    assert (adapter.r, adapter.alpha) == (2, 32)
 
 
 def test_null_in_a_free_mapping_is_a_value(folder):

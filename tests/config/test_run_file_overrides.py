@@ -16,7 +16,7 @@ SHARED = settings(
 
 def test_values_are_yaml_and_win_over_the_file(folder, minimal):
     run = folder.load(
-        minimal + "train: {steps: 5, seed: 3}\nadapter: {rank: 4}\n",
+        minimal + "train: {steps: 5, seed: 3}\nadapter: {r: 4}\n",
         "train.steps=10",
         "train.optimizer.lr=1e-5",
         "adapter.targets=[q_proj,v_proj]",
@@ -25,17 +25,17 @@ def test_values_are_yaml_and_win_over_the_file(folder, minimal):
         "launch.options.account=a=b",
     ).run
     assert (run.train.steps, run.train.seed, run.train.optimizer.lr) == (10, 3, 1e-5)
-    assert (run.adapter.rank, run.adapter.targets) == (4, ["q_proj", "v_proj"])
+    assert (run.adapter.r, run.adapter.targets) == (4, ["q_proj", "v_proj"])
     assert run.model.revision == "123"
     assert run.launch.options == {"time": "12:30:00", "account": "a=b"}
 
 
 def test_null_resets_and_a_path_below_nothing_begins_a_section(folder, minimal):
-    text = minimal + "adapter: {rank: 4}\ntrain: {seed: 4}\n"
+    text = minimal + "adapter: {r: 4}\ntrain: {seed: 4}\n"
     run = folder.load(text, "adapter=null", "train.seed=null").run
     assert (run.adapter, run.train.seed) == (None, 0)
-    assert folder.load(minimal, "adapter={}").run.adapter.rank == 16
-    assert folder.load(minimal, "adapter.rank=2").run.adapter.rank == 2
+    assert folder.load(minimal, "adapter={}").run.adapter.r == 16
+    assert folder.load(minimal, "adapter.r=2").run.adapter.r == 2
 
 
 def test_the_last_override_of_a_field_wins(folder, minimal):

@@ -76,7 +76,7 @@ def test_the_examples_load(examples):
         }
     )
     run = load_run_file("wide.yaml", environ={"DATA": "/d"}).run
-    assert (run.name, run.adapter.rank, len(run.adapter.targets)) == ("wide", 64, 4)
+    assert (run.name, run.adapter.r, len(run.adapter.targets)) == ("wide", 64, 4)
     assert (run.train.steps, run.train.epochs, run.train.optimizer.lr) == (None, 3, 2e-4)
 
 

@@ -39,7 +39,7 @@ def test_the_jobs_on_the_page_can_be_rendered(name: str, tmp_path: Path) -> None
         "output": str(tmp_path / "runs"),
         "backend": "cuda",
         "model": {"name": f"{root}/models/llama"},
-        "adapter": {"rank": 4},
+        "adapter": {"r": 4},
         "data": {"train": {"path": f"{root}/data/rows.jsonl"}},
         "strategy": {"name": "zero"},
         "train": {"global_batch": 64},

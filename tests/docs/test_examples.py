@@ -29,7 +29,7 @@ RUN_FILE = {
     "name": "tiny",
     "backend": "cpu",
     "model": {"config": TINY, "tokenizer": "tokenizer"},
-    "adapter": {"rank": 4},
+    "adapter": {"r": 4},
     "data": {"train": {"path": "rows.jsonl"}, "max_length": 96},
     "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "optimizer": {"lr": 0.01}},
 }

@@ -45,7 +45,7 @@ def test_two_machines_have_their_environment_shown() -> None:
 def test_it_is_the_recipe_of_the_article() -> None:
     run = load_run_file(EXAMPLES / RECIPE[0]).run
     assert run.adapter is not None
-    assert (run.adapter.rank, run.adapter.alpha, run.adapter.dropout) == (4, 16, 0.05)
+    assert (run.adapter.r, run.adapter.alpha, run.adapter.dropout) == (4, 16, 0.05)
     assert run.adapter.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert (run.train.epochs, run.train.micro_batch, run.data.max_length) == (2, 10, 2048)
     assert run.train.global_batch == run.train.micro_batch * run.launch.devices

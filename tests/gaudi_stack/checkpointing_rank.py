@@ -42,7 +42,7 @@ def main(output: Path, reentrant: bool) -> None:
         BuildContext(
             factory=CausalModelFactory(
                 ModelSection(config=TINY, tokenizer="none"),
-                AdapterSection(rank=4),
+                AdapterSection(r=4),
                 attention="eager",
                 dtype=torch.float32,
                 seed=0,

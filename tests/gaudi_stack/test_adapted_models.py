@@ -18,7 +18,7 @@ FIELDS = {
     "backend": "hpu",
     "backend_options": {"optimum_habana": True},
     "launch": {"devices": RANKS},
-    "adapter": {"rank": 4, "dropout": 0.0},
+    "adapter": {"r": 4, "dropout": 0.0},
     "precision": {"compute": "bfloat16"},
     "train": {"steps": 2, "global_batch": 2 * RANKS, "micro_batch": 1},
 }

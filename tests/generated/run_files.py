@@ -89,7 +89,7 @@ def put(fields: Fields, path: tuple[str, ...], value: Any) -> None:
 def usual(source: Random, fields: Fields) -> None:
     """Values that a run may have."""
     choices: Mapping[tuple[str, ...], tuple[Any, ...]] = {
-        ("adapter", "rank"): (1, 2, 8, 64, 200),
+        ("adapter", "r"): (1, 2, 8, 64, 200),
         ("adapter", "alpha"): (0.5, 1, 32, 1e4),
         ("adapter", "dropout"): (0.0, 0.1, 0.9),
         ("adapter", "rslora"): (True, False),

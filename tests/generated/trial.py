@@ -144,7 +144,7 @@ def base_of(folder: Path) -> dict[str, Any]:
         "output": "out",
         "backend": "cpu",
         "model": {"config": dict(TINY), "tokenizer": str(folder / "tokenizer")},
-        "adapter": {"rank": 4},
+        "adapter": {"r": 4},
         "data": {
             "train": {"path": str(FIXTURES / "rows.jsonl")},
             "max_length": 96,

@@ -63,7 +63,7 @@ def run_file(folder: Path, **changes: Any) -> Path:
         "output": str(folder / "out"),
         "backend": "cpu",
         "model": {"config": TINY, "tokenizer": str(tokenizer)},
-        "adapter": {"rank": 4},
+        "adapter": {"r": 4},
         "data": {
             "train": {"path": str(FIXTURES / "rows.jsonl")},
             "max_length": 96,

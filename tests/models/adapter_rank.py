@@ -32,7 +32,7 @@ STEPS = 2
 NOTHING_RESIDENT = {"stage3_param_persistence_threshold": 0}
 """Otherwise DeepSpeed keeps weights of a tiny model whole: nothing would be gathered."""
 
-EVERYTHING: dict[str, Any] = {"rank": 4, "dora": True, "targets": ".*"}
+EVERYTHING: dict[str, Any] = {"r": 4, "dora": True, "targets": ".*"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Zero, bool]] = {
     "dora": (TINY, EVERYTHING, Zero(3, NOTHING_RESIDENT), True),
     "dora, factors resident": (TINY, EVERYTHING, Zero(3, {}), True),
@@ -43,10 +43,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Zero, bool]] = {
     "rslora in groups": (
         TINY,
         {
-            "rank": 4,
+            "r": 4,
             "rslora": True,
             "targets": ["q_proj"],
-            "groups": [AdapterGroup(targets=["embed_tokens", "lm_head"], rank=2, alpha=128)],
+            "groups": [AdapterGroup(targets=["embed_tokens", "lm_head"], r=2, alpha=128)],
         },
         Zero(3, NOTHING_RESIDENT),
         True,

@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
         {
             "targets": ["q_proj", "v_proj"],
             "groups": [
-                {"targets": r"model\.layers\.1\..*_proj", "rank": 2, "alpha": 8},
+                {"targets": r"model\.layers\.1\..*_proj", "r": 2, "alpha": 8},
                 {"targets": ["lm_head"], "alpha": 5.5},
             ],
         },
@@ -88,7 +88,7 @@ def kind(
     path = run_file(
         folder,
         model={"name": str(bases[base])},
-        adapter={"rank": 4, **adapter},
+        adapter={"r": 4, **adapter},
         data={"eval_fraction": 0.2},
         train={"steps": 3, "eval_at_start": True, "optimizer": {"lr": 2.0e-2}},
         strategy={"name": "single"},
@@ -135,7 +135,7 @@ def test_groups_have_their_own_rank_and_scale(bases: dict[str, Path], tmp_path: 
     path = run_file(
         tmp_path,
         model={"name": str(bases["llama"])},
-        adapter={"rank": 4, **adapter},
+        adapter={"r": 4, **adapter},
         strategy={"name": "single"},
         train={"steps": 1},
     )

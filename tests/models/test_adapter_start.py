@@ -106,12 +106,12 @@ def test_its_tensors_are_the_start(plain: Path, dtype: torch.dtype) -> None:
 def test_equal_fields_are_no_contradiction(plain: Path) -> None:
     section = AdapterSection(
         start_from=str(plain),
-        rank=4,
+        r=4,
         alpha=8,
         dora=True,
         rslora=True,
         targets=["up_proj", "embed_tokens", "q_proj"],
-        groups=[AdapterGroup(targets=["layers.1.mlp.up_proj"], rank=2)],
+        groups=[AdapterGroup(targets=["layers.1.mlp.up_proj"], r=2)],
     )
     assert len(adapted_layers(adapted(section))) == 5
 
@@ -119,7 +119,7 @@ def test_equal_fields_are_no_contradiction(plain: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rank": 16}, r"adapter\.rank is 16, but .* has 4 "),
+        ({"r": 16}, r"adapter\.r is 16, but .* has 4 "),
         ({"alpha": 32}, r"adapter\.alpha is 32\.0, but .* has 8 "),
         ({"dora": False}, r"adapter\.dora is False, but .* has True"),
         ({"rslora": False}, r"adapter\.rslora is False, but .* has True"),
@@ -129,7 +129,7 @@ def test_equal_fields_are_no_contradiction(plain: Path) -> None:
             r"\(with model\.embed_tokens\)",
         ),
         (
-            {"groups": [AdapterGroup(targets=["up_proj"], rank=2)], "rank": 4, "alpha": 8,
+            {"groups": [AdapterGroup(targets=["up_proj"], r=2)], "r": 4, "alpha": 8,
              "targets": ["q_proj", "embed_tokens"]},
             r"adapter\.groups is rank 2, alpha 8 for model\.layers\.0\.mlp\.up_proj, but .* rank 4",
         ),
@@ -193,7 +193,7 @@ def test_the_path_is_relative_to_the_run_file_and_survives_the_resolved_one(
 ) -> None:
     path = run_file(tmp_path, adapter={"start_from": "first"})
     fields = yaml.safe_load(path.read_text())
-    del fields["adapter"]["rank"]
+    del fields["adapter"]["r"]
     path.write_text(yaml.safe_dump(fields))
     loaded = load_run_file(path)
     with pytest.raises(RunFileError, match=r"adapter\.start_from: no such folder"):
@@ -228,6 +228,6 @@ def test_training_goes_on_where_it_ended(tmp_path: Path) -> None:
     verified = json.loads((second.folder / "report.json").read_text())["verified"]
     assert verified["reloaded"] and verified["logits"] < 1e-5
     assert "adapter, trained on" in (second.folder / "adapter/README.md").read_text()
-    with pytest.raises(AnygaugeError, match=r"adapter\.rank is 3, but .* has 4"):
+    with pytest.raises(AnygaugeError, match=r"adapter\.r is 3, but .* has 4"):
         trained_here(run_file(tmp_path, **common, name="third", adapter={
-            "start_from": str(first.folder / "adapter"), "rank": 3}))  # fmt: skip
+            "start_from": str(first.folder / "adapter"), "r": 3}))  # fmt: skip

@@ -56,11 +56,11 @@ def test_groups_change_layers_and_add_some(model: Any) -> None:
     plan = planned_layers(
         model,
         AdapterSection(
-            rank=4,
+            r=4,
             alpha=8,
             targets=["q_proj", "v_proj"],
             groups=[
-                AdapterGroup(targets=["v_proj"], rank=2),
+                AdapterGroup(targets=["v_proj"], r=2),
                 AdapterGroup(targets="lm_head", alpha=1.5),
             ],
         ),

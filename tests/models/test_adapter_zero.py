@@ -45,7 +45,7 @@ def test_frozen_weights_are_whole_only_while_they_are_used(record: dict[str, Any
 def test_a_sharded_run_saves_its_adapter_whole_and_proves_it(tmp_path: Path) -> None:
     path = run_file(
         tmp_path,
-        adapter={"rank": 4, "dora": True, "targets": ["all-linear", "embed_tokens"]},
+        adapter={"r": 4, "dora": True, "targets": ["all-linear", "embed_tokens"]},
         strategy={"options": {"stage3_param_persistence_threshold": 0}},
         train={"steps": 2, "optimizer": {"lr": 1.0e-2}},
     )

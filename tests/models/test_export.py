@@ -49,7 +49,7 @@ def adapter_file(whole: Run, folder: Path, **changes: Any) -> Path:
             **COMMON,
             "model": {"name": str(whole.folder / "model")},
             "environment": {"TOKEN": SECRET},
-            "adapter": {"rank": 3, "alpha": 24, "groups": [{"targets": ["lm_head"], "rank": 2}]},
+            "adapter": {"r": 3, "alpha": 24, "groups": [{"targets": ["lm_head"], "r": 2}]},
             **changes,
         },
     )
@@ -163,7 +163,7 @@ def test_an_adapter_that_cannot_be_checked_is_not_lost(whole: Run, tmp_path: Pat
 
 @pytest.mark.parametrize("reason", ["memory", "off"])
 def test_the_summary_says_what_was_not_verified(whole: Run, tmp_path: Path, reason: str) -> None:
-    path = adapter_file(whole, tmp_path, adapter={"rank": 2, "verify": reason != "off"})
+    path = adapter_file(whole, tmp_path, adapter={"r": 2, "verify": reason != "off"})
     with mock.patch.object(verification, "available_memory", lambda: 1000):
         run = trained_here(path)
     verified = json.loads((run.folder / "report.json").read_text())["verified"]

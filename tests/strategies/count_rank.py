@@ -105,7 +105,7 @@ def main(way: str, output: Path) -> None:
     )
     factory = CausalModelFactory(
         ModelSection(config=CONFIG, tokenizer="none"),
-        AdapterSection(rank=16),
+        AdapterSection(r=16),
         attention="sdpa",
         dtype=torch.float32,
         seed=0,

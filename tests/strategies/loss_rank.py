@@ -32,12 +32,12 @@ TIED = {**CONFIG, "tie_word_embeddings": True}
 CAPPED = {**CONFIG, "model_type": "gemma2", "head_dim": 64, "final_logit_softcapping": 5.0}
 FORGETFUL = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 """Otherwise DeepSpeed keeps the output layer from its forward to its backward: both are near."""
-ON_HEAD = {"rank": 4, "targets": ["q_proj", "lm_head"]}
+ON_HEAD = {"r": 4, "targets": ["q_proj", "lm_head"]}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, bool]] = {
-    "lora": (CONFIG, {"rank": 4}, True),
-    "lora, no recomputation": (CONFIG, {"rank": 4}, False),
-    "lora, nothing kept": (CONFIG, {"rank": 4}, True),
-    "lora, tied": (TIED, {"rank": 4}, True),
+    "lora": (CONFIG, {"r": 4}, True),
+    "lora, no recomputation": (CONFIG, {"r": 4}, False),
+    "lora, nothing kept": (CONFIG, {"r": 4}, True),
+    "lora, tied": (TIED, {"r": 4}, True),
     "lora on the output layer": (CONFIG, ON_HEAD, True),
     "all weights": (CONFIG, None, True),
     "all weights, tied, no recomputation": (TIED, None, False),

@@ -110,7 +110,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
         )
     factory = CausalModelFactory(
         ModelSection(config=CONFIG, tokenizer="none"),
-        AdapterSection(rank=5),
+        AdapterSection(r=5),
         attention="sdpa",
         dtype=torch.float32,
         seed=0,

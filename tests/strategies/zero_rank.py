@@ -57,7 +57,7 @@ def main(output: Path) -> None:
     context = BuildContext(
         factory=CausalModelFactory(
             ModelSection(config=TINY, tokenizer="none"),
-            AdapterSection(rank=4),
+            AdapterSection(r=4),
             attention="eager",
             dtype=torch.bfloat16,
             seed=0,

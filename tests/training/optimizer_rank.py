@@ -60,7 +60,7 @@ def train(section: OptimizerSection, strategy: Strategy, backend: Backend) -> di
         BuildContext(
             factory=CausalModelFactory(
                 ModelSection(config=TINY, tokenizer="none"),
-                AdapterSection(rank=16),
+                AdapterSection(r=16),
                 attention="eager",
                 dtype=torch.float32,
                 seed=0,

@@ -83,7 +83,7 @@ COSTLY = pytest.mark.slow
             "train.global_batch (before: 4; now: 8)",
             marks=COSTLY,
         ),
-        pytest.param(("--set", "adapter.rank=8"), "adapter", marks=COSTLY),
+        pytest.param(("--set", "adapter.r=8"), "adapter", marks=COSTLY),
         (("--set", "data.max_length=80"), "data and its order"),
         pytest.param(("--set", "train.steps=8"), "its newest sound one is of step 2", marks=COSTLY),
         pytest.param(

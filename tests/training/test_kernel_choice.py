@@ -157,13 +157,13 @@ def test_a_loss_that_was_asked_for_never_gives_way() -> None:
 
 
 def test_a_kernel_that_no_lora_layer_can_have_is_not_said_to_be_there() -> None:
-    run = run_file(adapter={"rank": 4})
+    run = run_file(adapter={"r": 4})
     kernels = chosen(run)
     assert settle_lora(run, kernels, (12, 14)) == "12 of 14 LoRA layers fused"
     assert settle_lora(run, kernels, (0, 14)) == ""
     assert kernels["lora_linear"].name == "reference"
     assert kernels["lora_linear"].reason == "none of the 14 adapted layers is plain LoRA"
-    asked = run_file(adapter={"rank": 4}, kernels={"lora_linear": "addmm"})
+    asked = run_file(adapter={"r": 4}, kernels={"lora_linear": "addmm"})
     with pytest.raises(UnsupportedError, match="none of the 14 adapted layers is plain LoRA"):
         settle_lora(asked, chosen(asked), (0, 14))
     with pytest.raises(UnsupportedError, match="there is no adapter"):

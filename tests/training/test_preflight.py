@@ -215,7 +215,7 @@ def test_only_targets_that_weights_do_not_show_need_the_model(tmp_path: Path, fo
     assert sure(targets=["all-linear", "lm_head"])
     assert not sure(targets=["q_porj"]) and not sure(targets=[".*q_proj"])
     assert not sure(targets=["norm"]), "one dimension is no layer for an adapter"
-    assert not sure(groups=[{"targets": ["q_proj"], "rank": 2}])
+    assert not sure(groups=[{"targets": ["q_proj"], "r": 2}])
 
 
 def test_weights_of_another_architecture(tmp_path: Path, folder: Path) -> None:
@@ -229,7 +229,7 @@ def test_weights_of_another_architecture(tmp_path: Path, folder: Path) -> None:
 def test_an_adapter_to_start_from_that_is_none(tmp_path: Path) -> None:
     path = run_file(tmp_path, adapter={"start_from": str(tmp_path)})
     text = yaml.safe_load(path.read_text())
-    del text["adapter"]["rank"]
+    del text["adapter"]["r"]
     path.write_text(yaml.safe_dump(text))
     with pytest.raises(ModelError, match=r"is not an adapter folder: adapter_config.json"):
         checked(path)

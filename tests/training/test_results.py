@@ -42,7 +42,7 @@ def adapted(base: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = run_file(
         folder,
         model={"name": str(base.folder / "model")},
-        adapter={"rank": 4, "alpha": 32},
+        adapter={"r": 4, "alpha": 32},
         data={"eval_fraction": 0.2, "packing": True},
         train={"eval_at_start": True, "optimizer": {"lr": 2.0e-2}},
     )

@@ -109,7 +109,7 @@ def test_kills_at_random_moments(kills: int, tmp_path: Path) -> None:
 
 
 def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"adapter": {"rank": 4, "dropout": 0.5}, "launch": {"devices": 2}}
+    changes: dict[str, Any] = {"adapter": {"r": 4, "dropout": 0.5}, "launch": {"devices": 2}}
     whole = run_file(tmp_path, name="whole", train=lengths(6), **changes)
     file = run_file(
         tmp_path, train=lengths(3), checkpoint={"every": 3, "resume": "auto"}, **changes
@@ -172,7 +172,7 @@ def test_a_run_that_is_complete_stays_so(tmp_path: Path) -> None:
     [
         ("train.seed=1", "train.seed (before: 0; now: 1)"),
         ("train.global_batch=8", "train.global_batch (before: 4; now: 8)"),
-        ("adapter.rank=8", "adapter"),
+        ("adapter.r=8", "adapter"),
         ("data.max_length=80", "data and its order"),
     ],
 )

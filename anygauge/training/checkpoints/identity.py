@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from anygauge.config.renamed import translated_record
 from anygauge.config.schema import RunFile
 from anygauge.interface import RunFileError
 
@@ -75,6 +76,7 @@ def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str,
     Raises:
         RunFileError: names what differs, and both values.
     """
+    kept = translated_record(kept)
     different = [
         f"{name} (before: {_short(kept.get(name))}; now: {_short(value)})"
         for name, value in identity.items()
@@ -89,6 +91,7 @@ def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str,
 
 def changed_settings(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """Fields that may change when a run is resumed, and did: ``field: before -> now``."""
+    kept = translated_record(kept)
     names = sorted({*kept, *settings})
     return [
         f"{name}: {_short(kept.get(name))} -> {_short(settings.get(name))}"

@@ -1,0 +1,58 @@
+"""What version 0.1 called some fields: told to who writes them, and read from what it wrote.
+
+A run file with an old name is refused by its new one. A resolved run file, a checkpoint and a
+report of that version are read with today's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from anygauge.config.document import Node
+
+RENAMED: Mapping[tuple[str, ...], str] = {
+    ("adapter", "rank"): "r",
+    ("adapter", "groups", "rank"): "r",
+}
+"""Old path -> new last part. The items of a list share the list's path."""
+
+RECORD = "# A resolved run file: every field with its value, all paths absolute.\n"
+"""How the resolved run files of version 0.1 begin."""
+
+
+def new_name(path: tuple[object, ...]) -> str | None:
+    """What the field at a path is called today; None where that is no old name."""
+    return RENAMED.get(tuple(part for part in path if isinstance(part, str)))
+
+
+def translated(node: Node, path: tuple[str, ...] = ()) -> Node:
+    """The tree of a resolved run file of version 0.1, with today's names."""
+    if isinstance(node.value, tuple):
+        return replace(node, value=tuple(translated(item, path) for item in node.value))
+    if not node.is_mapping:
+        return node
+    fields = {}
+    for name, below in node.value.items():
+        here = (*path, name)
+        today = RENAMED.get(here, name)
+        # Whoever has added the new name to such a file is told to remove the old one.
+        fields[name if today in node.value else today] = translated(below, here)
+    return replace(node, value=fields)
+
+
+def translated_record(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Values by name or dotted path, as checkpoints and reports have them, with today's names."""
+
+    def below(value: Any, here: tuple[str, ...]) -> Any:
+        if isinstance(value, list):
+            return [below(item, here) for item in value]
+        return translated_record(value, here) if isinstance(value, Mapping) else value
+
+    found = {}
+    for name, value in values.items():
+        here = (*path, *name.split("."))
+        outer, dot, _ = name.rpartition(".")
+        found[outer + dot + RENAMED[here] if here in RENAMED else name] = below(value, here)
+    return found
