@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anygauge.kernels.choose import choose_kernels, load_kernel
 from anygauge.registry import Registry
-from anygauge.registry.kernels import choose_kernels, load_kernel
 from anygauge.util.files import write_text
 from benchmarks.ratios import paired, rotated
 

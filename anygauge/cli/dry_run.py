@@ -17,7 +17,7 @@ from anygauge.cli.plan import Intent, rendered
 from anygauge.cli.preflight import preflight
 from anygauge.cli.resume import gone_on_with
 from anygauge.interface import ABILITIES, Backend, NotAvailableError
-from anygauge.registry import KernelChoice
+from anygauge.kernels.choose import KernelChoice, kernels_of_run
 
 if TYPE_CHECKING:
     from anygauge.training.checks import Findings
@@ -129,9 +129,11 @@ def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
 def kernels_of(intent: Intent, backend: Backend) -> dict[str, KernelChoice]:
     """The kernels that ranks would run, those included that an engine may replace."""
     from anygauge.strategies.facts import FACTS
-    from anygauge.training.kernels import kernels_of_run
 
-    return kernels_of_run(intent.run, backend, intent.registry, FACTS[intent.run.strategy.name])
+    facts = FACTS[intent.run.strategy.name]
+    return kernels_of_run(
+        intent.run, backend, intent.registry, facts.optimizer_sees_full_parameters
+    )
 
 
 def _show_checks(console: Console, found: Findings) -> None:

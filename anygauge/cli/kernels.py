@@ -13,8 +13,8 @@ from rich.text import Text
 
 from anygauge.cli.plan import BackendOption
 from anygauge.interface import Backend
-from anygauge.registry import AUTO, KernelChoice, Registry, select_backend
-from anygauge.registry.kernels import choose_kernels, unfit
+from anygauge.kernels.choose import KernelChoice, choose_kernels, unfit, users
+from anygauge.registry import AUTO, Registry, select_backend
 
 
 def kernels(
@@ -59,7 +59,7 @@ def listing(
                 "chosen": operation not in inner - called,
                 "why": choice.reason
                 if operation not in inner - called
-                else f"for kernels that are made with one ({_users(registry, operation)})",
+                else f"for kernels that are made with one ({users(registry, operation)})",
                 "from": "the model's own" if choice.provided is None else choice.provided.origin,
             }
         )
@@ -81,14 +81,6 @@ def listing(
                 }
             )
     return rows
-
-
-def _users(registry: Registry, operation: str) -> str:
-    return ", ".join(
-        f"kernels.{p.spec.operation}: {p.spec.name}"
-        for p in registry.kernels
-        if operation in p.spec.uses
-    )
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.interface import ModelError, Support, UnsupportedError
+from anygauge.interface import ModelError, UnsupportedError
+from anygauge.kernels.install import ModelKernels
 from anygauge.models.adapter import add_adapter, external_parameters
 from anygauge.models.files import WeightFiles, check_shape, match_names
-from anygauge.models.fused_lora import LoraKernel, fuse_lora
-from anygauge.models.fused_loss import LogitsRule, LossKernel, fuse_loss, logits_rule
-from anygauge.models.kernels import NormKernel, refuse_uncalled, replace_norms
 from anygauge.models.source import load_config, local_folder
+
+NO_KERNELS = ModelKernels()
 
 
 class CausalModelFactory:
@@ -28,40 +28,33 @@ class CausalModelFactory:
         section: ModelSection,
         adapter: AdapterSection | None,
         *,
-        attention: str,
+        attention: str = "eager",
+        kernels: ModelKernels = NO_KERNELS,
         dtype: torch.dtype,
         seed: int,
         gradient_checkpointing: bool,
-        norm: NormKernel | None = None,
-        loss: LossKernel | None = None,
-        lora: LoraKernel | None = None,
     ) -> None:
         """Args:
-        dtype: type of the adapter's factors.
         attention: a resolved implementation.
-        norm: computes the RMS norms; None: as the model does.
-        loss: makes the loss where the model's logits would be; None: the model gives logits.
-        lora: adds the low-rank products of LoRA layers; None: as peft does.
+        kernels: those that the model can have; see `plan_kernels`.
+        dtype: type of the adapter's factors.
         """
         self.section = section
         self.adapter = adapter
         self.config = load_config(section)
         self._attention = attention
         self._dtype = dtype
-        self._norm = norm
-        self.norms = (0, 0)
-        """RMS norms that the kernel computes, and all of them; known once a skeleton is made."""
-        self._lora = lora
-        self.lora_layers = (0, 0)
-        """LoRA layers whose product the kernel adds, and all of them; known once adapted."""
-        self._loss = loss
-        self._rule = LogitsRule()
-        self.loss: Support | None = None
-        """Whether the kernel makes this model's loss; known once a skeleton is made and adapted."""
+        self._kernels = kernels
         self._seed = seed
         self._recomputes = gradient_checkpointing
         self._files: WeightFiles | None = None
         self._names: dict[str, str] | None = None
+
+    def having(self, attention: str, kernels: ModelKernels) -> CausalModelFactory:
+        """The same model, built with these."""
+        other = copy.copy(self)
+        other._attention, other._kernels = attention, kernels
+        return other
 
     @property
     def recomputes(self) -> bool:
@@ -88,12 +81,8 @@ class CausalModelFactory:
             ) from error
         model.tie_weights()
         model.config.use_cache = False
-        if self._norm is not None:
-            self.norms = replace_norms(model, self._norm)
-        if self._loss is not None:
-            self._rule, self.loss = logits_rule(model)
+        self._kernels.into_base(model)
         refuse_persistent_buffers(model)
-        refuse_uncalled(model, self._attention)
         return model
 
     def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:
@@ -153,10 +142,7 @@ class CausalModelFactory:
         """See `ModelFactory.adapt`."""
         if self.adapter is not None:
             model = add_adapter(model, self.adapter, dtype=self._dtype, seed=self._seed)
-            if self._lora is not None:
-                self.lora_layers = fuse_lora(model, self._lora)
-        if self._loss is not None and self.loss:
-            self.loss = fuse_loss(model, self._loss, self._rule)
+        self._kernels.into_adapted(model)
         return model
 
     def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORE = -100
+from anygauge.kernels.loss import IGNORE
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

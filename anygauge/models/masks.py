@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import UnsupportedError
-from anygauge.models.kernels import model_class
+from anygauge.kernels.attention import model_class
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -7,7 +7,6 @@ from anygauge.registry.environment import (
     shown_overruled,
     shown_value,
 )
-from anygauge.registry.kernels import REFERENCE, KernelChoice
 from anygauge.registry.plugins import (
     AUTO,
     BLOCK_VARIABLE,
@@ -22,10 +21,8 @@ from anygauge.registry.selection import Selection, questions, select_backend
 __all__ = [
     "AUTO",
     "BLOCK_VARIABLE",
-    "REFERENCE",
     "BlockedPlugin",
     "Duplicate",
-    "KernelChoice",
     "PluginFailure",
     "Provided",
     "Registry",

@@ -23,8 +23,7 @@ from anygauge.interface import (
     NotAvailableError,
     Phase,
 )
-from anygauge.registry import KernelChoice, Registry
-from anygauge.registry.kernels import choose_kernels, load_kernel
+from anygauge.registry import Registry
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 
@@ -426,6 +425,8 @@ def compiles(on: Opened) -> None:
 
 @check("every installed kernel for it agrees with float64 on the host", part="device")
 def kernels_agree(on: Opened) -> None:
+    from anygauge.kernels.choose import KernelChoice, choose_kernels, load_kernel
+
     registry = Registry.load(os.environ)
     chosen = choose_kernels(registry, on.backend, {})
     tried = []

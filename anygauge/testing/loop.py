@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from anygauge.interface import HOST_DEVICE, Backend
+from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
-from anygauge.registry.kernels import choose_kernels
 from anygauge.testing.process import Subject
 
 TIMEOUT_S = 900.0

@@ -14,15 +14,15 @@ from typing import Any
 
 from anygauge.config.schema import ModelSection, RunFile
 from anygauge.interface import Backend, ModelError, NotAvailableError, Setting
+from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import WeightFiles, check_shape, check_weights, match_names
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.source import cached_file, check_positions, load_config
 from anygauge.models.start import refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-from anygauge.registry import KernelChoice, Registry
+from anygauge.registry import Registry
 from anygauge.strategies.facts import FACTS, check_known, check_needs, check_section, check_types
-from anygauge.training.kernels import kernels_of_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ def check_settings(
             resolve_precision(run.precision, backend.placement.dtypes, backend.support),
         )
     try:
-        return kernels_of_run(run, backend, registry, facts)
+        return kernels_of_run(run, backend, registry, facts.optimizer_sees_full_parameters)
     except NotAvailableError:
         if ranks_run_here:
             raise

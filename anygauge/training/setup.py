@@ -29,32 +29,24 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.interface.strategy import BuildContext, DeviceBatch, Engine, Precision, Strategy
+from anygauge.kernels.choose import kernels_of_run
+from anygauge.kernels.plan import plan_kernels
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import PLAIN, model_inputs
 from anygauge.models.loss import summed_loss
 from anygauge.models.masks import MaskPlan, plan_masks
-from anygauge.models.source import check_positions, load_config
+from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
-from anygauge.registry.kernels import load_kernel
 from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.strategies.facts import check_needs
-from anygauge.training.attention import choose_attention
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.identity import identity_of, settings_of
 from anygauge.training.checkpoints.keeper import CheckpointKeeper
 from anygauge.training.checkpoints.resume import ResumedFactory, check_resumed, find_checkpoint
 from anygauge.training.checkpoints.stop import StopRequest
-from anygauge.training.kernels import (
-    LORA,
-    kernels_of_run,
-    load_loss_kernel,
-    load_update_kernels,
-    settle_lora,
-    settle_loss,
-)
 from anygauge.training.loop import Loop
 from anygauge.training.meter import History, RunMeter, Volume
 from anygauge.training.optimizer import optimizer_factory
@@ -180,27 +172,23 @@ def prepare_run(
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
-    kernels = kernels_of_run(run, backend, registry, strategy)
+    kernels = kernels_of_run(run, backend, registry, strategy.optimizer_sees_full_parameters)
     backend.adapt_models(packing=run.data.packing)
-    attention = choose_attention(run, backend, registry, kernels, load_config(run.model))
-    adamw, clip_grad_norm = load_update_kernels(registry, kernels)
     tokenizer = load_tokenizer(run.model)
     factory = CausalModelFactory(
         run.model,
         run.adapter,
-        attention=attention.name,
         dtype=torch_dtype(precision.compute),
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
-        norm=load_kernel(kernels, "rms_norm"),
-        loss=load_loss_kernel(run, backend, registry, kernels),
-        lora=load_kernel(kernels, LORA),
     )
     check_vocabulary(factory.config, tokenizer)
     check_positions(factory.config, run.data.max_length)
+    plan = plan_kernels(run, backend, kernels, factory)
+    factory = factory.having(plan.attention.name, plan.model)
     packed = PLAIN
     if run.data.packing:
-        packed = plan_masks(factory.config, attention.masks_of, run.data.max_length)
+        packed = plan_masks(factory.config, plan.attention.masks_of, run.data.max_length)
     # Any rank may be the one that tokenises, so each says for itself how far it has come.
     data = prepare(run.data, tokenizer, run.train.seed, say=rank.events.message, run=job.id)
     rank.say(f"data: {data.report}")
@@ -242,14 +230,14 @@ def prepare_run(
     engine = strategy.build(
         BuildContext(
             factory=factory if start is None else ResumedFactory(factory, start),
-            optimizer=optimizer_factory(run.train.optimizer, adamw),
+            optimizer=optimizer_factory(run.train.optimizer, plan.adamw),
             precision=precision,
             backend=backend,
             rank=rank.index,
             world_size=rank.world_size,
             micro_batch=run.train.sequences_at_once(rank.world_size),
             max_norm=run.train.clip,
-            clip_grad_norm=clip_grad_norm,
+            clip_grad_norm=plan.clip_grad_norm,
         )
     )
     seed_dropout(backend, run.train.seed, rank, start)
@@ -258,25 +246,18 @@ def prepare_run(
         raise UnsupportedError(f"checkpoints: {engine.checkpoint_support()}")
     if start is not None:
         engine.import_state(start)
-    loss = settle_loss(run, kernels, factory.loss)
-    lora = settle_lora(run, kernels, factory.lora_layers)
     total, trained = parameter_counts(engine)
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
         f"{trained:,} trained ({trained / total:.2%}); {precision.compute} ({precision.why})"
     )
-    rank.say(
-        f"kernels: attention {attention.describe()}"
-        + (f"; {factory.norms[0]} of {factory.norms[1]} norms fused" if factory.norms[1] else "")
-        + (f"; {lora}" if lora else "")
-        + f"; loss {loss}"
-    )
+    rank.say(f"kernels: {plan.describe()}")
     peak = backend.placement.peak_flops(precision.compute)
     place = Placer(
         backend,
         precision.compute,
         packed=packed,
-        labelled=bool(factory.loss),
+        labelled=plan.model.loss is not None,
         progress=rank.progress,
     )
     if rank.index == 0:
@@ -369,9 +350,8 @@ def prepare_run(
         data=data,
         identity=identity,
         choices={
-            "attention": {"name": attention.name, "why": attention.why},
+            **plan.record(),
             "precision": dataclasses.asdict(precision),
-            "kernels": {name: choice.record() for name, choice in kernels.items()},
         },
     )
 

@@ -17,8 +17,8 @@ from anygauge.interface import (
     RunFileError,
     Scope,
 )
+from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
-from anygauge.registry.kernels import choose_kernels
 from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
 from anygauge_cuda.diagnostics import _compatibility, checks

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import AttentionKernel, UnsupportedError
+from anygauge.kernels.attention import model_class, never_called, register_attention
 from anygauge.models.inputs import model_inputs
-from anygauge.models.kernels import register_attention, takes_kernels
 from anygauge.models.masks import plan_masks
 from anygauge_kernels.attention import with_softmax
 from anygauge_kernels.blocks import block_attention
@@ -129,9 +129,8 @@ def results(model: Any, batch: Batch, masks_of: str) -> tuple[Tensor, dict[str, 
 def test_it_equals_eager_attention(case: str, name: str, rows: Any) -> None:
     made = config(case)
     chosen = kernel(name)
-    served = takes_kernels(made, chosen.mask)
-    if not served:
-        pytest.skip(f"transformers {version('transformers')}: {served.reason}")
+    if reason := never_called(model_class(made), chosen.mask):
+        pytest.skip(f"transformers {version('transformers')}: {reason}")
     wanted, exact = results(build(made, "eager"), rows(), "eager")
     found, gradients = results(build(made, register_attention(chosen)), rows(), chosen.mask)
     assert float(wanted.std()) > 1e-3
@@ -159,7 +158,7 @@ def test_windows_matter(case: str) -> None:
 def test_a_packed_document_is_what_it_is_alone(case: str) -> None:
     """By the library's own masks for one document, and ours for three."""
     made = config(case)
-    if not takes_kernels(made):
+    if never_called(model_class(made)):
         pytest.skip("this version's computes attention itself")
     model = build(made, register_attention(kernel("softmax"))).eval()
     batch = packed()
@@ -224,9 +223,9 @@ def test_weights_are_dropped_in_training_alone() -> None:
 def test_architectures_without_the_interface_are_told_apart(model_type: str) -> None:
     from transformers import AutoConfig
 
-    served = takes_kernels(AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]}))
-    assert not served and "computes attention itself" in served.reason
-    assert takes_kernels(config("llama"))
+    made = AutoConfig.for_model(model_type, **{**SMALL, **MODELS[model_type]})
+    assert "computes attention itself" in str(never_called(model_class(made)))
+    assert never_called(model_class(config("llama"))) is None
 
 
 def test_blocks_refuse_what_they_would_leave_out() -> None:

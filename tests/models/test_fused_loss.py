@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from anygauge.models.fused_loss import LogitsRule, fuse_loss, logits_rule
+from anygauge.kernels.loss import LogitsRule, fuse_loss, head_support, logits_rule
 from anygauge.models.loss import summed_cross_entropy, summed_loss
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -78,8 +78,8 @@ def batch() -> dict[str, torch.Tensor]:
 def fused(model: Any) -> Any:
     rule, served = logits_rule(model)
     assert served, served
-    done = fuse_loss(model, linear_cross_entropy, rule)
-    assert done, done
+    assert head_support(model)
+    fuse_loss(model, rule.bound(linear_cross_entropy))
     return model
 
 
@@ -210,7 +210,8 @@ def test_lora(model_type: str, targets: list[str]) -> None:
     assert served
     model = get_peft_model(model, config).train()
     wanted, exact = exactly(model)
-    assert fuse_loss(model, linear_cross_entropy, rule)
+    assert head_support(model)
+    fuse_loss(model, rule.bound(linear_cross_entropy))
     assert all("lora" in name for name in compare(model, wanted, exact))
     given = batch()
     with model.disable_adapter(), torch.no_grad():
@@ -229,7 +230,7 @@ def test_dora_on_the_output_layer_keeps_the_logits() -> None:
     model = build("llama")
     config = LoraConfig(r=4, use_dora=True, target_modules=["lm_head"])
     model = get_peft_model(model, config)
-    assert "DoRA on the output layer" in str(fuse_loss(model, linear_cross_entropy, LogitsRule()))
+    assert "DoRA on the output layer" in str(head_support(model))
     assert model(**batch()).logits is not None
 
 

@@ -57,7 +57,7 @@ def run(code):
         "import anygauge",
         "import anygauge; anygauge.__version__",
         "from anygauge.registry import Registry; r = Registry.load(); r.probe_all(); "
-        "import anygauge.registry.kernels",
+        "import anygauge.kernels.choose",
         "from anygauge.cli.backends import backends; backends(json_=True); backends(json_=False)",
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anygauge.interface import Backend, NotAvailableError, PluginError
-from anygauge.registry.kernels import choose_kernels, load_kernel
+from anygauge.kernels.choose import choose_kernels, load_kernel
 
 
 class Plain(Backend):

@@ -17,6 +17,8 @@ import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.kernels.install import ModelKernels
+from anygauge.kernels.loss import logits_rule
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
@@ -75,20 +77,20 @@ def main(output: Path) -> None:
     tokens = int((labels[:, :, 1:] != -100).sum())
     results: dict[str, Any] = {}
     for name, (config, adapter, recompute) in CASES.items():
+        bare = CausalModelFactory(
+            ModelSection(config=config, tokenizer="none"),
+            AdapterSection(**adapter) if adapter else None,
+            attention="eager",
+            dtype=torch.float32,
+            seed=0,
+            gradient_checkpointing=recompute,
+        )
+        rule, served = logits_rule(bare.skeleton())
+        assert served, served
 
-        def context(loss: Any, config: Any = config, adapter: Any = adapter,
-                    recompute: bool = recompute) -> BuildContext:  # fmt: skip
+        def context(kernels: ModelKernels, bare: CausalModelFactory = bare) -> BuildContext:
             return BuildContext(
-                factory=CausalModelFactory(
-                    ModelSection(config=config, tokenizer="none"),
-                    AdapterSection(**adapter) if adapter else None,
-                    attention="eager",
-                    dtype=torch.float32,
-                    seed=0,
-                    gradient_checkpointing=recompute,
-                    loss=loss,
-                    lora=None if loss is None else addmm(),
-                ),
+                factory=bare.having("eager", kernels),
                 optimizer=optimizer_factory(OptimizerSection()),
                 precision=Precision(compute="float32", reduce="float32"),
                 backend=backend,
@@ -103,13 +105,11 @@ def main(output: Path) -> None:
 
         options = FORGETFUL if "nothing kept" in name else {}
         zero = Zero(3, {"stage3_param_persistence_threshold": 0, **options})
-        alone = Single().build(dataclasses.replace(context(None), rank=0, world_size=1))
+        alone = Single().build(dataclasses.replace(context(ModelKernels()), rank=0, world_size=1))
         found: dict[str, Any] = {"loss": [], "norm": [], "gathered": {}}
-        for way, loss, batches in (("held", None, held), ("fused", kernel, fused)):
-            factory_context = context(loss)
-            engine = zero.build(factory_context)
-            served = factory_context.factory.loss  # type: ignore[attr-defined]
-            assert (served is None) == (loss is None) and (served is None or served), served
+        put_in = ModelKernels(loss=rule.bound(kernel), lora=addmm())
+        for way, kernels, batches in (("held", ModelKernels(), held), ("fused", put_in, fused)):
+            engine = zero.build(context(kernels))
             counters.elements.clear()
             for step in range(STEPS):
                 counters.on = step == STEPS - 1

@@ -23,6 +23,17 @@ def slow(function: Callable[..., Any]) -> Callable[..., Any]:
     return slowly
 
 
+def slow_once_real(adapt: Callable[..., Any]) -> Callable[..., Any]:
+    """Slow for the model itself, not for those without weights that are only looked at."""
+    slowly = slow(adapt)
+
+    def adapting(self: Any, model: Any) -> Any:
+        on_meta = any(p.is_meta for p in model.parameters())
+        return (adapt if on_meta else slowly)(self, model)
+
+    return adapting
+
+
 if __name__ == "__main__":
     forked.preload()
     from anygauge.models.factory import CausalModelFactory
@@ -31,7 +42,7 @@ if __name__ == "__main__":
 
     with (
         mock.patch.object(setup, "prepare", slow(setup.prepare)),
-        mock.patch.object(CausalModelFactory, "adapt", slow(CausalModelFactory.adapt)),
+        mock.patch.object(CausalModelFactory, "adapt", slow_once_real(CausalModelFactory.adapt)),
         mock.patch.object(keeper, "write_checkpoint", slow(keeper.write_checkpoint)),
         mock.patch.object(save, "save_adapter", slow(save.save_adapter)),
     ):

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import pytest
-from transformers import AutoConfig
+import torch
+from torch import nn
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import (
     FULL,
     AttentionKernel,
     Compiler,
-    Level,
-    Support,
     UnsupportedError,
 )
+from anygauge.kernels import plan
+from anygauge.kernels.choose import KernelChoice, kernels_of_run, load_kernel
+from anygauge.kernels.install import ModelKernels
+from anygauge.kernels.plan import KernelPlan, plan_kernels
+from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
-from anygauge.strategies import create_strategy
-from anygauge.training import attention
-from anygauge.training.attention import choose_attention
-from anygauge.training.kernels import (
-    kernels_of_run,
-    load_loss_kernel,
-    settle_lora,
-    settle_loss,
-)
 from anygauge_cpu.backend import CpuBackend
 from anygauge_kernels import why_no_compiler
+from tests.helpers.runs import TINY
 
 LLAMA = {"model_type": "llama"}
 GPTJ = {"model_type": "gptj"}
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "gptj": {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+}
 
 
 def run_file(**fields: Any) -> RunFile:
     return RunFile.model_validate(
         {
-            "model": {"config": {"model_type": "llama"}, "tokenizer": "none"},
+            "model": {"config": TINY, "tokenizer": "none"},
             "data": {"train": {"path": "rows.jsonl"}},
             **fields,
         }
@@ -44,9 +45,31 @@ def run_file(**fields: Any) -> RunFile:
 
 
 def chosen(run: RunFile, backend: Any = None) -> dict[str, Any]:
-    return kernels_of_run(
-        run, backend or CpuBackend(), Registry.load(), create_strategy(run.strategy, 1)
+    return kernels_of_run(run, backend or CpuBackend(), Registry.load(), FULL)
+
+
+class Factory(CausalModelFactory):
+    """Makes models that `change` has changed."""
+
+    change: Callable[[Any], None] = staticmethod(lambda model: None)
+
+    def skeleton(self) -> nn.Module:
+        model = super().skeleton()
+        self.change(model)
+        return model
+
+
+def planned(
+    run: RunFile, backend: Any = None, change: Callable[[Any], None] | None = None
+) -> KernelPlan:
+    """The plan of a run, with weights on no device."""
+    backend = backend or CpuBackend()
+    factory = Factory(
+        run.model, run.adapter, dtype=torch.float32, seed=0, gradient_checkpointing=False
     )
+    if change is not None:
+        factory.change = change
+    return plan_kernels(run, backend, chosen(run, backend), factory)
 
 
 def test_an_operation_is_recorded_where_it_is_called() -> None:
@@ -79,10 +102,8 @@ def test_attention_is_made_with_the_softmax() -> None:
 
 
 def attention_of(run: RunFile, config: dict[str, Any], backend: Any = None) -> Any:
-    backend = backend or CpuBackend()
-    table = chosen(run, backend)
-    made = AutoConfig.for_model(**config)
-    return choose_attention(run, backend, Registry.load(), table, made)
+    section = run.model.model_copy(update={"config": {**SMALL[config["model_type"]], **config}})
+    return planned(run.model_copy(update={"model": section}), backend).attention
 
 
 def test_auto_is_the_backend_s_or_what_the_architecture_has() -> None:
@@ -100,6 +121,16 @@ def test_an_architecture_that_no_kernel_reaches_is_refused_with_the_way_out() ->
         assert part in str(refused.value)
 
 
+def test_code_of_a_model_s_own_that_calls_no_kernel_is_refused_once_it_is_there() -> None:
+    def of_its_own(model: Any) -> None:
+        model.__class__ = type("OfItsOwn", (type(model),), {"__module__": __name__})
+
+    assert planned(run_file(), change=of_its_own).attention.name == "sdpa"
+    run = run_file(kernels={"attention": "softmax"})
+    with pytest.raises(UnsupportedError, match="OfItsOwn computes attention itself"):
+        planned(run, change=of_its_own)
+
+
 class Blocks(CpuBackend):
     """Prefers what drops no weights, for packed rows."""
 
@@ -115,9 +146,16 @@ def test_packed_rows_may_prefer_another_kernel() -> None:
     assert choice.name == "eager"
 
 
+def attention_is(made: AttentionKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(choices: Mapping[str, KernelChoice], operation: str) -> Any:
+        return made if operation == "attention" else load_kernel(choices, operation)
+
+    monkeypatch.setattr(plan, "load_kernel", load)
+
+
 def test_heads_that_a_kernel_does_not_serve_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     made = AttentionKernel(name="wide_heads", forward=print, describe="-", smallest_head=16)
-    monkeypatch.setattr(attention, "load_kernel", lambda *_: made)
+    attention_is(made, monkeypatch)
     run = run_file(kernels={"attention": "softmax"})
     assert attention_of(run, {**LLAMA, "head_dim": 16}).name == "wide_heads"
     with pytest.raises(UnsupportedError, match="heads of 8 are below the 16"):
@@ -134,53 +172,85 @@ def test_nothing_is_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_drop_weights_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_file(kernels={"attention": "softmax"})
     made = AttentionKernel(name="no_dropout", forward=print, describe="-", drops=False)
-    monkeypatch.setattr(attention, "load_kernel", lambda *_: made)
+    attention_is(made, monkeypatch)
     assert attention_of(run, LLAMA).name == "no_dropout"
     with pytest.raises(UnsupportedError, match="drops attention weights in training"):
         attention_of(run, {**LLAMA, "attention_dropout": 0.1})
 
 
+def sequence_as_head(model: Any) -> None:
+    model.lm_head = nn.Sequential(model.lm_head)
+
+
+NO_LINEAR = "the output layer of LlamaForCausalLM is a Sequential, not a torch.nn.Linear"
+
+
 def test_a_model_that_keeps_its_logits_is_recorded_with_the_reason() -> None:
-    run = run_file()
-    kernels = chosen(run)
-    reason = Support(Level.NOT_WRITTEN_YET, "it has none")
-    assert settle_loss(run, kernels, reason) == "all logits held (it has none)"
-    assert kernels["linear_cross_entropy"].record()["reason"] == "it has none"
-    kernels = chosen(run)
-    assert settle_loss(run, kernels, FULL) == "chunked, without holding the logits"
+    found = planned(run_file(), change=sequence_as_head)
+    assert found.model.loss is None
+    assert found.describe().endswith(f"; loss all logits held ({NO_LINEAR})")
+    record = found.record()["kernels"]["linear_cross_entropy"]
+    assert (record["name"], record["reason"]) == ("reference", NO_LINEAR)
+    assert record["rejected"] == [["chunked", NO_LINEAR]]
+    found = planned(run_file())
+    assert found.model.loss is not None
+    assert found.describe().endswith("; loss chunked, without holding the logits")
 
 
 def test_a_loss_that_was_asked_for_never_gives_way() -> None:
     run = run_file(kernels={"linear_cross_entropy": "chunked"})
-    with pytest.raises(UnsupportedError, match=r"'chunked' cannot serve this run: it has none"):
-        settle_loss(run, chosen(run), Support(Level.NOT_WRITTEN_YET, "it has none"))
+    with pytest.raises(UnsupportedError, match=rf"'chunked' cannot serve this run: {NO_LINEAR}"):
+        planned(run, change=sequence_as_head)
+
+
+def test_a_loss_that_an_adapter_takes_from_the_output_layer_is_recorded() -> None:
+    on_head = {"r": 4, "targets": ["lm_head"]}
+    assert planned(run_file(adapter=on_head)).model.loss is not None
+    found = planned(run_file(adapter={**on_head, "dora": True}))
+    assert found.model.loss is None
+    assert "DoRA on the output layer" in found.choices["linear_cross_entropy"].reason
 
 
 def test_a_kernel_that_no_lora_layer_can_have_is_not_said_to_be_there() -> None:
-    run = run_file(adapter={"r": 4})
-    kernels = chosen(run)
-    assert settle_lora(run, kernels, (12, 14)) == "12 of 14 LoRA layers fused"
-    assert settle_lora(run, kernels, (0, 14)) == ""
-    assert kernels["lora_linear"].name == "reference"
-    assert kernels["lora_linear"].reason == "none of the 14 adapted layers is plain LoRA"
-    asked = run_file(adapter={"r": 4}, kernels={"lora_linear": "addmm"})
+    found = planned(run_file(adapter={"r": 4}))
+    assert found.lora_layers == (14, 14)
+    assert "; 14 of 14 LoRA layers fused; " in found.describe()
+    dora = {"r": 4, "dora": True}
+    found = planned(run_file(adapter=dora))
+    assert found.model.lora is None and "LoRA" not in found.describe()
+    assert found.choices["lora_linear"].name == "reference"
+    assert found.choices["lora_linear"].reason == "none of the 14 adapted layers is plain LoRA"
+    asked = run_file(adapter=dora, kernels={"lora_linear": "addmm"})
     with pytest.raises(UnsupportedError, match="none of the 14 adapted layers is plain LoRA"):
-        settle_lora(asked, chosen(asked), (0, 14))
+        planned(asked)
     with pytest.raises(UnsupportedError, match="there is no adapter"):
         chosen(run_file(kernels={"lora_linear": "addmm"}))
 
 
 def test_logits_can_be_asked_for() -> None:
-    run = run_file(kernels={"linear_cross_entropy": "reference"})
-    kernels = chosen(run)
-    assert load_loss_kernel(run, CpuBackend(), Registry.load(), kernels) is None
-    assert settle_loss(run, kernels, None) == "all logits held (asked for by name)"
+    found = planned(run_file(kernels={"linear_cross_entropy": "reference"}))
+    assert found.model.loss is None
+    assert found.describe().endswith("loss all logits held (asked for by name)")
 
 
 def test_a_device_that_compiles_the_whole_model_keeps_the_logits() -> None:
     backend = CpuBackend()
     backend.graph.compiler = Compiler(backend="eager", regions="model")
-    run = run_file()
-    kernels = chosen(run, backend)
-    assert load_loss_kernel(run, backend, Registry.load(), kernels) is None
-    assert "compiles the whole model" in kernels["linear_cross_entropy"].reason
+    found = planned(run_file(), backend)
+    assert found.model.loss is None
+    assert "compiles the whole model" in found.choices["linear_cross_entropy"].reason
+
+
+def test_what_is_planned_is_what_the_model_gets() -> None:
+    run = run_file(adapter={"r": 4})
+    found = planned(run)
+    factory = CausalModelFactory(
+        run.model, run.adapter, dtype=torch.float32, seed=0, gradient_checkpointing=False
+    )
+    for kernels, replaced in ((found.model, found.lora_layers[0]), (ModelKernels(), 0)):
+        made = factory.having(found.attention.name, kernels)
+        model: Any = made.adapt(made.skeleton())
+        lora = [m for m in model.modules() if hasattr(m, "lora_A") and "forward" in vars(m)]
+        assert len(lora) == replaced
+        assert ("forward" in vars(model.get_base_model())) == (kernels.loss is not None)
+        assert ("forward" in vars(model.get_output_embeddings())) == (kernels.loss is not None)

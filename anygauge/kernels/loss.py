@@ -7,6 +7,7 @@ to its logits afterwards must then be done in the kernel: it is found by trying 
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import FULL, Level, Support
-from anygauge.models.loss import IGNORE
+
+IGNORE = -100
+"""The label of a token that does not count."""
 
 LossKernel = Callable[..., Tensor]
 """``linear_cross_entropy`` of `anygauge.interface.kernels`."""
@@ -28,6 +31,10 @@ class LogitsRule:
 
     scale: float = 1.0
     softcap: float | None = None
+
+    def bound(self, kernel: LossKernel) -> LossKernel:
+        """A kernel that does the same."""
+        return functools.partial(kernel, scale=self.scale, softcap=self.softcap)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The logits, of the product."""
@@ -71,8 +78,8 @@ def _tried(model: Any) -> LogitsRule:
         given.append(x)
         return product.clone()
 
-    _replace_forward(head, head_forward)
-    _replace_forward(decoder, lambda *_, **__: _decoded(hidden))
+    replace_forward(head, head_forward)
+    replace_forward(decoder, lambda *_, **__: _decoded(hidden))
     try:
         ids = torch.zeros(1, 2, dtype=torch.long)
         with torch.no_grad():
@@ -138,9 +145,8 @@ class _Pending:
         low_rank: of an adapter of the output layer, on the way to it.
     """
 
-    def __init__(self, kernel: LossKernel, rule: LogitsRule) -> None:
+    def __init__(self, kernel: LossKernel) -> None:
         self.kernel = kernel
-        self.rule = rule
         self.targets: Tensor | None = None
         self.low_rank: tuple[Tensor, Tensor] | None = None
         self.loss: Tensor | None = None
@@ -155,8 +161,6 @@ class _Pending:
             bias=layer.bias,
             low_rank=self.low_rank,
             ignore_index=IGNORE,
-            scale=self.rule.scale,
-            softcap=self.rule.softcap,
         )
         if not layer.weight.requires_grad and (
             self.low_rank is None or not self.low_rank[1].requires_grad
@@ -166,30 +170,45 @@ class _Pending:
         return (self.loss * 0).reshape(1, 1, 1)
 
 
-def fuse_loss(model: Any, kernel: LossKernel, rule: LogitsRule) -> Support:
+def head_support(model: Any) -> Support:
+    """Whether the output layer of a model can make the loss, once adapters are in place."""
+    head = _base_of(model).get_output_embeddings()
+    if type(head) is nn.Linear:
+        return FULL
+    from peft.tuners.lora import Linear
+
+    reason = ""
+    if not isinstance(head, Linear) or type(head.base_layer) is not nn.Linear:
+        reason = f"the output layer is a {type(head).__name__}"
+    elif head.use_dora[head.active_adapters[0]]:
+        reason = "DoRA on the output layer normalises its whole weight"
+    return Support(Level.NOT_WRITTEN_YET, reason) if reason else FULL
+
+
+def fuse_loss(model: Any, kernel: LossKernel) -> None:
     """Let `model` compute its loss with a kernel whenever it is called with ``labels``.
 
-    Call it once adapters are in place. With labels (B, T), not shifted, -100 where not supervised,
-    the model's output has ``loss``, the sum over tokens, and its logits are None; without them it
-    is what it was.
-
-    Returns:
-        Whether it was done; the reason if not.
+    Call it once adapters are in place, where `head_support` says yes, with a kernel to which the
+    model's `LogitsRule` is bound. With labels (B, T), not shifted, -100 where not supervised, the
+    model's output has ``loss``, the sum over tokens, and its logits are None; without them it is
+    what it was.
     """
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = _base_of(model)
     head: Any = causal.get_output_embeddings()
-    pending = _Pending(kernel, rule)
+    pending = _Pending(kernel)
     if type(head) is nn.Linear:
-        _replace_forward(head, _layer_forward(pending))
+        replace_forward(head, _layer_forward(pending))
     else:
-        reason = _adapted_head(head, pending)
-        if reason:
-            return Support(Level.NOT_WRITTEN_YET, reason)
-    _replace_forward(causal, _model_forward(pending))
-    return FULL
+        _fuse_adapted_head(head, pending)
+    replace_forward(causal, _model_forward(pending))
 
 
-def _replace_forward(module: Any, forward: Callable[..., Any]) -> None:
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
+    """Let a module compute with a function that takes the module first."""
     # Bound, so that a copy of the module computes with the copy's weights.
     module.forward = types.MethodType(forward, module)
 
@@ -226,19 +245,13 @@ def _layer_forward(pending: _Pending) -> Callable[[Any, Tensor], Tensor]:
     return forward
 
 
-def _adapted_head(head: Any, pending: _Pending) -> str:
-    """Let an output layer with LoRA make the loss; returns the reason if it cannot.
+def _fuse_adapted_head(head: Any, pending: _Pending) -> None:
+    """Let an output layer with LoRA make the loss.
 
     The two matrices are in modules of their own, each of which may have to be called for its weight
     to be there: one is called within the other.
     """
-    from peft.tuners.lora import Linear
-
-    if not isinstance(head, Linear) or type(head.base_layer) is not nn.Linear:
-        return f"the output layer is a {type(head).__name__}"
     (name,) = head.active_adapters
-    if head.use_dora[name]:
-        return "DoRA on the output layer normalises its whole weight"
     second: Any = head.lora_B[name]
     scaling = head.scaling[name]
 
@@ -261,7 +274,6 @@ def _adapted_head(head: Any, pending: _Pending) -> str:
         result: Tensor = layer(hidden)
         return result
 
-    _replace_forward(head, head_forward)
-    _replace_forward(second, second_forward)
-    _replace_forward(head.base_layer, _layer_forward(pending))
-    return ""
+    replace_forward(head, head_forward)
+    replace_forward(second, second_forward)
+    replace_forward(head.base_layer, _layer_forward(pending))

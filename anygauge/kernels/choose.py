@@ -1,4 +1,4 @@
-"""Which kernel serves each operation: asked for, preferred, default, or the reference."""
+"""Which kernel serves each operation: asked for, preferred, default, or the reference; no torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from anygauge.config.schema import RunFile
 from anygauge.interface import (
     Backend,
     KernelSpec,
     NotAvailableError,
     PluginError,
+    Support,
     UnknownNameError,
+    UnsupportedError,
 )
+from anygauge.registry import Provided, Registry
 from anygauge.registry.factories import load_factory, why_missing
-from anygauge.registry.plugins import Provided
-from anygauge.registry.registry import Registry
 from anygauge.registry.words import did_you_mean, listed
 
+ATTENTION = "attention"
+NORM = "rms_norm"
+LORA = "lora_linear"
+LOSS = "linear_cross_entropy"
+ADAMW = "adamw"
+CLIP = "clip_grad_norm"
+CALLED = (ATTENTION, NORM, LORA, LOSS, ADAMW, CLIP)
+"""What a run calls itself; all else is called by the kernels that use it."""
 REFERENCE = "reference"
 """The plain implementation of every operation; it runs on all devices."""
 
@@ -146,7 +156,7 @@ def _choose(
             return choice(name, f"default for {backend.device_type!r} devices")
         rejected.append((name, why_not))
     rejected += doubled.items()
-    if operation == "attention" and REFERENCE not in by_name:
+    if operation == ATTENTION and REFERENCE not in by_name:
         reason = f"the model library's {backend.attention}: {backend.attention_why}"
         return choice(REFERENCE, reason)
     return choice(REFERENCE, "no other kernel is preferred or default here")
@@ -157,6 +167,66 @@ def unfit(spec: KernelSpec, backend: Backend) -> str | None:
     if spec.device_types and backend.device_type not in spec.device_types:
         return f"it serves {listed(spec.device_types)} devices, not {backend.device_type!r}"
     return why_missing(spec.missing)
+
+
+def kernels_of_run(
+    run: RunFile, backend: Backend, registry: Registry, full_parameters: Support
+) -> dict[str, KernelChoice]:
+    """The kernel of each operation that the run calls, itself or through another kernel.
+
+    Args:
+        full_parameters: whether the optimizer sees whole parameters on the device (`Strategy`).
+
+    Raises:
+        UnsupportedError: the run file asks for one that nothing would call, or for two attentions.
+        UnknownNameError, NotAvailableError: see `choose_kernels`.
+    """
+    named = run.model.attention
+    if named != "auto" and ATTENTION in run.kernels:
+        raise UnsupportedError(
+            f"model.attention is {named!r} and kernels.attention is "
+            f"{run.kernels[ATTENTION]!r}: one of them must be left out"
+        )
+    chosen = choose_kernels(registry, backend, run.kernels, packing=run.data.packing)
+    if named != "auto":
+        chosen.pop(ATTENTION, None)
+    for operation in (ADAMW, CLIP, LORA):
+        unused = _unused(run, full_parameters, operation) if operation in chosen else ""
+        if unused and run.kernels.get(operation, REFERENCE) != REFERENCE:
+            raise UnsupportedError(
+                f"kernels.{operation}: {run.kernels[operation]!r} would never be called: {unused}. "
+                "Leave it out"
+            )
+        if unused:
+            chosen[operation] = KernelChoice(operation=operation, name=REFERENCE, reason=unused)
+    providers = (chosen[op].provided for op in CALLED if op in chosen)
+    called = set(CALLED).union(*(provided.spec.uses for provided in providers if provided))
+    for operation in sorted(run.kernels.keys() - called):
+        around = users(registry, operation)
+        raise UnsupportedError(
+            f"kernels.{operation}: {run.kernels[operation]!r} would never be called: no kernel of "
+            f"this run uses {operation}. Leave it out"
+            + (f", or ask for one that does ({around})" if around else "")
+        )
+    return {operation: choice for operation, choice in chosen.items() if operation in called}
+
+
+def users(registry: Registry, operation: str) -> str:
+    """The kernels that are made with one of an operation, as a run file asks for them."""
+    found = (p.spec for p in registry.kernels if operation in p.spec.uses)
+    return ", ".join(sorted(f"kernels.{spec.operation}: {spec.name}" for spec in found))
+
+
+def _unused(run: RunFile, full_parameters: Support, operation: str) -> str:
+    if operation == LORA:
+        return "" if run.adapter is not None else "there is no adapter"
+    if not full_parameters:
+        return full_parameters.reason
+    if operation == ADAMW and run.train.optimizer.name != "adamw":
+        return f"train.optimizer.name is {run.train.optimizer.name}"
+    if operation == CLIP and run.train.clip == 0:
+        return "train.clip is 0"
+    return ""
 
 
 def load_kernel(choices: Mapping[str, KernelChoice], operation: str) -> Any:
