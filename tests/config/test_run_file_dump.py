@@ -58,7 +58,8 @@ NUMBERS = st.floats(min_value=1e-300, max_value=1e6)
 SHARES = st.floats(min_value=0, max_value=1)
 INTEGERS = st.integers(-(2**63) + 1, 2**63 - 1)
 SCALARS = st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False) | WORDS
-VARIABLES = WORDS.filter(lambda text: text and "=" not in text)
+WHOLE = WORDS.filter(lambda text: "\0" not in text)
+VARIABLES = WHOLE.filter(lambda text: text and "=" not in text)
 FREE = st.dictionaries(
     WORDS,
     st.recursive(
@@ -110,7 +111,7 @@ RUNS = st.builds(
         }
     ),
     launch=st.fixed_dictionaries({"options": FREE}),
-    environment=st.dictionaries(VARIABLES, WORDS, max_size=3),
+    environment=st.dictionaries(VARIABLES, WHOLE, max_size=3),
     trackers=st.lists(WORDS, max_size=3),
 )
 
