@@ -66,7 +66,7 @@ def generate(
         from anygauge.config.precision import resolve_precision
         from anygauge.config.schema import PrecisionSection
 
-        precision = resolve_precision(PrecisionSection(), opened.placement.dtypes, opened.support)
+        precision = resolve_precision(PrecisionSection(), opened.support)
         loaded = load_for_inference(
             origin.section,
             adapter=None if no_adapter else origin.adapter,

@@ -50,17 +50,22 @@ __all__ = [
 
 
 class Level(enum.Enum):
-    """How far a capability reaches. The last four are refusals for different causes."""
+    """How far a capability reaches. The last four are refusals for different causes.
+
+    ``PARTIAL`` works at a price, so that ``auto`` leaves it alone. ``DEPENDS`` is for a device that
+    is not open yet, where opening settles it.
+    """
 
     FULL = "full"
     PARTIAL = "partial"
+    DEPENDS = "depends on the device that is opened"
     UNSUPPORTED_BY_HARDWARE = "unsupported by the hardware"
     UNSUPPORTED_BY_VERSION = "unsupported by this version"
     NOT_WRITTEN_YET = "not written yet"
     SWITCHED_OFF = "switched off"
 
     def __bool__(self) -> bool:
-        return self in (Level.FULL, Level.PARTIAL)
+        return self in (Level.FULL, Level.PARTIAL, Level.DEPENDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,18 +220,15 @@ class Check:
 
 
 CAPABILITIES: Mapping[str, str] = {
-    "bfloat16": "compute in bfloat16",
-    "float16": "compute in float16 (training needs loss scaling)",
-    "autocast": "torch.autocast, for loops of one's own",
+    "bfloat16": "compute in bfloat16; `auto` chooses it where it is full",
+    "float16": "compute in float16, with loss scaling; `auto` chooses it where it alone is full",
     "collectives": "more than one process",
-    "zero": "DeepSpeed's ZeRO stages 0 to 3",
-    "compile": "torch.compile",
-    "mark_step": "cut the graph on demand",
-    "graph_limit": "a limit on operations per graph",
-    "memory_statistics": "bytes in use and peak from an allocator",
-    "peak_flops": "a published peak rate, for model FLOPs utilisation",
 }
-"""Names of the capabilities that the core asks about, and what each means."""
+"""Names of the capabilities that the core asks about, and what each means.
+
+All else is read off the facets: what `Graph.limit`, `Graph.compiler` or `Placement.peak_flops` has
+not got is None.
+"""
 
 
 class Backend:
@@ -255,7 +257,13 @@ class Backend:
     """Why that one."""
 
     launch: LaunchProfile = LaunchProfile()
+
     capabilities: Mapping[str, Support] = {}
+    """How far each of `CAPABILITIES` reaches; `open` settles what depends on the device."""
+
+    unsupported_engines: Mapping[str, str] = {}
+    """Engines that this device cannot run, such as ``deepspeed``, and why. Those that are not named
+    are taken to run."""
 
     fabrics: Sequence[Fabric] = (ETHERNET,)
     """Networks between machines that its collectives can use, best first."""

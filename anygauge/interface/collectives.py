@@ -137,7 +137,7 @@ class Collectives:
 
     @property
     def control_group(self) -> dist.ProcessGroup:
-        """A group over all ranks whose operations run on the host."""
+        """A group over all ranks whose operations run on the host. For a loop of one's own."""
         return self._control_group
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
@@ -153,14 +153,14 @@ class Collectives:
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Copy rank `source`'s tensor into everyone's, in place."""
+        """Copy rank `source`'s tensor into everyone's, in place. For a loop of one's own."""
         import torch.distributed as dist
 
         dist.broadcast(tensor, src=source)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everyone's tensor, in rank order; all must have one shape."""
+        """Everyone's tensor, in rank order; all must have one shape. For a loop of one's own."""
         import torch
         import torch.distributed as dist
 

@@ -64,12 +64,6 @@ class PeakFlops:
 class Placement:
     """Opens one device for one process, and answers everything about it."""
 
-    worker_start_method = "spawn"
-    """How helper processes (data loading) may start once the device is open."""
-
-    dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
-    """Names of the compute types that are fast here, for ``auto``; refined by `open`."""
-
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self._device: torch.device | None = None
@@ -113,11 +107,6 @@ class Placement:
         if self._device is None:
             raise RuntimeError(f"the {self.device_type!r} device is not open: call open() first")
         return self._device
-
-    def identity(self) -> str:
-        """What tells the opened device from the others of this machine; the same in all processes
-        that have it open."""
-        return str(self.device)
 
     def device_count(self) -> int:
         """Devices visible to this process (imports torch)."""
@@ -204,7 +193,13 @@ class Placement:
     # -- arithmetic ------------------------------------------------------------------------
 
     def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-        """Torch's autocast for this device; does nothing for float32."""
+        """Torch's autocast for this device; does nothing for float32.
+
+        For a loop of one's own: a run computes in the type that its weights have.
+
+        Raises:
+            UnsupportedError: by a device that has no autocast to this type; says why.
+        """
         import torch
 
         if dtype is torch.float32:
@@ -272,11 +267,15 @@ class Graph:
     limit: int | None = None
     """Most operations in one graph; None where the device has no such limit."""
 
+    accumulates: bool = False
+    """Whether operations accumulate in a graph that `mark_step` ends."""
+
     sync_on_release: bool = False
     """Whether gathered parameters may be freed only after a synchronisation."""
 
     shapes: ShapePolicy = ShapePolicy()
     compiler: Compiler | None = None
+    """What compiles a model's regions; None where nothing does."""
 
     def mark_step(self, phase: Phase) -> None:
         """End the graph accumulated so far. Nothing to do on an eager device."""

@@ -24,20 +24,20 @@ class StrategyFacts:
 
     Attributes:
         needs: what it asks of a device.
+        engine: the library that runs it, if that is not torch alone.
         optimizer_sees_full_parameters: see `Strategy`.
     """
 
     needs: Sequence[Requirement] = ()
+    engine: str | None = None
     optimizer_sees_full_parameters: Support = FULL
 
 
 FACTS = {
     "single": StrategyFacts(),
     "zero": StrategyFacts(
-        needs=(
-            Requirement(capability="zero", because="strategy.name is zero"),
-            Requirement(capability="collectives", because="ZeRO shards over ranks"),
-        ),
+        needs=(Requirement(capability="collectives", because="ZeRO shards over ranks"),),
+        engine="deepspeed",
         optimizer_sees_full_parameters=Support(
             Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
         ),
@@ -45,13 +45,19 @@ FACTS = {
 }
 
 
-def check_needs(backend: Backend, needs: Sequence[Requirement]) -> None:
-    """Refuse a device that lacks what a strategy needs.
+def check_needs(backend: Backend, facts: StrategyFacts) -> None:
+    """Refuse a device that lacks what a strategy needs, or cannot run its engine.
 
     Raises:
-        UnsupportedError: quotes the capability's reason.
+        UnsupportedError: quotes the backend's reason.
     """
-    for need in needs:
+    reason = backend.unsupported_engines.get(facts.engine or "")
+    if reason is not None:
+        raise UnsupportedError(
+            f"backend {backend.name!r} cannot run {facts.engine}, which the strategy asked for "
+            f"stands on: {reason}"
+        )
+    for need in facts.needs:
         support = backend.support(need.capability)
         if not support:
             raise UnsupportedError(

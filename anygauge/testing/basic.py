@@ -159,24 +159,22 @@ def light_construction(paper: Paper) -> None:
     assert not backend.placement.is_open, "constructing it opened a device"
 
 
-@check("its name, device type and capabilities are filled in", part="basic")
+@check("its name, device type, capabilities and refused engines are filled in", part="basic")
 def described(paper: Paper) -> None:
     backend = paper.backend()
     assert backend.name == paper.name, f"the class says {backend.name!r}"
     assert isinstance(backend.device_type, str) and backend.device_type
     unknown = sorted(set(backend.capabilities) - set(CAPABILITIES))
-    assert not unknown, f"capabilities that nobody asks about: {', '.join(unknown)}"
+    assert not unknown, (
+        f"capabilities that nobody asks about: {', '.join(unknown)}; those that are asked about: "
+        f"{', '.join(CAPABILITIES)}"
+    )
     for name in CAPABILITIES:
         support = backend.support(name)
         assert isinstance(support, Support), f"support({name!r}) gave {type(support).__name__}"
+    for engine, reason in backend.unsupported_engines.items():
+        assert reason.strip(), f"unsupported_engines[{engine!r}] gives no reason"
     assert isinstance(backend.launch, LaunchProfile)
-
-
-@check("every capability is declared, and each refusal has a reason of its own", part="basic")
-def capabilities_declared(paper: Paper) -> None:
-    backend = paper.backend()
-    missing = sorted(set(CAPABILITIES) - set(backend.capabilities))
-    assert not missing, f"nothing is said about {', '.join(missing)}"
 
 
 @check("a device that is not open says so", part="basic")

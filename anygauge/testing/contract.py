@@ -16,7 +16,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from anygauge.interface import Support
 from anygauge.registry import Registry
+from anygauge.strategies.facts import FACTS
 from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as the next two)
 from anygauge.testing import device as _device  # noqa: F401
 from anygauge.testing import ranks as _ranks  # noqa: F401
@@ -25,6 +27,7 @@ from anygauge.testing.loop import RunFailed, Trained, largest_difference, prepar
 from anygauge.testing.overruled import losses_all_the_same
 from anygauge.testing.process import Answers, Subject, ask
 
+ENGINE = FACTS["zero"].engine or ""
 BEST_FIRST = ("passed", "skipped", "declared", "failed")
 SPREAD_NOISE = 1e-4
 """Largest relative difference of losses that sums in another order explain, over the kit's run."""
@@ -184,8 +187,8 @@ class BackendContract:
         devices: int,
     ) -> None:
         """ZeRO-3 + LoRA on several ranks: the same losses as one process on the host."""
-        declared = _declared(subject, "zero")
-        if not declared:
+        declared = _refused_engine(subject)
+        if declared:
             most = min(ranks, devices, max(self.rank_counts))
             tried = max(count for count in (1, 2, 4) if count <= most)  # they divide the batch
             if tried not in refusals:
@@ -233,25 +236,24 @@ class BackendContract:
     def _wrong_refusal(
         self, subject: Subject, folder: Path, runs: dict[str, Trained], ranks: int
     ) -> str:
-        """Why ZeRO must not be declared missing as it is; empty if it may."""
-        declared = _declared(subject, "zero")
+        """Why ZeRO must not be refused as it is; empty if it may."""
+        declared = _refused_engine(subject)
         try:
             refused = _run(runs, subject, folder, "zero", ranks, "float32")
         except RunFailed as error:
-            if declared.reason not in str(error):
+            if declared not in str(error):
                 return f"a refusal must give the declared reason; it says: {error}"
         else:
-            return f"declared as {declared}, but the run was not refused: {refused.folder}"
+            return f"refused ({declared}), but the run was not: {refused.folder}"
         # ZeRO stands on collectives; whether those are missing is a question of its own.
         if not _declared(subject, "collectives"):
             return ""
-        job = folder / _name("zero", ranks, "float32") / "job.json"
-        losses = losses_all_the_same(job, "zero", subject)
+        losses = losses_all_the_same(subject, folder, "zero", ranks)
         if losses is None or self._from_the_host(losses, subject, folder, runs) > self._spread:
             return ""
         return (
-            f"declared as {declared}, but it works: a run on {ranks} ranks that was not refused "
-            "has the losses of one process on the host"
+            f"refused ({declared}), but it works: a run on {ranks} ranks that was not refused has "
+            "the losses of one process on the host"
         )
 
     @property
@@ -284,8 +286,15 @@ def _judge(check: Check, *given: Answers) -> None:
         pytest.skip(f"{DECLARED}{why}")
 
 
-def _declared(subject: Subject, capability: str) -> Any:
+def _declared(subject: Subject, capability: str) -> Support:
     return Registry.load().create_backend(subject.name, subject.options).support(capability)
+
+
+def _refused_engine(subject: Subject) -> str:
+    """Why ZeRO cannot run on it, in the backend's words; empty where it can."""
+    backend = Registry.load().create_backend(subject.name, subject.options)
+    collectives = backend.support("collectives")
+    return backend.unsupported_engines.get(ENGINE, "" if collectives else collectives.reason)
 
 
 def _name(strategy: str, ranks: int, dtype: str, *, host: bool = False) -> str:

@@ -1,101 +1,88 @@
-"""A run that was refused for a declaration, made all the same: is the declaration true?
+"""A run on a backend that refuses the run's engine, made all the same: is the refusal true?
 
-The core refuses before anything is tried. Here the job's agent starts ranks in whose processes the
-capability is declared in full; all else is as in any run.
+The run's backend is this module's: the one under test under another name, which refuses nothing. It
+is found as any plugin is, so that command, agent and ranks do what they always do.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import FULL, Job
-from anygauge.testing.process import COLLECTIVE_TIMEOUT_S, Subject
-from anygauge.util.files import write_text
+from anygauge.interface import API_VERSION, Backend, BackendSpec, Probe, hookimpl
+from anygauge.registry import Registry
+from anygauge.testing.loop import RunFailed, train
+from anygauge.testing.process import COLLECTIVE_TIMEOUT_S
+from anygauge.testing.surroundings import Subject
 
-TIMEOUT_S = 900.0
+NAME = "overruled"
+VARIABLE = "ANYGAUGE_OVERRULED"
+"""The backend under test."""
 
 
 def losses_all_the_same(
-    job_file: Path, capability: str, subject: Subject
+    subject: Subject, folder: Path, strategy: str, ranks: int
 ) -> Sequence[float] | None:
-    """The losses of every step of a job that was refused; None if it fails without the refusal.
+    """The losses of every step of a run that would be refused; None if it fails all the same.
 
     Args:
-        job_file: as the launcher of the refused run wrote it.
-        capability: what the job was refused for.
+        folder: `prepare` has filled it.
     """
-    job = Job.load(job_file)
-    folder = Path(job.run_directory)
+    site = folder / "site"
+    info = site / "anygauge_overruled-1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: anygauge-overruled\nVersion: 1.0\n"
+    )
+    (info / "entry_points.txt").write_text(f"[anygauge]\n{NAME} = {__name__}\n")
+    inherited = subject.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(filter(None, [str(site), inherited]))
+    environment = {**subject.environment, "PYTHONPATH": path, VARIABLE: subject.name}
     # A short limit: what is missing may well hang.
-    again = replace(
-        job,
-        rendezvous=f"file://{folder / 'overruled.rendezvous'}",
-        collective_timeout_s=COLLECTIVE_TIMEOUT_S,
-    )
-    write_text(folder / "overruled.json", again.dump(), 0o600)
-    with (folder / "logs" / "overruled.log").open("wb") as log:
-        try:
-            done = subprocess.run(
-                _argv("agent", capability, folder / "overruled.json"),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                timeout=TIMEOUT_S,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **subject.environment},
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return None
-    if done.returncode:
+    launch = {"devices": ranks, "collective_timeout_s": COLLECTIVE_TIMEOUT_S}
+    try:
+        return train(
+            replace(subject, environment=environment),
+            folder,
+            f"{NAME}-{strategy}{ranks}",
+            strategy=strategy,
+            ranks=ranks,
+            dtype="float32",
+            changes={"backend": NAME, "launch": launch},
+        ).losses
+    except (RunFailed, subprocess.TimeoutExpired):
         return None
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    records = [json.loads(line) for line in text.splitlines()]
-    return [record["loss"] for record in records if "loss" in record]
 
 
-def _argv(what: str, capability: str, job_file: str | Path) -> Sequence[str]:
-    return (
-        *(sys.executable, "-m", "anygauge.testing.overruled", what, capability),
-        *("--job", str(job_file)),
-    )
+# -- the plugin -----------------------------------------------------------------------------------
 
 
-# -- in the processes -----------------------------------------------------------------------------
+def probe() -> Probe:
+    """That of the backend under test."""
+    return Registry.load().find_backend(os.environ[VARIABLE]).spec.probe()
 
 
-def main(what: str, capability: str, arguments: Sequence[str]) -> int:
-    """The agent of the job, or one of its ranks."""
-    if what == "agent":
-        from anygauge.agent.__main__ import main as agent
-
-        return agent(arguments, rank_argv=_argv("rank", capability, arguments[-1]))
-    from anygauge.training.worker import main as rank
-
-    _overrule(capability)
-    sys.argv[1:] = arguments
-    return rank()
+def make(options: Mapping[str, Any] | None = None) -> Backend:
+    """The backend under test, which refuses no engine any more."""
+    backend = Registry.load().create_backend(os.environ[VARIABLE], options)
+    backend.name = NAME
+    backend.unsupported_engines = {}
+    return backend
 
 
-def _overrule(capability: str) -> None:
-    from anygauge.registry import Registry
-
-    create = Registry.create_backend
-
-    def overruled(*arguments: Any) -> Any:
-        backend: Any = create(*arguments)
-        support = backend.support
-        backend.support = lambda name: FULL if name == capability else support(name)
-        return backend
-
-    setattr(Registry, "create_backend", overruled)  # noqa: B010  (mypy takes no other form)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+@hookimpl
+def anygauge_provide_backends() -> Iterable[BackendSpec]:
+    """Announce it."""
+    return [
+        BackendSpec(
+            name=NAME,
+            factory=f"{__name__}:make",
+            probe=probe,
+            api_version=API_VERSION,
+            priority=-1000,
+        )
+    ]

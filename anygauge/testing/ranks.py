@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from anygauge.interface import HOST_DEVICE, Backend
-from anygauge.testing.check import check
+from anygauge.testing.check import NotAsked, check
 
 SIZES = (1, 7, 1000)
 """Elements: one, a number that no number of ranks divides, and more."""
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+IDENTITY = ("RANK", "LOCAL_RANK")
+"""Variables by which ranks differ in any case."""
 LATE_S = 0.5
 """How much later one rank comes to a barrier than the others."""
 
@@ -188,12 +192,18 @@ def control_group(on: Together) -> None:
     assert tensor.tolist() == [on.world_size] * 3
 
 
+def _asked_by_engines(on: Together) -> None:
+    for engine, reason in on.backend.unsupported_engines.items():
+        raise NotAsked(f"it cannot run {engine}: {reason}")
+
+
 @check(
-    "what ZeRO asks of the library: gather and reduce-scatter of one buffer",
+    "what engines that shard ask of the library: gather and reduce-scatter of one buffer",
     part="ranks",
-    capability="zero",
+    capability="collectives",
 )
 def buffers(on: Together) -> None:
+    _asked_by_engines(on)
     for dtype in on.dtypes():
         mine = torch.full((5,), float(on.rank + 1), dtype=dtype, device=on.device)
         whole = torch.empty(5 * on.world_size, dtype=dtype, device=on.device)
@@ -212,9 +222,10 @@ def buffers(on: Together) -> None:
 @check(
     "an asynchronous collective has its result once it was waited for",
     part="ranks",
-    capability="zero",
+    capability="collectives",
 )
 def asynchronous(on: Together) -> None:
+    _asked_by_engines(on)
     tensors = [torch.full((100,), float(on.rank + n), device=on.device) for n in range(4)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for n, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
@@ -225,10 +236,15 @@ def asynchronous(on: Together) -> None:
 
 @check("each rank has a device of its own", part="ranks", capability="collectives")
 def devices_differ(on: Together) -> None:
-    identity = on.backend.placement.identity()
-    devices = on.collectives.gather_objects((identity, on.device.index))
-    if all(index is not None for _, index in devices):
-        assert len({name for name, _ in devices}) == on.world_size, f"ranks share: {devices}"
+    # Where each process sees one device alone, of number 0, its environment says which.
+    seen = sorted((name, value) for name, value in os.environ.items() if name not in IDENTITY)
+    digest = hashlib.sha256(repr(seen).encode()).hexdigest()
+    devices = on.collectives.gather_objects((on.device.index, digest))
+    if all(index is not None for index, _ in devices):
+        numbers = ", ".join(str(index) for index, _ in devices)
+        assert len(set(map(tuple, devices))) == on.world_size, (
+            f"ranks share: they have opened number {numbers}, in one environment"
+        )
 
 
 @check(

@@ -81,11 +81,11 @@ def check_settings(
     check_section(run.strategy)
     if ranks_run_here:
         check_known(run.strategy)
-    check_needs(backend, facts.needs)
+    check_needs(backend, facts)
     if run.precision.compute != "auto":
         check_types(
             run.strategy,
-            resolve_precision(run.precision, backend.placement.dtypes, backend.support),
+            resolve_precision(run.precision, backend.support),
         )
     try:
         return kernels_of_run(run, backend, registry, facts.optimizer_sees_full_parameters)
@@ -283,7 +283,7 @@ def engine_settings(
     from anygauge.config.precision import resolve_precision
     from anygauge.strategies import create_strategy
 
-    precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
+    precision = resolve_precision(run.precision, backend.support)
     notes = []
     if run.precision.compute == "auto":
         notes.append(

@@ -41,7 +41,7 @@ from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
 from anygauge.strategies.common import torch_dtype, trained_parameters
-from anygauge.strategies.facts import check_needs
+from anygauge.strategies.facts import FACTS, check_needs
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.identity import identity_of, settings_of
 from anygauge.training.checkpoints.keeper import CheckpointKeeper
@@ -109,7 +109,7 @@ def open_device(job: Job, rank: Rank, registry: Registry, strategy: Strategy) ->
         UnsupportedError: the strategy needs what the device lacks.
     """
     backend = registry.create_backend(job.backend, job.backend_options)
-    check_needs(backend, strategy.needs)
+    check_needs(backend, FACTS[job.strategy])
     device = backend.open(rank.local)
     if strategy.needs_process_group:
         backend.collectives.open(
@@ -171,7 +171,7 @@ def prepare_run(
     run = load_run_file(settled(Path(job.run_file))).run
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
-    precision = resolve_precision(run.precision, backend.placement.dtypes, backend.support)
+    precision = resolve_precision(run.precision, backend.support)
     kernels = kernels_of_run(run, backend, registry, strategy.optimizer_sees_full_parameters)
     backend.adapt_models(packing=run.data.packing)
     tokenizer = load_tokenizer(run.model)

@@ -21,7 +21,7 @@ from anygauge.interface import (
 )
 from anygauge_cpu.diagnostics import checks
 from anygauge_cpu.environment import ALLOCATORS, RULES
-from anygauge_cpu.placement import CpuPlacement, hardware_dtypes
+from anygauge_cpu.placement import CpuPlacement
 
 RELEASES = read_releases(Path(__file__).with_name("releases.json"))
 
@@ -57,37 +57,19 @@ class CpuBackend(Backend):
         binding="none",  # `open` binds a rank, for loops of one's own as well
     )
     capabilities: Mapping[str, Support] = {
+        # oneDNN prepares a product anew for each shape, about 10 ms that lengths which change from
+        # batch to batch pay again and again.
         "bfloat16": Support(
             Level.PARTIAL,
-            "emulated by converting to float32 and back, unless the processor has avx512_bf16, "
-            "amx_bf16 or Arm's bf16",
+            "slower than float32: emulated by converting to float32 and back, unless the processor "
+            "has avx512_bf16, amx_bf16 or Arm's bf16; with them, each new shape is prepared first",
         ),
         "float16": Support(
             Level.PARTIAL,
             "computed by converting to float32 and back on most processors: slower than float32, "
             "with a narrower range",
         ),
-        "autocast": FULL,
         "collectives": FULL,
-        "zero": FULL,
-        "compile": Support(
-            Level.NOT_WRITTEN_YET, "needs a C++ compiler on every node; no run was made with it"
-        ),
-        "mark_step": Support(
-            Level.UNSUPPORTED_BY_HARDWARE,
-            "each operation runs as it comes: there is no graph to cut",
-        ),
-        "graph_limit": Support(
-            Level.UNSUPPORTED_BY_HARDWARE, "each operation runs as it comes: there is no graph"
-        ),
-        "memory_statistics": Support(
-            Level.PARTIAL,
-            "resident memory of the whole process: libraries and files count too",
-        ),
-        "peak_flops": Support(
-            Level.UNSUPPORTED_BY_HARDWARE,
-            "a processor's rate depends on the clock that its load allows: none is published",
-        ),
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -97,17 +79,10 @@ class CpuBackend(Backend):
             RunFileError: an option is unknown or has a value of the wrong type.
         """
         super().__init__(options)
-        self._root = Path("/")
         for name in self.known_options:
             value = self.options.get(name, True)
             if not isinstance(value, bool):
                 raise RunFileError(f"backend_options.{name}: {value!r} is neither true nor false")
-
-    def support(self, capability: str) -> Support:
-        """As declared, but for bfloat16, which depends on the processor."""
-        if capability == "bfloat16" and "bfloat16" in hardware_dtypes(self._root):
-            return FULL
-        return super().support(capability)
 
     def engine_settings(self, engine: str) -> Sequence[Setting]:
         """DeepSpeed would take a GPU of this machine if it were left to choose."""

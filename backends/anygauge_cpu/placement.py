@@ -41,10 +41,6 @@ class CpuPlacement(Placement):
 
     pinned_memory = False
 
-    # Not bfloat16, even in hardware: oneDNN prepares a product anew for each shape, about 10 ms
-    # that lengths which change from batch to batch pay again and again.
-    dtypes = frozenset({"float32"})
-
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
         self._affinity_before: set[int] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import (
     FULL,
@@ -27,8 +27,11 @@ from anygauge_cuda.environment import (
     RULES,
     TOPOLOGIES,
 )
-from anygauge_cuda.placement import CudaPlacement
+from anygauge_cuda.placement import CudaPlacement, hardware_dtypes
 from anygauge_cuda.versions import RELEASES
+
+if TYPE_CHECKING:
+    import torch
 
 # NVIDIA's advice for containers that run several processes with NCCL.
 _SHARED_MEMORY = ("--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864")
@@ -73,29 +76,9 @@ class CudaBackend(Backend):
         cluster_resource="nvidia.com/gpu",
     )
     capabilities: Mapping[str, Support] = {
-        "bfloat16": Support(
-            Level.PARTIAL, "cards of compute capability 8.0 or newer; known once one is opened"
-        ),
-        "float16": Support(
-            Level.PARTIAL, "cards of compute capability 7.0 or newer; known once one is opened"
-        ),
-        "autocast": FULL,
+        "bfloat16": Support(Level.DEPENDS, "cards of compute capability 8.0 or newer have it"),
+        "float16": Support(Level.DEPENDS, "cards of compute capability 7.0 or newer have it"),
         "collectives": FULL,
-        "zero": FULL,
-        "compile": Support(
-            Level.NOT_WRITTEN_YET, "needs Triton and a C compiler on every node; not tried yet"
-        ),
-        "mark_step": Support(
-            Level.UNSUPPORTED_BY_HARDWARE,
-            "each operation is queued as it comes: there is no graph to cut",
-        ),
-        "graph_limit": Support(
-            Level.UNSUPPORTED_BY_HARDWARE, "each operation is queued as it comes: no graph"
-        ),
-        "memory_statistics": FULL,
-        "peak_flops": Support(
-            Level.PARTIAL, "data centre cards with a published rate; known once one is opened"
-        ),
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -112,25 +95,17 @@ class CudaBackend(Backend):
                 "quotes, such as '1.6'"
             )
 
-    def support(self, capability: str) -> Support:
-        """As declared; what depends on the card is settled once one is opened."""
-        if not self.placement.is_open:
-            return super().support(capability)
-        if capability in ("bfloat16", "float16"):
-            if capability in self.placement.dtypes:
-                return FULL
-            return Support(
-                Level.UNSUPPORTED_BY_HARDWARE,
-                f"the opened card has {', '.join(sorted(self.placement.dtypes))} only",
-            )
-        if capability == "peak_flops":
-            if any(self.placement.peak_flops(dtype) for dtype in sorted(self.placement.dtypes)):
-                return FULL
-            return Support(
-                Level.NOT_WRITTEN_YET,
-                "the opened card is not in the table of anygauge_cuda.peaks",
-            )
-        return super().support(capability)
+    def open(self, local_rank: int = 0) -> torch.device:
+        """Take this local rank's GPU, which settles the types that it computes in."""
+        device = super().open(local_rank)
+        found = hardware_dtypes(device)
+        lacking = Support(
+            Level.UNSUPPORTED_BY_HARDWARE,
+            f"the opened card has {', '.join(sorted(found))} only",
+        )
+        types = {name: FULL if name in found else lacking for name in ("bfloat16", "float16")}
+        self.capabilities = {**self.capabilities, **types}
+        return device
 
     def engine_settings(self, engine: str) -> Sequence[Setting]:
         """DeepSpeed is told, so that it does not look around by itself."""

@@ -17,12 +17,22 @@ _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Exhausted memory that torch's allocator did not see: the driver or cuBLAS asked for it."""
 
 
+def hardware_dtypes(device: torch.device) -> frozenset[str]:
+    """Types that a card computes in at full speed."""
+    import torch
+
+    found = {"float32"}
+    # Without this argument cards are counted in that emulate it, at a fraction of the speed.
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        found.add("bfloat16")
+    # Tensor cores for float16 came with compute capability 7.0 (CUDA programming guide).
+    if torch.cuda.get_device_capability(device) >= (7, 0):
+        found.add("float16")
+    return frozenset(found)
+
+
 class CudaPlacement(Placement):
     """One GPU, by its number among those that the process may see."""
-
-    # Once CUDA is initialised a forked child cannot use it ("Cannot re-initialize CUDA in forked
-    # subprocess"), and may deadlock before it tries: helpers must be started afresh.
-    worker_start_method = "spawn"
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -46,27 +56,13 @@ class CudaPlacement(Placement):
                 f"CUDA cannot be used: {error}. `anygauge backends` shows what was looked at on "
                 "this machine"
             ) from error
-        device = super().open(local_rank)
-        self.dtypes = self._hardware_dtypes(device)
-        return device
+        return super().open(local_rank)
 
     def close(self) -> None:
         """Give cached memory back to the driver: others may need it while this process lives on."""
         if self._device is not None:
             self._module().empty_cache()
         super().close()
-
-    def _hardware_dtypes(self, device: torch.device) -> frozenset[str]:
-        import torch
-
-        found = {"float32"}
-        # Without this argument cards are counted in that emulate it, at a fraction of the speed.
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            found.add("bfloat16")
-        # Tensor cores for float16 came with compute capability 7.0 (CUDA programming guide).
-        if torch.cuda.get_device_capability(device) >= (7, 0):
-            found.add("float16")
-        return frozenset(found)
 
     # -- memory ----------------------------------------------------------------------------
 

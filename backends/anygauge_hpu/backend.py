@@ -22,14 +22,10 @@ from anygauge.interface import (
 from anygauge_hpu.diagnostics import checks
 from anygauge_hpu.environment import FABRICS, MODULES_VARIABLE, RULES, refuse_contradictions
 from anygauge_hpu.graph import HpuGraph
-from anygauge_hpu.mode import Mode, choose_mode
+from anygauge_hpu.mode import choose_mode
 from anygauge_hpu.options import OPTIONS, check_options
 from anygauge_hpu.placement import HpuPlacement
 from anygauge_hpu.software import PLUGIN, RELEASES, installed_version
-
-_NO_GRAPH = Support(
-    Level.SWITCHED_OFF, "only lazy mode accumulates a graph (backend_options.mode: lazy)"
-)
 
 # Source: Intel's instructions for several nodes, as optimum-habana's README has them.
 _CONTAINER = (
@@ -75,19 +71,13 @@ class HpuBackend(Backend):
         binding="cores",
     )
 
-    _in_each_mode: Mapping[str, Support] = {
+    capabilities: Mapping[str, Support] = {
         "bfloat16": FULL,
         "float16": Support(
             Level.PARTIAL,
             "not on cards of the first generation; optimum-habana trains in bfloat16 alone",
         ),
-        "autocast": FULL,
         "collectives": FULL,
-        "zero": FULL,
-        "memory_statistics": FULL,
-        "peak_flops": Support(
-            Level.NOT_WRITTEN_YET, "no rate was found in a datasheet of the maker's own"
-        ),
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -111,7 +101,6 @@ class HpuBackend(Backend):
         self.placement.mode = self.mode
         self.graph = HpuGraph(self.mode, self.options)
         self.kernels = _preferred_kernels(self.options)
-        self.capabilities = {**self._in_each_mode, **_graph_capabilities(self.mode, self.graph)}
 
     def check_environment(self, environ: Mapping[str, str]) -> None:
         """Refuse what contradicts the mode, and what would end the process."""
@@ -173,24 +162,6 @@ class HpuBackend(Backend):
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_hpu.diagnostics`."""
         return checks()
-
-
-def _graph_capabilities(mode: Mode, graph: HpuGraph) -> dict[str, Support]:
-    limit = mark_step = _NO_GRAPH
-    if mode is Mode.LAZY:
-        mark_step = FULL
-        limit = (
-            FULL
-            if graph.limit
-            else Support(Level.SWITCHED_OFF, "none is set: backend_options.graph_limit")
-        )
-    return {
-        "mark_step": mark_step,
-        "graph_limit": limit,
-        "compile": FULL
-        if mode is Mode.COMPILE
-        else Support(Level.SWITCHED_OFF, f"not in {mode} mode (backend_options.mode: compile)"),
-    }
 
 
 def _preferred_kernels(options: Mapping[str, Any]) -> dict[str, str]:

@@ -19,6 +19,7 @@ class HpuGraph(Graph):
     def __init__(self, mode: Mode, options: Mapping[str, Any]) -> None:
         self._mode = mode
         self._between = bool(options.get("split_forward_backward", False))
+        self.accumulates = mode is Mode.LAZY
         self.limit = options.get("graph_limit") if mode is Mode.LAZY else None
         self.sync_on_release = bool(options.get("sync_on_release", mode is Mode.LAZY))
         # Every new shape is compiled anew, in each mode.

@@ -23,9 +23,6 @@ _OUT_OF_MEMORY = ("MODULE:PT_DEVMEM Allocation failed",)
 class HpuPlacement(Placement):
     """One card. A process drives one: its device is always the only one, of index 0."""
 
-    # Helpers that are forked inherit handles of the network library, which is not made for it.
-    worker_start_method = "spawn"
-
     # Token ids are a few kilobytes: what pinning could gain is nothing to a step. Torch's call
     # takes the device as an argument in some of the releases and refuses it in others.
     pinned_memory = False
@@ -96,10 +93,6 @@ class HpuPlacement(Placement):
         visible = [part for part in os.environ.get(MODULES_VARIABLE, "").split(",") if part.strip()]
         count = super().device_count()
         return min(count, len(visible)) if visible else count
-
-    def identity(self) -> str:
-        """The card's module number: its index is 0 in each process."""
-        return f"{self.device_type} module {os.environ.get(MODULE_VARIABLE) or 'unknown'}"
 
     def _settle(self, local_rank: int) -> None:
         """Variables that are read once, at import: an agent has set them; else it is done here."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from anygauge.config.precision import resolve_precision
+from anygauge.config.schema import PrecisionSection
 from anygauge.interface import Level, Presence, RunFileError, Scope, UnsupportedError
 from anygauge_cpu import anygauge_provide_backends, memory
 from anygauge_cpu.backend import CpuBackend
@@ -168,15 +170,10 @@ def test_wrong_options_are_refused_by_name(options: Mapping[str, Any]) -> None:
         CpuBackend(options)
 
 
-@pytest.mark.parametrize(
-    ("flags", "level"), [("fpu avx2", Level.PARTIAL), ("fpu avx512_bf16", Level.FULL)]
-)
-def test_bfloat16_depends_on_the_processor(tmp_path: Path, flags: str, level: Level) -> None:
-    backend = CpuBackend()
-    backend._root = write_tree(tmp_path, {"proc/cpuinfo": f"flags\t\t: {flags}\n"})
-    assert backend.support("bfloat16").level is level
-    assert backend.placement.dtypes == {"float32"}, "auto stays at float32"
-    assert backend.support("float16").level is Level.PARTIAL
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lower_types_work_and_auto_leaves_them_alone(dtype: str) -> None:
+    assert CpuBackend().support(dtype).level is Level.PARTIAL
+    assert resolve_precision(PrecisionSection(), CpuBackend().support).compute == "float32"
 
 
 @pytest.mark.parametrize(

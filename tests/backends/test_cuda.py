@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from anygauge.config.precision import resolve_precision
+from anygauge.config.schema import PrecisionSection
 from anygauge.interface import (
     Level,
     NotAvailableError,
@@ -23,6 +25,7 @@ from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
 from anygauge_cuda.diagnostics import _compatibility, checks
 from anygauge_cuda.peaks import published_peak
+from anygauge_cuda.placement import CudaPlacement, hardware_dtypes
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
 from anygauge_cuda.versions import driver_serves
 from tests.helpers.machines import (
@@ -308,10 +311,35 @@ def test_deepspeed_is_told_its_accelerator() -> None:
     assert CudaBackend().engine_settings("another") == ()
 
 
-def test_what_the_card_decides_is_partial_until_one_is_opened() -> None:
+def test_what_the_card_decides_is_open_until_one_is_opened() -> None:
     backend = CudaBackend()
-    for capability in ("bfloat16", "float16", "peak_flops"):
-        assert backend.support(capability).level is Level.PARTIAL
+    for capability in ("bfloat16", "float16"):
+        assert backend.support(capability).level is Level.DEPENDS
+    assert resolve_precision(PrecisionSection(), backend.support).compute == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("types", "auto", "said"),
+    [
+        ({"float32", "bfloat16", "float16"}, "bfloat16", ""),
+        ({"float32", "float16"}, "float16", "the opened card has float16, float32 only"),
+        ({"float32"}, "float32", "the opened card has float32 only"),
+    ],
+)
+def test_the_opened_card_settles_its_types(
+    types: set[str], auto: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(CudaPlacement, "open", lambda self, rank: torch.device("cuda", rank))
+    monkeypatch.setattr("anygauge_cuda.backend.hardware_dtypes", lambda device: frozenset(types))
+    backend = CudaBackend()
+    backend.open(0)
+    assert resolve_precision(PrecisionSection(), backend.support).compute == auto
+    assert said in str(backend.support("bfloat16"))
+    for dtype in ("bfloat16", "float16"):
+        assert bool(backend.support(dtype)) is (dtype in types)
+    assert CudaBackend().support("bfloat16").level is Level.DEPENDS, "of another card"
 
 
 @pytest.mark.parametrize(
@@ -507,9 +535,10 @@ def test_seeds_reproduce_and_states_resume(opened: CudaBackend) -> None:
 
 
 def test_types_and_capabilities_agree(opened: CudaBackend) -> None:
-    assert "float32" in opened.placement.dtypes
+    found = hardware_dtypes(opened.placement.device)
+    assert "float32" in found
     for dtype in ("bfloat16", "float16"):
-        assert bool(opened.support(dtype)) is (dtype in opened.placement.dtypes)
+        assert bool(opened.support(dtype)) is (dtype in found)
 
 
 def test_too_high_a_rank_is_refused(opened: CudaBackend) -> None:

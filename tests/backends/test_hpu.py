@@ -111,11 +111,10 @@ def test_what_cuts_a_graph_is_refused_where_there_is_none(mode: str, name: str) 
         HpuBackend(options)
 
 
-def test_capabilities_follow_the_mode() -> None:
+def test_graphs_follow_the_mode() -> None:
     lazy, compiled = HpuBackend(LAZY | {"graph_limit": 10}), HpuBackend({"mode": "compile"})
-    assert lazy.support("mark_step") and lazy.support("graph_limit") and not lazy.support("compile")
-    assert compiled.support("compile") and not compiled.support("mark_step")
-    assert "mode: lazy" in str(compiled.support("graph_limit"))
+    assert lazy.graph.accumulates and not compiled.graph.accumulates
+    assert (lazy.graph.limit, compiled.graph.limit) == (10, None)
     assert compiled.graph.compiler is not None and lazy.graph.compiler is None
     assert (compiled.graph.compiler.backend, compiled.graph.compiler.regions) == (
         "hpu_backend",

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.config.precision import resolve_precision
+from anygauge.config.precision import Precision, resolve_precision
 from anygauge.config.schema import PrecisionSection
 from anygauge.interface import FULL, Level, Support, UnsupportedError
 
 NONE = Support(Level.UNSUPPORTED_BY_HARDWARE, "too old a card")
 
 
-def resolve(fast: set[str], supported: set[str], **fields: str) -> object:
+SLOW = Support(Level.PARTIAL, "emulated")
+
+
+def resolve(fast: set[str], slow: set[str], **fields: str) -> Precision:
+    levels = dict.fromkeys(fast, FULL) | dict.fromkeys(slow, SLOW)
     section = PrecisionSection.model_validate(fields)
-    return resolve_precision(
-        section, frozenset(fast), lambda name: FULL if name in supported else NONE
-    )
+    return resolve_precision(section, lambda name: levels.get(name, NONE))
 
 
 @pytest.mark.parametrize(
@@ -22,20 +24,34 @@ def resolve(fast: set[str], supported: set[str], **fields: str) -> object:
         ({"float32", "float16", "bfloat16"}, "bfloat16", False),
         ({"float32", "float16"}, "float16", True),
         ({"float32"}, "float32", False),
+        (set(), "float32", False),
     ],
 )
 def test_auto(fast: set[str], chosen: str, scales: bool) -> None:
-    found = resolve(fast, fast)
-    assert (found.compute, found.scales_loss) == (chosen, scales)  # type: ignore[attr-defined]
-    assert (found.reduce, found.master) == ("float32", "float32")  # type: ignore[attr-defined]
+    found = resolve(fast, set())
+    assert (found.compute, found.scales_loss) == (chosen, scales)
+    assert (found.reduce, found.master) == ("float32", "float32")
 
 
 def test_asked_for_and_slow_is_granted_asked_for_and_unsupported_is_refused() -> None:
-    assert resolve({"float32"}, {"bfloat16"}, compute="bfloat16").compute == "bfloat16"  # type: ignore[attr-defined]
+    assert resolve({"float32"}, {"bfloat16"}, compute="bfloat16").compute == "bfloat16"
     with pytest.raises(UnsupportedError, match="too old a card"):
         resolve({"float32"}, set(), compute="bfloat16")
 
 
+def test_auto_counts_on_what_opening_may_settle() -> None:
+    section = PrecisionSection()
+    unknown = Support(Level.DEPENDS, "newer cards have it")
+    assert resolve_precision(section, lambda name: unknown).compute == "bfloat16"
+    known = {"bfloat16": NONE, "float16": FULL}
+    assert resolve_precision(section, known.__getitem__).compute == "float16"
+
+
+def test_auto_leaves_alone_what_works_at_a_price() -> None:
+    found = resolve({"float32"}, {"bfloat16", "float16"})
+    assert (found.compute, found.why) == ("float32", "auto: the best of float32")
+
+
 def test_reduction_follows_compute_when_told_to() -> None:
     found = resolve({"float32", "bfloat16"}, set(), reduce="compute")
-    assert found.reduce == "bfloat16"  # type: ignore[attr-defined]
+    assert found.reduce == "bfloat16"

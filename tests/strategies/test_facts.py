@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from anygauge.config.schema import StrategySection
-from anygauge.interface import Level, RunFileError, Support, UnsupportedError
+from anygauge.interface import FULL, Backend, Level, RunFileError, Support, UnsupportedError
 from anygauge.strategies.facts import FACTS, _zero_fields, check_known, check_needs, check_section
 
 
@@ -55,15 +54,27 @@ def test_options_of_a_strategy_that_has_none() -> None:
         check_section(StrategySection(name="single", options={"stage3": 1}))
 
 
+def backend(**members: Any) -> Backend:
+    return type("Toy", (Backend,), {"name": "toy", "device_type": "toy", **members})()
+
+
 def test_a_device_that_lacks_what_zero_needs_is_named_with_the_reason() -> None:
-    backend: Any = SimpleNamespace(
-        name="toy", support=lambda capability: Support(Level.NOT_WRITTEN_YET, "one card only")
-    )
+    lacking = {"collectives": Support(Level.NOT_WRITTEN_YET, "one card only")}
+    toy = backend(capabilities=lacking)
     with pytest.raises(
-        UnsupportedError, match=r"'toy' lacks 'zero', needed because.*one card only"
+        UnsupportedError, match=r"'toy' lacks 'collectives', needed because.*one card only"
     ):
-        check_needs(backend, FACTS["zero"].needs)
-    check_needs(backend, FACTS["single"].needs)
+        check_needs(toy, FACTS["zero"])
+    check_needs(toy, FACTS["single"])
+
+
+def test_a_device_that_cannot_run_the_engine_says_why() -> None:
+    given: dict[str, Any] = {"capabilities": {"collectives": FULL}}
+    check_needs(backend(**given), FACTS["zero"])
+    toy = backend(**given, unsupported_engines={"deepspeed": "no reduce_scatter"})
+    with pytest.raises(UnsupportedError, match=r"'toy' cannot run deepspeed.*no reduce_scatter"):
+        check_needs(toy, FACTS["zero"])
+    check_needs(toy, FACTS["single"])
 
 
 def test_this_needs_no_torch() -> None:

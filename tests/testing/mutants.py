@@ -96,6 +96,8 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
     class MutantGraph(Graph):
         if MUTATION == "padded beyond the maximum":
             shapes = type("Longer", (ShapePolicy,), {"padded_length": lambda s, a, m: m + 1})()
+        if MUTATION.startswith("mark_step") and MUTATION.endswith("but is declared"):
+            accumulates = True
         if MUTATION == "mark_step does nothing but is declared":
 
             def mark_step(self, phase: Phase) -> None:
@@ -125,8 +127,11 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
                     raise RuntimeError("no graph")
 
     class MutantPlacement(CpuPlacement):
-        if MUTATION == "helpers cannot be started that way":
-            worker_start_method = "thread"
+        def open(self, local_rank: int) -> Any:
+            device = super().open(local_rank)
+            if MUTATION == "every rank opens the same device":
+                self._device = type(device)(device.type, 0)
+            return self.device
 
         def memory(self) -> Any:
             stats = super().memory()
@@ -134,6 +139,8 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
                 return replace(stats, in_use=2**30, peak=2**30)
             if MUTATION == "peak is only now":
                 return replace(stats, peak=stats.in_use)
+            if MUTATION == "memory of no known kind":
+                return replace(stats, kind="some")
             return stats
 
         def reset_peak(self) -> None:
@@ -209,6 +216,8 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
         placement_class = MutantPlacement
         collectives_class = MutantCollectives
         capabilities = _capabilities(CpuBackend.capabilities)
+        if MUTATION == "an engine is refused without a reason":
+            unsupported_engines = {"deepspeed": ""}
 
         def __init__(self, options: Mapping[str, Any] | None = None) -> None:
             if MUTATION == "takes any option":
@@ -245,16 +254,14 @@ def unnormalised() -> Callable[..., Any]:
 
 
 def _capabilities(found: Mapping[str, Support]) -> Mapping[str, Support]:
-    if MUTATION.startswith("mark_step") and MUTATION.endswith("but is declared"):
-        return {**found, "mark_step": Support(Level.FULL)}
-    if MUTATION == "the graph limit is ignored":
-        return {**found, "graph_limit": Support(Level.FULL)}
     if MUTATION == "collectives work but are declared missing":
         return {**found, "collectives": Support(Level.NOT_WRITTEN_YET, "so it says")}
     if MUTATION == "float16 works but is declared missing":
         return {**found, "float16": Support(Level.UNSUPPORTED_BY_HARDWARE, "so it says")}
-    if MUTATION == "says nothing about zero":
-        return {name: support for name, support in found.items() if name != "zero"}
+    if MUTATION == "a capability that nobody asks about":
+        return {**found, "zero": Support(Level.FULL)}
+    if MUTATION == "opening settles nothing":
+        return {**found, "float16": Support(Level.DEPENDS, "so it says")}
     return found
 
 

@@ -83,7 +83,10 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
     class Odd(CpuBackend):
         name = "odd"
         collectives_class = OddCollectives
-        capabilities = {**CpuBackend.capabilities, **_missing()}
+        if ODD in ("no collectives", "collectives declared missing"):
+            capabilities = {**CpuBackend.capabilities, "collectives": MISSING}
+        if ODD == "an engine declared missing":
+            unsupported_engines = {"deepspeed": MISSING.reason}
 
         def diagnostics(self) -> Any:
             return ()  # the processors' own import torch, which takes seconds
@@ -110,12 +113,3 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
                 raise RuntimeError("the driver is gone")
 
     return Odd(options)
-
-
-def _missing() -> Mapping[str, Support]:
-    names = {
-        "no collectives": ("collectives", "zero"),
-        "collectives declared missing": ("collectives", "zero"),
-        "zero declared missing": ("zero",),
-    }
-    return {name: MISSING for name in names.get(ODD, ())}

@@ -165,17 +165,17 @@ def test_without_a_device_the_contract_is_not_fully_tried(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_zero_that_works_though_declared_missing_fails(tmp_path: Path) -> None:
+def test_an_engine_that_works_though_refused_fails(tmp_path: Path) -> None:
     done = kit(
         tmp_path,
         *("--anygauge-backend", "odd", "--anygauge-report", "page.json", "-k", "zero_trains"),
         PYTHONPATH=str(odd_site(tmp_path)),
-        ANYGAUGE_ODD="zero declared missing",
+        ANYGAUGE_ODD="an engine declared missing",
     )
     assert done.returncode == 1, done.stdout + done.stderr
     for line in asked_for(tmp_path)["checks"]:
         assert line["result"] == "failed"
-        assert line["why"].startswith("declared as not written yet (so it says), but it works")
+        assert line["why"].startswith("refused (so it says), but it works")
 
 
 # -- what is reported -----------------------------------------------------------------------------

@@ -30,7 +30,8 @@ CAUGHT_BY = {
         "takes any option": "unknown_option",
         "opens when it is made": "light_construction",
         "padded beyond the maximum": "shapes_are_sound",
-        "says nothing about zero": "capabilities_declared",
+        "a capability that nobody asks about": "described",
+        "an engine is refused without a reason": "described",
         "environment varies": "environment_is_pure",
         "environment sets variables itself": "environment_is_pure",
         "a value that is no text": "settings_explain_themselves",
@@ -54,7 +55,8 @@ CAUGHT_BY = {
         "mark_step does nothing but is declared": "mark_step_is_real",
         "mark_step works but is declared missing": "mark_step_is_real",
         "the graph limit is ignored": "graph_limit_holds",
-        "helpers cannot be started that way": "helpers_start",
+        "memory of no known kind": "memory_numbers_are_sound",
+        "opening settles nothing": "capabilities_are_settled",
         "a kernel is wrong": "kernels_agree",
         "mark_step fails after backward": "mark_step_is_harmless",
         "float16 works but is declared missing": "float16_arithmetic",
@@ -68,6 +70,7 @@ CAUGHT_BY = {
         "barrier does nothing": "barrier_waits",
         "host sums lose digits": "sums_on_host",
         "collectives work but are declared missing": "all_gathers",
+        "every rank opens the same device": "devices_differ",
     },
 }
 CASES = [(part, name) for part, mutations in CAUGHT_BY.items() for name in mutations]

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.interface import FULL, Job
+from anygauge.interface import Backend
 from anygauge.registry import BLOCK_VARIABLE, Registry
 from anygauge.testing import overruled
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.contract import CHECKS
+from anygauge.testing.overruled import losses_all_the_same
 from anygauge.testing.process import Answers, Subject, ask, merged_answers
 from anygauge.testing.surroundings import environments
 from tests.testing.odd import odd_site
@@ -140,26 +141,19 @@ def test_collectives_that_open_though_declared_missing_fail(odd: Odd, tmp_path: 
 
 
 def test_a_run_that_fails_without_the_refusal_has_no_losses(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    job = Job(
-        name="none",
-        run_directory=str(tmp_path),
-        run_file=str(tmp_path / "there-is-none.yaml"),
-        backend="cpu",
-        strategy="zero",
-        rendezvous=f"file://{tmp_path / 'rendezvous'}",
-    )
-    (tmp_path / "job.json").write_text(job.dump())
-    cpu = Subject(name="cpu")
-    assert overruled.losses_all_the_same(tmp_path / "job.json", "zero", cpu) is None
-    assert "there-is-none.yaml" in (tmp_path / "logs" / "rank0.log").read_text()
+    # There are no rows in the folder.
+    assert losses_all_the_same(Subject(name="cpu"), tmp_path, "zero", 1) is None
 
 
-def test_a_declaration_is_overruled_for_one_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Registry, "create_backend", Registry.create_backend)
-    declared = Registry.load().create_backend("cpu", {})
-    assert not declared.support("mark_step")
-    overruled._overrule("mark_step")
-    backend = Registry.load().create_backend("cpu", {})
-    assert backend.support("mark_step") == FULL
-    assert backend.support("compile") == declared.support("compile")
+def test_a_backend_without_its_refusals_is_otherwise_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(overruled.VARIABLE, "cpu")
+    monkeypatch.setattr(Backend, "unsupported_engines", {"one": "so it says"})
+    cpu = Registry.load().create_backend("cpu", {"bind_cores": False})
+    assert cpu.unsupported_engines
+    backend = overruled.make({"bind_cores": False})
+    assert type(backend) is type(cpu)
+    assert (backend.name, backend.options) == ("overruled", cpu.options)
+    assert backend.unsupported_engines == {}
+    assert overruled.probe() == Registry.load().find_backend("cpu").spec.probe()

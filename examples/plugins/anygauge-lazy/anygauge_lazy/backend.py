@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from anygauge.interface import (
     Placement,
     RunFileError,
     Support,
+    UnsupportedError,
 )
 from anygauge_lazy.graph import LazyGraph
 
@@ -49,6 +51,19 @@ class LazyPlacement(Placement):
         self._device = torch.device(self.device_type)  # it has no index
         return self._device
 
+    def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+        """Only to float32, which changes nothing.
+
+        Raises:
+            UnsupportedError: to any other type.
+        """
+        if str(dtype) != "torch.float32":
+            raise UnsupportedError(
+                f"autocast to {dtype}: torch.autocast has no list of operations for lazy tensors; "
+                "convert the model instead"
+            )
+        return contextlib.nullcontext()
+
     def memory(self) -> MemoryStats:
         """Resident bytes of the process, now and at most: the device has no allocator."""
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -73,26 +88,10 @@ class LazyBackend(Backend):
     capabilities: Mapping[str, Support] = {
         "bfloat16": FULL,
         "float16": Support(Level.PARTIAL, "as the host computes it"),
-        "autocast": Support(
-            Level.UNSUPPORTED_BY_VERSION,
-            "torch.autocast has no list of operations for lazy tensors",
-        ),
         "collectives": Support(
-            Level.UNSUPPORTED_BY_VERSION, "torch has no process group for lazy tensors"
-        ),
-        "zero": Support(
             Level.UNSUPPORTED_BY_VERSION,
             "torch has no process group for lazy tensors; use strategy.name: single",
         ),
-        "compile": Support(
-            Level.NOT_WRITTEN_YET, "the device compiles its graphs by itself already"
-        ),
-        "mark_step": FULL,
-        "graph_limit": FULL,
-        "memory_statistics": Support(
-            Level.PARTIAL, "resident memory of the whole process: libraries and files count too"
-        ),
-        "peak_flops": Support(Level.UNSUPPORTED_BY_HARDWARE, "as fast as the host is"),
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

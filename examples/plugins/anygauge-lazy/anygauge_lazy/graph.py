@@ -17,6 +17,7 @@ class LazyGraph(Graph):
     """Graphs of at most `limit` operations, from `start` to `stop`."""
 
     limit: int
+    accumulates = True
     shapes = ShapePolicy(kind=ShapeKind.STATIC)
 
     def __init__(self) -> None:

@@ -9,7 +9,6 @@ from anygauge.interface import (
     FULL,
     Backend,
     LaunchProfile,
-    Level,
     NotAvailableError,
     Placement,
     Support,
@@ -63,16 +62,5 @@ class SimBackend(Backend):
     capabilities: Mapping[str, Support] = {
         "bfloat16": FULL,
         "float16": FULL,
-        "autocast": FULL,
         "collectives": FULL,
-        "zero": FULL,
-        "compile": Support(Level.NOT_WRITTEN_YET, "torch.compile has no code generator for it"),
-        "mark_step": Support(
-            Level.UNSUPPORTED_BY_HARDWARE, "each operation ends in its call: no graph to cut"
-        ),
-        "graph_limit": Support(
-            Level.UNSUPPORTED_BY_HARDWARE, "each operation ends in its call: no graph"
-        ),
-        "memory_statistics": FULL,
-        "peak_flops": Support(Level.UNSUPPORTED_BY_HARDWARE, "as fast as the host is"),
     }
