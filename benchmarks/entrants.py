@@ -47,7 +47,7 @@ ENTRANTS: Mapping[str, Entrant] = {
         Entrant(name="anygauge", title="anygauge", module=None, needs=_ENGINE),
         Entrant(
             name="anygauge-grouped",
-            title="anygauge, length_grouping",
+            title="anygauge, group_by_length",
             module=None,
             layout="grouped",
             needs=_ENGINE,
@@ -133,9 +133,9 @@ def run_file(plan: Plan) -> dict[str, Any]:
     """The plan as a run file; what is not named has its default."""
     source: dict[str, Any] = {"path": plan.rows}
     if plan.has_prompts:
-        source |= {"form": "prompt_completion", "template": "{prompt}"}
+        source |= {"format": "prompt_completion", "template": "{prompt}"}
     else:
-        source |= {"form": "text"}
+        source |= {"format": "text"}
     return {
         "name": "run",
         "output": plan.output,
@@ -146,20 +146,20 @@ def run_file(plan: Plan) -> dict[str, Any]:
             "train": source,
             "max_length": plan.max_length,
             "packing": plan.layout == "packed",
-            "length_grouping": plan.layout == "grouped",
+            "group_by_length": plan.layout == "grouped",
             "cache": "off",
         },
         "train": {
             "steps": plan.steps,
-            "global_batch": plan.global_batch,
-            "micro_batch": plan.micro_batch,
+            "global_batch_size": plan.global_batch,
+            "micro_batch_size": plan.micro_batch,
             "optimizer": {"lr": plan.lr},
             "schedule": {"name": "constant"},
-            "clip": plan.max_norm,
+            "max_grad_norm": plan.max_norm,
             "gradient_checkpointing": plan.checkpointing,
             "seed": plan.seed,
         },
-        "precision": {"compute": plan.dtype},
+        "precision": {"param_dtype": plan.dtype},
         "strategy": {"name": "zero", "stage": 3},
         "launch": {"devices": plan.ranks},
     }

@@ -35,7 +35,7 @@ model:
   tokenizer: {tokenizer}
 adapter: {{r: 4}}
 data: {{train: {{path: {rows}}}, max_length: 96, cache: {cache}}}
-train: {{steps: 3, global_batch: 4, micro_batch: 2}}
+train: {{steps: 3, global_batch_size: 4, micro_batch_size: 2}}
 strategy: {{name: {strategy}}}
 launch: {{devices: {ranks}}}
 """

@@ -35,7 +35,7 @@ HELD_OUT = 64
 WAYS: Mapping[str, dict[str, Any]] = {
     "softmax in bfloat16": {"kernels": {"attention": "softmax"}},
     "softmax in float32": {"model": {"attention": "eager"}},
-    "all in float32": {"precision": {"compute": "float32"}, "model": {"attention": "eager"}},
+    "all in float32": {"precision": {"param_dtype": "float32"}, "model": {"attention": "eager"}},
 }
 """Weights, activations and products are bfloat16 in the first two; the first one's softmax takes
 and gives bfloat16, accumulated in float32."""

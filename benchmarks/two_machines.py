@@ -36,7 +36,7 @@ backend: cpu
 model: {{config: {config}, tokenizer: {tokenizer}}}
 adapter: {{r: 16}}
 data: {{train: {{path: {rows}}}, max_length: 64, cache: {folder}/cache}}
-train: {{steps: {steps}, global_batch: 8, micro_batch: 4}}
+train: {{steps: {steps}, global_batch_size: 8, micro_batch_size: 4}}
 launch: {launch}
 """
 NODES = ("node1", "node2")

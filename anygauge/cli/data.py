@@ -45,7 +45,7 @@ def data(
     check_paths(loaded)
     peek(run.data)
     ranks = run.launch.nodes * run.launch.devices
-    accumulation(run.train.global_batch, run.train.sequences_at_once(ranks), ranks)
+    accumulation(run.train.global_batch_size, run.train.sequences_at_once(ranks), ranks)
     registry = Registry.load()
     selection = select_backend(registry, run.backend, need_device=False)
     shapes = registry.create_backend(selection.spec.name, run.backend_options).graph.shapes
@@ -145,17 +145,17 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
 
     schedule = Schedule(
         seed=run.train.seed,
-        global_batch=run.train.global_batch,
+        global_batch=run.train.global_batch_size,
         weights=tuple(source.weight for source in run.data.train_sources),
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("One epoch")
     for name in ("Sequences", "Steps", "Positions", "Padding", "Packs filled"):
         table.add_column(name, justify="right")
-    chosen = (run.data.packing, run.data.length_grouping)
+    chosen = (run.data.packing, run.data.group_by_length)
     for title, packing, grouping in (
         ("padded", False, False),
-        ("length_grouping", False, True),
+        ("group_by_length", False, True),
         ("packing", True, False),
     ):
         found = measure(
@@ -173,7 +173,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         )
     console.print()
     console.print(
-        f"[bold]Batches[/bold] of {run.train.global_batch}, "
+        f"[bold]Batches[/bold] of {run.train.global_batch_size}, "
         f"{layout.micro_batch} sequences per forward"
     )
     console.print(table)

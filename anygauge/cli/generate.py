@@ -71,7 +71,7 @@ def generate(
             origin.section,
             adapter=None if no_adapter else origin.adapter,
             device=opened.placement.device,
-            dtype=torch_dtype(precision.compute),
+            dtype=torch_dtype(precision.param_dtype),
             attention=opened.attention,
         )
         check_vocabulary(loaded.config, loaded_tokenizer)

@@ -101,7 +101,7 @@ def read_intent(
     need_device = need_device and not elsewhere
     check_optimizer(run, need_software=need_device)
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
-    accumulation(run.train.global_batch, run.train.sequences_at_once(ranks), ranks)
+    accumulation(run.train.global_batch_size, run.train.sequences_at_once(ranks), ranks)
     selection = select_backend(registry, run.backend, need_device=need_device)
     profile = profile_of(registry.create_backend(selection.spec.name, run.backend_options), run)
     folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")

@@ -18,10 +18,11 @@ _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or fals
 
 # What other fine-tuning tools call a field of ours; only ever used to suggest, never to accept.
 ELSEWHERE = {
-    "batch_size": "train.global_batch",
-    "bf16": "precision.compute",
+    "batch_size": "train.global_batch_size",
+    "bf16": "precision.param_dtype",
     "cutoff_len": "data.max_length",
-    "dtype": "precision.compute",
+    "dtype": "precision.param_dtype",
+    "gradient_clipping": "train.max_grad_norm",
     "learning_rate": "train.optimizer.lr",
     "logging_steps": "train.log_every",
     "eval_steps": "train.eval_every",
@@ -30,17 +31,16 @@ ELSEWHERE = {
     "lora_dropout": "adapter.dropout",
     "lora_r": "adapter.r",
     "lr_scheduler_type": "train.schedule.name",
-    "max_grad_norm": "train.clip",
     "max_seq_length": "data.max_length",
     "max_steps": "train.steps",
     "model_name_or_path": "model.name",
     "num_train_epochs": "train.epochs",
     "output_dir": "output",
     "peft": "adapter",
-    "per_device_train_batch_size": "train.micro_batch",
+    "per_device_train_batch_size": "train.micro_batch_size",
     "rank": "adapter.r",
     "target_modules": "adapter.targets",
-    "torch_dtype": "precision.compute",
+    "torch_dtype": "precision.param_dtype",
     "zero_stage": "strategy.stage",
 }
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
 from anygauge.config.document import Node
 from anygauge.config.origin import Problem, dotted
-from anygauge.config.renamed import new_name
+from anygauge.config.renamed import new_name, new_value
 from anygauge.util.hiding import is_secret
 
 _MOST = 500
@@ -74,10 +74,14 @@ def _missing(path: tuple[object, ...], root: Node) -> Problem:
 
 def _unknown(path: tuple[object, ...], root: Node) -> Problem:
     name = str(path[-1])
-    today = new_name(path)
-    if today is not None:
-        text = f"is called {dotted((*path[:-1], today))} now; rename it"
-        return Problem(root.nearest(*path).origin, dotted(path), text)
+    new = new_name(path)
+    if new is not None:
+        node = root.nearest(*path)
+        text = f"is called {dotted((*path[:-1], new))} now; rename it"
+        value = new_value(path, node.value)
+        if value is not node.value:
+            text += f" (and {node.value}, which is called {value})"
+        return Problem(node.origin, dotted(path), text)
     parent = kind_at(path[:-1])
     assert parent is not None and parent.section is not None
     valid = [*parent.section.model_fields, *([] if path[:-1] else ["extends"])]

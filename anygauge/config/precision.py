@@ -22,18 +22,21 @@ def resolve_precision(section: PrecisionSection, support: Callable[[str], Suppor
     Raises:
         UnsupportedError: the asked type is unsupported; quotes the capability's reason.
     """
-    compute: str = section.compute
+    param_dtype: str = section.param_dtype
     why = "asked for"
     good = (Level.FULL, Level.DEPENDS)
     fast = [name for name in AUTO_ORDER if name == "float32" or support(name).level in good]
-    if compute == "auto":
-        compute = fast[0]
+    if param_dtype == "auto":
+        param_dtype = fast[0]
         why = "auto: the best of " + ", ".join(sorted(fast))
-    elif compute != "float32" and not support(compute):
+    elif param_dtype != "float32" and not support(param_dtype):
         raise UnsupportedError(
-            f"precision.compute: {compute!r} on this device: {support(compute)}; fast here: "
-            f"{', '.join(sorted(fast))}. Use one of these, or auto."
+            f"precision.param_dtype: {param_dtype!r} on this device: {support(param_dtype)}; "
+            f"fast here: {', '.join(sorted(fast))}. Use one of these, or auto."
         )
+    reduced = section.reduce_dtype
     return Precision(
-        compute=compute, reduce=compute if section.reduce == "compute" else "float32", why=why
+        param_dtype=param_dtype,
+        reduce_dtype=param_dtype if reduced == "param_dtype" else reduced,
+        why=why,
     )

@@ -15,8 +15,22 @@ from anygauge.config.document import Node
 RENAMED: Mapping[tuple[str, ...], str] = {
     ("adapter", "rank"): "r",
     ("adapter", "groups", "rank"): "r",
+    ("data", "train", "form"): "format",
+    ("data", "eval", "form"): "format",
+    ("data", "length_grouping"): "group_by_length",
+    ("train", "global_batch"): "global_batch_size",
+    ("train", "micro_batch"): "micro_batch_size",
+    ("train", "clip"): "max_grad_norm",
+    ("train", "optimizer", "lora_plus_ratio"): "loraplus_lr_ratio",
+    ("precision", "compute"): "param_dtype",
+    ("precision", "reduce"): "reduce_dtype",
 }
 """Old path -> new last part. The items of a list share the list's path."""
+
+VALUES: Mapping[tuple[str, ...], Mapping[Any, str]] = {
+    ("precision", "reduce"): {"compute": "param_dtype"},
+}
+"""Old path -> values that have another name today."""
 
 RECORD = "# A resolved run file: every field with its value, all paths absolute.\n"
 """How the resolved run files of version 0.1 begin."""
@@ -27,18 +41,24 @@ def new_name(path: tuple[object, ...]) -> str | None:
     return RENAMED.get(tuple(part for part in path if isinstance(part, str)))
 
 
+def new_value(path: tuple[object, ...], value: Any) -> Any:
+    """What a value of version 0.1 at a path is called today."""
+    names = VALUES.get(tuple(part for part in path if isinstance(part, str)))
+    return names.get(value, value) if names and isinstance(value, str) else value
+
+
 def translated(node: Node, path: tuple[str, ...] = ()) -> Node:
     """The tree of a resolved run file of version 0.1, with today's names."""
     if isinstance(node.value, tuple):
         return replace(node, value=tuple(translated(item, path) for item in node.value))
     if not node.is_mapping:
-        return node
+        return replace(node, value=new_value(path, node.value))
     fields = {}
     for name, below in node.value.items():
         here = (*path, name)
-        today = RENAMED.get(here, name)
+        new = RENAMED.get(here, name)
         # Whoever has added the new name to such a file is told to remove the old one.
-        fields[name if today in node.value else today] = translated(below, here)
+        fields[name if new in node.value else new] = translated(below, here)
     return replace(node, value=fields)
 
 
@@ -48,7 +68,9 @@ def translated_record(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> 
     def below(value: Any, here: tuple[str, ...]) -> Any:
         if isinstance(value, list):
             return [below(item, here) for item in value]
-        return translated_record(value, here) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            return translated_record(value, here)
+        return new_value(here, value)
 
     found = {}
     for name, value in values.items():

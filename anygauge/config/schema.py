@@ -42,12 +42,12 @@ __all__ = [
 class PrecisionSection(Section):
     """Types of numbers, each named, so that two strategies can be compared."""
 
-    compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    param_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Weights in memory and arithmetic; auto: bfloat16 where the hardware has it, "
         "else float16 where it has that, else float32.",
     )
-    reduce: Literal["compute", "float32"] = Field(
+    reduce_dtype: Literal["param_dtype", "float32"] = Field(
         "float32", description="Type in which gradients are accumulated and reduced."
     )
 

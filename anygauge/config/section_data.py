@@ -18,12 +18,12 @@ class SourceSection(Section):
     subset: str | None = Field(None, description="Hub: the dataset's configuration.")
     split: str = Field("train", description="Hub: the dataset's split.")
     revision: str | None = Field(None, description="Hub: branch, tag or commit.")
-    form: Literal["auto", "prompt_completion", "alpaca", "messages", "sharegpt", "text"] = Field(
-        "auto", description="How a row is laid out; auto: told from path and columns."
+    format: Literal["auto", "prompt_completion", "alpaca", "messages", "sharegpt", "text"] = Field(
+        "auto", description="How a row is laid out; auto: detected from path and columns."
     )
     prompt: str = Field("prompt", description="Column of the prompt (prompt_completion).")
     completion: str = Field("completion", description="Column of the answer (prompt_completion).")
-    text: str = Field("text", description="Column of the text (form text).")
+    text: str = Field("text", description="Column of the text (format text).")
     messages: str = Field("messages", description="Column of the turns (messages).")
     conversations: str = Field("conversations", description="Column of the turns (sharegpt).")
     tools: str = Field("tools", description="Column of the tools, if a row has any (chats).")
@@ -67,7 +67,7 @@ class DataSection(Section):
         "only the last turn of the assistant, or every token.",
     )
     packing: bool = Field(False, description="Put several rows in one sequence; none sees another.")
-    length_grouping: bool = Field(
+    group_by_length: bool = Field(
         False, description="Put rows of like length in one step, so that less is padding."
     )
     streaming: bool = Field(
@@ -103,14 +103,14 @@ class DataSection(Section):
             raise ValueError("give 'eval' or 'eval_fraction', not both")
         if any(source.weight != 1 for source in self.eval_sources):
             raise ValueError("'weight' is of no use in 'eval', where each row is read once")
-        if self.streaming and self.length_grouping:
+        if self.streaming and self.group_by_length:
             raise ValueError(
-                "give 'streaming' or 'length_grouping', not both: lengths are known only once rows "
+                "give 'streaming' or 'group_by_length', not both: lengths are known only once rows "
                 "are tokenised"
             )
-        if self.packing and self.length_grouping:
+        if self.packing and self.group_by_length:
             raise ValueError(
-                "give 'packing' or 'length_grouping', not both: packs have no padding to save"
+                "give 'packing' or 'group_by_length', not both: packs have no padding to save"
             )
         return self
 

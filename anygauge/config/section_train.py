@@ -42,7 +42,7 @@ class OptimizerSection(Section):
     weight_decay: NonNegativeNumber = Field(
         0.0, description="Decoupled decay of matrices, embeddings too."
     )
-    lora_plus_ratio: _Ratio | None = Field(
+    loraplus_lr_ratio: _Ratio | None = Field(
         None, description="Rate of the adapter's B factors as a multiple of lr (LoRA+); null: 1."
     )
 
@@ -76,16 +76,18 @@ class TrainSection(Section):
 
     steps: Positive | None = Field(None, description="Optimizer steps; wins over epochs.")
     epochs: PositiveNumber = Field(1.0, description="Passes over the rows.")
-    global_batch: BatchSize = Field(
+    global_batch_size: BatchSize = Field(
         16, description="Sequences per optimizer step over all ranks: fixes the learning curve."
     )
-    micro_batch: BatchSize = Field(
+    micro_batch_size: BatchSize = Field(
         4,
         description="Most sequences per forward on one rank: fixes memory; the rest accumulates.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
-    clip: NonNegativeNumber = Field(1.0, description="Largest gradient norm; 0 for no clipping.")
+    max_grad_norm: NonNegativeNumber = Field(
+        1.0, description="Largest gradient norm; 0 for no clipping."
+    )
     gradient_checkpointing: bool = Field(
         True, description="Recompute activations in backward to save memory."
     )
@@ -102,12 +104,12 @@ class TrainSection(Section):
     )
 
     def sequences_at_once(self, ranks: int) -> int:
-        """Sequences per forward on one rank: `micro_batch`, or a rank's share if that is less.
+        """Sequences per forward on one rank: `micro_batch_size`, or a rank's share if that is less.
 
         So a recipe stays one recipe on more devices, until they are more than its sequences.
         """
-        share, rest = divmod(self.global_batch, ranks)
-        return share if not rest and 0 < share < self.micro_batch else self.micro_batch
+        share, rest = divmod(self.global_batch_size, ranks)
+        return share if not rest and 0 < share < self.micro_batch_size else self.micro_batch_size
 
 
 class CheckpointSection(Section):

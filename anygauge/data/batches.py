@@ -32,14 +32,15 @@ def accumulation(global_batch: int, micro_batch: int, world_size: int) -> int:
         return count
     ranks = "rank" if world_size == 1 else "ranks"
     valid = [str(value) for value in (count * together, (count + 1) * together) if value]
-    remedies = [f"train.global_batch {' or '.join(valid)}"]
+    remedies = [f"train.global_batch_size {' or '.join(valid)}"]
     if global_batch % world_size == 0:
         share = global_batch // world_size
         divisors = [str(value) for value in range(1, micro_batch) if share % value == 0]
-        remedies.append(f"train.micro_batch {', '.join(divisors[-3:])}")
+        remedies.append(f"train.micro_batch_size {', '.join(divisors[-3:])}")
     raise RunFileError(
-        f"train.global_batch {global_batch} is not a multiple of {together} (train.micro_batch "
-        f"{micro_batch} on {world_size} {ranks}); what works: {'; or '.join(remedies)}"
+        f"train.global_batch_size {global_batch} is not a multiple of {together} "
+        f"(train.micro_batch_size {micro_batch} on {world_size} {ranks}); what works: "
+        f"{'; or '.join(remedies)}"
     )
 
 

@@ -158,7 +158,7 @@ def _turns(
 def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
     if "role" not in turn and "from" in turn:
         raise DataError(
-            f"{where} has 'from' instead of 'role': set {field}.form to sharegpt and "
+            f"{where} has 'from' instead of 'role': set {field}.format to sharegpt and "
             f"{field}.conversations to this column"
         )
     role = _role(turn, "role", ROLES, where)
@@ -182,7 +182,7 @@ def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
 def _sharegpt(turn: Mapping[str, Any], where: str, field: str) -> Turn:
     if "from" not in turn and "role" in turn:
         raise DataError(
-            f"{where} has 'role' instead of 'from': set {field}.form to messages and "
+            f"{where} has 'role' instead of 'from': set {field}.format to messages and "
             f"{field}.messages to this column"
         )
     name = _role(turn, "from", tuple(SHAREGPT_ROLES), where)

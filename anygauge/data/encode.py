@@ -123,7 +123,7 @@ class RowEncoder:
 
     Args:
         source: with its form told: where it is ``auto``, resolve it before, with
-            ``source.model_copy(update={"form": told_form(first_record, source, field)})``.
+            ``source.model_copy(update={"format": told_form(first_record, source, field)})``.
         tokenizer: a tokenizer of the transformers library.
         field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
 
@@ -136,7 +136,7 @@ class RowEncoder:
     def __init__(
         self, source: SourceSection, data: DataSection, tokenizer: Any, *, field: str
     ) -> None:
-        if source.form == "auto":
+        if source.format == "auto":
             raise ValueError("the form is to be told before, by told_form")
         if tokenizer.eos_token_id is None:
             raise ModelError(
@@ -149,7 +149,7 @@ class RowEncoder:
         self._start, self._end = start_ids(tokenizer), [int(tokenizer.eos_token_id)]
         self._template: ChatTemplate | None = None
         self._aligner: Aligner | None = None
-        if source.form in CHAT_FORMS:
+        if source.format in CHAT_FORMS:
             self._template = ChatTemplate(tokenizer, self._given)
 
     def encode(self, records: Sequence[Record]) -> tuple[list[Encoded], Counts]:
@@ -162,7 +162,7 @@ class RowEncoder:
         Raises:
             DataError: a record cannot be used; names file and row.
         """
-        rows = [parse(record, self.source.form, self.source, self.field) for record in records]
+        rows = [parse(record, self.source.format, self.source, self.field) for record in records]
         batch = _Batch(self.data)
         plain = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
         chats = [(index, row) for index, row in enumerate(rows) if isinstance(row, Chat)]

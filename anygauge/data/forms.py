@@ -63,11 +63,11 @@ def told_form(first: Record, source: SourceSection, field: str) -> str:
         DataError: no form fits.
         RunFileError: form, template and file do not go together.
     """
-    form: str = source.form
+    form: str = source.format
     if source.path.lower().endswith(".txt"):
         if form not in ("auto", "text"):
             raise RunFileError(
-                f"{field}.form is {form!r}, but {source.path} is plain text and has no columns; "
+                f"{field}.format is {form!r}, but {source.path} is plain text and has no columns; "
                 "set the form to 'text' or 'auto', or give a file with columns"
             )
         return "text"

@@ -162,11 +162,11 @@ def training_batches(
     """
     schedule = Schedule(
         seed=train.seed,
-        global_batch=train.global_batch,
+        global_batch=train.global_batch_size,
         epochs=train.epochs,
         steps=train.steps,
         weights=tuple(source.weight for source in data.train_sources),
-        grouping=data.length_grouping,
+        grouping=data.group_by_length,
     )
     if isinstance(rows, TokenizedRows):
         return RowBatches(rows, schedule, layout)
@@ -195,7 +195,7 @@ class _Preparer:
         self._sources = []
         for field, source in _fields(which, data):
             form = told_form(first_records(source, 1, field)[0], source, field)
-            told = source.model_copy(update={"form": form})
+            told = source.model_copy(update={"format": form})
             self._sources.append((field, told, RowEncoder(told, data, tokenizer, field=field)))
 
     def rows(self, part: _Part) -> TokenizedRows:

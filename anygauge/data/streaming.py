@@ -279,5 +279,5 @@ def _nothing_to_learn(index: int, origins: tuple[str, ...]) -> DataError:
     rows = f" ({', '.join(origins[:4])}, ...)" if origins else ""
     return DataError(
         f"step {index + 1}: none of its rows{rows} holds anything to learn within "
-        "data.max_length; raise it or train.global_batch, or leave such rows out"
+        "data.max_length; raise it or train.global_batch_size, or leave such rows out"
     )

@@ -44,21 +44,21 @@ class Precision:
     """Names of torch types: one policy for every strategy, so that two of them can be compared.
 
     Attributes:
-        compute: weights and adapter in memory, and arithmetic.
-        reduce: accumulation and reduction of gradients.
-        master: the optimizer's copy of trained weights, and its state.
-        why: how `compute` was settled, in words.
+        param_dtype: weights and adapter in memory, and arithmetic.
+        reduce_dtype: accumulation and reduction of gradients.
+        master_dtype: the optimizer's copy of trained weights, and its state.
+        why: how `param_dtype` was settled, in words.
     """
 
-    compute: str
-    reduce: str
-    master: str = "float32"
+    param_dtype: str
+    reduce_dtype: str
+    master_dtype: str = "float32"
     why: str = "asked for"
 
     @property
     def scales_loss(self) -> bool:
         """float16 underflows without loss scaling."""
-        return self.compute == "float16"
+        return self.param_dtype == "float16"
 
 
 # -- the model -------------------------------------------------------------------------------------

@@ -224,8 +224,8 @@ def _unused(run: RunFile, full_parameters: Support, operation: str) -> str:
         return full_parameters.reason
     if operation == ADAMW and run.train.optimizer.name != "adamw":
         return f"train.optimizer.name is {run.train.optimizer.name}"
-    if operation == CLIP and run.train.clip == 0:
-        return "train.clip is 0"
+    if operation == CLIP and run.train.max_grad_norm == 0:
+        return "train.max_grad_norm is 0"
     return ""
 
 

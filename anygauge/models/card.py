@@ -180,10 +180,11 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
     schedule = train.schedule.model_dump(exclude_none=True)
     found |= {
         "steps": f"{facts.steps}, {facts.tokens:,} tokens",
-        "batch": f"{train.global_batch} sequences a step, up to {train.micro_batch} at a time",
+        "batch": f"{train.global_batch_size} sequences a step, up to {train.micro_batch_size} at a "
+        "time",
         "optimizer": _said(optimizer),
         "schedule": _said(schedule),
-        "clipping": f"{train.clip:g}",
+        "clipping": f"{train.max_grad_norm:g}",
         "seed": str(train.seed),
         "precision": facts.precision,
         "strategy": facts.strategy,

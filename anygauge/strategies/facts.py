@@ -152,9 +152,9 @@ def check_types(section: StrategySection, precision: Precision) -> None:
 
 def check_stage_types(stage: int, precision: Precision) -> None:
     """The same for one stage of `zero`."""
-    if stage == 0 and precision.reduce != precision.compute:
+    if stage == 0 and precision.reduce_dtype != precision.param_dtype:
         raise UnsupportedError(
             f"strategy zero, stage 0: DeepSpeed accumulates gradients in the compute type "
-            f"({precision.compute}) there, not in {precision.reduce}. Set precision.reduce: "
-            "compute, or strategy.stage: 1 or higher."
+            f"({precision.param_dtype}) there, not in {precision.reduce_dtype}. Set "
+            "precision.reduce_dtype: param_dtype, or strategy.stage: 1 or higher."
         )

@@ -42,9 +42,9 @@ class SingleEngine:
         self._backend = context.backend
         self._precision = context.precision
         self._clip_grad_norm = context.clip_grad_norm
-        self._reduce_dtype = torch_dtype(context.precision.reduce)
+        self._reduce_dtype = torch_dtype(context.precision.reduce_dtype)
         self._trained = trained_parameters(model)
-        master_dtype = torch_dtype(context.precision.master)
+        master_dtype = torch_dtype(context.precision.master_dtype)
         # A parameter already stored in the master type is its own master.
         self._masters = [
             p if p.dtype is master_dtype else nn.Parameter(p.detach().to(master_dtype))
@@ -188,7 +188,7 @@ class Single:
             model,
             context.factory,
             device=context.backend.placement.device,
-            dtype=torch_dtype(context.precision.compute),
+            dtype=torch_dtype(context.precision.param_dtype),
         )
         model = context.factory.adapt(model)
         context.factory.checkpoint_activations(model)

@@ -189,7 +189,7 @@ class Zero:
     def build(self, context: BuildContext) -> ZeroEngine:
         """See `Strategy.build`."""
         deepspeed = import_deepspeed(context.backend)
-        refuse_unserved_type(context.precision.compute)
+        refuse_unserved_type(context.precision.param_dtype)
         factory = context.factory
         config = as_config(
             self.settings(
@@ -212,7 +212,7 @@ class Zero:
             model,
             factory,
             device=context.backend.placement.device,
-            dtype=torch_dtype(context.precision.compute),
+            dtype=torch_dtype(context.precision.param_dtype),
             read=not sharded or context.rank == 0,
             place=shard if sharded else None,
         )

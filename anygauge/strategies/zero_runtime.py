@@ -72,7 +72,7 @@ def refuse_unserved_type(compute: str) -> None:
     if not served[compute]:
         others = ", ".join(name for name, answer in served.items() if answer)
         raise UnsupportedError(
-            f"precision.compute: DeepSpeed does not train in {compute} on "
+            f"precision.param_dtype: DeepSpeed does not train in {compute} on "
             f"{accelerator.device_name()!r} devices. Use one of {others}, or strategy.name: single."
         )
 

@@ -79,20 +79,20 @@ def zero_settings(
     def add(name: str, value: Any, reason: str, source: str = source) -> None:
         found.append(Setting(name=name, value=value, reason=reason, source=source))
 
-    add("train_micro_batch_size_per_gpu", micro_batch, "train.micro_batch")
+    add("train_micro_batch_size_per_gpu", micro_batch, "train.micro_batch_size")
     add("gradient_accumulation_steps", 1, "anygauge marks the boundaries itself")
-    add("gradient_clipping", max_norm, "train.clip")
+    add("gradient_clipping", max_norm, "train.max_grad_norm")
     add("steps_per_print", 2**31 - 1, "anygauge reports steps itself")
     add("zero_allow_untested_optimizer", True, "anygauge brings the optimizer")
-    if precision.compute == "bfloat16":
-        add("bf16.enabled", True, "precision.compute")
-    elif precision.compute == "float16":
-        add("fp16.enabled", True, "precision.compute; the loss is scaled dynamically")
+    if precision.param_dtype == "bfloat16":
+        add("bf16.enabled", True, "precision.param_dtype")
+    elif precision.param_dtype == "float16":
+        add("fp16.enabled", True, "precision.param_dtype; the loss is scaled dynamically")
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     check_stage_types(stage, precision)
-    add("data_types.grad_accum_dtype", short[precision.reduce], "precision.reduce")
+    add("data_types.grad_accum_dtype", short[precision.reduce_dtype], "precision.reduce_dtype")
     if stage > 0:
-        add("communication_data_type", short[precision.reduce], "precision.reduce")
+        add("communication_data_type", short[precision.reduce_dtype], "precision.reduce_dtype")
     add("zero_optimization.stage", stage, "strategy.stage")
     if stage > 0 and sizes is not None and 0 < sizes.trained < DEFAULT_BUCKET:
         add(

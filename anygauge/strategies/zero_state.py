@@ -50,7 +50,7 @@ class ZeroState:
             return Support(
                 Level.UNSUPPORTED_BY_VERSION,
                 "strategy zero, stage 0, in 16 bits: DeepSpeed keeps no float32 masters there; set "
-                "strategy.stage: 1, or precision.compute: float32",
+                "strategy.stage: 1, or precision.param_dtype: float32",
             )
         if getattr(self._optimizer, "swap_optimizer", False):
             return Support(

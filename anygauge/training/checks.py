@@ -82,7 +82,7 @@ def check_settings(
     if ranks_run_here:
         check_known(run.strategy)
     check_needs(backend, facts)
-    if run.precision.compute != "auto":
+    if run.precision.param_dtype != "auto":
         check_types(
             run.strategy,
             resolve_precision(run.precision, backend.support),
@@ -240,7 +240,7 @@ def _build(
     from anygauge.models.factory import CausalModelFactory
     from anygauge.strategies.common import torch_dtype
 
-    compute = run.precision.compute
+    compute = run.precision.param_dtype
     factory = CausalModelFactory(
         run.model,
         run.adapter,
@@ -285,9 +285,9 @@ def engine_settings(
 
     precision = resolve_precision(run.precision, backend.support)
     notes = []
-    if run.precision.compute == "auto":
+    if run.precision.param_dtype == "auto":
         notes.append(
-            f"precision.compute is auto: {precision.compute} unless the opened device says "
+            f"precision.param_dtype is auto: {precision.param_dtype} unless the opened device says "
             "otherwise"
         )
     if skeleton is None:
@@ -297,7 +297,7 @@ def engine_settings(
         precision,
         skeleton=skeleton,
         micro_batch=run.train.sequences_at_once(world_size),
-        max_norm=run.train.clip,
+        max_norm=run.train.max_grad_norm,
         recomputes=run.train.gradient_checkpointing,
     )
     return list(settings), "\n  ".join(notes)

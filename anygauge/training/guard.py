@@ -51,6 +51,6 @@ def check_finite(
     raise NonFiniteLossError(
         f"{what} at step {index + 1}, with rows "
         f"{', '.join(rows[:MOST_ROWS])}{more}. Look at these rows; or lower "
-        "train.optimizer.lr, lengthen train.schedule.warmup_steps, or try precision.compute: "
+        "train.optimizer.lr, lengthen train.schedule.warmup_steps, or try precision.param_dtype: "
         "float32. No adapter or model was saved; checkpoints made before are kept"
     )

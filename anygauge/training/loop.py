@@ -68,7 +68,7 @@ class Loop:
                 LazyBatches(micro_batches, self.place), self.loss_function, tokens
             )
             self.progress.at(f"step {index + 1}, update")
-            update = self.engine.update(lr, self.settings.clip)
+            update = self.engine.update(lr, self.settings.max_grad_norm)
             sums = [float(loss) for loss in result.loss_sums]
             self.progress.at(f"step {index + 1}, sums over ranks")
             slots = sum(batch.input_ids.numel() for batch in micro_batches)

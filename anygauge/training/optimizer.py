@@ -56,7 +56,7 @@ def parameter_groups(
 
     Matrices are decayed, those of embeddings too; vectors (norms, biases, magnitudes) are not:
     pulling a scale towards zero has no purpose. ``lr_scale`` is the group's rate as a multiple of
-    the run's: `lora_plus_ratio` for the adapter's B factors (https://arxiv.org/abs/2402.12354),
+    the run's: `loraplus_lr_ratio` for the adapter's B factors (https://arxiv.org/abs/2402.12354),
     else 1. ``matrices`` says whether the group's parameters are.
 
     Args:
@@ -65,7 +65,7 @@ def parameter_groups(
     Raises:
         RunFileError: LoRA+ is asked for, and no parameter is a B factor.
     """
-    ratio = section.lora_plus_ratio
+    ratio = section.loraplus_lr_ratio
     found = False
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
     for name, parameter in parameters:
@@ -86,7 +86,7 @@ def parameter_groups(
         group["params"].append(parameter)
     if ratio is not None and not found:
         raise RunFileError(
-            "train.optimizer.lora_plus_ratio: no trained parameter is a B factor of a LoRA "
+            "train.optimizer.loraplus_lr_ratio: no trained parameter is a B factor of a LoRA "
             "adapter; remove it, or add an adapter of that kind"
         )
     return list(groups.values())

@@ -51,7 +51,7 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
     logits = trained_logits(prepared) if asked else None
     if rank.index != 0:
         return {}
-    compute = torch_dtype(prepared.precision.compute)
+    compute = torch_dtype(prepared.precision.param_dtype)
     shapes = trained_shapes(prepared.engine)
     with completed(folder) as part:
         if run.adapter is None:
@@ -95,7 +95,7 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
         off = run.adapter is not None and not run.adapter.verify
         why = "adapter.verify is false" if off else "the model's configuration has no vocab_size"
         return Verification(reloaded=False, why=f"not compared: {why}")
-    dtype = torch_dtype(prepared.precision.compute)
+    dtype = torch_dtype(prepared.precision.param_dtype)
     reason = no_room(parameter_counts(prepared.engine)[0], dtype)
     if reason:
         return Verification(reloaded=False, why=reason)
@@ -147,8 +147,8 @@ def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Fa
         backend=summary["backend"],
         strategy=prepared.strategy.description,
         ranks=rank.world_size,
-        precision=f"{prepared.precision.compute}, gradients {prepared.precision.reduce}, "
-        f"masters {prepared.precision.master}",
+        precision=f"{prepared.precision.param_dtype}, gradients {prepared.precision.reduce_dtype}, "
+        f"masters {prepared.precision.master_dtype}",
         data=summary["data"],
         steps=summary["steps"],
         tokens=summary["tokens"],

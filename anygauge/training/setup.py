@@ -178,7 +178,7 @@ def prepare_run(
     factory = CausalModelFactory(
         run.model,
         run.adapter,
-        dtype=torch_dtype(precision.compute),
+        dtype=torch_dtype(precision.param_dtype),
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
     )
@@ -236,7 +236,7 @@ def prepare_run(
             rank=rank.index,
             world_size=rank.world_size,
             micro_batch=run.train.sequences_at_once(rank.world_size),
-            max_norm=run.train.clip,
+            max_norm=run.train.max_grad_norm,
             clip_grad_norm=plan.clip_grad_norm,
         )
     )
@@ -249,13 +249,13 @@ def prepare_run(
     total, trained = parameter_counts(engine)
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
-        f"{trained:,} trained ({trained / total:.2%}); {precision.compute} ({precision.why})"
+        f"{trained:,} trained ({trained / total:.2%}); {precision.param_dtype} ({precision.why})"
     )
     rank.say(f"kernels: {plan.describe()}")
-    peak = backend.placement.peak_flops(precision.compute)
+    peak = backend.placement.peak_flops(precision.param_dtype)
     place = Placer(
         backend,
-        precision.compute,
+        precision.param_dtype,
         packed=packed,
         labelled=plan.model.loss is not None,
         progress=rank.progress,
@@ -270,7 +270,7 @@ def prepare_run(
         volume=lambda index: Volume(
             tokens=batches.real_tokens(index),
             supervised_tokens=batches.supervised_tokens(index),
-            sequences=run.train.global_batch,
+            sequences=run.train.global_batch_size,
         ),
         epoch=batches.epoch,
         shapes=place.shapes,

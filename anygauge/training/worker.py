@@ -207,7 +207,7 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
         limit = f" of {stats.limit / GIB:.1f} GiB" if stats.limit else ""
         raise AnygaugeError(
             f"out of memory on {backend.placement.device}: {stats.in_use / GIB:.1f} GiB in use, "
-            f"peak {stats.peak / GIB:.1f} GiB{limit}. Lower train.micro_batch or "
+            f"peak {stats.peak / GIB:.1f} GiB{limit}. Lower train.micro_batch_size or "
             "data.max_length, switch train.gradient_checkpointing on, or shard over more --devices"
         ) from error
 

@@ -33,7 +33,7 @@ CLEARLY_BELOW = 0.95
 """The adapter's held-out loss must be at most this share of the base's, or the demo fails."""
 
 GLOBAL_BATCH = 4
-"""``train.global_batch`` of both run files."""
+"""``train.global_batch_size`` of both run files."""
 
 QUICK_DATA = ("--files", "40")
 QUICK_PRETRAIN = ("--set=train.steps=80",)
@@ -155,7 +155,7 @@ class Demo:
         if self.devices is not None:
             # The run files' four sequences a step, on so many ranks.
             micro_batch = max(1, GLOBAL_BATCH // max(2, self.devices))
-            spread = ["--devices", str(self.devices), f"--set=train.micro_batch={micro_batch}"]
+            spread = ["--devices", str(self.devices), f"--set=train.micro_batch_size={micro_batch}"]
         run = shown(HERE / run_file)
         self.anygauge("train", run, "--backend", self.backend, *spread, *arguments)
 

@@ -65,11 +65,11 @@ def trained(
         "backend_options": options,
         "launch": {"devices": ranks},
         "adapter": {"r": 4, "dropout": 0.0},
-        "precision": {"compute": "bfloat16"},
+        "precision": {"param_dtype": "bfloat16"},
         "train": {
             "steps": STEPS,
-            "global_batch": ranks * ACCUMULATION,
-            "micro_batch": 1,
+            "global_batch_size": ranks * ACCUMULATION,
+            "micro_batch_size": 1,
             "gradient_checkpointing": True,
         },
     }
@@ -230,8 +230,8 @@ def test_norms_of_the_model_are_not_fused(folder: Path, lazy: Trained) -> None:
 
 SINGLE = {
     "strategy": {"name": "single"},
-    "precision": {"compute": "float32"},
-    "train": {"global_batch": ACCUMULATION, "clip": 0.5},
+    "precision": {"param_dtype": "float32"},
+    "train": {"global_batch_size": ACCUMULATION, "max_grad_norm": 0.5},
 }
 """A clipping norm that every gradient exceeds."""
 

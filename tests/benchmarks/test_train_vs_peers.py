@@ -52,8 +52,8 @@ def test_run_files_say_what_the_plan_says(tmp_path: Path, name: str) -> None:
     processes(ENTRANTS[name], given, {})
     run = load_run_file(tmp_path / "run.yaml").run
     assert run.data.packing == (given.layout == "packed")
-    assert run.data.length_grouping == (given.layout == "grouped")
-    assert run.train.global_batch == 6
+    assert run.data.group_by_length == (given.layout == "grouped")
+    assert run.train.global_batch_size == 6
     assert run.train.optimizer.lr == given.lr
     assert run.adapter is not None
     assert (run.adapter.r, run.adapter.alpha) == (16, 32)

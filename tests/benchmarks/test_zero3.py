@@ -31,7 +31,7 @@ def test_settings_by_hand_are_those_of_a_dry_run(
     )
     backend = CpuBackend()
     factor = given.lora_rank * intermediate
-    precision = resolve_precision(PrecisionSection(compute=dtype), backend.support)
+    precision = resolve_precision(PrecisionSection(param_dtype=dtype), backend.support)
     ours: dict[str, Any] = as_config(
         zero_settings(
             stage=3,

@@ -55,7 +55,7 @@ def test_counts_lengths_padding_and_examples(
     lines = {line.split()[0]: line for line in out.splitlines() if "%" in line}
     assert "(this run)" in lines["padded"]
     padded, grouped = (
-        float(lines[name].split("%")[0].split()[-1]) for name in ("padded", "length_grouping")
+        float(lines[name].split("%")[0].split()[-1]) for name in ("padded", "group_by_length")
     )
     assert 0 < grouped < padded < 100
     bins = [line for line in out.splitlines() if " to " in line and "█" in line]

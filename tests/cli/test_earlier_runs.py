@@ -24,11 +24,12 @@ def test_every_value_of_its_run_file_is_kept(run: Path) -> None:
     found = load_run_file(run / "run.yaml").run
     assert found.adapter is not None
     assert (found.adapter.r, found.adapter.groups[0].r) == (4, 2)
-    assert found.data.train_sources[0].form == "prompt_completion"
-    assert found.data.length_grouping
-    assert (found.train.global_batch, found.train.micro_batch, found.train.clip) == (4, 2, 0.5)
-    assert found.train.optimizer.lora_plus_ratio == 4
-    assert (found.precision.compute, found.precision.reduce) == ("float32", "compute")
+    assert found.data.train_sources[0].format == "prompt_completion"
+    assert found.data.group_by_length
+    assert (found.train.global_batch_size, found.train.micro_batch_size) == (4, 2)
+    assert found.train.max_grad_norm == 0.5
+    assert found.train.optimizer.loraplus_lr_ratio == 4
+    assert (found.precision.param_dtype, found.precision.reduce_dtype) == ("float32", "param_dtype")
 
 
 def test_its_run_file_asks_for_the_run_that_is_done(run: Path) -> None:

@@ -156,7 +156,7 @@ def test_more_ranks_than_there_can_be(options: list[Any], expected: str, tmp_pat
     with pytest.raises(RunFileError) as error:
         command(["train", str(run_file(tmp_path)), "--dry-run", *map(str, options)])
     assert expected in str(error.value) and "16,384" in str(error.value)
-    assert "global_batch" not in str(error.value)
+    assert "global_batch_size" not in str(error.value)
 
 
 def test_a_dry_run_of_many_ranks_works_out_few_of_them(
@@ -175,7 +175,7 @@ def test_a_dry_run_of_many_ranks_works_out_few_of_them(
     monkeypatch.setattr(env, "_resolve", counted)
     monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
     path = run_file(
-        tmp_path, train={"global_batch": 8192}, model={"config": TINY, "tokenizer": "t"}
+        tmp_path, train={"global_batch_size": 8192}, model={"config": TINY, "tokenizer": "t"}
     )
     (tmp_path / "t").mkdir()
     assert command(["train", str(path), "--dry-run", "--devices", "4096"]) == 0

@@ -90,7 +90,7 @@ def test_unknown_strategy(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 def test_batch_that_cannot_be_divided(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     message = refused(capsys, "train", run_file(tmp_path), "--devices", "3")
-    assert "train.global_batch 4" in message and "6" in message
+    assert "train.global_batch_size 4" in message and "6" in message
 
 
 def test_several_ranks_for_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "did you mean 'q_proj'",
     ),
     "a loss that is no number": (
-        {"train": {"optimizer": {"lr": 1.0e6}, "clip": 0.0, "steps": 8}},
+        {"train": {"optimizer": {"lr": 1.0e6}, "max_grad_norm": 0.0, "steps": 8}},
         r"rows\.jsonl:\d+",
     ),
 }

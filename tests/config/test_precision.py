@@ -29,14 +29,14 @@ def resolve(fast: set[str], slow: set[str], **fields: str) -> Precision:
 )
 def test_auto(fast: set[str], chosen: str, scales: bool) -> None:
     found = resolve(fast, set())
-    assert (found.compute, found.scales_loss) == (chosen, scales)
-    assert (found.reduce, found.master) == ("float32", "float32")
+    assert (found.param_dtype, found.scales_loss) == (chosen, scales)
+    assert (found.reduce_dtype, found.master_dtype) == ("float32", "float32")
 
 
 def test_asked_for_and_slow_is_granted_asked_for_and_unsupported_is_refused() -> None:
-    assert resolve({"float32"}, {"bfloat16"}, compute="bfloat16").compute == "bfloat16"
+    assert resolve({"float32"}, {"bfloat16"}, param_dtype="bfloat16").param_dtype == "bfloat16"
     with pytest.raises(UnsupportedError, match="too old a card"):
-        resolve({"float32"}, set(), compute="bfloat16")
+        resolve({"float32"}, set(), param_dtype="bfloat16")
 
 
 def test_auto_counts_on_what_opening_may_settle() -> None:
@@ -53,5 +53,5 @@ def test_auto_leaves_alone_what_works_at_a_price() -> None:
 
 
 def test_reduction_follows_compute_when_told_to() -> None:
-    found = resolve({"float32", "bfloat16"}, set(), reduce="compute")
-    assert found.reduce == "bfloat16"
+    found = resolve({"float32", "bfloat16"}, set(), reduce_dtype="param_dtype")
+    assert found.reduce_dtype == "bfloat16"

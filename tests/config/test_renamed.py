@@ -25,6 +25,11 @@ def test_an_old_name_is_no_field_and_the_new_one_is(old: tuple[str, ...], new: s
             "adapter:\n  groups:\n  - targets: [a]\n    rank: 2",
             "run.yaml:6: adapter.groups[0].rank: is called adapter.groups[0].r now; rename it",
         ),
+        (
+            "precision: {reduce: compute}",
+            "run.yaml:3: precision.reduce: is called precision.reduce_dtype now; rename it (and "
+            "compute, which is called param_dtype)",
+        ),
     ],
 )
 def test_an_old_name_is_answered_with_the_new(folder, minimal, text, complaint) -> None:
@@ -55,5 +60,9 @@ def test_values_of_checkpoints_have_todays_names() -> None:
     today = {"adapter": {"r": 4, "groups": [{"r": 2}]}, "model.config.rank": 1}
     assert translated_record(kept) == today
     assert translated_record(today) == today
-    dotted = {"adapter.rank": 4, "adapter.groups": [{"rank": 2}]}
-    assert translated_record(dotted) == {"adapter.r": 4, "adapter.groups": [{"r": 2}]}
+    dotted = {"adapter.rank": 4, "adapter.groups": [{"rank": 2}], "precision.reduce": "compute"}
+    assert translated_record(dotted) == {
+        "adapter.r": 4,
+        "adapter.groups": [{"r": 2}],
+        "precision.reduce_dtype": "param_dtype",
+    }

@@ -99,7 +99,10 @@ def test_files_that_extend_each_other_many_times_are_refused(folder, minimal):
         ("launch: {join_timeout_s: .inf}", "launch.join_timeout_s: got .inf (float), expected"),
         ("launch: {lost_after_s: 1e7}", "launch.lost_after_s: got 1e7 (float), expected a number"),
         ("checkpoint: {grace_s: 1e300}", "checkpoint.grace_s: got 1e300 (float), expected"),
-        ("train: {clip: .inf}", "train.clip: got .inf (float), expected a number >= 0"),
+        (
+            "train: {max_grad_norm: .inf}",
+            "train.max_grad_norm: got .inf (float), expected a number >= 0",
+        ),
         ("train: {system_every_s: 1e300}", "train.system_every_s: got 1e300 (float), expected"),
         (f"train: {{seed: {2**63}}}", f"train.seed: {2**63} is a whole number beyond 64 bits"),
         (f"train: {{seed: 0x{'f' * 5000}}}", "train.seed: 0xfff"),
@@ -108,7 +111,10 @@ def test_files_that_extend_each_other_many_times_are_refused(folder, minimal):
             "train.steps: got 99999999999 (int), expected a whole number > 0 or null; the largest "
             "is 2_147_483_647",
         ),
-        ("train: {global_batch: 2000000}", "train.global_batch: got 2000000 (int), expected a"),
+        (
+            "train: {global_batch_size: 2000000}",
+            "train.global_batch_size: got 2000000 (int), expected a",
+        ),
         ("adapter: {r: 99999999999}", "adapter.r: got 99999999999 (int), expected a"),
         ("adapter: {alpha: 1e300}", "adapter.alpha: got 1e300 (float), expected a number > 0; the"),
         ("data: {max_length: 1}", "data.max_length: got 1 (int), expected a whole number >= 2"),

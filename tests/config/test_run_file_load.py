@@ -63,7 +63,7 @@ def test_extends_merges_mappings_replaces_lists_and_null_resets(folder):
         model: {name: some/model}
         data: {train: {path: rows.jsonl}}
         adapter: {r: 4, targets: [a, b]}
-        train: {steps: 5, clip: 2.0, optimizer: {lr: 1e-3, eps: 1e-6}}
+        train: {steps: 5, max_grad_norm: 2.0, optimizer: {lr: 1e-3, eps: 1e-6}}
         trackers: [x, y]
         """,
     )
@@ -71,12 +71,12 @@ def test_extends_merges_mappings_replaces_lists_and_null_resets(folder):
         """\
         extends: bases/base.yaml
         adapter: {targets: [c]}
-        train: {steps: null, clip: null, optimizer: {lr: 1e-4}}
+        train: {steps: null, max_grad_norm: null, optimizer: {lr: 1e-4}}
         trackers: [z]
         """
     ).run
     assert (run.adapter.r, run.adapter.targets, run.trackers) == (4, ["c"], ["z"])
-    assert (run.train.steps, run.train.clip) == (None, 1.0)
+    assert (run.train.steps, run.train.max_grad_norm) == (None, 1.0)
     assert (run.train.optimizer.lr, run.train.optimizer.eps) == (1e-4, 1e-6)
 
 
@@ -99,31 +99,33 @@ def test_null_in_a_free_mapping_is_a_value(folder):
 
 
 def test_a_list_of_bases_and_a_base_reached_twice(folder, minimal):
-    folder.write("root.yaml", minimal + "name: root\ntrain: {seed: 1, steps: 1, clip: 1}\n")
+    folder.write(
+        "root.yaml", minimal + "name: root\ntrain: {seed: 1, steps: 1, max_grad_norm: 1}\n"
+    )
     folder.write("a.yaml", "extends: root.yaml\nname: a\ntrain: {steps: 2, seed: 2}\n")
     folder.write("b.yaml", "name: b\ntrain: {seed: 3}\n")
-    loaded = folder.load("extends: [a.yaml, b.yaml]\ntrain: {clip: 4}")
+    loaded = folder.load("extends: [a.yaml, b.yaml]\ntrain: {max_grad_norm: 4}")
     run = loaded.run
-    assert (run.name, run.train.seed, run.train.steps, run.train.clip) == ("b", 3, 2, 4)
+    assert (run.name, run.train.seed, run.train.steps, run.train.max_grad_norm) == ("b", 3, 2, 4)
     assert [each.name for each in loaded.files] == ["run.yaml", "a.yaml", "root.yaml", "b.yaml"]
 
 
 def test_every_value_knows_where_it_was_written(folder, minimal):
-    folder.write("sub/base.yaml", minimal + "train:\n  steps: 5\n  clip: 2\n")
+    folder.write("sub/base.yaml", minimal + "train:\n  steps: 5\n  max_grad_norm: 2\n")
     loaded = folder.load(
         "extends: sub/base.yaml\n\ntrain:\n  steps: 6\n",
         "train.seed=3",
         flags={"launch.devices": 2},
     )
     assert str(loaded.source("train.steps")) == "run.yaml:4"
-    assert str(loaded.source("train.clip")) == "sub/base.yaml:5"
+    assert str(loaded.source("train.max_grad_norm")) == "sub/base.yaml:5"
     assert str(loaded.source("train.seed")) == "--set train.seed=3"
     assert str(loaded.source("launch.devices")) == "--devices"
-    assert "train.micro_batch" not in loaded.sources
-    assert str(loaded.source("train.micro_batch")) == "run.yaml:3"
+    assert "train.micro_batch_size" not in loaded.sources
+    assert str(loaded.source("train.micro_batch_size")) == "run.yaml:3"
     assert str(loaded.source("strategy.name")) == "run.yaml"
-    assert str(loaded.error("train.clip", "too large")) == (
-        "run.yaml: 1 problem\n  sub/base.yaml:5: train.clip: too large"
+    assert str(loaded.error("train.max_grad_norm", "too large")) == (
+        "run.yaml: 1 problem\n  sub/base.yaml:5: train.max_grad_norm: too large"
     )
 
 

@@ -33,8 +33,8 @@ ADAPTER = names(AdapterSection)
         ),
         ("train: {optimizer: {lr: 0}}", "train.optimizer.lr: got 0 (int), expected a number > 0"),
         (
-            "train: {global_batch: 1e3}",
-            "train.global_batch: got 1e3 (float), expected a whole number > 0; write 1000",
+            "train: {global_batch_size: 1e3}",
+            "train.global_batch_size: got 1e3 (float), expected a whole number > 0; write 1000",
         ),
         (
             "train: {seed: '7'}",
@@ -192,14 +192,14 @@ def test_checks_of_a_whole_section_name_its_line_and_the_fields(folder, minimal)
 
 
 def test_all_problems_are_told_together_in_the_order_of_the_files(folder):
-    folder.write("bases/base.yaml", "train:\n  seed: -1\n\n  clip: x\nmodel: {nam: a}\n")
+    folder.write("bases/base.yaml", "train:\n  seed: -1\n\n  max_grad_norm: x\nmodel: {nam: a}\n")
     text = "extends: bases/base.yaml\ntrackers: [1]\n\ndata: {train: {path: a}}\nbackend: 3\n"
     lines = folder.refuse(text, "train.foo=1", flags={"launch.devices": 0})
     assert [line.split(": ")[:2] for line in lines] == [
         ["run.yaml:2", "trackers[0]"],
         ["run.yaml:5", "backend"],
         ["bases/base.yaml:2", "train.seed"],
-        ["bases/base.yaml:4", "train.clip"],
+        ["bases/base.yaml:4", "train.max_grad_norm"],
         ["bases/base.yaml:5", "model.nam"],
         ["--set train.foo=1", "train.foo"],
         ["--devices", "launch.devices"],

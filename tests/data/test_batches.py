@@ -270,7 +270,7 @@ def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
     [(80, 10, 8, 10), (80, 10, 16, 5), (2, 4, 1, 2), (6, 4, 1, 4), (3, 4, 2, 4), (4, 4, 8, 4)],
 )
 def test_a_ranks_share_goes_through_at_once(total, most, ranks, at_once):
-    train = TrainSection(global_batch=total, micro_batch=most)
+    train = TrainSection(global_batch_size=total, micro_batch_size=most)
     assert train.sequences_at_once(ranks) == at_once
 
 
@@ -282,9 +282,9 @@ def test_accumulation():
 @pytest.mark.parametrize(
     ("values", "remedy"),
     [
-        ((10, 4, 1), "train.global_batch 8 or 12; or train.micro_batch 1, 2"),
-        ((4, 4, 3), "what works: train.global_batch 12"),
-        ((12, 4, 2), "train.global_batch 8 or 16; or train.micro_batch 1, 2, 3"),
+        ((10, 4, 1), "train.global_batch_size 8 or 12; or train.micro_batch_size 1, 2"),
+        ((4, 4, 3), "what works: train.global_batch_size 12"),
+        ((12, 4, 2), "train.global_batch_size 8 or 16; or train.micro_batch_size 1, 2, 3"),
     ],
 )
 def test_a_global_batch_that_cannot_be_divided(values, remedy):

@@ -159,7 +159,7 @@ def test_chats_that_say_nothing(turn, is_blank):
         ([{"role": "usr", "content": "q"}], "has the role 'usr'; valid: system, developer, user"),
         ([{"role": "usr", "content": "q"}], "did you mean 'user'?"),
         ([{"role": ["user"], "content": "q"}], "has the role ['user']"),
-        ([{"from": "human", "value": "q"}], "set data.train.form to sharegpt"),
+        ([{"from": "human", "value": "q"}], "set data.train.format to sharegpt"),
         ([U, {"role": "assistant"}], "turn 2 of 'messages' (assistant) has no content"),
         ([{"role": "user", "content": None}], "turn 1 of 'messages' (user) has null as content"),
         ([{"role": "user", "content": 3}], "turn 1 of 'messages' holds a number; text is expected"),
@@ -222,7 +222,7 @@ def test_columns_that_hold_no_turns(value, words):
         ({"from": "gpt"}, "(gpt) has no value"),
         ({"from": "function_call", "value": "add(1)"}, "not JSON ('add(1)'); an object with name"),
         ({"from": "function_call", "value": "{}"}, "not an object with a name and arguments"),
-        (U, "set data.train.form to messages and data.train.messages to this column"),
+        (U, "set data.train.format to messages and data.train.messages to this column"),
     ],
 )
 def test_malformed_sharegpt(turn, words):

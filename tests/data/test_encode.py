@@ -208,7 +208,7 @@ def test_the_key_is_that_of_all_that_decides(tokenizer, chats, tmp_path):
         return encoder(tokenizer, form, source, **data).key()
 
     assert key() == key()
-    other = SourceSection(path="d.jsonl", form="prompt_completion", limit=3, weight=2)
+    other = SourceSection(path="d.jsonl", format="prompt_completion", limit=3, weight=2)
     same = RowEncoder(
         other, DataSection(train=other, max_length=4096), tokenizer, field="data.eval"
     )

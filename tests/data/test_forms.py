@@ -71,7 +71,7 @@ def failure(
         ({"chat": TURNS}, {"messages": "chat"}, "messages"),
         ({"chat": SHAREGPT}, {"conversations": "chat"}, "sharegpt"),
         ({"prompt": "p", "completion": "c", "body": "t"}, {"text": "body"}, "text"),
-        ({"instruction": "i", "output": "o"}, {"form": "text"}, "text"),
+        ({"instruction": "i", "output": "o"}, {"format": "text"}, "text"),
         ({"text": "words"}, {"path": "notes.TXT"}, "text"),
     ],
 )
@@ -88,7 +88,7 @@ def test_auto_without_a_form_says_what_to_set():
 
 def test_settings_that_do_not_go_together():
     with pytest.raises(RunFileError, match="has no columns"):
-        told_form(record({"text": "t"}), section("notes.txt", form="alpaca"), "data.train")
+        told_form(record({"text": "t"}), section("notes.txt", format="alpaca"), "data.train")
     assert "lacks {prompt}" in failure(PAIR, RunFileError, template="Question:")
     # A template is of no use to the other forms, and does no harm.
     assert row({"text": "t"}, template="Question:").text == "t"
@@ -177,7 +177,7 @@ def test_a_wrong_column_lists_the_columns_and_the_nearest():
 
 def test_messages_name_the_field_they_are_about():
     values = {"question": "q", "answer": "a"}
-    message = failure(values, field="data.train[1]", form="prompt_completion")
+    message = failure(values, field="data.train[1]", format="prompt_completion")
     assert "set data.train[1].prompt to one of them" in message
 
 

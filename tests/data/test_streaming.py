@@ -63,7 +63,7 @@ def batches(tokenizer, counting):
     def make(*, streaming=True, world=1, rank=0, micro=2, sums=alone, settings=None, **fields):
         data = {"train": SourceSection(path=str(counting)), "max_length": 64, "cache": "off"}
         section = DataSection(**{**data, **fields}, streaming=streaming)
-        train = TrainSection(**{"global_batch": 4, "seed": 5, **(settings or {})})
+        train = TrainSection(**{"global_batch_size": 4, "seed": 5, **(settings or {})})
         layout = Layout(
             micro_batch=micro,
             world_size=world,
@@ -130,7 +130,7 @@ def test_any_step_can_be_the_first(batches, packing):
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_divide_streamed_steps(batches, packing, world):
-    settings = {"global_batch": 8, "epochs": 1.4}
+    settings = {"global_batch_size": 8, "epochs": 1.4}
     whole = batches(packing=packing, micro=8, settings=settings)
     ranks = Ranks(world)
 
@@ -193,7 +193,11 @@ def test_packs_are_full_and_every_row_is_read(batches, source):
     lengths = np.clip(np.random.default_rng(0).lognormal(2.5, 0.6, 6000), 2, 60).astype(int)
     rows = [{"text": "7 " * length} for length in lengths.tolist()]
     made = batches(
-        train=source(rows), packing=True, max_length=256, micro=8, settings={"global_batch": 16}
+        train=source(rows),
+        packing=True,
+        max_length=256,
+        micro=8,
+        settings={"global_batch_size": 16},
     )
     read, tokens = Counter(), 0
     for index in range(made.steps):

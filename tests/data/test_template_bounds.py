@@ -85,7 +85,7 @@ def test_what_is_refused_names_the_row(tokenizer: Any, monkeypatch: pytest.Monke
         "{% for a in messages[0].content %}{% for b in range(20000) %}{% endfor %}{% endfor %}"
     )
     data = DataSection(
-        train=SourceSection(path="x.jsonl", form="messages"),
+        train=SourceSection(path="x.jsonl", format="messages"),
         chat_template=template + PLAIN,
         cache="off",
     )

@@ -42,7 +42,7 @@ def test_the_jobs_on_the_page_can_be_rendered(name: str, tmp_path: Path) -> None
         "adapter": {"r": 4},
         "data": {"train": {"path": f"{root}/data/rows.jsonl"}},
         "strategy": {"name": "zero"},
-        "train": {"global_batch": 64},
+        "train": {"global_batch_size": 64},
         **yaml.safe_load(JOBS[name].text),
     }
     path = tmp_path / "run.yaml"

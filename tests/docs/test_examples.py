@@ -31,7 +31,7 @@ RUN_FILE = {
     "model": {"config": TINY, "tokenizer": "tokenizer"},
     "adapter": {"r": 4},
     "data": {"train": {"path": "rows.jsonl"}, "max_length": 96},
-    "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "optimizer": {"lr": 0.01}},
+    "train": {"steps": 3, "global_batch_size": 8, "micro_batch_size": 2, "optimizer": {"lr": 0.01}},
 }
 """The run.yaml that the pages speak of."""
 
@@ -68,7 +68,7 @@ def put_rows(source: Any) -> None:
     """A data file with the columns that a run file names."""
     asked, answered = "What is 1 + 1?", "2"
     row: dict[str, Any] = {source["prompt"]: asked, source["completion"]: answered}
-    if source.get("form") == "messages":
+    if source.get("format") == "messages":
         said = (("user", asked), ("assistant", answered))
         row = {"messages": [{"role": role, "content": content} for role, content in said]}
     Path(source["path"]).write_text(f"{json.dumps(row)}\n" * 40)

@@ -33,7 +33,7 @@ def test_two_machines_differ_in_the_launch_alone() -> None:
     # The same 80 sequences a step, on twice the cards.
     assert one.train.sequences_at_once(8) == 10
     assert two.train.sequences_at_once(16) == 5
-    assert accumulation(two.train.global_batch, two.train.sequences_at_once(16), 16) == 1
+    assert accumulation(two.train.global_batch_size, two.train.sequences_at_once(16), 16) == 1
 
 
 def test_two_machines_have_their_environment_shown() -> None:
@@ -47,8 +47,8 @@ def test_it_is_the_recipe_of_the_article() -> None:
     assert run.adapter is not None
     assert (run.adapter.r, run.adapter.alpha, run.adapter.dropout) == (4, 16, 0.05)
     assert run.adapter.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    assert (run.train.epochs, run.train.micro_batch, run.data.max_length) == (2, 10, 2048)
-    assert run.train.global_batch == run.train.micro_batch * run.launch.devices
+    assert (run.train.epochs, run.train.micro_batch_size, run.data.max_length) == (2, 10, 2048)
+    assert run.train.global_batch_size == run.train.micro_batch_size * run.launch.devices
     assert (run.train.optimizer.lr, run.train.schedule.warmup_ratio) == (0.0018, 0.03)
     assert run.train.schedule.name == "cosine"
 

@@ -49,7 +49,7 @@ def main(output: Path, reentrant: bool) -> None:
                 gradient_checkpointing=True,
             ),
             optimizer=optimizer_factory(OptimizerSection()),
-            precision=Precision(compute="float32", reduce="float32"),
+            precision=Precision(param_dtype="float32", reduce_dtype="float32"),
             backend=backend,
             rank=rank,
             world_size=world,

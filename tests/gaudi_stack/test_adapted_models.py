@@ -19,8 +19,8 @@ FIELDS = {
     "backend_options": {"optimum_habana": True},
     "launch": {"devices": RANKS},
     "adapter": {"r": 4, "dropout": 0.0},
-    "precision": {"compute": "bfloat16"},
-    "train": {"steps": 2, "global_batch": 2 * RANKS, "micro_batch": 1},
+    "precision": {"param_dtype": "bfloat16"},
+    "train": {"steps": 2, "global_batch_size": 2 * RANKS, "micro_batch_size": 1},
 }
 
 

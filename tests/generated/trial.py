@@ -150,9 +150,9 @@ def base_of(folder: Path) -> dict[str, Any]:
             "max_length": 96,
             "cache": "off",
         },
-        "train": {"steps": 2, "global_batch": 4, "micro_batch": 2},
+        "train": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 2},
         "strategy": {"name": "single"},
-        "precision": {"compute": "float32"},
+        "precision": {"param_dtype": "float32"},
     }
 
 

@@ -11,7 +11,7 @@ from anygauge.data import Counts, Encoded, Record, RowEncoder
 
 def encoder(tokenizer: Any, form: str, source: dict[str, Any] | None = None, **data: Any) -> Any:
     """An encoder for rows of a form."""
-    section = SourceSection(path="c.jsonl", form=form, **(source or {}))
+    section = SourceSection(path="c.jsonl", format=form, **(source or {}))
     fields = {"max_length": 4096, **data}
     return RowEncoder(section, DataSection(train=section, **fields), tokenizer, field="data.train")
 

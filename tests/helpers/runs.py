@@ -71,8 +71,8 @@ def run_file(folder: Path, **changes: Any) -> Path:
         },
         "train": {
             "steps": 4,
-            "global_batch": 4,
-            "micro_batch": 2,
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
             "optimizer": {"lr": 1.0e-3},
         },
     }

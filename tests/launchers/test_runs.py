@@ -75,7 +75,7 @@ def test_the_losses_are_those_of_one_machine(up: Target, here: Run) -> None:
 def test_two_machines_with_two_ranks_each(up: Target) -> None:
     folder = up.machines.folder
     path = run_file(folder, name="four", strategy={"name": "zero"}, launch=up.launch(devices=2),
-                    train={"global_batch": 8})  # fmt: skip
+                    train={"global_batch_size": 8})  # fmt: skip
     status, out, err = ended(up, path)
     assert status == 0, f"{out}\n{err}"
     results = [

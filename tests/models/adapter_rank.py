@@ -81,7 +81,7 @@ def main(output: Path) -> None:
                 gradient_checkpointing=recompute,
             ),
             optimizer=optimizer_factory(OptimizerSection()),
-            precision=Precision(compute="float32", reduce="float32"),
+            precision=Precision(param_dtype="float32", reduce_dtype="float32"),
             backend=backend,
             rank=rank,
             world_size=world,

@@ -22,7 +22,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """An adapter on a base that is stored in bfloat16."""
     common: dict[str, Any] = {
         "strategy": {"name": "single"},
-        "precision": {"compute": "bfloat16"},
+        "precision": {"param_dtype": "bfloat16"},
         "train": {"steps": 2, "optimizer": {"lr": 2.0e-2}},
     }
     base = trained_here(run_file(tmp_path_factory.mktemp("base"), **common, adapter=None))

@@ -114,7 +114,7 @@ def main(way: str, output: Path) -> None:
     context = BuildContext(
         factory=factory,
         optimizer=optimizer_factory(OptimizerSection()),
-        precision=Precision(compute="float32", reduce="float32"),
+        precision=Precision(param_dtype="float32", reduce_dtype="float32"),
         backend=backend,
         rank=rank,
         world_size=world,

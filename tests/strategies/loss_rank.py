@@ -92,7 +92,7 @@ def main(output: Path) -> None:
             return BuildContext(
                 factory=bare.having("eager", kernels),
                 optimizer=optimizer_factory(OptimizerSection()),
-                precision=Precision(compute="float32", reduce="float32"),
+                precision=Precision(param_dtype="float32", reduce_dtype="float32"),
                 backend=backend,
                 rank=rank,
                 world_size=world,

@@ -120,7 +120,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
         BuildContext(
             factory=factory,
             optimizer=optimizer_factory(OptimizerSection(name=case.optimizer)),
-            precision=Precision(compute="float32", reduce="float32"),
+            precision=Precision(param_dtype="float32", reduce_dtype="float32"),
             backend=backend,
             rank=rank,
             world_size=case.ranks,

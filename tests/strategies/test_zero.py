@@ -71,7 +71,7 @@ class Plain(Backend):
 def config(sizes: ModelSizes | None = None, **changes: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "stage": 3,
-        "precision": Precision(compute="bfloat16", reduce="float32"),
+        "precision": Precision(param_dtype="bfloat16", reduce_dtype="float32"),
         "backend": Plain(),
         "micro_batch": 2,
         "max_norm": 0.5,
@@ -131,7 +131,7 @@ def test_precision_is_said_in_deepspeeds_words() -> None:
     assert found["bf16"] == {"enabled": True}
     assert found["data_types"] == {"grad_accum_dtype": "fp32"}
     assert found["communication_data_type"] == "fp32"
-    half = config(precision=Precision(compute="float16", reduce="float16"))
+    half = config(precision=Precision(param_dtype="float16", reduce_dtype="float16"))
     assert half["fp16"] == {"enabled": True} and "bf16" not in half
 
 

@@ -64,7 +64,7 @@ def main(output: Path) -> None:
             gradient_checkpointing=True,
         ),
         optimizer=optimizer_factory(OptimizerSection()),
-        precision=Precision(compute="bfloat16", reduce="float32"),
+        precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
         backend=backend,
         rank=0,
         world_size=1,

@@ -30,7 +30,7 @@ SECTIONS = {
         name=name,
         lr=lr,
         weight_decay=0.1,
-        lora_plus_ratio=4.0,
+        loraplus_lr_ratio=4.0,
     )
     for name, lr in (
         ("adamw", 5e-3),
@@ -67,7 +67,7 @@ def train(section: OptimizerSection, strategy: Strategy, backend: Backend) -> di
                 gradient_checkpointing=False,
             ),
             optimizer=optimizer,
-            precision=Precision(compute="float32", reduce="float32"),
+            precision=Precision(param_dtype="float32", reduce_dtype="float32"),
             backend=backend,
             rank=0,
             world_size=1,

@@ -52,7 +52,7 @@ def test_a_streamed_run_is_the_prepared_one(folder: Path, prepared: Run) -> None
 
 
 def test_grouped_rows_are_all_read(folder: Path, prepared: Run) -> None:
-    grouped = run(folder, "grouped", eval_fraction=0.2, length_grouping=True)
+    grouped = run(folder, "grouped", eval_fraction=0.2, group_by_length=True)
     assert sum(grouped.steps("tokens")) == sum(prepared.steps("tokens"))
     assert grouped.steps("tokens")[0] == max(grouped.steps("tokens"))
 
@@ -71,7 +71,7 @@ def test_two_ranks_share_what_one_read(folder: Path, prepared: Run, streaming: b
         folder,
         name=f"two-{streaming}",
         data={"eval_fraction": 0.2, "streaming": streaming, "cache": str(folder / "another")},
-        train={"epochs": 1, "steps": None, "global_batch": 4, "micro_batch": 2},
+        train={"epochs": 1, "steps": None, "global_batch_size": 4, "micro_batch_size": 2},
     )
     both = trained(path, "--devices", "2")
     assert both.steps("tokens") == prepared.steps("tokens")

@@ -79,8 +79,8 @@ COSTLY = pytest.mark.slow
     [
         (("--set", "train.seed=5"), "train.seed (before: 0; now: 5)"),
         pytest.param(
-            ("--set", "train.global_batch=8"),
-            "train.global_batch (before: 4; now: 8)",
+            ("--set", "train.global_batch_size=8"),
+            "train.global_batch_size (before: 4; now: 8)",
             marks=COSTLY,
         ),
         pytest.param(("--set", "adapter.r=8"), "adapter", marks=COSTLY),

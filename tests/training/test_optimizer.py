@@ -52,7 +52,7 @@ def test_b_factors_learn_faster_at_every_rate_that_is_set(name: str) -> None:
         "e.lora_embedding_B.default",
         "my_lora_Bias.weight",
     )
-    section = OptimizerSection(name=name, lr=0.5, lora_plus_ratio=16)
+    section = OptimizerSection(name=name, lr=0.5, loraplus_lr_ratio=16)
     made = optimizer_factory(section)(parameters)
     names = {id(p): n for n, p in parameters}
 
@@ -77,10 +77,10 @@ def test_groups_keep_the_models_order() -> None:
 
 
 def test_lora_plus_without_b_factors_is_refused() -> None:
-    with pytest.raises(RunFileError, match="lora_plus_ratio: no trained parameter is a B factor"):
-        parameter_groups(OptimizerSection(lora_plus_ratio=2), named("x.weight"))
-    section = {"optimizer": {"lora_plus_ratio": 2}}
-    with pytest.raises(RunFileError, match=r"lora_plus_ratio: .* no adapter section"):
+    with pytest.raises(RunFileError, match="loraplus_lr_ratio: no trained parameter is a B factor"):
+        parameter_groups(OptimizerSection(loraplus_lr_ratio=2), named("x.weight"))
+    section = {"optimizer": {"loraplus_lr_ratio": 2}}
+    with pytest.raises(RunFileError, match=r"loraplus_lr_ratio: .* no adapter section"):
         checks.check_optimizer(run(train=section), need_software=False)
     checks.check_optimizer(run(train=section, adapter={}), need_software=False)
 

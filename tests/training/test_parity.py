@@ -22,29 +22,33 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One process, the whole batch in one forward."""
     folder = tmp_path_factory.mktemp("reference")
     return trained_here(
-        run_file(folder, strategy={"name": "single"}, train={"micro_batch": 4, "clip": 0.05})
+        run_file(
+            folder,
+            strategy={"name": "single"},
+            train={"micro_batch_size": 4, "max_grad_norm": 0.05},
+        )
     )
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero on 2 ranks": (2, {"train": {"micro_batch": 2}}),
-    "zero on 2 ranks with accumulation": (2, {"train": {"micro_batch": 1}}),
+    "zero on 2 ranks": (2, {"train": {"micro_batch_size": 2}}),
+    "zero on 2 ranks with accumulation": (2, {"train": {"micro_batch_size": 1}}),
 }
 SLOW_CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero on 1 rank with accumulation": (1, {"train": {"micro_batch": 1}}),
+    "zero on 1 rank with accumulation": (1, {"train": {"micro_batch_size": 1}}),
     "no gradient checkpointing": (
         2,
-        {"train": {"micro_batch": 2, "gradient_checkpointing": False}},
+        {"train": {"micro_batch_size": 2, "gradient_checkpointing": False}},
     ),
     **{
-        f"stage {stage}": (2, {"strategy": {"stage": stage}, "train": {"micro_batch": 1}})
+        f"stage {stage}": (2, {"strategy": {"stage": stage}, "train": {"micro_batch_size": 1}})
         for stage in (0, 1, 2)
     },
 }
 
 
 def test_accumulation_changes_nothing(reference: Run, tmp_path: Path) -> None:
-    changes = {"micro_batch": 1, "clip": 0.05}
+    changes = {"micro_batch_size": 1, "max_grad_norm": 0.05}
     run = trained_here(run_file(tmp_path, strategy={"name": "single"}, train=changes))
     assert run.steps("loss") == pytest.approx(reference.steps("loss"), rel=TOLERANCE)
     assert run.steps("grad_norm") == pytest.approx(reference.steps("grad_norm"), rel=1e-3)
@@ -55,7 +59,7 @@ def test_accumulation_changes_nothing(reference: Run, tmp_path: Path) -> None:
 )
 def test_same_losses(case: str, reference: Run, tmp_path: Path) -> None:
     devices, changes = {**CASES, **SLOW_CASES}[case]
-    changes["train"]["clip"] = 0.05
+    changes["train"]["max_grad_norm"] = 0.05
     run = trained(run_file(tmp_path, **changes), "--devices", str(devices))
     assert run.steps("loss") == pytest.approx(reference.steps("loss"), rel=TOLERANCE)
     assert run.steps("grad_norm") == pytest.approx(reference.steps("grad_norm"), rel=1e-3)
@@ -66,7 +70,7 @@ def test_same_losses(case: str, reference: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_all_weights_on_zero_and_single(compute: str, tmp_path: Path) -> None:
-    shared: dict[str, Any] = {"adapter": None, "precision": {"compute": compute}}
+    shared: dict[str, Any] = {"adapter": None, "precision": {"param_dtype": compute}}
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one = trained_here(run_file(tmp_path / "a", **shared, strategy={"name": "single"}))

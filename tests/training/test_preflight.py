@@ -305,9 +305,9 @@ SETTINGS: list[tuple[dict[str, Any], type[AnygaugeError], str]] = [
     ({"strategy": {"options": {"cpu_offload": True}}}, UnsupportedError, "offloaded optimizer"),
     ({"strategy": {"name": "single", "options": {"a": 1}}}, RunFileError, "has none, but got a"),
     (
-        {"strategy": {"stage": 0}, "precision": {"compute": "bfloat16"}},
+        {"strategy": {"stage": 0}, "precision": {"param_dtype": "bfloat16"}},
         UnsupportedError,
-        "Set precision.reduce",
+        "Set precision.reduce_dtype",
     ),
 ]
 

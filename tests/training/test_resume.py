@@ -30,7 +30,7 @@ PATIENCE_S = 240.0
 
 
 def lengths(steps: int, **more: Any) -> dict[str, Any]:
-    return {**CONSTANT, "steps": steps, "micro_batch": 1, **more}
+    return {**CONSTANT, "steps": steps, "micro_batch_size": 1, **more}
 
 
 def undisturbed(folder: Path, steps: int, **changes: Any) -> Run:
@@ -74,7 +74,7 @@ def test_other_ranks_and_another_strategy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_from_single_to_zero_with_all_weights_in_bfloat16(tmp_path: Path) -> None:
     """Masters keep the digits that bfloat16 weights lack, and odd sizes are padded per rank."""
-    changes: dict[str, Any] = {"adapter": None, "precision": {"compute": "bfloat16"}}
+    changes: dict[str, Any] = {"adapter": None, "precision": {"param_dtype": "bfloat16"}}
     file = run_file(
         tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"}, **changes
     )
@@ -171,7 +171,7 @@ def test_a_run_that_is_complete_stays_so(tmp_path: Path) -> None:
     ("change", "named"),
     [
         ("train.seed=1", "train.seed (before: 0; now: 1)"),
-        ("train.global_batch=8", "train.global_batch (before: 4; now: 8)"),
+        ("train.global_batch_size=8", "train.global_batch_size (before: 4; now: 8)"),
         ("adapter.r=8", "adapter"),
         ("data.max_length=80", "data and its order"),
     ],

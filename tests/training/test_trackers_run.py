@@ -29,7 +29,7 @@ def test_everything_reaches_a_tracker(tmp_path: Path) -> None:
             tmp_path,
             strategy={"name": "single"},
             data={"eval_fraction": 0.2},
-            train={"system_every_s": 0.05, "optimizer": {"name": "lion", "lora_plus_ratio": 4}},
+            train={"system_every_s": 0.05, "optimizer": {"name": "lion", "loraplus_lr_ratio": 4}},
             trackers=["jsonl"],
             tracker_options={"jsonl": {"path": str(lines)}},
         )
@@ -56,7 +56,11 @@ def test_a_run_that_fails_is_closed_as_failed(tmp_path: Path) -> None:
                 tmp_path,
                 strategy={"name": "single"},
                 adapter=None,
-                train={"system_every_s": 0, "clip": 0, "optimizer": {"name": "sgd", "lr": 1e6}},
+                train={
+                    "system_every_s": 0,
+                    "max_grad_norm": 0,
+                    "optimizer": {"name": "sgd", "lr": 1e6},
+                },
                 trackers=["jsonl"],
                 tracker_options={"jsonl": {"path": str(lines)}},
             )

@@ -43,7 +43,7 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
     return {
         "adapter": adapter,
         "train.seed": run.train.seed,
-        "train.global_batch": run.train.global_batch,
+        "train.global_batch_size": run.train.global_batch_size,
         "train.optimizer.name": run.train.optimizer.name,
     }
 

@@ -23,10 +23,10 @@ def check_optimizer(run: RunFile, *, need_software: bool) -> None:
         RunFileError: says which field to change.
     """
     section, strategy = run.train.optimizer, run.strategy
-    if section.lora_plus_ratio is not None and run.adapter is None:
+    if section.loraplus_lr_ratio is not None and run.adapter is None:
         raise RunFileError(
-            "train.optimizer.lora_plus_ratio: is for the B factors of an adapter, but the run has "
-            "no adapter section; remove it, or add one"
+            "train.optimizer.loraplus_lr_ratio: is for the B factors of an adapter, but the run "
+            "has no adapter section; remove it, or add one"
         )
     if section.name == "adafactor" and strategy.name == "zero" and strategy.stage > 0:
         raise RunFileError(

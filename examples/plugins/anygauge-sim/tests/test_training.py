@@ -61,7 +61,7 @@ def test_zero_on_cards_is_zero_on_the_host_bit_for_bit(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_eight_cards(folder: Path) -> None:
-    batch = {"train": {"steps": 4, "global_batch": 8, "micro_batch": 1}}
+    batch = {"train": {"steps": 4, "global_batch_size": 8, "micro_batch_size": 1}}
     eight = zero(folder, "eight", 8, dtype="float32", changes=batch)
     one = train(SIM, folder, "one", strategy="single", ranks=1, dtype="float32", changes=batch)
     assert eight.losses == pytest.approx(one.losses, rel=1e-4)
