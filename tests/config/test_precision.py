@@ -42,14 +42,14 @@ def test_asked_for_and_slow_is_granted_asked_for_and_unsupported_is_refused() ->
 def test_auto_counts_on_what_opening_may_settle() -> None:
     section = PrecisionSection()
     unknown = Support(Level.DEPENDS, "newer cards have it")
-    assert resolve_precision(section, lambda name: unknown).compute == "bfloat16"
+    assert resolve_precision(section, lambda name: unknown).param_dtype == "bfloat16"
     known = {"bfloat16": NONE, "float16": FULL}
-    assert resolve_precision(section, known.__getitem__).compute == "float16"
+    assert resolve_precision(section, known.__getitem__).param_dtype == "float16"
 
 
 def test_auto_leaves_alone_what_works_at_a_price() -> None:
     found = resolve({"float32"}, {"bfloat16", "float16"})
-    assert (found.compute, found.why) == ("float32", "auto: the best of float32")
+    assert (found.param_dtype, found.why) == ("float32", "auto: the best of float32")
 
 
 def test_reduction_follows_compute_when_told_to() -> None:
