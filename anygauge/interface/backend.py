@@ -174,8 +174,9 @@ class Probe:
         return "; ".join(f.detail for _, f in parts if f.presence is Presence.YES) or "always there"
 
 
-API_VERSION = 0
-"""Version of this contract. 0 is provisional: it may change between releases."""
+API_VERSION = 1
+"""Version of this contract: one more with each change that a plugin has to follow, which
+docs/migrating.md lists. A plugin written for another is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -299,10 +299,7 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], origin: str) -> None:
         )
     title = f"{kind.__name__} {spec.name!r}"
     if spec.api_version != API_VERSION:
-        raise PluginError(
-            f"{title} is written for API version {spec.api_version!r}, and this anygauge has "
-            f"API version {API_VERSION}; install a release of {origin.split()[0]} made for it"
-        )
+        raise PluginError(f"{title} {_another_version(spec.api_version, origin)}")
     if not isinstance(spec.name, str) or not _NAME.fullmatch(spec.name):
         raise PluginError(f"{title}: a name is letters, digits, '.', '_' and '-'")
     if not isinstance(spec.factory, str) or not _FACTORY.fullmatch(spec.factory):
@@ -314,6 +311,20 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], origin: str) -> None:
             raise PluginError(f"{title}: probe {spec.probe!r} cannot be called")
         if not isinstance(spec.priority, int):
             raise PluginError(f"{title}: priority {spec.priority!r} is not an integer")
+
+
+def _another_version(found: Any, origin: str) -> str:
+    """What is wrong with a spec's ``api_version``, and what to do about it."""
+    distribution = origin.split()[0]
+    remedy = f"Install a release of {distribution} made for it"
+    if isinstance(found, int) and found > API_VERSION:
+        remedy = f"Install a newer anygauge, or a release of {distribution} made for this one"
+    elif isinstance(found, int):
+        remedy += "; what moved for its author is in docs/migrating.md"
+    return (
+        f"is written for version {found!r} of the plugin contract (API_VERSION), and this anygauge "
+        f"has version {API_VERSION}. {remedy}"
+    )
 
 
 def _flat(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from anygauge_hpu.probe import probe
 from anygauge_hpu.software import why_missing
 
 # Written out, not taken from the interface: it must not move along when the contract does.
-WRITTEN_FOR = 0
+WRITTEN_FOR = 1
 
 
 @hookimpl

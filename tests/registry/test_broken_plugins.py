@@ -37,8 +37,10 @@ BROKEN: dict[str, dict[str, Any]] = {
 }
 IN_THE_LIST = {
     "cannot be imported": "ModuleNotFoundError: No module named 'no_such_module'",
-    "is written for an old API": f"is written for API version {OLD}, and this anygauge has API "
-    f"version {API_VERSION}; install a release of bad-dist made for it",
+    "is written for an old API": "BackendSpec 'bad' is written for "
+    f"version {OLD} of the plugin contract (API_VERSION), and this anygauge has version "
+    f"{API_VERSION}. Install a release of bad-dist made for it; what moved for its author is in "
+    "docs/migrating.md",
     "claims a name twice": "bad-dist 0.3 (plugin 'bad')",
     "misspells a hook": "anygauge_provides_backends",
     "has a probe that raises": "the probe raised OSError: no permission (fake_bad.py",

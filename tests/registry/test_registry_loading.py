@@ -168,7 +168,10 @@ def test_hook_that_gives_no_specs(good, install, load, body, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"api_version": "API_VERSION + 1"}, "API version 1"),
+        ({"api_version": "API_VERSION + 1"}, "version 2 of the plugin contract"),
+        ({"api_version": "API_VERSION + 1"}, "Install a newer anygauge, or a release of bad-dist"),
+        ({"api_version": "API_VERSION - 1"}, "what moved for its author is in docs/migrating.md"),
+        ({"api_version": "'1'"}, "for version '1' of"),
         ({"name": "auto"}, "'auto' is reserved"),
         ({"name": "two words"}, "a name is letters"),
         ({"factory": "fake_bad.Fake"}, "must read 'package.module:name'"),

@@ -8,7 +8,7 @@ from anygauge.interface import BackendSpec, hookimpl
 from anygauge_sim.probe import probe
 
 # Written out, not taken from the interface: it must not move along when the contract does.
-WRITTEN_FOR = 0
+WRITTEN_FOR = 1
 
 
 @hookimpl
