@@ -82,7 +82,7 @@ def main(
         if job.run_text:
             claim(job, node_rank)
             again = True
-        if job.nodes > 1:
+        if job.launch.nodes > 1:
             _keep_log(job.start_directory / "logs" / f"agent{node_rank}.log")
         if job.working_directory:
             os.chdir(job.working_directory)
@@ -99,7 +99,7 @@ def main(
         nodes = meet(job, outbox, node_rank, host, arguments.head, settings, asked, fabric=fabric)
         if job.run_text:
             bring_run_file(job)
-        if network and node_rank == 0 and job.nodes > 1:
+        if network and node_rank == 0 and job.launch.nodes > 1:
             nodes.send("message", level="info", text=network)
         while True:
             meeting = file_of(nodes.rendezvous)
@@ -158,7 +158,7 @@ def _once_more(job: Job, nodes: Nodes) -> str:
     assert nodes.verdict is not None
     return (
         f"{nodes.verdict.cause}\nstarting again from the newest checkpoint (restart "
-        f"{nodes.restarts + 1} of {job.max_restarts}, launch.max_restarts)"
+        f"{nodes.restarts + 1} of {job.launch.max_restarts}, launch.max_restarts)"
     )
 
 
@@ -184,7 +184,7 @@ def meet(
     Raises:
         AnygaugeError: they cannot be found, or do not belong together.
     """
-    if job.nodes == 1:
+    if job.launch.nodes == 1:
         return Nodes(job, outbox)
     from importlib.metadata import version
 
@@ -194,8 +194,8 @@ def meet(
     own = Introduction(
         node_rank=node_rank,
         host=host,
-        nodes=job.nodes,
-        devices_per_node=job.devices_per_node,
+        nodes=job.launch.nodes,
+        devices_per_node=job.launch.devices,
         version=version("anygauge"),
         fabric=fabric,
         settings=settings,
@@ -207,9 +207,9 @@ def meet(
             "that is submitted by hand, put a long random text into its field token"
         )
     address = read_head(head, os.environ)
-    if not 0 <= node_rank < job.nodes:
+    if not 0 <= node_rank < job.launch.nodes:
         raise AnygaugeError(
-            f"{host} was started as node {node_rank}; the job has nodes 0 to {job.nodes - 1}"
+            f"{host} was started as node {node_rank}; the job has nodes 0 to {job.launch.nodes - 1}"
         )
     return (
         Head(job, outbox, own, address, asked)

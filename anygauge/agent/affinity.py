@@ -18,14 +18,14 @@ def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tu
     Raises:
         NotAvailableError: binding was asked for by name, and cannot be.
     """
-    wanted = profile.binding if job.binding == "auto" else job.binding
-    count = job.devices_per_node
+    wanted = profile.binding if job.launch.binding == "auto" else job.launch.binding
+    count = job.launch.devices
     if wanted != "cores" or count == 1:
         return {}
     shares = {rank: node.cores_of_rank(rank, count) for rank in range(count)}
     if all(shares.values()):
         return shares
-    if job.binding == "cores":
+    if job.launch.binding == "cores":
         raise NotAvailableError(
             f"launch.binding: cores: {node.hostname} has {node.physical_cores} physical cores for "
             f"{count} ranks, or cores of several kinds; auto binds where it can"

@@ -34,7 +34,7 @@ class NodeEnvironment:
         self._inherited = inherited
         self._by_rank = {
             rank: resolve_environment(registry, backend, job, node, rank, inherited)
-            for rank in range(job.devices_per_node)
+            for rank in range(job.launch.devices)
         }
         write_provenance(job.start_directory / f"environment-node{node_rank}.json", self._by_rank)
 

@@ -59,7 +59,7 @@ class Head(Nodes):
         self._told: set[Order] = set()
         self._beat = time.monotonic()
         self._store: socket.socket | None = None
-        with Door(*address, job.token, job.nodes) as door:
+        with Door(*address, job.token, job.launch.nodes) as door:
             try:
                 self._gather(door, own, asked)
             except AnygaugeError as error:
@@ -97,7 +97,7 @@ class Head(Nodes):
                     break
             if rank not in self._reports:
                 self._look_after(rank, member, now)
-        if self.verdict is None and len(self._reports) == self._job.nodes:
+        if self.verdict is None and len(self._reports) == self._job.launch.nodes:
             reports = [self._reports[rank] for rank in sorted(self._reports)]
             self.verdict = self._once_more(settle(reports))
             self._send_all("verdict", **asdict(self.verdict))
@@ -149,8 +149,8 @@ class Head(Nodes):
             member.link.send(kind, **fields)
 
     def _gather(self, door: Door, own: Introduction, asked: Sequence[object]) -> None:
-        deadline = time.monotonic() + self._job.join_timeout_s
-        while len(self._members) < self._job.nodes - 1:
+        deadline = time.monotonic() + self._job.launch.join_timeout_s
+        while len(self._members) < self._job.launch.nodes - 1:
             now = time.monotonic()
             if now > deadline:
                 raise AnygaugeError(self._missing(door.where))
@@ -184,11 +184,11 @@ class Head(Nodes):
         self._members[other.node_rank] = joined
 
     def _missing(self, where: str) -> str:
-        missing = [r for r in range(1, self._job.nodes) if r not in self._members]
+        missing = [r for r in range(1, self._job.launch.nodes) if r not in self._members]
         here = ", ".join(f"node {rank} ({m.host})" for rank, m in sorted(self._members.items()))
         return (
-            f"{len(missing)} of {self._job.nodes} nodes did not join within "
-            f"{self._job.join_timeout_s:g} s (launch.join_timeout_s): "
+            f"{len(missing)} of {self._job.launch.nodes} nodes did not join within "
+            f"{self._job.launch.join_timeout_s:g} s (launch.join_timeout_s): "
             f"{', '.join(f'node {rank}' for rank in missing)} missing"
             + (f"; {here} joined" if here else "")
             + ". Their logs (logs/agentN.log) say whether they started; if they did, they cannot "
@@ -214,7 +214,7 @@ class Head(Nodes):
             self.tell(order, self.signum)
 
     def _look_after(self, rank: int, member: Joined, now: float) -> None:
-        link, limit = member.link, self._job.lost_after_s
+        link, limit = member.link, self._job.launch.lost_after_s
         silent = now - link.heard
         if not link.closed and silent <= limit:
             return

@@ -119,7 +119,7 @@ class Member(Nodes):
         self._link.shut()
 
     def _join(self, head: tuple[str, int], asked: Sequence[object]) -> Link:
-        deadline = time.monotonic() + self._job.join_timeout_s
+        deadline = time.monotonic() + self._job.launch.join_timeout_s
         trouble = "nothing answered"
         while time.monotonic() < deadline:
             if asked:
@@ -133,7 +133,7 @@ class Member(Nodes):
             link = Link(connection, "the head")
             join = {"clock": time.time(), "introduction": asdict(self._own)}
             application = Application(link, self._job.token, join)
-            answer = _answer(application, self._job.lost_after_s, asked)
+            answer = _answer(application, self._job.launch.lost_after_s, asked)
             if link.why == UNPROVEN:
                 raise AnygaugeError(
                     f"what listens at {head[0]}:{head[1]} is not the head of this job, or does not "
@@ -160,7 +160,7 @@ class Member(Nodes):
             )
         raise AnygaugeError(
             f"node {self._own.node_rank} ({self._own.host}) could not join the head at "
-            f"{head[0]}:{head[1]} within {self._job.join_timeout_s:g} s "
+            f"{head[0]}:{head[1]} within {self._job.launch.join_timeout_s:g} s "
             f"(launch.join_timeout_s): {trouble}. Is the agent of node 0 running, and may this "
             "node connect to that port?"
         )
@@ -188,7 +188,7 @@ class Member(Nodes):
 
     def _look_after(self, now: float) -> None:
         """Without its head, a node ends."""
-        link, limit = self._link, self._job.lost_after_s
+        link, limit = self._link, self._job.launch.lost_after_s
         if self._lost is not None:
             text = self._lost
         elif link.closed:

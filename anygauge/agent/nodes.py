@@ -134,7 +134,8 @@ class Nodes:
 
     def _once_more(self, verdict: Verdict) -> Verdict:
         """The verdict, or ``again`` in its place where the ranks may be started once more."""
-        if verdict.state != "failed" or verdict.final or self.restarts >= self._job.max_restarts:
+        used_up = self.restarts >= self._job.launch.max_restarts
+        if verdict.state != "failed" or verdict.final or used_up:
             return verdict
         return replace(verdict, state="again", rendezvous=self._next_rendezvous())
 

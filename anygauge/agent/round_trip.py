@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Check, Job, Outcome
+from anygauge.interface import AnygaugeError, Check, Job, LaunchSettings, Outcome
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.processes import die_with_parent
@@ -46,10 +46,8 @@ def measure(
             run_directory=folder,
             run_file="",
             backend=backend,
-            strategy="zero",
-            devices_per_node=ranks,
+            launch=LaunchSettings(devices=ranks, collective_timeout_s=COLLECTIVE_TIMEOUT_S),
             rendezvous=f"file://{folder}/rendezvous",
-            collective_timeout_s=COLLECTIVE_TIMEOUT_S,
             token=secrets.token_hex(16),
             backend_options=dict(options),
         )
@@ -121,7 +119,7 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
             rendezvous=job.rendezvous,
             rank=rank,
             world_size=world_size,
-            timeout_s=job.collective_timeout_s,
+            timeout_s=job.launch.collective_timeout_s,
             device=device,
             secret=job.token,
         )

@@ -35,7 +35,7 @@ _LIMITS = "launch.collective_timeout_s and the grace time"
 
 def rank_numbers(job: Job, node_rank: int, local_rank: int) -> dict[str, str]:
     """The variables that tell a process which rank of the job it is, as torchrun names them."""
-    count = job.devices_per_node
+    count = job.launch.devices
     return {
         "RANK": str(node_rank * count + local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -87,7 +87,7 @@ class Supervisor:
         self._first_finish: float | None = None
         self._finish_told = 0.0
         self._reported = False
-        self._limit_s = job.collective_timeout_s + grace_s
+        self._limit_s = job.launch.collective_timeout_s + grace_s
         self._then = ""  # what the ranks were in when the first of them failed
         self._cancelled_by: int | None = None
         self._cancelled_at: float | None = None  # since the epoch: compared with failures
@@ -127,7 +127,7 @@ class Supervisor:
 
     def _start(self) -> None:
         directory = self._job.start_directory
-        count = self._job.devices_per_node
+        count = self._job.launch.devices
         for local_rank in range(count):
             if self._signals:
                 return
@@ -341,7 +341,7 @@ class Supervisor:
 
     def _report(self) -> Report:
         """What became of the ranks."""
-        complete = len(self._ranks) == self._job.devices_per_node
+        complete = len(self._ranks) == self._job.launch.devices
         in_order = complete and all(rank.stopped_in_order for rank in self._ranks)
         return Report(
             node_rank=self._node_rank,

@@ -41,8 +41,8 @@ def show(intent: Intent) -> None:
     job, run = intent.job, intent.run
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold", markup=False)
     console.print(
-        f"  backend {job.backend}, strategy {job.strategy}, {job.nodes} x {job.devices_per_node} "
-        f"ranks, launcher {run.launch.launcher}",
+        f"  backend {job.backend}, strategy {job.strategy}, {job.launch.nodes} x "
+        f"{job.launch.devices} ranks, launcher {run.launch.launcher}",
         markup=False,
     )
     for name, reason in intent.selection.rejected:
@@ -58,8 +58,8 @@ def show(intent: Intent) -> None:
     console.print("\n[bold]Environment[/bold] of each rank, decided before torch is imported")
     if apart:
         console.print("  as it would be here; the job's machines decide for themselves")
-    ranks = shown_ranks(job.devices_per_node)
-    if len(ranks) < job.devices_per_node:
+    ranks = shown_ranks(job.launch.devices)
+    if len(ranks) < job.launch.devices:
         console.print(f"  of ranks 0 to {ranks[-2]} and {ranks[-1]} of a machine")
     console.print(environment_table(rank_environments(intent)))
     console.print("\n[bold]Engine configuration[/bold]")
@@ -68,12 +68,12 @@ def show(intent: Intent) -> None:
     _show_kernels(console, intent, backend)
     _show_plan(console, intent)
     console.print(
-        f"  each agent starts {job.devices_per_node}: python -m anygauge.training.worker",
+        f"  each agent starts {job.launch.devices}: python -m anygauge.training.worker",
         markup=False,
     )
     first, last = (
         rank_numbers(job, node, local)
-        for node, local in ((0, 0), (job.nodes - 1, job.devices_per_node - 1))
+        for node, local in ((0, 0), (job.launch.nodes - 1, job.launch.devices - 1))
     )
     numbers = (
         f"{name}={value}" if value == last[name] else f"{name}={value}..{last[name]}"

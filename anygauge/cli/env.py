@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.plan import BackendOption, DevicesOption, Intent, NodesOption, SetOption
-from anygauge.interface import Job, RunFileError, Setting
+from anygauge.interface import Job, LaunchSettings, RunFileError, Setting
 
 if TYPE_CHECKING:
     from anygauge.interface import Backend, Node
@@ -55,10 +55,10 @@ def env(
 ) -> None:
     """Show the environment that a run would get, and why. Needs no device, imports no torch."""
     registry, job = _job(run_file, backend, devices, nodes, set_)
-    ranks = range(job.devices_per_node) if local_rank is None else (local_rank,)
-    if local_rank is not None and not 0 <= local_rank < job.devices_per_node:
+    ranks = range(job.launch.devices) if local_rank is None else (local_rank,)
+    if local_rank is not None and not 0 <= local_rank < job.launch.devices:
         raise typer.BadParameter(
-            f"{local_rank} is not a rank of this machine: 0 to {job.devices_per_node - 1}",
+            f"{local_rank} is not a rank of this machine: 0 to {job.launch.devices - 1}",
             param_hint="--local-rank",
         )
     by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
@@ -80,7 +80,7 @@ def env(
             typer.echo(f"# {rule['name']}: {rule['here']}: {rule['why']} [{rule['source']}]")
     else:
         console.print(
-            f"Backend {job.backend}, {job.nodes} x {job.devices_per_node} ranks. "
+            f"Backend {job.backend}, {job.launch.nodes} x {job.launch.devices} ranks. "
             "Precedence: your own variable, run file, site hook, backend."
         )
         console.print(environment_table(by_rank, values=show_values))
@@ -163,15 +163,15 @@ def _job(
             raise RunFileError(
                 "--set changes a run file: name one, anygauge env RUN.yaml --set ..."
             )
-        selection = select_backend(registry, backend or "auto", need_device=False)
+        from anygauge.config import StrategySection
+
         job = Job(
             name="env",
             run_directory=str(Path.cwd()),
             run_file="",
-            backend=selection.spec.name,
-            strategy="zero",
-            nodes=nodes or 1,
-            devices_per_node=devices or 1,
+            backend=select_backend(registry, backend or "auto", need_device=False).spec.name,
+            strategy=StrategySection().name,
+            launch=LaunchSettings(nodes=nodes or 1, devices=devices or 1),
             rendezvous="file:///none",
         )
         return registry, job
@@ -183,20 +183,16 @@ def _job(
         "launch.nodes": nodes,
     }
     run = load_run_file(run_file, list(set_ or ()), flags).run
-    selection = select_backend(registry, run.backend, need_device=False)
     job = Job(
         name=run.name,
         run_directory=str(Path(run.output).absolute() / run.name),
         run_file=str(run_file),
-        backend=selection.spec.name,
+        backend=select_backend(registry, run.backend, need_device=False).spec.name,
         strategy=run.strategy.name,
-        nodes=run.launch.nodes,
-        devices_per_node=run.launch.devices,
+        launch=run.launch.settings(),
         rendezvous="file:///none",
         environment=run.environment,
         backend_options=run.backend_options,
-        fabric=run.launch.fabric,
-        binding=run.launch.binding,
     )
     return registry, job
 
@@ -214,7 +210,7 @@ def rank_environments(intent: Intent) -> dict[int, list[ResolvedSetting]]:
     """Local rank -> its settings, for the `shown_ranks` of this machine."""
     return {
         rank: _resolve(intent.registry, intent.job, rank)
-        for rank in shown_ranks(intent.job.devices_per_node)
+        for rank in shown_ranks(intent.job.launch.devices)
     }
 
 

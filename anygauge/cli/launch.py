@@ -176,7 +176,7 @@ def _without_secrets(intent: Intent) -> tuple[Intent, list[str]]:
         dataclasses.replace(
             intent,
             loaded=dataclasses.replace(intent.loaded, run=run),
-            job=dataclasses.replace(job, environment=kept, pass_environment=tuple(names)),
+            job=dataclasses.replace(job, environment=kept, launch=launch.settings()),
         ),
         secret,
     )

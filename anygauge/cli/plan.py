@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anygauge.interface import Job, RunFileError
+from anygauge.interface import Job, RunFileError, named_fabric
 
 if TYPE_CHECKING:
     from anygauge.config import LoadedRun
-    from anygauge.interface import Backend, LaunchProfile, Plan
+    from anygauge.interface import Plan
     from anygauge.registry import Registry, Selection
 
 RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
@@ -103,7 +103,7 @@ def read_intent(
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
     accumulation(run.train.global_batch_size, run.train.sequences_at_once(ranks), ranks)
     selection = select_backend(registry, run.backend, need_device=need_device)
-    profile = profile_of(registry.create_backend(selection.spec.name, run.backend_options), run)
+    backend = registry.create_backend(selection.spec.name, run.backend_options)
     folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")
     job = Job(
         name=run.name,
@@ -111,26 +111,18 @@ def read_intent(
         run_file=str(folder / "run.yaml"),
         backend=selection.spec.name,
         strategy=run.strategy.name,
-        nodes=run.launch.nodes,
-        devices_per_node=run.launch.devices,
+        launch=run.launch.settings(),
         rendezvous=f"file://{folder / RENDEZVOUS}",
-        collective_timeout_s=run.launch.collective_timeout_s,
         stop_grace_s=run.checkpoint.grace_s,
         working_directory="" if launcher.apart else str(Path.cwd()),
         id=secrets.token_hex(8),
         token=secrets.token_hex(16),
-        max_restarts=run.launch.max_restarts,
-        port=run.launch.port,
-        pass_environment=tuple(run.launch.pass_environment),
-        join_timeout_s=run.launch.join_timeout_s,
-        lost_after_s=min(run.launch.lost_after_s, 2 * run.launch.collective_timeout_s),
-        fabric=run.launch.fabric,
-        binding=run.launch.binding,
         takes_over=run.checkpoint.resume == "auto",
         run_text=dump_run(run.model_copy(update={"backend": selection.spec.name}))
         if launcher.apart
         else "",
-        profile=profile,
+        profile=backend.launch,
+        network=named_fabric(backend.fabrics, run.launch.fabric),
         environment=run.environment,
         backend_options=run.backend_options,
     )
@@ -153,25 +145,6 @@ def refuse_too_many(nodes: int, devices: int) -> None:
             f"most {MOST_RANKS:,} are started. Give the devices of one machine in launch.devices "
             "(--devices), and the machines in launch.nodes (--nodes)"
         )
-
-
-def profile_of(backend: Backend, run: Any) -> LaunchProfile:
-    """What containers need, those for the network that was asked for included.
-
-    Raises:
-        RunFileError: the backend does not have that network.
-    """
-    from anygauge.interface import named_fabric
-
-    if run.launch.fabric == "auto":
-        return backend.launch
-    fabric = named_fabric(backend.fabrics, run.launch.fabric)
-    return replace(
-        backend.launch,
-        fabric=fabric.name,
-        fabric_resource=fabric.resource,
-        capabilities=(*backend.launch.capabilities, *fabric.capabilities),
-    )
 
 
 def refuse_secrets(run: Any) -> None:

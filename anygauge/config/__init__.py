@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from anygauge.config.load import LoadedRun, check_folders, check_paths, load_run_file
     from anygauge.config.origin import Origin
     from anygauge.config.reference import reference_markdown
-    from anygauge.config.schema import RunFile
+    from anygauge.config.schema import RunFile, StrategySection
 
 __all__ = [
     "LoadedRun",
     "Origin",
     "RunFile",
+    "StrategySection",
     "check_folders",
     "check_paths",
     "dump_run",
@@ -31,6 +32,7 @@ _HOMES = {
     "LoadedRun": "load",
     "Origin": "origin",
     "RunFile": "schema",
+    "StrategySection": "schema",
     "check_folders": "load",
     "check_paths": "load",
     "dump_run": "dump",

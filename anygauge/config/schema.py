@@ -20,6 +20,7 @@ from anygauge.config.section_train import (
     ScheduleSection,
     TrainSection,
 )
+from anygauge.interface import LaunchSettings
 
 __all__ = [
     "AdapterGroup",
@@ -69,47 +70,58 @@ class StrategySection(Section):
     )
 
 
+_LAUNCH = LaunchSettings()
+
+
 class LaunchSection(Section):
     """Where and how ranks are started."""
 
     launcher: str = Field("local", description="Name of the launcher.")
-    nodes: Positive = Field(1, description="Machines.")
-    devices: Positive = Field(1, description="Ranks per machine, one per device.")
+    nodes: Positive = Field(_LAUNCH.nodes, description="Machines.")
+    devices: Positive = Field(_LAUNCH.devices, description="Ranks per machine, one per device.")
     collective_timeout_s: Seconds = Field(
-        600.0,
+        _LAUNCH.collective_timeout_s,
         description="A collective that hangs longer ends the run, and so does a rank that neither "
         "works nor reports for longer.",
     )
     join_timeout_s: Seconds = Field(
-        300.0, description="Seconds that the agents of all machines have to find each other."
+        _LAUNCH.join_timeout_s,
+        description="Seconds that the agents of all machines have to find each other.",
     )
     lost_after_s: Seconds = Field(
-        60.0,
+        _LAUNCH.lost_after_s,
         description="Silence after which a machine is lost; counts no more than twice "
         "collective_timeout_s.",
     )
     fabric: str = Field(
-        "auto",
+        _LAUNCH.fabric,
         description="Network between machines: a name of the backend's "
         "(`anygauge env --explain` lists them), or auto.",
     )
     binding: Literal["auto", "cores", "none"] = Field(
-        "auto",
+        _LAUNCH.binding,
         description="cores: each rank of a machine gets an equal share of whole cores; auto: as "
         "the backend has it.",
     )
     max_restarts: NonNegative = Field(
-        0,
+        _LAUNCH.max_restarts,
         description="How often ranks are started again from the newest checkpoint after a failure.",
     )
     port: Annotated[int, Field(ge=1, le=65535)] = Field(
-        29400, description="Where the first machine's agent listens for the others."
+        _LAUNCH.port, description="Where the first machine's agent listens for the others."
     )
     pass_environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
         default_factory=list,
         description="Variables of the shell that starts the run, passed on to every machine.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="For the launcher alone.")
+
+    def settings(self) -> LaunchSettings:
+        """What a job carries of it: all but what the launcher alone reads."""
+        fields = self.model_dump(exclude={"launcher", "options"})
+        fields["pass_environment"] = tuple(self.pass_environment)
+        fields["lost_after_s"] = min(self.lost_after_s, 2 * self.collective_timeout_s)
+        return LaunchSettings(**fields)
 
 
 class RunFile(Section):

@@ -113,10 +113,10 @@ def choose_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> ChosenFabr
     Raises:
         RunFileError: the one that was asked for is none of the backend's.
     """
-    if job.nodes == 1:
+    if job.launch.nodes == 1:
         return NO_FABRIC
-    if job.fabric != AUTO:
-        named = named_fabric(fabrics, job.fabric)
+    named = named_fabric(fabrics, job.launch.fabric)
+    if named is not None:
         return ChosenFabric(name=named.name, why="launch.fabric", asked=True)
     for fabric in fabrics:
         seen = fabric.seen(node)
@@ -125,12 +125,14 @@ def choose_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> ChosenFabr
     return ChosenFabric(name="", why="nothing shows which: the library chooses")
 
 
-def named_fabric(fabrics: Sequence[Fabric], name: str) -> Fabric:
-    """The one of a name.
+def named_fabric(fabrics: Sequence[Fabric], name: str) -> Fabric | None:
+    """The one of a name; None for ``auto``.
 
     Raises:
         RunFileError: there is none; lists them.
     """
+    if name == AUTO:
+        return None
     found = next((fabric for fabric in fabrics if fabric.name == name), None)
     if found is None:
         known = ", ".join((AUTO, *(fabric.name for fabric in fabrics)))
@@ -140,10 +142,10 @@ def named_fabric(fabrics: Sequence[Fabric], name: str) -> Fabric:
 
 def missing_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> str | None:
     """Why this machine cannot have the network that was asked for; None where it may."""
-    if job.nodes == 1 or job.fabric == AUTO:
+    if job.launch.nodes == 1:
         return None
-    fabric = named_fabric(fabrics, job.fabric)
-    if not fabric.shows or fabric.seen(node) is not None:
+    fabric = named_fabric(fabrics, job.launch.fabric)
+    if fabric is None or not fabric.shows or fabric.seen(node) is not None:
         return None
     devices = ", ".join(f"{d.name} ({d.driver}, {d.link_layer})" for d in node.rdma_devices)
     return (
@@ -258,7 +260,7 @@ def others_up(node: Node) -> str:
 def meeting_interface(context: RuleContext) -> Setting | Skip:
     """The network interface that ranks meet on for messages between hosts."""
     node = context.node
-    if context.job.nodes == 1:
+    if context.job.launch.nodes == 1:
         if node.loopback is None:
             return Skip("the loopback interface is not up")
         why = "all ranks are on this machine: works without a host name that resolves"
@@ -270,7 +272,7 @@ def meeting_interface(context: RuleContext) -> Setting | Skip:
 
 
 def _threads(context: RuleContext) -> Setting:
-    node, ranks = context.node, context.job.devices_per_node
+    node, ranks = context.node, context.job.launch.devices
     return context.set_to(
         str(node.threads_per_rank(ranks)), f"{node.physical_cores} physical cores for {ranks} ranks"
     )

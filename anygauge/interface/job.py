@@ -6,18 +6,52 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from anygauge.interface.launch import LaunchProfile
 from anygauge.util.errors import AnygaugeError
 from anygauge.util.start import START
 
+if TYPE_CHECKING:
+    from anygauge.interface.environment import Fabric
+
 __all__ = [
     "Job",
+    "LaunchSettings",
     "NetworkInterface",
     "Node",
     "RdmaDevice",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """The run file's section ``launch``, but for what the launcher alone reads.
+
+    Attributes:
+        nodes: number of machines.
+        devices: ranks started on each machine.
+        collective_timeout_s: seconds after which a collective that hangs ends the run, or a rank
+            that neither works nor reports.
+        join_timeout_s: seconds that agents have to find each other.
+        lost_after_s: seconds of silence after which a node is lost.
+        fabric: network between machines: ``auto``, or one of `Backend.fabrics`.
+        binding: how ranks are bound to cores: ``auto`` (the backend's), ``cores`` or ``none``.
+        max_restarts: how often the ranks are started again after a failure.
+        port: where the head's agent listens for the others.
+        pass_environment: names of variables of the submitting process that go to every agent.
+    """
+
+    nodes: int = 1
+    devices: int = 1
+    collective_timeout_s: float = 600.0
+    join_timeout_s: float = 300.0
+    lost_after_s: float = 60.0
+    fabric: str = "auto"
+    binding: Literal["auto", "cores", "none"] = "auto"
+    max_restarts: int = 0
+    port: int = 29400
+    pass_environment: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,24 +64,14 @@ class Job:
         run_file: absolute path of the resolved run file: in the run directory, or in its `START`
             until the ranks have accepted to go on there.
         backend: name of the backend.
-        strategy: name of the strategy.
-        nodes: number of machines.
-        devices_per_node: ranks started on each machine.
+        strategy: name of the strategy; empty where nothing is trained.
+        launch: how many ranks there are, and how they are started and watched.
         rendezvous: where the ranks of one machine meet: ``file:///path``, the path as it is, or
             ``tcp://host:port``. Those of several meet where the agents agree.
         working_directory: absolute path that relative ones in the run file start from; every node
             sees it. Empty: that of the agent.
         id: tells this start of the run from others, in what they share: the cache of rows.
         token: by which the agents and the ranks of a job know each other; a secret.
-        max_restarts: how often the ranks are started again after a failure.
-        port: where the head's agent listens for the others.
-        pass_environment: names of variables of the submitting process that go to every agent.
-        join_timeout_s: seconds that agents have to find each other.
-        fabric: network between machines: ``auto``, or one of `Backend.fabrics`.
-        binding: how ranks are bound to cores: ``auto`` (the backend's), ``cores`` or ``none``.
-        lost_after_s: seconds of silence after which a node is lost.
-        collective_timeout_s: seconds after which a collective that hangs ends the run, or a rank
-            that neither works nor reports.
         stop_grace_s: seconds that ranks get to end a step and write a checkpoint when the job is
             asked to end.
         resume: go on from the newest checkpoint, whatever the run file says: another attempt.
@@ -55,6 +79,7 @@ class Job:
         run_text: the resolved run file, for machines that do not see this one's files: the agents
             write it to `run_file`. Empty where it is there already.
         profile: what containers for the backend need; for launchers alone, and in no job file.
+        network: the network between machines, where one was asked for by name; likewise.
         environment: variables that the run file asks for.
         backend_options: the run file's ``backend_options``, for the backend alone to read.
     """
@@ -63,33 +88,25 @@ class Job:
     run_directory: str
     run_file: str
     backend: str
-    strategy: str
-    nodes: int = 1
-    devices_per_node: int = 1
+    strategy: str = ""
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
     rendezvous: str
-    collective_timeout_s: float = 600.0
     stop_grace_s: float = 60.0
     working_directory: str = ""
     resume: bool = False
     id: str = ""
     token: str = ""
-    max_restarts: int = 0
-    port: int = 29400
-    pass_environment: tuple[str, ...] = ()
-    join_timeout_s: float = 300.0
-    lost_after_s: float = 60.0
-    fabric: str = "auto"
-    binding: str = "auto"
     takes_over: bool = False
     run_text: str = ""
     profile: LaunchProfile = field(default_factory=LaunchProfile)
+    network: Fabric | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     backend_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
         """Ranks in the whole job."""
-        return self.nodes * self.devices_per_node
+        return self.launch.nodes * self.launch.devices
 
     @property
     def start_directory(self) -> Path:
@@ -101,7 +118,8 @@ class Job:
 
     def dump(self) -> str:
         """The job as JSON text; `load` reads it back."""
-        fields = {name: value for name, value in asdict(self).items() if name != "profile"}
+        fields = asdict(self)
+        del fields["profile"], fields["network"]
         return json.dumps(fields, indent=2, sort_keys=True)
 
     @classmethod
@@ -116,7 +134,9 @@ class Job:
             path = path.parent.parent / path.name  # it was put in place meanwhile
         try:
             fields = json.loads(path.read_text())
-            return cls(**{**fields, "pass_environment": tuple(fields["pass_environment"])})
+            launch = fields.pop("launch")
+            launch["pass_environment"] = tuple(launch["pass_environment"])
+            return cls(**fields, launch=LaunchSettings(**launch))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise AnygaugeError(f"{path} is not a job file of this anygauge: {error}") from error
 

@@ -32,8 +32,6 @@ class LaunchProfile:
         podman_flags: those that podman takes instead; None: the same.
         cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.
         node_resources: further resources of a container with devices, name -> quantity.
-        fabric: the network between machines that was asked for by name.
-        fabric_resource: what a container must ask a cluster for to have it.
         capabilities: what containers must be allowed, such as ``IPC_LOCK``.
         binding: how agents bind ranks: ``cores`` gives each an equal share of whole cores; or
             ``none``.
@@ -46,8 +44,6 @@ class LaunchProfile:
     podman_flags: tuple[str, ...] | None = None
     cluster_resource: str | None = None
     node_resources: Mapping[str, str] = field(default_factory=dict)
-    fabric: str | None = None
-    fabric_resource: str | None = None
     capabilities: tuple[str, ...] = ()
     binding: str = "none"
 

@@ -23,6 +23,7 @@ from anygauge.interface import (
     Finding,
     Job,
     LaunchProfile,
+    LaunchSettings,
     NetworkInterface,
     Node,
     Probe,
@@ -73,11 +74,12 @@ JOB = Job(
     run_directory="/nowhere/conformance",
     run_file="/nowhere/conformance/run.yaml",
     backend="any",
-    strategy="zero",
-    devices_per_node=2,
+    launch=LaunchSettings(devices=2),
     rendezvous="file:///nowhere/rendezvous",
 )
-TWO_NODES = dataclasses.replace(JOB, nodes=2, rendezvous="tcp://node0:29400")
+TWO_NODES = dataclasses.replace(
+    JOB, launch=LaunchSettings(nodes=2, devices=2), rendezvous="tcp://node0:29400"
+)
 NODE = Node(
     hostname="node0",
     cores=tuple(range(8)),

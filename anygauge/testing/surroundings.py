@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.agent.node import inspect_node
-from anygauge.interface import AnygaugeError
+from anygauge.interface import AnygaugeError, LaunchSettings
 from anygauge.registry import BLOCK_VARIABLE, Registry, applied, resolve_environment
 from anygauge.testing.basic import JOB
 
@@ -99,7 +99,7 @@ def main() -> None:
             JOB,
             backend=subject.name,
             backend_options=subject.options,
-            devices_per_node=ranks,
+            launch=LaunchSettings(devices=ranks),
         )
         found = [
             applied(resolve_environment(registry, backend, job, node, rank, base), base)

@@ -117,7 +117,7 @@ def open_device(job: Job, rank: Rank, registry: Registry, strategy: Strategy) ->
             rank=rank.index,
             world_size=rank.world_size,
             # Ranks come here as fast as each has imported what it needs.
-            timeout_s=max(job.collective_timeout_s, job.join_timeout_s),
+            timeout_s=max(job.launch.collective_timeout_s, job.launch.join_timeout_s),
             device=device,
             secret=job.token,
             listener=rank.listener,
@@ -320,7 +320,7 @@ def prepare_run(
         writing=lambda step: rank.progress.unlike_others(
             f"writing the checkpoint of step {step}",
             backend.collectives,
-            then_limit_s=job.collective_timeout_s,
+            then_limit_s=job.launch.collective_timeout_s,
         ),
     )
     keeper.adopt()

@@ -133,7 +133,7 @@ def run_rank(
         strategy = create_strategy(run.strategy, rank.world_size)
         backend = open_device(job, rank, registry, strategy)
     opened.callback(backend.close)
-    limit = job.collective_timeout_s
+    limit = job.launch.collective_timeout_s
     with out_of_memory_advice(backend):
         try:
             with progress.unlike_others("start-up", backend.collectives, then_limit_s=limit):

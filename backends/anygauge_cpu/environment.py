@@ -26,7 +26,7 @@ _ALLOCATOR_SOURCE = "pytorch.org/tutorials: performance tuning guide, memory all
 
 
 def _switched_off(context: RuleContext) -> str | None:
-    if context.job.binding == "none":
+    if context.job.launch.binding == "none":
         return "launch.binding is none"
     if not context.options.get("bind_cores", True):
         return "backend_options.bind_cores is false"
@@ -34,14 +34,14 @@ def _switched_off(context: RuleContext) -> str | None:
 
 
 def _bound_cores(context: RuleContext) -> tuple[int, ...]:
-    ranks, rank = context.job.devices_per_node, context.local_rank
+    ranks, rank = context.job.launch.devices, context.local_rank
     if rank is None or ranks == 1 or _switched_off(context) is not None:
         return ()
     return context.node.cores_of_rank(rank, ranks)
 
 
 def _threads(context: RuleContext) -> Setting | Skip:
-    node, ranks = context.node, context.job.devices_per_node
+    node, ranks = context.node, context.job.launch.devices
     if ranks == 1:
         why = "the rank has all physical cores of this machine"
     elif _bound_cores(context):
@@ -59,7 +59,7 @@ def _cores(context: RuleContext) -> Setting | Skip:
         return context.set_to(
             ",".join(map(str, cores)), "cores of its own keep a rank's data in their caches"
         )
-    if context.job.devices_per_node == 1:
+    if context.job.launch.devices == 1:
         return Skip("a single rank may use every core")
     off = _switched_off(context)
     if off is not None:

@@ -64,7 +64,7 @@ def _allocator(*, since_2_9: bool) -> EnvironmentRule:
 
 def _nccl_interface(context: RuleContext) -> Setting | Skip:
     interface = context.node.main_interface
-    if context.job.nodes == 1:
+    if context.job.launch.nodes == 1:
         return Skip(ONE_NODE)
     if interface is None:
         return Skip("no interface is the obvious one: NCCL chooses")
@@ -100,7 +100,7 @@ def _efa_version(context: RuleContext) -> tuple[int, ...] | None:
 
 def _not_over_efa(context: RuleContext) -> str | None:
     """Why a rule for EFA does not apply."""
-    if context.job.nodes == 1:
+    if context.job.launch.nodes == 1:
         return ONE_NODE
     if context.fabric.name != "efa":
         return f"the network between machines is {context.fabric.name or 'unknown'}"

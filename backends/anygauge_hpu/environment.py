@@ -105,7 +105,7 @@ def _module(context: RuleContext) -> Setting | Skip:
     rank, allowed = context.local_rank, modules(context)
     assert rank is not None
     if allowed is None:
-        if context.job.devices_per_node == 1:
+        if context.job.launch.devices == 1:
             return Skip("a single rank takes any card that is free")
         return context.set_to(str(rank), f"no {MODULES_VARIABLE}: the module of the local rank")
     if rank >= len(allowed):
@@ -118,7 +118,7 @@ def _module(context: RuleContext) -> Setting | Skip:
 
 def _over_ofi(context: RuleContext) -> Setting | Skip:
     fabric = context.fabric
-    if context.job.nodes == 1:
+    if context.job.launch.nodes == 1:
         return Skip(ONE_NODE)
     if not fabric.asked:
         return Skip("the library looks for Gaudi's own NICs, then the host's, while it is unset")
@@ -128,7 +128,7 @@ def _over_ofi(context: RuleContext) -> Setting | Skip:
 
 
 def _gaudi_direct(context: RuleContext) -> Setting | Skip:
-    if context.job.nodes == 1:
+    if context.job.launch.nodes == 1:
         return Skip(ONE_NODE)
     if context.fabric.name != "host_nic_direct":
         return Skip("launch.fabric is not host_nic_direct")
@@ -137,7 +137,7 @@ def _gaudi_direct(context: RuleContext) -> Setting | Skip:
 
 def _hccl_interface(context: RuleContext) -> Setting | Skip:
     node = context.node
-    if context.job.nodes == 1:
+    if context.job.launch.nodes == 1:
         return Skip(ONE_NODE)
     if node.main_interface is None:
         return Skip("no interface is the obvious one: the library chooses")
@@ -149,7 +149,7 @@ def _hccl_interface(context: RuleContext) -> Setting | Skip:
 
 def _efa(name: str) -> EnvironmentRule:
     def decide(context: RuleContext) -> Setting | Skip:
-        if context.job.nodes == 1:
+        if context.job.launch.nodes == 1:
             return Skip(ONE_NODE)
         if not any(device.driver == "efa" for device in context.node.rdma_devices):
             return Skip("no EFA device")

@@ -68,7 +68,7 @@ class Azureml:
                 ),
             ),
             processes=(PlannedProcess(node_rank=0, host=f"Azure ML {own.workspace}", argv=create),),
-            pass_environment=job.pass_environment,
+            pass_environment=job.launch.pass_environment,
             operations={
                 "submit": create,
                 "status": service.az("show", "--query", "status", "--output", "tsv"),
@@ -139,7 +139,7 @@ def _described(job: Job, own: AzuremlOptions, run: str, name: str) -> dict[str, 
         # One process on each machine: the agent, which starts the ranks.
         "distribution": {"type": "pytorch", "process_count_per_instance": 1},
         "resources": {
-            "instance_count": job.nodes,
+            "instance_count": job.launch.nodes,
             **({} if own.instance_type is None else {"instance_type": own.instance_type}),
             "shm_size": own.shm,
             # As a text: Azure's client drops other resources where it is a list.

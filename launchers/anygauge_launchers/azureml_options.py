@@ -110,7 +110,7 @@ class AzuremlOptions(ApartOptions):
         """
         if self.environment is None:
             self.image_for(job)
-        if job.max_restarts and self.job_tier == "spot":
+        if job.launch.max_restarts and self.job_tier == "spot":
             raise RunFileError(
                 "launch.max_restarts: ranks are started again on the same machines, which a spot "
                 "job loses; start it again with --resume auto"

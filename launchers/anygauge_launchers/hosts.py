@@ -32,7 +32,7 @@ class HostsOptions(Options):
             RunFileError: see `hosts_of`.
         """
         found = hosts_of(job, self.hosts, self.hostfile)
-        return found, f"{self.head or bare(found[0])}:{job.port}"
+        return found, f"{self.head or bare(found[0])}:{job.launch.port}"
 
 
 _HOST = re.compile(r"^(?!-)[A-Za-z0-9_.:@\[\]%-]+$")
@@ -57,10 +57,11 @@ def hosts_of(job: Job, hosts: Sequence[str], hostfile: str | None) -> tuple[str,
     twice = sorted({host for host in found if found.count(host) > 1})
     if twice:
         raise RunFileError(f"launch.options.{where}: {', '.join(twice)} is listed twice")
-    if len(found) != job.nodes:
+    if len(found) != job.launch.nodes:
         raise RunFileError(
             f"launch.options.{where}: {len(found)} machines are listed ({', '.join(found)}), and "
-            f"launch.nodes is {job.nodes}. They must be the same; --nodes {len(found)} takes all"
+            f"launch.nodes is {job.launch.nodes}. They must be the same; --nodes {len(found)} "
+            "takes all"
         )
     return found
 
@@ -88,10 +89,10 @@ def read_hostfile(job: Job, path: Path) -> tuple[str, ...]:
                     f"launch.options.hostfile: {path}, line {number}: {line.strip()!r} is not "
                     "`host` or `host slots=N`"
                 )
-            if name == "slots" and int(value) < job.devices_per_node:
+            if name == "slots" and int(value) < job.launch.devices:
                 raise RunFileError(
                     f"launch.options.hostfile: {path}, line {number}: {host} has {value} slots, "
-                    f"and launch.devices is {job.devices_per_node}"
+                    f"and launch.devices is {job.launch.devices}"
                 )
         found.append(host)
     return tuple(found)

@@ -61,7 +61,7 @@ class Kubernetes:
                     argv=service.kubectl("create", "-f", str(here / MANIFEST), "-o", "json"),
                 ),
             ),
-            pass_environment=job.pass_environment,
+            pass_environment=job.launch.pass_environment,
             operations={
                 "submit": service.kubectl("create", "-f", str(here / MANIFEST)),
                 "secret": secret,

@@ -45,7 +45,7 @@ def _agent(job: Job, own: KubernetesOptions, node_rank: str, head: str) -> list[
     """The agent's command; nothing of the user's is in it that a cluster could read otherwise."""
     return [
         *(own.python, "-m", "anygauge.agent", "--job", f"{JOB}/job.json"),
-        *("--node-rank", node_rank, "--head", f"{head}:{job.port}"),
+        *("--node-rank", node_rank, "--head", f"{head}:{job.launch.port}"),
         *("--variables", f"{JOB}/variables.json", "--grace", f"{own.grace_s:g}"),
         *(("--secrets", SECRETS) if own.secrets else ()),
         *("--cause-file", "/dev/termination-log"),
@@ -54,7 +54,8 @@ def _agent(job: Job, own: KubernetesOptions, node_rank: str, head: str) -> list[
 
 def _container(job: Job, own: KubernetesOptions, name: str, command: list[str]) -> Object:
     resources = own.all_resources(job)
-    added = sorted({*_capabilities(job), *job.profile.capabilities, *own.capabilities})
+    network = job.network.capabilities if job.network else ()
+    added = sorted({*_capabilities(job), *job.profile.capabilities, *network, *own.capabilities})
     return {
         "name": name,
         "image": own.image_for(job),
@@ -177,7 +178,11 @@ def _jobset(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
     command = _agent(job, own, "$JOB_COMPLETION_INDEX", f"{name}-node-0-0.{name}")
     pod = _pod(job, own, name, _container(job, own, "node", command), restartPolicy="Never")
     work = {
-        **{"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed"},
+        **{
+            "parallelism": job.launch.nodes,
+            "completions": job.launch.nodes,
+            "completionMode": "Indexed",
+        },
         **{"backoffLimit": 0, **_limit(own), "podFailurePolicy": _FINAL},
         "template": {"spec": pod},
     }
@@ -222,8 +227,8 @@ def _trainjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]
             "apiGroup": "trainer.kubeflow.org",
         },
         "trainer": {
-            "numNodes": job.nodes,
-            "numProcPerNode": job.devices_per_node,
+            "numNodes": job.launch.nodes,
+            "numProcPerNode": job.launch.devices,
             "image": container["image"],
             "command": command,
             "resourcesPerNode": container["resources"],
@@ -247,10 +252,10 @@ def _pytorchjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Objec
         return {"replicas": count, "restartPolicy": "Never", "template": {"spec": pod}}
 
     specs = {"Master": replicas(1)}
-    if job.nodes > 1:
-        specs["Worker"] = replicas(job.nodes - 1)
+    if job.launch.nodes > 1:
+        specs["Worker"] = replicas(job.launch.nodes - 1)
     return "kubeflow.org/v1", {
-        "nprocPerNode": str(job.devices_per_node),
+        "nprocPerNode": str(job.launch.devices),
         "runPolicy": {
             **{"cleanPodPolicy": "Running", "backoffLimit": 0, **_limit(own)},
             "ttlSecondsAfterFinished": _kept_s(own),
@@ -275,7 +280,7 @@ def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
         "image": own.image_for(job),
         **({} if own.image_pull_policy is None else {"imagePullPolicy": own.image_pull_policy}),
         "command": [
-            *(own.python, "-m", "anygauge_launchers.mpi_pod", str(job.nodes)),
+            *(own.python, "-m", "anygauge_launchers.mpi_pod", str(job.launch.nodes)),
             *(*agent, "--tied", "--parent-too"),
         ],
     }
@@ -305,7 +310,7 @@ def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
                 },
             },
             "Worker": {
-                "replicas": job.nodes,
+                "replicas": job.launch.nodes,
                 "restartPolicy": "Never",
                 "template": {"spec": _pod(job, own, name, worker)},
             },

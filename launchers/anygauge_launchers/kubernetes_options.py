@@ -195,15 +195,15 @@ class KubernetesOptions(ApartOptions):
         if device is not None and device in self.resources:
             raise RunFileError(
                 f"launch.options.resources.{device}: it is launch.devices "
-                f"({job.devices_per_node}) that says how many a pod gets"
+                f"({job.launch.devices}) that says how many a pod gets"
             )
-        network = job.profile.fabric_resource
-        if network is not None and network not in self.resources:
+        wanted = job.network.resource if job.network else None
+        if wanted is not None and wanted not in self.resources:
             raise RunFileError(
-                f"launch.options.resources: launch.fabric is {job.profile.fabric}, for which pods "
-                f"ask for {network}: say how many each machine has"
+                f"launch.options.resources: launch.fabric is {job.launch.fabric}, for which pods "
+                f"ask for {wanted}: say how many each machine has"
             )
-        if self.kind == "MPIJob" and job.nodes == 1:
+        if self.kind == "MPIJob" and job.launch.nodes == 1:
             raise RunFileError(
                 "launch.options.kind: an MPIJob is for several machines, and launch.nodes is 1; "
                 "use JobSet"
@@ -213,7 +213,7 @@ class KubernetesOptions(ApartOptions):
         """What each pod asks for: its devices, and what goes with them."""
         device = self.device_resource or job.profile.cluster_resource
         wanted: dict[str, str | int] = {**job.profile.node_resources, **self.resources}
-        return {**({} if device is None else {device: job.devices_per_node}), **wanted}
+        return {**({} if device is None else {device: job.launch.devices}), **wanted}
 
 
 JOB, SECRETS, SHM = "/anygauge/job", "/anygauge/secrets", "/dev/shm"

@@ -38,11 +38,11 @@ class Local:
                 not have, or a bad value.
         """
         own = read_options(Options, "local", options)
-        if job.nodes != 1:
+        if job.launch.nodes != 1:
             raise RunFileError(
                 f"launch.launcher: 'local' starts ranks on this machine only, and launch.nodes is "
-                f"{job.nodes}. Set launch.nodes to 1, or name a launcher for several machines, "
-                "such as ssh."
+                f"{job.launch.nodes}. Set launch.nodes to 1, or name a launcher for several "
+                "machines, such as ssh."
             )
         job_file = str(Path(job.run_file).with_name("job.json"))
         return Plan(

@@ -52,7 +52,7 @@ class Mpi(TiedLauncher):
         folder = Path(job.run_file).parent
         settings: dict[str, str] = {}
         # The ssh that leads to a daemon must notice, too, that nobody is there any more.
-        alive = max(1, int(job.lost_after_s // 5))
+        alive = max(1, int(job.launch.lost_after_s // 5))
         ssh = ["-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={alive}"]
         if own.config is not None:
             ssh += ["-F", own.config]
@@ -63,7 +63,7 @@ class Mpi(TiedLauncher):
             *(sys.executable, "-m", "anygauge_launchers.tied", "mpirun"),
             # Otherwise it refuses; whoever starts a job as root has decided.
             "--allow-run-as-root",
-            *("-np", str(job.nodes), "--host", ",".join(f"{host}:1" for host in hosts)),
+            *("-np", str(job.launch.nodes), "--host", ",".join(f"{host}:1" for host in hosts)),
             # An agent starts and places its ranks itself.
             *("--map-by", "ppr:1:node", "--bind-to", "none"),
             *(word for name, value in settings.items() for word in ("--mca", name, value)),
@@ -78,5 +78,5 @@ class Mpi(TiedLauncher):
         return Plan(
             files=(PlannedFile(path=str(folder / "job.json"), text=job.dump(), mode=0o600),),
             processes=(PlannedProcess(node_rank=0, host=hosts[0], argv=argv),),
-            pass_environment=job.pass_environment,
+            pass_environment=job.launch.pass_environment,
         )

@@ -69,7 +69,7 @@ class Sagemaker:
             # The token that the agents know each other by is in it.
             files=(PlannedFile(path=path, text=json.dumps(request, indent=2) + "\n", mode=0o600),),
             processes=(PlannedProcess(node_rank=0, host=service.shown, argv=command),),
-            pass_environment=job.pass_environment,
+            pass_environment=job.launch.pass_environment,
             operations={
                 "submit": command,
                 "status": service.aws(*service.describe),

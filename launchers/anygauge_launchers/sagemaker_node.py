@@ -97,11 +97,13 @@ def prepared(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     job_file = Path(JOB_FILE)
     write_text(job_file, text, 0o600)
     job = Job.load(job_file)
-    if len(hosts) != job.nodes:
-        raise AnygaugeError(f"SageMaker started {len(hosts)} machines, and the job has {job.nodes}")
+    if len(hosts) != job.launch.nodes:
+        raise AnygaugeError(
+            f"SageMaker started {len(hosts)} machines, and the job has {job.launch.nodes}"
+        )
     command = [
         *(sys.executable, "-m", "anygauge.agent", "--job", str(job_file)),
-        *("--node-rank", str(rank), "--head", f"{hosts[0]}:{job.port}"),
+        *("--node-rank", str(rank), "--head", f"{hosts[0]}:{job.launch.port}"),
         *("--cause-file", FAILURE, *arguments),
     ]
     return command, fetched(secrets)

@@ -156,14 +156,14 @@ class SagemakerOptions(ApartOptions):
             raise RunFileError(
                 f"backend: {job.backend} needs {device}, which no machine of SageMaker's has"
             )
-        if job.max_restarts and job.nodes > 1:
+        if job.launch.max_restarts and job.launch.nodes > 1:
             raise RunFileError(
                 "launch.max_restarts: on several machines of SageMaker, checkpoints reach the "
                 "others only when the job is started again: use launch.options.restarts or spot"
             )
-        if job.profile.fabric not in (None, *FABRICS):
+        if job.network is not None and job.network.name not in FABRICS:
             raise RunFileError(
-                f"launch.fabric: {job.profile.fabric}: machines of SageMaker have "
+                f"launch.fabric: {job.network.name}: machines of SageMaker have "
                 f"{' or '.join(FABRICS)}"
             )
         needed = job.stop_grace_s + self.grace_s
@@ -180,8 +180,8 @@ class SagemakerOptions(ApartOptions):
                 f"launch.options.instance_type: {self.instance_type}: of {family} there are "
                 f"{', '.join(CARDS[family])}"
             )
-        if cards is not None and job.devices_per_node > cards:
+        if cards is not None and job.launch.devices > cards:
             raise RunFileError(
                 f"launch.options.instance_type: {self.instance_type} has {cards} accelerators, and "
-                f"launch.devices is {job.devices_per_node}"
+                f"launch.devices is {job.launch.devices}"
             )

@@ -21,7 +21,7 @@ def request_of(
         stop["MaxWaitTimeInSeconds"] = own.max_wait_s
     resources: dict[str, object] = {
         "InstanceType": own.instance_type,
-        "InstanceCount": job.nodes,
+        "InstanceCount": job.launch.nodes,
         **({} if own.volume_gb is None else {"VolumeSizeInGB": own.volume_gb}),
         **({"KeepAlivePeriodInSeconds": own.keep_alive_s} if own.keep_alive_s else {}),
     }

@@ -117,7 +117,8 @@ class Slurm:
             # that is queued again finds them where they were. The job file waits for its ranks.
             before = (
                 str(folder / "logs" / "slurm.log"),
-                *(str(folder / "cancelled") if own.requeue else "", str(max(1, job.max_restarts))),
+                str(folder / "cancelled") if own.requeue else "",
+                str(max(1, job.launch.max_restarts)),
             )
             after = (
                 *("--attempt", "$SLURM_RESTART_COUNT"),
@@ -130,7 +131,7 @@ class Slurm:
             )
             process = PlannedProcess(node_rank=0, argv=argv)
             # By hand, variables of the shell come along by name: Slurm takes their values.
-            exported = ",".join(job.pass_environment) or "NIL"
+            exported = ",".join(job.launch.pass_environment) or "NIL"
             lines: list[Sequence[str]] = [
                 (f"--export={exported}",),
                 *((one,) for one in self._sbatch(own, job)),
@@ -139,7 +140,7 @@ class Slurm:
                 lines.append(own.extra)
             staged = replace(job, run_file=str(folder / START / "run.yaml"))
             its = staged if job.takes_over else job
-            step = self._step(own, job, job.pass_environment)
+            step = self._step(own, job, job.launch.pass_environment)
             arguments = (*before, *step, *start, *self._agent(own, its), *after)
             batch = BatchFile(
                 name=NAME,
@@ -156,7 +157,7 @@ class Slurm:
         return Plan(
             files=files,
             processes=(process,),
-            pass_environment=job.pass_environment,
+            pass_environment=job.launch.pass_environment,
             operations={} if inside else operations,
             batch=batch,
         )
@@ -183,13 +184,14 @@ class Slurm:
         """Arguments of an agent."""
         return (
             *("--job", _job_file(job), "--node-rank", "$SLURM_NODEID"),
-            *("--head", f"$ANYGAUGE_HEAD:{job.port}", "--grace", f"{own.grace_s:g}", "--tied"),
+            *("--head", f"$ANYGAUGE_HEAD:{job.launch.port}"),
+            *("--grace", f"{own.grace_s:g}", "--tied"),
         )
 
     def _step(self, own: SlurmOptions, job: Job, passed: Sequence[str] = ()) -> tuple[str, ...]:
         """Of srun. `passed`: names of variables that it hands on from the batch file's."""
         return (
-            *(f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1"),
+            *(f"--nodes={job.launch.nodes}", f"--ntasks={job.launch.nodes}", "--ntasks-per-node=1"),
             # Agents end each other, and agree on why before they do. One behind a cut cable ends by
             # itself, but srun does not hear of it.
             *("--kill-on-bad-exit=0", "--wait=15", "--cpu-bind=none"),
@@ -202,7 +204,8 @@ class Slurm:
         return (
             f"--job-name={job.name}",
             # Slurm reads % and \\ in the path of a log; the script has one of its own.
-            *(f"--nodes={job.nodes}", "--ntasks-per-node=1", "--chdir=/", "--output=/dev/null"),
+            *(f"--nodes={job.launch.nodes}", "--ntasks-per-node=1"),
+            *("--chdir=/", "--output=/dev/null"),
             f"--signal=USR1@{own.warn_s}",
             "--requeue" if own.requeue else "--no-requeue",
             *(f"--{name}={value}" for name, value in asked.items() if value is not None),

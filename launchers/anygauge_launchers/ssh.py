@@ -58,7 +58,7 @@ class Ssh(TiedLauncher):
         own = read_options(SshOptions, "ssh", options)
         hosts, head = own.settled(job)
         job_file = str(Path(job.run_file).with_name("job.json"))
-        alive = max(1, int(job.lost_after_s // _ALIVE_S))
+        alive = max(1, int(job.launch.lost_after_s // _ALIVE_S))
         command = (
             *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
             *("-o", f"ServerAliveInterval={_ALIVE_S}", "-o", f"ServerAliveCountMax={alive}"),
@@ -78,5 +78,5 @@ class Ssh(TiedLauncher):
                 )
                 for rank, host in enumerate(hosts)
             ),
-            pass_environment=job.pass_environment,
+            pass_environment=job.launch.pass_environment,
         )

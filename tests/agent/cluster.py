@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import Job
 from tests.agent.fakes import FAKE_AGENT, PATIENCE_S, read_pid, write_script
+from tests.helpers.jobs import make_job
 
 
 def free_port() -> int:
@@ -30,14 +30,14 @@ class Cluster:
     def prepare(self, ranks: dict[int, list[Any]], nodes: int, **options: Any) -> None:
         self.script = write_script(self.folder, ranks)
         self.job.parent.mkdir(exist_ok=True)
-        job = Job(
+        job = make_job(
             name="t",
             run_directory=str(self.job.parent),
             run_file=str(self.job.parent / "run.yaml"),
             backend="cpu",
             strategy="single",
             nodes=nodes,
-            devices_per_node=len(ranks) // nodes,
+            devices=len(ranks) // nodes,
             rendezvous="file:///nowhere",
             **{"token": "of this job", "join_timeout_s": 30.0, "lost_after_s": 30.0, **options},
         )

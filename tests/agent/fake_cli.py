@@ -7,21 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from anygauge.cli.terminal import follow
-from anygauge.interface import Job, Plan
+from anygauge.interface import Plan
 from anygauge_launchers.local import Local
+from tests.helpers.jobs import make_job
 
 FAKE_AGENT = str(Path(__file__).with_name("fake_agent.py"))
 
 
 def fake_plan(script: str, run_directory: str, ranks: int, grace_s: float) -> Plan:
     """What the local launcher plans, but for a fake agent."""
-    job = Job(
+    job = make_job(
         name="t",
         run_directory=run_directory,
         run_file=str(Path(run_directory) / "run.yaml"),
         backend="cpu",
         strategy="single",
-        devices_per_node=ranks,
+        devices=ranks,
         rendezvous="file:///nowhere",
     )
     plan = Local().render(job, {"grace_s": grace_s})

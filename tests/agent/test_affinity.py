@@ -13,15 +13,16 @@ import pytest
 from anygauge.agent.affinity import bound, cores_of_ranks
 from anygauge.interface import Job, LaunchProfile, Node
 from anygauge_hpu.backend import HpuBackend
+from tests.helpers.jobs import make_job
 
 # Two packages of four cores with two threads each, as `inspect_node` orders them.
 SERVER = Node(cores=(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), physical_cores=8)
 
 
 def job(ranks: int, **fields: Any) -> Job:
-    return Job(
+    return make_job(
         name="t", run_directory="/r", run_file="/r/run.yaml", backend="x", strategy="zero",
-        devices_per_node=ranks, rendezvous="file:///x", **fields,
+        devices=ranks, rendezvous="file:///x", **fields,
     )  # fmt: skip
 
 

@@ -216,7 +216,7 @@ def test_other_numbers_are_refused(cluster: Cluster) -> None:
     cluster.start(0)
     job = json.loads(cluster.job.read_text())
     other = cluster.folder / "other.json"
-    other.write_text(json.dumps({**job, "devices_per_node": 2}))
+    other.write_text(json.dumps({**job, "launch": {**job["launch"], "devices": 2}}))
     cluster.job = other
     cluster.start(1)
     for node in (0, 1):

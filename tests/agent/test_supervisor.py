@@ -17,7 +17,7 @@ import pytest
 from anygauge.agent.nodes import Nodes
 from anygauge.agent.outbox import Outbox
 from anygauge.agent.supervisor import Supervisor
-from anygauge.interface import STOPPED, Job
+from anygauge.interface import STOPPED
 from anygauge.util.processes import END_AT_ONCE
 from tests.agent.fakes import (
     FAKE_AGENT,
@@ -30,6 +30,7 @@ from tests.agent.fakes import (
     until,
     write_script,
 )
+from tests.helpers.jobs import make_job
 
 
 class Run:
@@ -51,13 +52,13 @@ class Run:
     ) -> subprocess.Popen[str]:
         script = write_script(self.folder, ranks)
         self.directory.mkdir(exist_ok=True)
-        job = Job(
+        job = make_job(
             name="t",
             run_directory=str(self.directory),
             run_file=str(self.directory / "run.yaml"),
             backend="cpu",
             strategy="single",
-            devices_per_node=len(ranks),
+            devices=len(ranks),
             rendezvous="file:///nowhere",
             collective_timeout_s=timeout,
         )
@@ -457,9 +458,9 @@ def test_a_job_file_that_is_none_is_reported_as_an_event(run: Run, tmp_path: Pat
 
 def test_a_request_that_came_before_the_ranks_starts_none(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    job = Job(
+    job = make_job(
         name="t", run_directory=str(tmp_path), run_file="", backend="cpu", strategy="single",
-        devices_per_node=2, rendezvous="file:///nowhere",
+        devices=2, rendezvous="file:///nowhere",
     )  # fmt: skip
     outbox = Outbox(writer)
     asked = [(int(signal.SIGTERM), time.time())]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,7 +181,7 @@ def test_the_logs_of_a_refused_start_are_shown(
 def test_a_job_without_staging_is_where_it_was(tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
     (folder / START).mkdir()  # of a start that was refused
-    job = Job(**{**json.loads(staged_job(folder).dump()), "run_file": str(folder / "run.yaml")})
+    job = replace(staged_job(folder), run_file=str(folder / "run.yaml"))
     assert job.start_directory == folder
     put_in_place(job.start_directory, Path(job.run_directory))
     assert (folder / START).exists()

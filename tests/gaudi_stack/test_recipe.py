@@ -154,7 +154,7 @@ def test_eight_processes_see_the_same_variables(intent: Intent, tmp_path: Path) 
     given = json.loads((tmp_path / "given.json").read_text(encoding="utf-8"))
     rows = documented("Variables of a process")
     settings = rank_environments(intent)
-    assert len(settings) == intent.job.devices_per_node == 8
+    assert len(settings) == intent.job.launch.devices == 8
     for rank in range(8):
         found = json.loads(Path(f"{output}.{rank}").read_text(encoding="utf-8"))
         assert found["argv"] == ["rank", str(output)], "the script alone, no number of the rank"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import Job, NetworkInterface, Node, Setting
+from tests.helpers.jobs import make_job
 
 LO = NetworkInterface(name="lo", up=True, physical=False, loopback=True)
 ETH0 = NetworkInterface(name="eth0", up=True, physical=True)
@@ -20,14 +21,14 @@ VIRTUAL = NetworkInterface(name="veth0", up=True, physical=False)
 
 def job(nodes: int = 1, devices: int = 1, **fields: Any) -> Job:
     """A job of so many machines and ranks on each."""
-    return Job(
+    return make_job(
         name="run",
         run_directory="/runs/run",
         run_file="/runs/run/run.yaml",
         backend="any",
         strategy="zero",
         nodes=nodes,
-        devices_per_node=devices,
+        devices=devices,
         rendezvous="tcp://head:29500",
         **fields,
     )

@@ -11,6 +11,7 @@ from anygauge.interface.environment import choose_fabric
 from anygauge_cpu.backend import CpuBackend
 from anygauge_cuda.backend import CudaBackend
 from anygauge_hpu.backend import HpuBackend
+from tests.helpers.jobs import make_job
 
 ETH0 = NetworkInterface(name="eth0", up=True, physical=True)
 EFA = RdmaDevice(name="rdmap0", driver="efa", link_layer="Unspecified")
@@ -20,7 +21,7 @@ ALL = CudaBackend.fabrics
 
 
 def job(nodes: int = 2, **fields: Any) -> Job:
-    return Job(
+    return make_job(
         name="t", run_directory="/r", run_file="/r/run.yaml", backend="x", strategy="zero",
         nodes=nodes, rendezvous="file:///x", **fields,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 from anygauge.interface import Job, LaunchProfile, Plan, RunFileError
 from anygauge_launchers import service_job
 from anygauge_launchers.service_job import Service
+from tests.helpers.jobs import make_job
 
 CARDS = LaunchProfile(
     image="vendor/stack:1",
@@ -25,10 +26,10 @@ CARDS = LaunchProfile(
 
 def job(folder: Path | str = "/home/me/runs/Tiny_Run.1", **fields: Any) -> Job:
     """Two machines with eight cards each."""
-    return Job(
+    return make_job(
         **{
             "name": "t", "run_directory": str(folder), "run_file": f"{folder}/run.yaml",
-            "backend": "cards", "strategy": "zero", "nodes": 2, "devices_per_node": 8,
+            "backend": "cards", "strategy": "zero", "nodes": 2, "devices": 8,
             "rendezvous": "file:///x", "token": "the token", "port": 4711,
             "pass_environment": ("HF_HOME",), "run_text": "name: t\n", "profile": CARDS,
             **fields,

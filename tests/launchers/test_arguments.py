@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from anygauge.interface import Job
 from tests.agent.fakes import FAKE_AGENT, FINISHED, write_script
+from tests.helpers.jobs import make_job
 from tests.launchers.targets import PROGRAMS, Target, reason, target
 
 pytestmark = pytest.mark.launchers
@@ -54,7 +54,7 @@ def through(up: Target, name: str, value: str) -> None:
     run = folder / "runs" / name
     shutil.rmtree(folder / "runs", ignore_errors=True)
     run.mkdir(parents=True)
-    job = Job(
+    job = make_job(
         name="odd",
         run_directory=str(run),
         run_file=str(run / "run.yaml"),

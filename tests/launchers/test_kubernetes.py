@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.interface import LOST, AnygaugeError, Job, Plan, RunFileError, UnsupportedError
+from anygauge.interface import (
+    LOST,
+    AnygaugeError,
+    Fabric,
+    Job,
+    Plan,
+    RunFileError,
+    UnsupportedError,
+)
 from anygauge_launchers.apart import moved
 from anygauge_launchers.kubernetes import Kubernetes
 from anygauge_launchers.kubernetes_service import KubernetesService
@@ -170,6 +178,15 @@ def test_machines_and_restarts_are_those_of_the_job() -> None:
     assert worker["lifecycle"]["preStop"]["exec"]["command"][-1] == "end"
 
 
+def test_a_network_that_was_asked_for_brings_what_pods_need() -> None:
+    network = Fabric(name="f", what="F", resource="example.com/f", capabilities=("IPC_LOCK",))
+    assert_refused(lambda: rendered(network=network, fabric="f"), "launch.fabric is f, for which")
+    change = {"resources": {"example.com/f": "4"}}
+    added = find(manifest(rendered(change, network=network, fabric="f")), "add")
+    assert added and all("IPC_LOCK" in each for each in added)
+    assert not any("IPC_LOCK" in each for each in find(manifest(rendered(change)), "add"))
+
+
 def test_the_job_is_described_as_its_machines_see_it() -> None:
     plan = rendered()
     text = next(file.text for file in plan.files if file.path.endswith("job.json"))
@@ -182,7 +199,7 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         "name: t\n", "", True,
     )  # fmt: skip
     assert there["rendezvous"].startswith("file:///tmp/anygauge-")
-    assert "profile" not in there
+    assert not {"profile", "network"} & set(there)
     assert plan.folders == ("/anygauge/runs", "/data", "/models")
 
 

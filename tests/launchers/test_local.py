@@ -26,10 +26,11 @@ from tests.agent.fakes import (
     until,
     write_script,
 )
+from tests.helpers.jobs import make_job
 
 
 def job(directory: Path, nodes: int = 1) -> Job:
-    return Job(
+    return make_job(
         name="t",
         run_directory=str(directory),
         run_file=str(directory / "run.yaml"),

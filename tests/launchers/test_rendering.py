@@ -13,6 +13,7 @@ from anygauge_launchers import anygauge_provide_launchers
 from anygauge_launchers.mpi import Mpi
 from anygauge_launchers.slurm import SCRIPT, Slurm
 from anygauge_launchers.ssh import Ssh
+from tests.helpers.jobs import make_job
 from tests.helpers.machines import assert_pure
 
 ODD = '/runs/it\'s a "b" $HOME\n雪'
@@ -25,10 +26,10 @@ LAUNCHERS: dict[str, tuple[Launcher, dict[str, Any]]] = {
 
 
 def job(**fields: Any) -> Job:
-    return Job(
+    return make_job(
         **{
             "name": "t", "run_directory": ODD, "run_file": f"{ODD}/run.yaml", "backend": "cpu",
-            "strategy": "zero", "nodes": 2, "devices_per_node": 8, "rendezvous": "file:///x",
+            "strategy": "zero", "nodes": 2, "devices": 8, "rendezvous": "file:///x",
             "token": "the token", "environment": {"HF_TOKEN": "the secret"}, "port": 4711,
             "pass_environment": ("PATH",),
             **fields,

@@ -97,7 +97,7 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
             if ODD == "sets a variable":
                 os.environ["ODD_WAS_HERE"] = "1"
             told = Setting(
-                name="ODD_RANKS", value=str(job.devices_per_node), reason="told", source="here"
+                name="ODD_RANKS", value=str(job.launch.devices), reason="told", source="here"
             )
             return [*super().environment(job, node, local_rank), told]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.interface import Job
 from tests.agent.fakes import until
+from tests.helpers.jobs import make_job
 from tests.helpers.processes import end
 from tests.helpers.runs import run_file
 
@@ -31,9 +31,9 @@ def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path:
     )
     run = tmp_path / "run"
     run.mkdir()
-    job = Job(
+    job = make_job(
         name="two", run_directory=str(run), run_file=str(path), backend="cpu", strategy="zero",
-        nodes=2, devices_per_node=1, rendezvous="file:///nowhere", token="of this job",
+        nodes=2, devices=1, rendezvous="file:///nowhere", token="of this job",
         max_restarts=1, environment={"GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     (run / "job.json").write_text(job.dump())

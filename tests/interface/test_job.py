@@ -1,0 +1,70 @@
+"""A job file: what is in it, what is not, and how a bad one is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from anygauge.config import RunFile
+from anygauge.config.schema import LaunchSection
+from anygauge.interface import AnygaugeError, Fabric, Job, LaunchProfile, LaunchSettings
+from tests.helpers.jobs import make_job
+
+JOB = make_job(
+    name="t",
+    run_directory="/r",
+    run_file="/r/run.yaml",
+    backend="x",
+    strategy="single",
+    rendezvous="file:///r/meet",
+    nodes=2,
+    devices=4,
+    port=4711,
+    pass_environment=("HF_HOME",),
+    environment={"A": "1"},
+)
+
+
+def test_a_job_file_brings_back_all_but_what_launchers_alone_need(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    profile, network = LaunchProfile(image="vendor/stack:1"), Fabric(name="f", what="F")
+    path.write_text(replace(JOB, profile=profile, network=network).dump())
+    assert Job.load(path) == JOB
+    assert JOB.world_size == 8
+    assert not {"profile", "network"} & set(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        json.dumps({"name": "t"}),
+        json.dumps({**json.loads(JOB.dump()), "launch": 2}),
+        json.dumps({**json.loads(JOB.dump()), "nodes": 2}),
+        json.dumps({**json.loads(JOB.dump()), "launch": {"pass_environment": [], "ports": 1}}),
+    ],
+)
+def test_what_is_not_a_job_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(text)
+    with pytest.raises(AnygaugeError, match=r"job\.json is not a job file of this anygauge"):
+        Job.load(path)
+
+
+def test_the_section_of_a_run_file_has_the_settings_and_their_defaults() -> None:
+    assert LaunchSection().settings() == LaunchSettings()
+    own = {each.name for each in fields(LaunchSettings)}
+    assert set(RunFile.model_fields["launch"].annotation.model_fields) == own | {
+        "launcher",
+        "options",
+    }
+
+
+def test_a_machine_is_not_lost_later_than_two_hanging_collectives() -> None:
+    section = LaunchSection(collective_timeout_s=5.0, lost_after_s=60.0, pass_environment=["A"])
+    settings = section.settings()
+    assert (settings.lost_after_s, settings.pass_environment) == (10.0, ("A",))
