@@ -96,11 +96,10 @@ def by_command(run_file: Path, run: Path, ranks: int) -> float:
 def by_torchrun(run_file: Path, run: Path, ranks: int) -> float:
     """Bare torchrun around the same worker."""
     from anygauge.cli.plan import read_intent
-    from anygauge.config import dump_run
+    from anygauge.cli.run_folder import write_run
 
     intent = read_intent(run_file, [], {}, need_device=True)
-    run.mkdir(parents=True)
-    write_text(run / "run.yaml", dump_run(intent.run))
+    write_run(Path(intent.job.run_file), intent.run)
     write_text(run / "job.json", intent.job.dump(), 0o600)
     return first_step(
         [

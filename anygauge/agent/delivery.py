@@ -11,6 +11,8 @@ from anygauge.interface import AnygaugeError, Job
 from anygauge.util.files import write_text
 from anygauge.util.start import START, settled
 
+RECORD = "run.yaml"
+"""The run for people, and for the commands that use what it made."""
 OWNER = "job.sha256"
 """In a run directory: whose it is; a record of the last job that asked for it."""
 
@@ -42,11 +44,18 @@ def claim(job: Job, node_rank: int) -> None:
         if node_rank != 0:
             return
         if path.parent.is_dir() and path.parent.name == START:
-            write_text(path, job.run_text, 0o600)
+            _write_run(path, job)
             write_text(mark, own + "\n")
         else:
-            write_text(mark, own + "\n")  # first: a run file without it is of another job
-            write_text(settled(path), job.run_text, 0o600)
+            write_text(mark, own + "\n")  # first: a run without it is of another job
+            _write_run(settled(path), job)
+
+
+def _write_run(path: Path, job: Job) -> None:
+    from anygauge.config import dump_run, parse_run  # no other agent waits for the schema
+
+    write_text(path, job.run_text, 0o600)
+    write_text(path.with_name(RECORD), dump_run(parse_run(job.run_text)), 0o600)
 
 
 def bring_run_file(job: Job) -> None:
@@ -74,7 +83,7 @@ def _written(folder: Path) -> Iterator[None]:
 def _is_anothers(mark: Path, own: str) -> bool:
     """Whether a run is there that this job would go on with, and is none of its own attempts."""
     # In this order: the head may be marking an empty folder now.
-    there = (mark.parent / "run.yaml").exists()
+    there = (mark.parent / RECORD).exists()
     return mark.read_text().strip() != own if mark.exists() else there
 
 

@@ -20,7 +20,7 @@ _METRICS_BYTES = 1 << 20
 """More than evaluations and samples before the first step come to."""
 
 _FILES = re.compile(
-    r"run\.yaml|job\.json|variables\.json|versions\.json|launched\.json|events\.jsonl|slurm\.sh"
+    r"run\.(yaml|json)|job\.json|variables\.json|versions\.json|launched\.json|events\.jsonl|slurm\.sh"
     r"|metrics\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json|cancelled"
     r"|rendezvous(-[0-9]+)?"
 )

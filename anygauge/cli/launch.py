@@ -81,7 +81,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
     import dataclasses
     import json
 
-    from anygauge.config import dump_run
+    from anygauge.cli.run_folder import RESOLVED, write_run
     from anygauge.interface import UsageError
     from anygauge.util.files import write_text
 
@@ -138,7 +138,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         write_text(folder / inside(file.path), file.text, file.mode)
-    write_text(folder / "run.yaml", dump_run(chosen), 0o600)
+    write_run(folder / RESOLVED, chosen)
     write_text(folder / "plan.json", json.dumps(described, indent=2) + "\n")
     typer.echo(f"written: {folder} ({', '.join(sorted(p.name for p in folder.iterdir()))})")
     for note in notes:
@@ -186,12 +186,14 @@ def _under_its_own_name(intent: Intent) -> Intent:
     """The intent with the run's own folder, even where one of that name is taken here."""
     import dataclasses
 
+    from anygauge.cli.run_folder import RESOLVED
+
     job, run = intent.job, intent.run
     own = (Path(run.output) / run.name).absolute()
     job = dataclasses.replace(
         job,
         run_directory=str(own),
-        run_file=str(own / "run.yaml"),
+        run_file=str(own / RESOLVED),
         rendezvous=job.rendezvous.replace(job.run_directory, str(own)),
     )
     return dataclasses.replace(intent, job=job)

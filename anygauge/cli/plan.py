@@ -72,8 +72,8 @@ def read_intent(
         flags: dotted path -> value of a dedicated option; None where it was not given.
         need_device: ranks will be started here, so the device must be there.
     """
-    from anygauge.cli.run_folder import RENDEZVOUS, run_folder
-    from anygauge.config import check_paths, dump_run, load_run_file
+    from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
+    from anygauge.config import check_paths, load_run_file, run_json
     from anygauge.data import accumulation, peek
     from anygauge.registry import Registry, select_backend
     from anygauge.strategies import check_name
@@ -108,7 +108,7 @@ def read_intent(
     job = Job(
         name=run.name,
         run_directory=str(folder),
-        run_file=str(folder / "run.yaml"),
+        run_file=str(folder / RESOLVED),
         backend=selection.spec.name,
         strategy=run.strategy.name,
         launch=run.launch.settings(),
@@ -118,7 +118,7 @@ def read_intent(
         id=secrets.token_hex(8),
         token=secrets.token_hex(16),
         takes_over=run.checkpoint.resume == "auto",
-        run_text=dump_run(run.model_copy(update={"backend": selection.spec.name}))
+        run_text=run_json(run.model_copy(update={"backend": selection.spec.name}))
         if launcher.apart
         else "",
         profile=backend.launch,

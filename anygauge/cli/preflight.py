@@ -54,6 +54,7 @@ def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> F
     Raises:
         AnygaugeError: what ranks would refuse.
     """
+    from anygauge.config import run_json
     from anygauge.training.checks import Question, check_settings
 
     run, job = intent.run, intent.job
@@ -66,7 +67,7 @@ def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> F
         ranks_run_here=intent.selection.probe.available and not spec.elsewhere,
     )
     question = Question(
-        run=run.model_dump(mode="json", exclude_unset=True, exclude={"environment"}),
+        run=run_json(run.model_copy(update={"environment": {}})),
         backend=job.backend,
         world_size=job.world_size,
         id=job.id,

@@ -9,12 +9,19 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anygauge.cli.failed_start import LOCK, clear, took_no_step
 from anygauge.interface import AnygaugeError
+from anygauge.util.files import write_text
 from anygauge.util.start import START
 
+if TYPE_CHECKING:
+    from anygauge.config import RunFile
+
 RUN_FILE = "run.yaml"
+"""For people and for commands; ranks and their agents read `Job.run_file`."""
+RESOLVED = "run.json"
 RENDEZVOUS = "rendezvous"
 LAUNCHED = "launched.json"
 """Which launcher has the job, and how it finds it again."""
@@ -42,6 +49,18 @@ def _free(wanted: Path) -> Path:
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder
+
+
+def write_run(resolved: Path, run: RunFile) -> None:
+    """Write a run for agents and ranks, and beside it for people.
+
+    Args:
+        resolved: `Job.run_file`.
+    """
+    from anygauge.config import dump_run, run_json
+
+    write_text(resolved, run_json(run), 0o600)
+    write_text(resolved.with_name(RUN_FILE), dump_run(run), 0o600)
 
 
 def goes_on(folder: Path) -> bool:

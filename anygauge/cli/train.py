@@ -58,7 +58,7 @@ def train(
 
 
 def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
-    """Write the resolved run file, submit the job and follow it; returns the exit status.
+    """Write the resolved run, submit the job and follow it; returns the exit status.
 
     Args:
         detach: leave once it is submitted.
@@ -70,9 +70,8 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
 
     from anygauge.cli.preflight import preflight
     from anygauge.cli.resume import gone_on_with
-    from anygauge.cli.run_folder import LAUNCHED, claimed, made_ready
+    from anygauge.cli.run_folder import LAUNCHED, RUN_FILE, claimed, made_ready, write_run
     from anygauge.cli.terminal import deferred, follow
-    from anygauge.config import dump_run
     from anygauge.interface import AnygaugeError, UsageError
     from anygauge.util.files import write_text
     from anygauge.util.start import START
@@ -105,9 +104,9 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         typer.echo(f"run: {folder}")
     with claimed(folder) as lock:
         with deferred() as asked:
-            if not (spec.apart and Path(job.run_file).exists()):
+            if not (spec.apart and (folder / RUN_FILE).exists()):
                 made_ready(folder, staged=staged)
-            write_text(Path(job.run_file), dump_run(chosen), mode=0o600)
+            write_run(Path(job.run_file), chosen)
             try:
                 running = launcher.submit(replace(plan, held=(lock,)))
             except AnygaugeError:

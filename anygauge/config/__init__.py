@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from anygauge.config.load import LoadedRun, check_folders, check_paths, load_run_file
     from anygauge.config.origin import Origin
     from anygauge.config.reference import reference_markdown
+    from anygauge.config.resolved import parse_run, read_run, run_json
     from anygauge.config.schema import RunFile, StrategySection
 
 __all__ = [
@@ -25,7 +26,10 @@ __all__ = [
     "check_paths",
     "dump_run",
     "load_run_file",
+    "parse_run",
+    "read_run",
     "reference_markdown",
+    "run_json",
 ]
 
 _HOMES = {
@@ -37,7 +41,10 @@ _HOMES = {
     "check_paths": "load",
     "dump_run": "dump",
     "load_run_file": "load",
+    "parse_run": "resolved",
+    "read_run": "resolved",
     "reference_markdown": "reference",
+    "run_json": "resolved",
 }
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from anygauge.config.document import Node
 from anygauge.config.messages import received
 from anygauge.config.origin import Problem, dotted
 from anygauge.config.section import LARGEST
+
+if TYPE_CHECKING:
+    from anygauge.config.document import Node
 
 MOST_LAYERS = 1000
 """Decoder layers. Each is made as a skeleton to plan with; deep models have a few hundred."""

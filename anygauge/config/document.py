@@ -2,21 +2,23 @@
 
 PyYAML's safe types, with four differences that all prevent a wrong number or text: `2e-4` and `1e5`
 are numbers; `12:30:00` is text and not a count of seconds; `010` is text and not 8; a date is text.
-A key written twice in one mapping is an error. So is a whole number beyond 64 bits, and so are more
-values than any run has: an alias of an alias of an alias names a billion of them in one line.
+A key that is not text, or is written twice in one mapping, is an error. So is a whole number beyond
+64 bits, and so are more values than any run has: an alias of an alias of an alias names a billion
+of them in one line.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from anygauge.config.origin import Origin, Problem, dotted
+from anygauge.config.scalars import RESOLVERS, TAG
 
 MOST_VALUES = 20_000
 """Values of one document, each as often as aliases repeat it. A run file has a few hundred."""
@@ -26,24 +28,9 @@ MOST_LEVELS = 100
 
 _INT_BITS = 63
 _HALF = re.compile("[\ud800-\udfff]")
-_TAG = "tag:yaml.org,2002:"
-_SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
-_MERGE = f"{_TAG}merge"
-_KEPT = {f"{_TAG}null", f"{_TAG}bool", _MERGE}
-
-_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
-_FLOAT = re.compile(
-    r"""[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?
-    |[0-9][0-9_]*[eE][-+]?[0-9]+
-    |\.(?:inf|Inf|INF))$
-    |\.(?:nan|NaN|NAN)$""",
-    re.VERBOSE,
-)
-# Our reading of plain scalars: tag, pattern, characters it may begin with.
-RESOLVERS = (
-    (f"{_TAG}int", _INT, list("-+0123456789")),
-    (f"{_TAG}float", _FLOAT, list("-+.0123456789")),
-)
+_SCALARS = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
+_MERGE = f"{TAG}merge"
+_KEPT = {f"{TAG}null", f"{TAG}bool", _MERGE}
 
 
 class _Loader(yaml.SafeLoader):
@@ -134,6 +121,16 @@ class Node:
             node = value[part]
         return node
 
+    def replaced(self, path: tuple[str | int, ...], value: Any) -> Node:
+        """The same tree with another scalar at `path`, which must exist; origins are kept."""
+        if not path:
+            return Node(value, self.origin, str(value))
+        below = self.value[path[0]].replaced(path[1:], value)
+        if isinstance(self.value, tuple):
+            items = tuple(below if at == path[0] else item for at, item in enumerate(self.value))
+            return replace(self, value=items)
+        return replace(self, value=self.value | {path[0]: below})
+
     def nearest(self, *path: object) -> Node:
         """The node at `path`, or else the deepest one that was written on the way to it."""
         for length in range(len(path), 0, -1):
@@ -215,9 +212,9 @@ class _Builder:
             return self._refuse(origin, path, f"the alias of line {origin.line} contains itself")
         self._open.add(id(raw))
         try:
-            if isinstance(raw, yaml.MappingNode) and raw.tag == f"{_TAG}map":
+            if isinstance(raw, yaml.MappingNode) and raw.tag == f"{TAG}map":
                 return Node(self._mapping(raw, path), origin)
-            if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{_TAG}seq":
+            if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{TAG}seq":
                 items = (
                     self.node(item, self.origin(item), (*path, index))
                     for index, item in enumerate(raw.value)
@@ -227,14 +224,14 @@ class _Builder:
                 return self._scalar(raw, origin, path)
         finally:
             self._open.discard(id(raw))
-        tag = raw.tag.replace(_TAG, "!!")
+        tag = raw.tag.replace(TAG, "!!")
         return self._refuse(origin, path, f"the tag {tag} means nothing here; write a plain value")
 
     def _scalar(self, raw: yaml.ScalarNode, origin: Origin, path: tuple[object, ...]) -> Node:
         try:
             value = self._loader.construct_object(raw)
         except (ValueError, KeyError):
-            kind = raw.tag.removeprefix(_TAG)
+            kind = raw.tag.removeprefix(TAG)
             return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
         if isinstance(value, int) and value.bit_length() > _INT_BITS:
             text = f"{raw.value[:60]} is a whole number beyond 64 bits; the largest is 2^63 - 1"
@@ -259,6 +256,11 @@ class _Builder:
             known = len(self._problems)
             key = self.node(key_node, origin, path).value
             if len(self._problems) > known:
+                continue
+            if not isinstance(key, str):
+                shown = str(key).lower() if isinstance(key, bool) else str(key)
+                text = f"the key {shown} ({type(key).__name__}) is not text; put it in quotes"
+                self._refuse(origin, path, text)
                 continue
             if key in own:
                 first = own[key].origin
@@ -295,17 +297,6 @@ def merge(base: Node, over: Node) -> Node:
         merged[key] = merge(merged[key], node) if key in merged else node
     origin = base.origin if over.implied else over.origin
     return Node(merged, origin, implied=base.implied and over.implied)
-
-
-def replace(node: Node, path: tuple[str | int, ...], value: Any) -> Node:
-    """The same tree with another scalar at `path`, which must exist; origins are kept."""
-    if not path:
-        return Node(value, node.origin, str(value))
-    below = replace(node.value[path[0]], path[1:], value)
-    if isinstance(node.value, tuple):
-        items = tuple(below if at == path[0] else item for at, item in enumerate(node.value))
-        return Node(items, node.origin, node.text, node.implied)
-    return Node(node.value | {path[0]: below}, node.origin, node.text, node.implied)
 
 
 def plain(node: Node) -> Any:

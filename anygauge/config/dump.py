@@ -7,8 +7,9 @@ from typing import Any
 
 import yaml
 
-from anygauge.config.document import RESOLVERS
 from anygauge.config.paths import Place, holds_template, locate, places_of_paths
+from anygauge.config.resolved import values_of
+from anygauge.config.scalars import RESOLVERS
 from anygauge.config.schema import RunFile
 
 _HEADER = """\
@@ -41,11 +42,7 @@ def dump_run(run: RunFile) -> str:
         run: as loaded. A relative path in a run that was made by hand is taken as relative to the
             current directory.
     """
-    values = run.model_dump(mode="python")
-    if run.adapter is not None and run.adapter.start_from is not None:
-        # Written out, a default would contradict the adapter that decides these fields.
-        for name in run.adapter.left_out:
-            del values["adapter"][name]
+    values = values_of(run)
 
     def items(path: Place) -> int | None:
         found = _at(values, path)

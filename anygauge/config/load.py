@@ -264,8 +264,6 @@ def _values(
     node: Node, kind: Kind | None, path: tuple[object, ...], problems: list[Problem]
 ) -> Any:
     """Plain values for pydantic, with null as "left out" wherever a default stands ready."""
-    if kind is not None and node.is_mapping:
-        node = _text_keys(node, kind, path, problems)
     section = None if kind is None else kind.section
     if kind is not None and isinstance(node.value, tuple):
         item_kind = kind.below(0)
@@ -292,19 +290,6 @@ def _values(
                 continue
         values[name] = _values(below, inner, (*path, name), problems)
     return values
-
-
-def _text_keys(node: Node, kind: Kind, path: tuple[object, ...], problems: list[Problem]) -> Node:
-    """The mapping without keys that are not text, each of which is a problem."""
-    kept = {}
-    for key, below in node.value.items():
-        if isinstance(key, str):
-            kept[key] = below
-            continue
-        shown = str(key).lower() if isinstance(key, bool) else str(key)
-        text = f"the key {shown} ({type(key).__name__}) is not text; put it in quotes"
-        problems.append(Problem(below.origin, dotted(path), text))
-    return Node(kept, node.origin, node.text, node.implied)
 
 
 def _sources(node: Node, path: tuple[object, ...] = ()) -> list[tuple[str, Origin]]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
-from anygauge.config.document import Node
 from anygauge.config.origin import Problem, dotted
 from anygauge.config.renamed import new_name, new_value
 from anygauge.util.hiding import is_secret
+
+if TYPE_CHECKING:
+    from anygauge.config.document import Node
 
 _MOST = 500
 """Complaints that are put in words. Whoever has that many needs the first of them."""

@@ -13,9 +13,12 @@ import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from anygauge.config.document import Node, replace
 from anygauge.config.origin import Problem, dotted
+
+if TYPE_CHECKING:
+    from anygauge.config.document import Node
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
@@ -89,7 +92,7 @@ def resolve_paths(
             problems.append(Problem(node.origin, dotted(path), complaint))
             continue
         folder = cwd if path == OUTPUT else node.origin.folder
-        root = replace(root, path, locate(path, text, folder))
+        root = root.replaced(path, locate(path, text, folder))
     return root
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anygauge.config.document import Node
+if TYPE_CHECKING:
+    from anygauge.config.document import Node
 
 RENAMED: Mapping[tuple[str, ...], str] = {
     ("adapter", "rank"): "r",

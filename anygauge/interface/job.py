@@ -60,9 +60,10 @@ class Job:
 
     Attributes:
         name: short name for humans.
-        run_directory: absolute path that every node sees; holds the resolved run file and logs.
-        run_file: absolute path of the resolved run file: in the run directory, or in its `START`
-            until the ranks have accepted to go on there.
+        run_directory: absolute path that every node sees; holds the resolved run and logs.
+        run_file: absolute path of the resolved run, JSON that agents and ranks read: in the run
+            directory, or in its `START` until the ranks have accepted to go on there. Beside it
+            lies ``run.yaml``, the same for people.
         backend: name of the backend.
         strategy: name of the strategy; empty where nothing is trained.
         launch: how many ranks there are, and how they are started and watched.
@@ -76,7 +77,7 @@ class Job:
             asked to end.
         resume: go on from the newest checkpoint, whatever the run file says: another attempt.
         takes_over: it may go on in a run directory that another job has left.
-        run_text: the resolved run file, for machines that do not see this one's files: the agents
+        run_text: the resolved run, for machines that do not see this one's files: the agents
             write it to `run_file`. Empty where it is there already.
         profile: what containers for the backend need; for launchers alone, and in no job file.
         network: the network between machines, where one was asked for by name; likewise.

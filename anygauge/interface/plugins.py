@@ -137,7 +137,7 @@ class BatchFile:
     Attributes:
         name: of the file, in the folder of the plan.
         text: the absolute folder of the plan -> what stands in the file. The job file and the
-            resolved run file, ``run.yaml``, lie beside it.
+            resolved run, ``run.json`` and ``run.yaml``, lie beside it.
         files: the plan's files that it needs.
         command: takes the file's path as its last argument.
     """

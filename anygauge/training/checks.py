@@ -7,7 +7,7 @@ What ranks check, they check with the same functions. `check_settings` is quick 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ class Question:
     """A run to be checked.
 
     Attributes:
-        run: the run file, as `RunFile.model_dump` gives it without what was left out.
+        run: as `run_json` gives it; without its variables, which this process has.
         backend: name of the chosen one.
         id: of the job.
         has_files: this machine has the files that the run file names.
         engine: also tell the engine's settings, for a dry run.
     """
 
-    run: Mapping[str, Any]
+    run: str
     backend: str
     world_size: int
     id: str = ""

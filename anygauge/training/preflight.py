@@ -18,7 +18,7 @@ import tempfile
 import traceback
 from typing import NoReturn
 
-from anygauge.config.schema import RunFile
+from anygauge.config import parse_run
 from anygauge.interface import AnygaugeError
 from anygauge.training.checks import Question, check_run, nothing
 from anygauge.util.events import EventWriter
@@ -91,7 +91,7 @@ def main() -> int:
         events.send("part", name=part)
 
     try:
-        run = RunFile.model_validate(question.run)
+        run = parse_run(question.run)
         hide = nothing if with_torch else hide_torch
         found = check_run(question, run, events.message, enter, hide)
     except AnygaugeError as error:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anygauge.config import load_run_file
 from anygauge.config.precision import resolve_precision
 from anygauge.config.schema import RunFile
 from anygauge.data import (
@@ -55,7 +54,7 @@ from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.checks import check_trackers
 from anygauge.training.trackers.group import no_trackers, open_trackers
 from anygauge.util.events import EventWriter
-from anygauge.util.start import put_in_place, settled
+from anygauge.util.start import put_in_place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,10 +164,9 @@ class Placer:
 
 
 def prepare_run(
-    job: Job, rank: Rank, registry: Registry, backend: Backend, strategy: Strategy
+    job: Job, run: RunFile, rank: Rank, registry: Registry, backend: Backend, strategy: Strategy
 ) -> PreparedRun:
     """Build everything that the loop needs on this rank's opened device."""
-    run = load_run_file(settled(Path(job.run_file))).run
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.support)

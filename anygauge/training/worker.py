@@ -104,7 +104,7 @@ def run_rank(
     progress = Progress(events)
     opened.enter_context(progress.reporting())
     with progress.long("start-up"):
-        from anygauge.config import load_run_file
+        from anygauge.config import read_run
         from anygauge.registry import Registry
         from anygauge.strategies import create_strategy
         from anygauge.training.checkpoints.files import finite
@@ -129,7 +129,7 @@ def run_rank(
             )
         began = time.time()
         registry = Registry.load()
-        run = load_run_file(settled(Path(job.run_file))).run
+        run = read_run(settled(Path(job.run_file)))
         strategy = create_strategy(run.strategy, rank.world_size)
         backend = open_device(job, rank, registry, strategy)
     opened.callback(backend.close)
@@ -137,7 +137,7 @@ def run_rank(
     with out_of_memory_advice(backend):
         try:
             with progress.unlike_others("start-up", backend.collectives, then_limit_s=limit):
-                prepared = prepare_run(job, rank, registry, backend, strategy)
+                prepared = prepare_run(job, run, rank, registry, backend, strategy)
         except FinishedError as done:
             rank.say(str(done))
             return done.finished.summary

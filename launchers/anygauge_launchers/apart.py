@@ -93,11 +93,12 @@ class ApartOptions(Options):
 
 def moved(job: Job, folder: str) -> Job:
     """The job as its machines see it, with this run directory."""
+    run = Path(job.run_file).name
     return replace(
         job,
         run_directory=folder,
         # What another job has left stays until the ranks accept (`anygauge.agent.delivery`).
-        run_file=f"{folder}/{START}/run.yaml" if job.takes_over else f"{folder}/run.yaml",
+        run_file=f"{folder}/{START}/{run}" if job.takes_over else f"{folder}/{run}",
         # On a disk of the machine's own: network storage may lack the locks that this takes.
         rendezvous=f"file:///tmp/anygauge-{mark_of(job) or 'rendezvous'}",
         working_directory="",

@@ -138,7 +138,7 @@ class Slurm:
             ]
             if own.extra:
                 lines.append(own.extra)
-            staged = replace(job, run_file=str(folder / START / "run.yaml"))
+            staged = replace(job, run_file=str(folder / START / Path(job.run_file).name))
             its = staged if job.takes_over else job
             step = self._step(own, job, job.launch.pass_environment)
             arguments = (*before, *step, *start, *self._agent(own, its), *after)

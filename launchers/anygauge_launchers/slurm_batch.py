@@ -21,7 +21,7 @@ def batch_text(
     """The file's text.
 
     Args:
-        plan: absolute folder with the job file and the resolved run file in it.
+        plan: absolute folder with the job file and the resolved run in it.
         options: of sbatch; those of one item stand in one line.
         arguments: of `body`.
         body: what runs on the first node.
@@ -65,6 +65,7 @@ mkdir -p "$run/logs" || exit 1
 if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || [ -d "$start" ]; then
     mkdir -p "$start" || exit 1
     cp -p "$plan/job.json" "$start/job.json" || exit 1
+    cp -p "$plan/run.json" "$start/run.json" || exit 1
     cp -p "$plan/run.yaml" "$start/run.yaml" || exit 1
 fi
 """

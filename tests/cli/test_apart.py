@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from anygauge.interface import Job
 from tests.agent.fakes import until
@@ -90,14 +89,14 @@ def test_a_plan_for_git_stands_by_itself(tmp_path: Path) -> None:
     done = anygauge(["launch", there(tmp_path), "--render", folder])
     assert done.returncode == 0, done.stderr
     assert {entry.name for entry in folder.iterdir()} == {
-        *("job.json", "variables.json", "manifest.yaml", "run.yaml", "plan.json")
+        *("job.json", "variables.json", "manifest.yaml", "run.json", "run.yaml", "plan.json")
     }
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["operations"]["submit"][-1] == "manifest.yaml"
     assert "--from-file=job.json=job.json" in plan["operations"]["secret"]
     job = Job.load(folder / "job.json")
     assert (job.token, job.run_directory) == ("", "/anygauge/runs/tiny")
-    assert yaml.safe_load(job.run_text)["model"]["name"] == "/data/model"
+    assert json.loads(job.run_text)["model"]["name"] == "/data/model"
 
 
 def test_a_network_that_the_backend_does_not_have_is_refused(tmp_path: Path) -> None:

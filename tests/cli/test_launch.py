@@ -38,7 +38,7 @@ def test_a_plan_is_written_for_reading_without_secrets(tmp_path: Path) -> None:
     done = anygauge(["launch", path, "--render", folder])
     assert done.returncode == 0, done.stderr
     names = {entry.name for entry in folder.iterdir()}
-    assert names == {"job.json", "run.yaml", "plan.json"}
+    assert names == {"job.json", "run.json", "run.yaml", "plan.json"}
     assert not any("hf_xyz" in entry.read_text() for entry in folder.iterdir())
     plan = json.loads((folder / "plan.json").read_text())
     assert (plan["launcher"], plan["proven"]) == ("ssh", "real")

@@ -17,7 +17,7 @@ from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileErro
 from anygauge.training.checks import Question
 from tests.helpers.runs import TINY, run_file
 
-QUESTION = Question(run={}, backend="cpu", world_size=1)
+QUESTION = Question(run="{}", backend="cpu", world_size=1)
 
 
 @pytest.mark.parametrize("options", [["--dry-run"], []], ids=["dry run", "run"])

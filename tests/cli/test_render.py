@@ -74,7 +74,7 @@ def test_all_that_it_needs_is_there_and_the_command_is_told(
 ) -> None:
     plan = rendered(tmp_path, "a plan's")
     names = {entry.name for entry in plan.iterdir()}
-    assert names == {"job.json", "job.sbatch", "run.yaml", "plan.json", ".gitignore"}
+    assert names == {"job.json", "job.sbatch", "run.json", "run.yaml", "plan.json", ".gitignore"}
     submit = ["sbatch", str(plan / "job.sbatch")]
     assert f"to submit it: {shlex.join(submit)}\n" in capsys.readouterr().out
     described = json.loads((plan / "plan.json").read_text())
@@ -107,7 +107,7 @@ def test_a_folder_that_is_taken_here_does_not_rename_the_job(tmp_path: Path) -> 
     taken.mkdir(parents=True)
     (taken / "something").touch()
     job = Job.load(rendered(tmp_path) / "job.json")
-    assert (job.run_directory, job.run_file) == (str(taken), str(taken / "run.yaml"))
+    assert (job.run_directory, job.run_file) == (str(taken), str(taken / "run.json"))
     assert "tiny-2" not in job.dump()
 
 
@@ -137,7 +137,8 @@ def test_the_batch_file_starts_the_agents_that_the_launcher_would(tmp_path: Path
     home = odd / "out" / "tiny"
     assert (home / "job.json").read_bytes() == (plan / "job.json").read_bytes()
     assert (home / "job.json").stat().st_mode & 0o777 == 0o600
-    assert (home / "run.yaml").read_bytes() == (plan / "run.yaml").read_bytes()
+    for name in ("run.json", "run.yaml"):
+        assert (home / name).read_bytes() == (plan / name).read_bytes()
     words = (odd / "asked").read_text().splitlines()
     assert words[:2] == ["--nodes=2", "--ntasks=2"]
     assert "--export=ANYGAUGE_HEAD,HF_HOME" in words and "--cpu-bind=none" in words
@@ -154,14 +155,16 @@ def test_the_batch_file_starts_the_agents_that_the_launcher_would(tmp_path: Path
     assert executed(plan / "job.sbatch", odd, SLURM_RESTART_COUNT="1").returncode == 0
     resumed = rendered(odd, "resumed", "--resume", "auto")
     assert executed(resumed / "job.sbatch", odd).returncode == 0
-    staged = home / START / "run.yaml"
+    staged = home / START / "run.json"
     words = (odd / "asked").read_text().splitlines()
     job_file = words[words.index("--job") + 1]
     assert job_file == str(staged.with_name("job.json"))
     assert Job.load(job_file).run_file == str(staged), "for the ranks to accept"
     assert (home / "job.json").read_bytes() == (plan / "job.json").read_bytes()
-    assert staged.read_bytes() == (resumed / "run.yaml").read_bytes()
-    assert (home / "run.yaml").read_bytes() == (plan / "run.yaml").read_bytes()
+    for path in (staged, staged.with_name("run.yaml")):
+        assert path.read_bytes() == (resumed / path.name).read_bytes()
+    for name in ("run.json", "run.yaml"):
+        assert (home / name).read_bytes() == (plan / name).read_bytes()
     put_in_place(staged.parent, home)
     assert executed(resumed / "job.sbatch", odd, SLURM_RESTART_COUNT="1").returncode == 0
     assert not staged.parent.exists()

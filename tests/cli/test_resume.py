@@ -11,7 +11,7 @@ import pytest
 from anygauge.cli import preflight
 from anygauge.cli import run as command
 from anygauge.cli.plan import read_intent
-from anygauge.config import dump_run
+from anygauge.cli.run_folder import write_run
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.training.checkpoints.identity import identity_of_file
 from tests.helpers.checkpoints import RECORD, write
@@ -37,7 +37,7 @@ def finished(path: Path) -> Path:
     intent = read_intent(path, [], {}, need_device=False)
     folder = Path(intent.job.run_directory)
     (folder / "adapter").mkdir(parents=True)
-    (folder / "run.yaml").write_text(dump_run(intent.run))
+    write_run(Path(intent.job.run_file), intent.run)
     report = {"steps": 4, "saved": str(folder / "adapter"), "identity": identity(path)}
     (folder / "report.json").write_text(json.dumps(report))
     return folder

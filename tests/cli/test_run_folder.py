@@ -30,7 +30,14 @@ TIMEOUT_S = 200
 
 def failed_start(folder: Path) -> Path:
     """What is left of a run that failed while its ranks started."""
-    for name in ("run.yaml", "job.json", "environment-node0.json", "versions.json", "rendezvous"):
+    for name in (
+        "run.yaml",
+        "run.json",
+        "job.json",
+        "environment-node0.json",
+        "versions.json",
+        "rendezvous",
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     for name in ("logs/agent0.log", "logs/rank0.log", "ranks/rank0.json"):
@@ -130,7 +137,7 @@ def staged_job(folder: Path) -> Job:
     return Job(
         name="t",
         run_directory=str(folder),
-        run_file=str(folder / START / "run.yaml"),
+        run_file=str(folder / START / "run.json"),
         backend="cpu",
         strategy="single",
         rendezvous="file:///nowhere",
@@ -181,7 +188,7 @@ def test_the_logs_of_a_refused_start_are_shown(
 def test_a_job_without_staging_is_where_it_was(tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
     (folder / START).mkdir()  # of a start that was refused
-    job = replace(staged_job(folder), run_file=str(folder / "run.yaml"))
+    job = replace(staged_job(folder), run_file=str(folder / "run.json"))
     assert job.start_directory == folder
     put_in_place(job.start_directory, Path(job.run_directory))
     assert (folder / START).exists()

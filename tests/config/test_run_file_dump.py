@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anygauge.config import RunFile, dump_run, load_run_file
+from anygauge.config import RunFile, dump_run, load_run_file, parse_run, run_json
 
 SHARED = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -122,6 +122,14 @@ def test_a_dump_loads_back_to_an_equal_run(reload, run):
     text = dump_run(run)
     assert reload(text, cwd=Path("/somewhere/else")).run == run
     assert dump_run(reload(text).run) == text
+
+
+@SHARED
+@given(run=RUNS)
+def test_agents_and_ranks_read_an_equal_run(run):
+    text = run_json(run)
+    assert parse_run(text) == run
+    assert run_json(parse_run(text)) == text
 
 
 @SHARED

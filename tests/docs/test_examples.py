@@ -206,7 +206,7 @@ def test_the_plugin_decides_the_environment(
 
 
 def test_the_plugin_trains(mine: Path, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anygauge.config import dump_run
+    from anygauge.cli.run_folder import write_run
     from anygauge.training.worker import run_rank
     from anygauge.util.events import EventWriter
 
@@ -214,8 +214,7 @@ def test_the_plugin_trains(mine: Path, desk: Path, monkeypatch: pytest.MonkeyPat
     options = ["strategy.name=single", "data.eval_fraction=0.2"]
     intent = read_intent(desk / "run.yaml", options, flags, need_device=True)
     folder = Path(intent.job.run_directory)
-    folder.mkdir(parents=True)
-    (folder / "run.yaml").write_text(dump_run(intent.run))
+    write_run(Path(intent.job.run_file), intent.run)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with contextlib.ExitStack() as opened:

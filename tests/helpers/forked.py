@@ -99,15 +99,14 @@ def preload() -> None:
 def start(part: Part) -> dict[str, Any]:
     """Fork the ranks of one start, and see them to their end."""
     from anygauge.cli.plan import read_intent
-    from anygauge.cli.run_folder import claimed
-    from anygauge.config import dump_run
+    from anygauge.cli.run_folder import claimed, write_run
     from anygauge.util.files import write_text
 
     intent = read_intent(Path(part.file), list(part.overrides), {}, need_device=True)
     job = intent.job
     folder = Path(job.run_directory)
     with claimed(folder):
-        write_text(job.run_file, dump_run(intent.run))
+        write_run(Path(job.run_file), intent.run)
         job_file = folder / "job.json"
         write_text(job_file, job.dump())
         metrics = folder / "metrics.jsonl"

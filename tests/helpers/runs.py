@@ -115,14 +115,13 @@ def trained_here(path: Path) -> Run:
     For strategy `single` alone: DeepSpeed changes the process that imports it.
     """
     from anygauge.cli.plan import read_intent
-    from anygauge.config import dump_run
+    from anygauge.cli.run_folder import write_run
     from anygauge.training.worker import run_rank
     from anygauge.util.events import EventWriter
-    from anygauge.util.files import write_text
 
     intent = read_intent(path, [], {}, need_device=True)
     assert intent.run.strategy.name == "single"
-    write_text(intent.job.run_file, dump_run(intent.run))
+    write_run(Path(intent.job.run_file), intent.run)
     identity = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, identity), contextlib.ExitStack() as opened:
         run_rank(intent.job, 0, EventWriter(None), opened)

@@ -28,7 +28,7 @@ def job(folder: Path | str = "/home/me/runs/Tiny_Run.1", **fields: Any) -> Job:
     """Two machines with eight cards each."""
     return make_job(
         **{
-            "name": "t", "run_directory": str(folder), "run_file": f"{folder}/run.yaml",
+            "name": "t", "run_directory": str(folder), "run_file": f"{folder}/run.json",
             "backend": "cards", "strategy": "zero", "nodes": 2, "devices": 8,
             "rendezvous": "file:///x", "token": "the token", "port": 4711,
             "pass_environment": ("HF_HOME",), "run_text": "name: t\n", "profile": CARDS,

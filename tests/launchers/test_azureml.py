@@ -77,7 +77,7 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
     there = json.loads(plan.files[0].text)
     assert (there["run_directory"], there["run_file"]) == (
         "/anygauge/run",
-        "/anygauge/run/run.yaml",
+        "/anygauge/run/run.json",
     )
     assert plan.folders == ("/anygauge/run", "/data", "/models/llama")
     assert plan.operations["status"][:6] == ("az", "ml", "job", "show", "--name", NAME)

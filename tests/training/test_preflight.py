@@ -16,7 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from anygauge.config import load_run_file
+from anygauge.config import load_run_file, run_json
 from anygauge.data import described, prepare
 from anygauge.interface import (
     AnygaugeError,
@@ -73,9 +73,7 @@ def folder(sound_folder: Path, tmp_path: Path) -> Path:
 
 def checked(path: Path, **changes: Any) -> Findings:
     run = load_run_file(path).run
-    question = Question(
-        run=run.model_dump(mode="json", exclude_unset=True), backend="cpu", world_size=1
-    )
+    question = Question(run=run_json(run), backend="cpu", world_size=1)
     return check_run(replace(question, **changes), run)
 
 
@@ -327,9 +325,7 @@ def test_settings_that_ranks_would_refuse(
 def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
     """torch, and what the model library imports with it, would be most of the cost."""
     run = load_run_file(run_file(tmp_path)).run
-    question = Question(
-        run=run.model_dump(mode="json", exclude_unset=True), backend="cpu", world_size=1
-    )
+    question = Question(run=run_json(run), backend="cpu", world_size=1)
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "anygauge.training.preflight"],
         input=json.dumps(asdict(question)),
@@ -365,9 +361,7 @@ def test_a_model_that_needs_torch_even_for_its_configuration_is_checked_with_it(
 ) -> None:
     """What only the hidden torch explains is never a refusal: the process begins anew."""
     run = load_run_file(run_file(tmp_path)).run
-    question = Question(
-        run=run.model_dump(mode="json", exclude_unset=True), backend="cpu", world_size=1
-    )
+    question = Question(run=run_json(run), backend="cpu", world_size=1)
     done = subprocess.run(
         [sys.executable, "-c", IN_NEED],
         input=json.dumps(asdict(question)),
