@@ -6,7 +6,8 @@ A plugin implements some of the hooks with `hookimpl` in a module named by an en
     [project.entry-points.anygauge]
     mine = "anygauge_mine"
 
-Discovery is all that a hook does; what it returns is used as plain objects.
+Discovery is all that a hook does; what it returns is used as plain objects. The example of each
+hook is a whole module ``anygauge_mine``.
 """
 
 from __future__ import annotations
@@ -51,29 +52,161 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def anygauge_provide_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body]
-    """Announce devices. Imports no torch."""
+    """Announce devices. Imports no torch.
+
+    Example::
+
+        from pathlib import Path
+
+        from anygauge.interface import Backend, BackendSpec, Finding, Probe, hookimpl
+
+
+        class MineBackend(Backend):  # better in a module of its own: imported when it is chosen
+            name = "mine"
+            device_type = "mine"
+
+
+        def probe() -> Probe:
+            device = "/dev/mine0"
+            if Path(device).exists():
+                found = Finding.yes("a card", device)
+            else:
+                found = Finding.no(f"there is no {device}", device)
+            return Probe(devices=found, driver=found, software=Finding.not_needed())
+
+
+        @hookimpl
+        def anygauge_provide_backends():
+            yield BackendSpec(
+                name="mine",
+                factory="anygauge_mine:MineBackend",
+                probe=probe,
+                api_version=0,
+                priority=10,
+            )
+    """
 
 
 @hookspec
 def anygauge_provide_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-body]
-    """Announce implementations of operations. Imports no torch."""
+    """Announce implementations of operations. Imports no torch.
+
+    Example::
+
+        from anygauge.interface import KernelSpec, hookimpl
+
+
+        def rms_norm():
+            # What each operation takes is in `anygauge.interface.kernels`.
+            def normalised(x, weight, epsilon):
+                wide = x.float()
+                scale = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+                return weight * (wide * scale).to(x.dtype)
+
+            return normalised
+
+
+        @hookimpl
+        def anygauge_provide_kernels():
+            yield KernelSpec(
+                operation="rms_norm",
+                name="mine",
+                factory="anygauge_mine:rms_norm",
+                api_version=0,
+            )
+    """
 
 
 @hookspec
 def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empty-body]
-    """Announce ways to start a job on one or many machines."""
+    """Announce ways to start a job on one or many machines.
+
+    Example::
+
+        import sys
+        from pathlib import Path
+
+        from anygauge.interface import LauncherSpec, Plan, PlannedFile, PlannedProcess, hookimpl
+
+
+        class Mine:
+            def render(self, job, options):
+                file = str(Path(job.run_directory) / "job.json")
+                agent = (sys.executable, "-m", "anygauge.agent", "--job", file)
+                return Plan(
+                    files=(PlannedFile(path=file, text=job.dump(), mode=0o600),),
+                    processes=(PlannedProcess(node_rank=0, argv=(*agent, "--node-rank", "0")),),
+                )
+
+            def submit(self, plan):
+                ...  # writes the files, starts the processes and returns a `RunningJob`
+
+
+        @hookimpl
+        def anygauge_provide_launchers():
+            yield LauncherSpec(
+                name="mine",
+                factory="anygauge_mine:Mine",
+                api_version=0,
+                fidelity="real",
+                max_nodes=1,
+            )
+    """
 
 
 @hookspec
 def anygauge_provide_trackers() -> Iterable[TrackerSpec]:  # type: ignore[empty-body]
-    """Announce receivers of metrics."""
+    """Announce receivers of metrics.
+
+    Example::
+
+        from anygauge.interface import TrackerOption, TrackerSpec, hookimpl
+
+
+        class Mine:
+            def __init__(self, context):
+                self.file = (context.run_directory / context.options["file"]).open("a")
+
+            def log(self, step, metrics):
+                print(step, dict(metrics), file=self.file)
+
+            def close(self, status, summary):
+                print(status, dict(summary), file=self.file)
+                self.file.close()
+
+
+        @hookimpl
+        def anygauge_provide_trackers():
+            option = TrackerOption(name="file", description="what it writes to", required=True)
+            yield TrackerSpec(
+                name="mine", factory="anygauge_mine:Mine", api_version=0, options=(option,)
+            )
+    """
 
 
 @hookspec
 def anygauge_tune_environment(  # type: ignore[empty-body]
     backend: Backend, job: Job, node: Node, settings: Sequence[Setting]
 ) -> Iterable[Setting]:
-    """A site adds or changes variables: what is returned wins over the backend's of that name."""
+    """A site adds or changes variables: what is returned wins over the backend's of that name.
+
+    A hook takes those of the arguments that it needs.
+
+    Example::
+
+        from anygauge.interface import Setting, hookimpl
+
+
+        @hookimpl
+        def anygauge_tune_environment(job, node):
+            if job.launch.nodes > 1:
+                yield Setting(
+                    name="HF_HUB_OFFLINE",
+                    value="1",
+                    reason=f"{node.hostname} reaches no other network",
+                    source="the handbook of this site",
+                )
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
