@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,18 +51,20 @@ class LazyPlacement(Placement):
         self._device = torch.device(self.device_type)  # it has no index
         return self._device
 
-    def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Only to float32, which changes nothing.
 
         Raises:
             UnsupportedError: to any other type.
         """
-        if str(dtype) != "torch.float32":
+        import torch
+
+        if dtype is not torch.float32:
             raise UnsupportedError(
                 f"autocast to {dtype}: torch.autocast has no list of operations for lazy tensors; "
                 "convert the model instead"
             )
-        return contextlib.nullcontext()
+        return super().autocast(dtype)
 
     def memory(self) -> MemoryStats:
         """Resident bytes of the process, now and at most: the device has no allocator."""
