@@ -82,7 +82,10 @@ class ModelFactory(Protocol):
         """
 
     def adapt(self, model: nn.Module) -> nn.Module:
-        """Freeze the base and add the adapter; returns the model unchanged where there is none."""
+        """Freeze the base and add the adapter, if there is one; returns the adapted model.
+
+        Given ``labels``, what it returns has ``loss``, summed over tokens, in place of logits.
+        """
 
     def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
         """Of an adapted model: parameters that a module reads though another one owns them."""
@@ -114,8 +117,8 @@ class OptimizerFactory(Protocol):
 ClipFunction: TypeAlias = "Callable[[Sequence[nn.Parameter], float], Tensor]"
 """(parameters, largest norm) -> norm of all gradients before, (); gradients are scaled in place."""
 
-LossFunction: TypeAlias = "Callable[[Any, Tensor], Tensor]"
-"""(outputs of the model, labels (B, T) int64 with -100 where not supervised) -> summed loss, ()."""
+LossFunction: TypeAlias = "Callable[[Any], Tensor]"
+"""Outputs of the model -> loss summed over tokens, (); the model makes it of its ``labels``."""
 
 
 def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -133,12 +136,11 @@ class DeviceBatch:
     """One micro-batch on the device.
 
     Attributes:
-        inputs: keyword arguments of the model's forward.
-        labels: (B, T) int64, not shifted; -100 where not supervised.
+        inputs: keyword arguments of the model's forward, ``labels`` among them where it is to
+            return its loss: (B, T) int64, not shifted; -100 where not supervised.
     """
 
     inputs: Mapping[str, Any]
-    labels: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import LoraKernel
-from anygauge.kernels.loss import LossKernel, fuse_loss, replace_forward
+from anygauge.kernels.loss import LossKernel, replace_forward, return_loss
 
 NormKernel = Callable[[Tensor, Tensor, float], Tensor]
 """(x (..., D), weight (D,), epsilon) -> (..., D), in x's type."""
@@ -29,7 +29,7 @@ class ModelKernels:
     Attributes:
         norm: computes the RMS norms that are plain.
         lora: makes the products of LoRA layers that are plain.
-        loss: makes the loss where the logits would be; the model can have it.
+        loss: makes the loss where the logits would be; None: the loss is made of them.
     """
 
     norm: NormKernel | None = None
@@ -45,8 +45,7 @@ class ModelKernels:
         """Put in what belongs around adapters, once they are in place."""
         if self.lora is not None:
             fuse_lora(model, self.lora)
-        if self.loss is not None:
-            fuse_loss(model, self.loss)
+        return_loss(model, self.loss)
 
 
 def plain_norms(model: nn.Module) -> tuple[list[nn.Module], int]:

@@ -1,8 +1,8 @@
-"""A model whose output layer returns the loss instead of the logits.
+"""A model that returns its loss when it is given labels: the one place where a loss is made.
 
-The model's own forward runs unchanged; when it is given labels, its output layer hands its input
-and weight to a kernel, and what it returns in place of logits is empty. What an architecture does
-to its logits afterwards must then be done in the kernel: it is found by trying its forward.
+Its own forward runs unchanged. Either the loss is made of its logits; or its output layer hands its
+input and weight to a kernel, and what it returns in place of logits is empty. What an architecture
+does to its logits afterwards must then be done in the kernel: it is found by trying its forward.
 """
 
 from __future__ import annotations
@@ -185,15 +185,21 @@ def head_support(model: Any) -> Support:
     return Support(Level.NOT_WRITTEN_YET, reason) if reason else FULL
 
 
-def fuse_loss(model: Any, kernel: LossKernel) -> None:
-    """Let `model` compute its loss with a kernel whenever it is called with ``labels``.
+def return_loss(model: Any, kernel: LossKernel | None = None) -> None:
+    """Let `model` return its loss, and no logits, whenever it is called with ``labels``.
 
-    Call it once adapters are in place, where `head_support` says yes, with a kernel to which the
-    model's `LogitsRule` is bound. With labels (B, T), not shifted, -100 where not supervised, the
-    model's output has ``loss``, the sum over tokens, and its logits are None; without them it is
-    what it was.
+    Call it once adapters are in place. With labels (B, T) int64, not shifted, -100 where not
+    supervised, the model's output has ``loss``, the sum of token losses in nats, () float32, and
+    its logits are None; without them it is what it was.
+
+    Args:
+        kernel: makes the loss in the output layer, where `head_support` says yes; the model's
+            `LogitsRule` is bound to it. None: of the logits.
     """
     causal = _base_of(model)
+    if kernel is None:
+        replace_forward(causal, _forward_with_logits(vars(causal).get("forward")))
+        return
     head: Any = causal.get_output_embeddings()
     pending = _Pending(kernel)
     if type(head) is nn.Linear:
@@ -201,6 +207,31 @@ def fuse_loss(model: Any, kernel: LossKernel) -> None:
     else:
         _fuse_adapted_head(head, pending)
     replace_forward(causal, _model_forward(pending))
+
+
+def model_loss(outputs: Any) -> Tensor:
+    """The loss that a model returned: the sum of token losses in nats, () float32."""
+    loss: Tensor = outputs.loss
+    return loss
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of token losses in nats.
+
+    Args:
+        logits: (B, T, V), any floating type; position t predicts label t + 1.
+        labels: (B, T) int64, not shifted; -100 where not supervised.
+
+    Returns:
+        () float32. Zero, with a gradient path, where nothing is supervised.
+    """
+    vocabulary = logits.shape[-1]
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, vocabulary).float(),
+        labels[:, 1:].reshape(-1),
+        ignore_index=IGNORE,
+        reduction="sum",
+    )
 
 
 def _base_of(model: Any) -> Any:
@@ -211,6 +242,18 @@ def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
     """Let a module compute with a function that takes the module first."""
     # Bound, so that a copy of the module computes with the copy's weights.
     module.forward = types.MethodType(forward, module)
+
+
+def _forward_with_logits(replaced: Callable[..., Any] | None) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        plain = replaced or types.MethodType(type(self).forward, self)
+        outputs = plain(*args, **kwargs)
+        if labels is not None:
+            outputs.loss = summed_cross_entropy(outputs.logits, labels)
+            outputs.logits = None
+        return outputs
+
+    return forward
 
 
 def _model_forward(pending: _Pending) -> Callable[..., Any]:

@@ -65,7 +65,7 @@ class SingleEngine:
         for batch in batches:
             outputs = self.model(**batch.inputs)
             self._backend.graph.mark_step(Phase.FORWARD)
-            loss = loss_function(outputs, batch.labels)
+            loss = loss_function(outputs)
             self._scaler.scale(loss / normalizer).backward()
             self._accumulate()
             self._backend.graph.mark_step(Phase.BACKWARD)

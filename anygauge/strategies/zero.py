@@ -77,7 +77,7 @@ class ZeroEngine:
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             outputs = self._engine(**batch.inputs)
             self._backend.graph.mark_step(Phase.FORWARD)
-            loss = loss_function(outputs, batch.labels)
+            loss = loss_function(outputs)
             self._engine.backward(loss * scale, scale_wrt_gas=False)
             self._backend.graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())

@@ -30,7 +30,7 @@ class Loop:
 
     Attributes:
         place: moves a micro-batch to the device and makes the model's arguments.
-        loss_function: (the model's outputs, labels) -> summed loss.
+        loss_function: the model's outputs -> summed loss.
         evaluations: name -> this rank's batches and the supervised tokens over all ranks.
         progress: told where this rank is.
         start: steps that were done before, in the part of the run that this one resumes.

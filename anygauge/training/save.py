@@ -77,12 +77,12 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
     )
     seen: list[Tensor] = []
 
-    def keep(outputs: Any, labels: Tensor) -> Tensor:
+    def keep(outputs: Any) -> Tensor:
         seen.append(outputs.logits.detach().to(HOST_DEVICE, torch.float32))
         total: Tensor = outputs.logits.sum()
         return total
 
-    batch = DeviceBatch(inputs={**placed, "use_cache": False}, labels=placed["input_ids"])
+    batch = DeviceBatch(inputs={**placed, "use_cache": False})
     # An engine's forward ends in a loss function, and this one sees the logits: without labels
     # among its inputs, the model gives them.
     prepared.engine.evaluate([batch], keep)

@@ -29,12 +29,12 @@ from anygauge.interface import (
 )
 from anygauge.interface.strategy import BuildContext, DeviceBatch, Engine, Precision, Strategy
 from anygauge.kernels.choose import kernels_of_run
+from anygauge.kernels.loss import model_loss
 from anygauge.kernels.plan import plan_kernels
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.inputs import PLAIN, model_inputs
-from anygauge.models.loss import summed_loss
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
@@ -137,18 +137,15 @@ class Placer:
         compute: str,
         *,
         packed: MaskPlan,
-        labelled: bool,
         progress: Progress,
     ) -> None:
         """Args:
         packed: masks of packed rows.
-        labelled: the model makes its loss itself.
         progress: told of each micro-batch.
         """
         self._progress = progress
         self._placement = backend.placement
         self._packed = packed
-        self._labelled = labelled
         self._dtype = torch_dtype(compute)
         self.shapes: set[tuple[int, ...]] = set()
 
@@ -158,9 +155,7 @@ class Placer:
         self.shapes.add(tuple(batch.input_ids.shape))
         moved = dataclasses.replace(batch, **self._placement.to_device(batch.tensors()))
         inputs = model_inputs(moved, self._dtype, self._packed)
-        if self._labelled:
-            inputs["labels"] = moved.labels
-        return DeviceBatch(inputs=inputs, labels=moved.labels)
+        return DeviceBatch(inputs={**inputs, "labels": moved.labels})
 
 
 def prepare_run(
@@ -255,7 +250,6 @@ def prepare_run(
         backend,
         precision.param_dtype,
         packed=packed,
-        labelled=plan.model.loss is not None,
         progress=rank.progress,
     )
     if rank.index == 0:
@@ -327,7 +321,7 @@ def prepare_run(
         backend=backend,
         batches=batches,
         place=place,
-        loss_function=summed_loss,
+        loss_function=model_loss,
         evaluations=evaluations,
         meter=meter,
         checkpoints=keeper,

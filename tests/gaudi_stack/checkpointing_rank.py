@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies import zero_runtime
 from anygauge.strategies.zero import Zero
@@ -58,11 +58,11 @@ def main(output: Path, reentrant: bool) -> None:
         )
     )
     ids = torch.arange(24).reshape(2, 12) + 24 * rank
-    batch = DeviceBatch({"input_ids": ids, "use_cache": False}, ids)
+    batch = DeviceBatch({"input_ids": ids, "labels": ids, "use_cache": False})
     losses, raised = [], None
     try:
         for _ in range(2):
-            losses += [float(each) for each in engine.run_step([batch], summed_loss, 44).loss_sums]
+            losses += [float(each) for each in engine.run_step([batch], model_loss, 44).loss_sums]
             engine.update(1e-2, 1.0)
     except CheckpointError as error:
         raised = type(error).__name__

@@ -17,9 +17,9 @@ import torch
 
 from anygauge.config.schema import AdapterGroup, AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.kernels.loss import model_loss
 from anygauge.models.export import adapter_state
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
@@ -67,7 +67,7 @@ def main(output: Path) -> None:
     )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 512, (world, 2, 12), generator=generator)
-    batches = [DeviceBatch({"input_ids": part, "use_cache": False}, part) for part in ids]
+    batches = [DeviceBatch({"input_ids": part, "labels": part, "use_cache": False}) for part in ids]
     tokens = world * 2 * 11
     results: dict[str, Any] = {}
     for name, (config, adapter, zero, recompute) in CASES.items():
@@ -95,9 +95,9 @@ def main(output: Path) -> None:
             whole: list[torch.Tensor] = []
             for part, batch in enumerate(batches):
                 torch.manual_seed(1000 * step + part)  # of dropout, apart on each rank
-                whole += one.run_step([batch], summed_loss, tokens).loss_sums
+                whole += one.run_step([batch], model_loss, tokens).loss_sums
             torch.manual_seed(1000 * step + rank)
-            own = many.run_step([batches[rank]], summed_loss, tokens).loss_sums
+            own = many.run_step([batches[rank]], model_loss, tokens).loss_sums
             (total,) = backend.collectives.sum_on_host([float(own[0])])
             found["loss"].append([float(sum(whole)), total])
             norms = [engine.update(1e-2, 1.0).grad_norm for engine in (one, many)]

@@ -11,8 +11,14 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from anygauge.kernels.loss import LogitsRule, fuse_loss, head_support, logits_rule
-from anygauge.models.loss import summed_cross_entropy, summed_loss
+from anygauge.kernels.loss import (
+    LogitsRule,
+    head_support,
+    logits_rule,
+    model_loss,
+    return_loss,
+    summed_cross_entropy,
+)
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 
 SMALL = {
@@ -79,7 +85,7 @@ def fused(model: Any) -> Any:
     rule, served = logits_rule(model)
     assert served, served
     assert head_support(model)
-    fuse_loss(model, rule.bound(linear_cross_entropy))
+    return_loss(model, rule.bound(linear_cross_entropy))
     return model
 
 
@@ -88,7 +94,7 @@ def loss_and_gradients(model: Any, *, labelled: bool) -> tuple[float, dict[str, 
     labels = given["labels"]
     outputs = model(**(given if labelled else {"input_ids": given["input_ids"]}), use_cache=False)
     assert (outputs.logits is None) == labelled
-    loss = summed_loss(outputs, labels)
+    loss = model_loss(outputs) if labelled else summed_cross_entropy(outputs.logits, labels)
     loss.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -211,7 +217,7 @@ def test_lora(model_type: str, targets: list[str]) -> None:
     model = get_peft_model(model, config).train()
     wanted, exact = exactly(model)
     assert head_support(model)
-    fuse_loss(model, rule.bound(linear_cross_entropy))
+    return_loss(model, rule.bound(linear_cross_entropy))
     assert all("lora" in name for name in compare(model, wanted, exact))
     given = batch()
     with model.disable_adapter(), torch.no_grad():
@@ -234,10 +240,17 @@ def test_dora_on_the_output_layer_keeps_the_logits() -> None:
     assert model(**batch()).logits is not None
 
 
-def test_losses_of_logits_and_of_labels_are_one_function() -> None:
-    model = build("llama")
+@pytest.mark.parametrize("replaced", [False, True])
+def test_without_a_kernel_the_loss_is_made_of_the_logits(replaced: bool) -> None:
+    model = build("gemma2")
+    if replaced:
+        model.forward = model.forward
     given = batch()
-    outputs = model(input_ids=given["input_ids"])
-    assert summed_loss(outputs, given["labels"]) == summed_cross_entropy(
-        outputs.logits, given["labels"]
-    )
+    logits = model(input_ids=given["input_ids"]).logits
+    wanted, gradients = loss_and_gradients(model, labelled=False)
+    return_loss(model)
+    assert torch.equal(model(input_ids=given["input_ids"]).logits, logits)
+    found = loss_and_gradients(model, labelled=True)
+    assert found[0] == wanted
+    assert found[1].keys() == gradients.keys()
+    assert all(torch.equal(found[1][name], gradients[name]) for name in gradients)

@@ -12,12 +12,19 @@ from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import EvaluationBatches, Layout, TokenizedRows, prepare
 from anygauge.interface import UnsupportedError
 from anygauge.models.inputs import model_inputs
-from anygauge.models.loss import token_losses
 from anygauge.models.masks import MaskPlan, block_mask, plan_masks, visible
 from tests.helpers.runs import TINY
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 
 LENGTH = 96
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Each position's loss in nats: (B, T) float32, zero where not supervised."""
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], ignore_index=-100, reduction="none"
+    )
+    return torch.nn.functional.pad(losses, (1, 0))
 
 
 def losses_by_document(model: Any, tokenizer: Any, packing: bool) -> list[list[float]]:

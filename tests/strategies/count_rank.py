@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.zero import Zero
@@ -146,9 +146,9 @@ def anygauge_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tens
     engine = strategy.build(context)
 
     def step(ids: torch.Tensor) -> float:
-        batch = DeviceBatch({"input_ids": ids, "use_cache": False}, ids)
+        batch = DeviceBatch({"input_ids": ids, "labels": ids, "use_cache": False})
         tokens = context.world_size * (LENGTH - 1)
-        result = engine.run_step([batch], summed_loss, tokens)
+        result = engine.run_step([batch], model_loss, tokens)
         engine.update(1e-4, context.max_norm)
         return float(result.loss_sums[0]) / (LENGTH - 1)
 
@@ -177,6 +177,7 @@ def by_hand_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tenso
     materialise(model, context.factory, device=torch.device("cpu"), dtype=torch.float32)
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
     model = context.factory.adapt(model)
+    del model.get_base_model().forward  # the model's own loss
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": needs_reentrant_checkpointing()}
     )

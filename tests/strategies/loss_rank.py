@@ -18,9 +18,8 @@ import torch
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
 from anygauge.kernels.install import ModelKernels
-from anygauge.kernels.loss import logits_rule
+from anygauge.kernels.loss import logits_rule, model_loss
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
@@ -69,11 +68,10 @@ def main(output: Path) -> None:
     ids = torch.randint(0, CONFIG["vocab_size"], (world, 2, 12), generator=generator)
     labels = ids.clone()
     labels[:, :, :4] = -100
-    held = [
-        DeviceBatch({"input_ids": i, "use_cache": False}, t)
+    batches = [
+        DeviceBatch({"input_ids": i, "labels": t, "use_cache": False})
         for i, t in zip(ids, labels, strict=True)
     ]
-    fused = [DeviceBatch({**b.inputs, "labels": b.labels}, b.labels) for b in held]
     tokens = int((labels[:, :, 1:] != -100).sum())
     results: dict[str, Any] = {}
     for name, (config, adapter, recompute) in CASES.items():
@@ -108,17 +106,17 @@ def main(output: Path) -> None:
         alone = Single().build(dataclasses.replace(context(ModelKernels()), rank=0, world_size=1))
         found: dict[str, Any] = {"loss": [], "norm": [], "gathered": {}}
         put_in = ModelKernels(loss=rule.bound(kernel), lora=addmm())
-        for way, kernels, batches in (("held", ModelKernels(), held), ("fused", put_in, fused)):
+        for way, kernels in (("held", ModelKernels()), ("fused", put_in)):
             engine = zero.build(context(kernels))
             counters.elements.clear()
             for step in range(STEPS):
                 counters.on = step == STEPS - 1
-                (own,) = engine.run_step([batches[rank]], summed_loss, tokens).loss_sums
+                (own,) = engine.run_step([batches[rank]], model_loss, tokens).loss_sums
                 counters.on = False
                 (total,) = backend.collectives.sum_on_host([float(own)])
                 norm = engine.update(1e-2, 1.0).grad_norm
                 if way == "held":
-                    whole = alone.run_step(held, summed_loss, tokens).loss_sums
+                    whole = alone.run_step(batches, model_loss, tokens).loss_sums
                     found["loss"].append([float(sum(whole))])
                     found["norm"].append([alone.update(1e-2, 1.0).grad_norm])
                 found["loss"][step].append(total)

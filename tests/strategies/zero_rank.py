@@ -18,8 +18,8 @@ import torch
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface import Graph, Phase, UnsupportedError
 from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_runtime import import_deepspeed, refuse_unserved_type
@@ -74,11 +74,11 @@ def main(output: Path) -> None:
     # Nothing may stay resident, or nothing would be released.
     engine = Zero(3, {"stage3_param_persistence_threshold": 0}).build(context)
     ids = torch.arange(8)[None]
-    batch = DeviceBatch({"input_ids": ids, "use_cache": False}, ids)
+    batch = DeviceBatch({"input_ids": ids, "labels": ids, "use_cache": False})
     waits_in_step = []
     for _ in range(2):
         before = waits
-        engine.run_step([batch, batch], summed_loss, 14)
+        engine.run_step([batch, batch], model_loss, 14)
         waits_in_step.append(waits - before)
         engine.update(1e-3, 1.0)
     whole = context.factory.adapt(context.factory.skeleton())

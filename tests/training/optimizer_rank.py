@@ -16,8 +16,8 @@ import torch
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface import Backend, UnsupportedError
 from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision, Strategy
+from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
-from anygauge.models.loss import summed_loss
 from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
@@ -76,11 +76,11 @@ def train(section: OptimizerSection, strategy: Strategy, backend: Backend) -> di
         )
     )
     ids = torch.arange(3, 35)[None]
-    batch = DeviceBatch({"input_ids": ids, "use_cache": False}, ids)
+    batch = DeviceBatch({"input_ids": ids, "labels": ids, "use_cache": False})
     losses, error = [], ""
     try:
         for step in range(STEPS):
-            result = engine.run_step([batch], summed_loss, 31)
+            result = engine.run_step([batch], model_loss, 31)
             losses.append(float(result.loss_sums[0]) / 31)
             engine.update(section.lr * (1 + step), 1.0)
     except UnsupportedError as refusal:

@@ -252,5 +252,5 @@ def test_what_is_planned_is_what_the_model_gets() -> None:
         model: Any = made.adapt(made.skeleton())
         lora = [m for m in model.modules() if hasattr(m, "lora_A") and "forward" in vars(m)]
         assert len(lora) == replaced
-        assert ("forward" in vars(model.get_base_model())) == (kernels.loss is not None)
+        assert "forward" in vars(model.get_base_model())  # either way, the loss is the model's
         assert ("forward" in vars(model.get_output_embeddings())) == (kernels.loss is not None)

@@ -13,9 +13,9 @@ import yaml
 from anygauge.cli import run as command
 from anygauge.config import load_run_file
 from anygauge.data import EvaluationBatches, Layout, prepare
+from anygauge.kernels.loss import summed_cross_entropy
 from anygauge.models.factory import dtype_name
 from anygauge.models.inputs import model_inputs
-from anygauge.models.loss import summed_cross_entropy
 from tests.docs.pages import ROOT, section, table_names
 from tests.helpers.runs import Run, anygauge, run_file, trained, trained_here
 
