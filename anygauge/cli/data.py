@@ -33,7 +33,7 @@ def data(
     backend: BackendOption = None,
     set_: SetOption = None,
 ) -> None:
-    """Show what a run's data becomes: counts, lengths, padding, and which tokens are learned."""
+    """Show what a run's data becomes: counts, lengths, padding, and which are loss tokens."""
     from anygauge.config import check_paths, load_run_file
     from anygauge.data import TokenizedRows, accumulation, advice, peek, prepare
     from anygauge.models.quiet import quiet_libraries

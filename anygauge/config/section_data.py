@@ -63,7 +63,7 @@ class DataSection(Section):
     )
     loss_on: Literal["answer", "last_turn", "all"] = Field(
         "answer",
-        description="Tokens that are learned: answers (in a chat, every turn of the assistant), "
+        description="Tokens that enter the loss: answers (in a chat, every turn of the assistant), "
         "only the last turn of the assistant, or every token.",
     )
     packing: bool = Field(False, description="Put several rows in one sequence; none sees another.")

@@ -106,7 +106,7 @@ class Counts:
         parts = [f"{self.used} of {self.rows} rows"]
         if self.sequences != self.used:
             parts.append(f"{self.sequences} sequences")
-        parts.append(f"{self.tokens} tokens, {self.supervised_tokens} of them learned")
+        parts.append(f"{self.tokens} tokens, {self.supervised_tokens} loss tokens")
         if self.dropped_empty:
             parts.append(f"{self.dropped_empty} dropped with nothing to learn")
         if self.dropped_long:

@@ -26,7 +26,7 @@ class Facts:
     Attributes:
         data: what became of the training rows, in words.
         tokens: real tokens of all steps.
-        first_loss, final_loss: nats per learned token.
+        first_loss, final_loss: nats per loss token.
         evaluations: records with step, name, eval_loss, eval_tokens.
         strategy: see `Strategy.description`.
         verified: `Verification.record`.
@@ -172,7 +172,7 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
         "rows": facts.data,
         "longest row": f"{run.data.max_length} tokens"
         + (", packed" if run.data.packing else "")
-        + f"; learned: {run.data.loss_on}",
+        + f"; loss on: {run.data.loss_on}",
     }
     if run.adapter is not None:
         found |= _adapter_settings(run.adapter)
@@ -245,7 +245,7 @@ def _losses(facts: Facts) -> str:
             for record in facts.evaluations
         },
     }
-    return _table("loss", "nats per learned token", rows)
+    return _table("loss", "nats per loss token", rows)
 
 
 def _verification(verified: Mapping[str, Any]) -> str:

@@ -98,7 +98,7 @@ def test_answers_are_cut_and_prompts_are_not(tokenizer):
     assert counts.tokens == sum(len(one.ids) for one in sequences)
     assert counts.supervised_tokens == sum(len(learned(one)) for one in sequences)
     assert str(counts) == (
-        f"2 of 4 rows; {counts.tokens} tokens, {counts.supervised_tokens} of them learned; "
+        f"2 of 4 rows; {counts.tokens} tokens, {counts.supervised_tokens} loss tokens; "
         "1 dropped with nothing to learn; 1 dropped as too long; 1 truncated"
     )
 

@@ -125,7 +125,7 @@ def test_the_run_directory_tells_all(base: Run, adapted: Run) -> None:
     environment = json.loads((adapted.folder / "environment-node0.json").read_text())
     threads = {s["name"]: s for s in environment["1"]}["OMP_NUM_THREADS"]
     assert (threads["value"], threads["set_by"]) == ("1", "user")
-    for name in ("run.yaml", "job.json", "environment-node0.json"):
+    for name in ("run.yaml", "run.json", "job.json", "environment-node0.json"):
         assert (adapted.folder / name).stat().st_mode & 0o777 == 0o600, name
     told = table_names(section(ROOT / "docs/training.md", "## The run directory"))
     for entry in (*base.folder.iterdir(), *adapted.folder.iterdir()):
