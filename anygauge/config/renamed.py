@@ -37,6 +37,9 @@ RECORD = "# A resolved run file: every field with its value, all paths absolute.
 """How the resolved run files of version 0.1 begin."""
 
 
+_ON_THE_WAY = frozenset(path[:length] for path in RENAMED for length in range(1, len(path)))
+
+
 def new_name(path: tuple[object, ...]) -> str | None:
     """What the field at a path is called today; None where that is no old name."""
     return RENAMED.get(tuple(part for part in path if isinstance(part, str)))
@@ -67,9 +70,8 @@ def translated_record(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> 
     """Values by name or dotted path, as checkpoints and reports have them, with today's names."""
 
     def below(value: Any, here: tuple[str, ...]) -> Any:
-        if isinstance(value, list):
-            return [below(item, here) for item in value]
-        if isinstance(value, Mapping):
+        # What a file holds may be nested without an end; what was renamed is not.
+        if isinstance(value, Mapping) and here in _ON_THE_WAY:
             return translated_record(value, here)
         return new_value(here, value)
 
@@ -77,5 +79,7 @@ def translated_record(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> 
     for name, value in values.items():
         here = (*path, *name.split("."))
         outer, dot, _ = name.rpartition(".")
-        found[outer + dot + RENAMED[here] if here in RENAMED else name] = below(value, here)
+        found[outer + dot + RENAMED[here] if here in RENAMED else name] = (
+            [below(item, here) for item in value] if isinstance(value, list) else below(value, here)
+        )
     return found

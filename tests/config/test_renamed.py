@@ -66,3 +66,10 @@ def test_values_of_checkpoints_have_todays_names() -> None:
         "adapter.groups": [{"r": 2}],
         "precision.reduce_dtype": "param_dtype",
     }
+
+
+def test_values_that_are_nested_without_an_end_are_left_alone() -> None:
+    deep: dict[str, object] = {}
+    for _ in range(5000):
+        deep = {"rank": deep}
+    assert translated_record({"x": deep, "adapter": deep})["x"] is deep
