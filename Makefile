@@ -95,7 +95,8 @@ CLOUDS := azure-ai-ml==1.35.2 kubernetes-validate==1.37.0 kubeflow-trainer-api==
 	@touch $@
 
 # Not what reads no model: the command line's pages, run files, the build, the benchmarks.
-CORE := $(addprefix tests/,agent backends cli data gaudi_stack interface models strategies training)
+CORE := $(addprefix tests/,agent backends cli data gaudi_stack interface models strategies training \
+    util)
 
 test-core: $(BUILT)
 	@echo "==> tests of the core in $(VENV)"

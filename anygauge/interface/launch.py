@@ -1,18 +1,29 @@
-"""What launchers and containers need to know of a device: its profile, and its images."""
+"""Launchers: what they announce and plan, and what they need to know of a device and its images."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from anygauge.interface.job import Job
 
 __all__ = [
+    "ABILITIES",
     "REPOSITORY_VARIABLE",
+    "BatchFile",
     "ImageRelease",
     "LaunchProfile",
+    "Launcher",
+    "LauncherSpec",
+    "Plan",
+    "PlannedFile",
+    "PlannedProcess",
+    "RunningJob",
     "own_image",
     "read_releases",
     "tagged",
@@ -121,3 +132,151 @@ def _release(row: Mapping[str, Any]) -> ImageRelease:
         source=row["source"],
         note=row.get("note", ""),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedFile:
+    """A file that a launcher writes before it starts anything."""
+
+    path: str
+    text: str
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedProcess:
+    """A process that a launcher starts: one agent on one node.
+
+    Attributes:
+        node_rank: which machine of the job.
+        host: where; None is this machine.
+        argv: the arguments, never through a shell here.
+        environment: variables by value, besides those inherited.
+        arguments: of an agent that reads them from standard input (``--stdin``), where a shell on
+            the way to it must not see them.
+    """
+
+    node_rank: int
+    argv: tuple[str, ...]
+    host: str | None = None
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFile:
+    """A file that users can hand to a scheduler themselves; ``launch --render`` writes it.
+
+    Attributes:
+        name: of the file, in the folder of the plan.
+        text: the absolute folder of the plan -> what stands in the file. The job file and the
+            resolved run, ``run.json`` and ``run.yaml``, lie beside it.
+        files: the plan's files that it needs.
+        command: takes the file's path as its last argument.
+    """
+
+    name: str
+    text: Callable[[Path], str] = field(compare=False)
+    files: tuple[PlannedFile, ...]
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a launcher would do: files to write, then processes to start.
+
+    Attributes:
+        pass_environment: variables whose values, at the time of submission, all processes get.
+        operations: what to type by hand, for readers: ``submit``, ``status``, ``logs``, ``cancel``;
+            ``{id}`` stands for the job's number.
+        folders: where the machines have files that do not come with their image, for a launcher
+            whose machines are `LauncherSpec.apart`.
+        notes: what the user should know before.
+        held: open descriptors that processes on this machine inherit and keep to their end: the
+            lock of the run directory is one. Other machines have no use for them.
+        batch: how the job is submitted without this package's commands, where that is possible.
+    """
+
+    files: tuple[PlannedFile, ...] = ()
+    processes: tuple[PlannedProcess, ...] = ()
+    pass_environment: tuple[str, ...] = ()
+    operations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    held: tuple[int, ...] = ()
+    batch: BatchFile | None = None
+
+
+class RunningJob(Protocol):
+    """A job that was submitted."""
+
+    @property
+    def record(self) -> Mapping[str, Any] | None:
+        """By which `Launcher.attach` finds it again, as plain values; None where the job ends with
+        this process.
+        """
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        """Everything the agents report, until the job ends."""
+
+    def status(self) -> str:
+        """How it fares, in a line."""
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether it waits or runs; None where nobody answers."""
+
+    @property
+    def found(self) -> Literal["known", "gone", "silent"]:
+        """What the last `status` came to; ``gone``: whoever ran it does not know it (any more), and
+        it left no report of its end; ``silent``: nobody answered.
+        """
+
+    def cancel(self) -> None:
+        """Ask every agent to end its ranks, a second time to kill them; does not wait."""
+
+    def wait(self) -> int:
+        """Exit status of the job."""
+
+
+class Launcher(Protocol):
+    """Starts one agent on each node of a job."""
+
+    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+        """What would be done. Pure: writes nothing, starts nothing, needs no device."""
+
+    def submit(self, plan: Plan) -> RunningJob:
+        """Do it."""
+
+    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
+        """A job that an earlier process submitted; only where jobs have a `record`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherSpec:
+    """How a launcher announces itself.
+
+    Attributes:
+        fidelity: how far it was proven: ``real``, ``emulated`` or ``schema``.
+        max_nodes: most machines it can start on; None for no limit.
+        elsewhere: ranks run on other machines than this one.
+        apart: those machines do not see this one's files: data, model and run directory are theirs.
+        can: what its jobs can do, of `ABILITIES`.
+    """
+
+    name: str
+    factory: str
+    api_version: int
+    fidelity: str
+    max_nodes: int | None = None
+    elsewhere: bool = False
+    apart: bool = False
+    can: frozenset[str] = frozenset()
+
+
+ABILITIES: Mapping[str, str] = {
+    "detach": "runs on when the command ends",
+    "warn": "gets a warning before its time is up",
+    "requeue": "can be started again when it is preempted or loses a node, where it is asked for",
+}
+"""What a launcher's jobs may be able to do."""
