@@ -74,7 +74,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-
                 name="mine",
                 factory="anygauge_mine:MineBackend",
                 probe=probe,
-                api_version=0,
+                api_version=1,
                 priority=10,
             )
     """
@@ -105,7 +105,7 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-bo
                 operation="rms_norm",
                 name="mine",
                 factory="anygauge_mine:rms_norm",
-                api_version=0,
+                api_version=1,
             )
     """
 
@@ -140,7 +140,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empt
             yield LauncherSpec(
                 name="mine",
                 factory="anygauge_mine:Mine",
-                api_version=0,
+                api_version=1,
                 fidelity="real",
                 max_nodes=1,
             )
@@ -172,7 +172,7 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:  # type: ignore[empty-
         def anygauge_provide_trackers():
             option = TrackerOption(name="file", description="what it writes to", required=True)
             yield TrackerSpec(
-                name="mine", factory="anygauge_mine:Mine", api_version=0, options=(option,)
+                name="mine", factory="anygauge_mine:Mine", api_version=1, options=(option,)
             )
     """
 
