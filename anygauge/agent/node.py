@@ -14,8 +14,9 @@ from pathlib import Path
 
 from anygauge.interface import Backend, NetworkInterface, Node, RdmaDevice
 
-LIBRARIES = ("torch", "deepspeed")
-"""Installed distributions whose version any backend's setting may depend on."""
+LIBRARIES = ("torch",)
+"""Installed distributions whose version any backend's setting may depend on; a backend names what
+else it reads (`Backend.libraries`)."""
 
 _ETHERNET = 1  # ARPHRD_ETHER, <linux/if_arp.h>
 _LOOPBACK = 772  # ARPHRD_LOOPBACK

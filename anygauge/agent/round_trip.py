@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Check, Job, LaunchSettings, Outcome
+from anygauge.registry import Registry
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.processes import die_with_parent
@@ -110,8 +111,6 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
         the usual count for a ring (2 (n-1)/n of the tensor); ``wrong``: sizes with wrong sums.
     """
     import torch
-
-    from anygauge.registry import Registry
 
     with Registry.load().create_backend(job.backend, job.backend_options) as backend:
         device = backend.open(local_rank)

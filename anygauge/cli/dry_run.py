@@ -128,12 +128,8 @@ def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
 
 def kernels_of(intent: Intent, backend: Backend) -> dict[str, KernelChoice]:
     """The kernels that ranks would run, those included that an engine may replace."""
-    from anygauge.strategies.facts import FACTS
 
-    facts = FACTS[intent.run.strategy.name]
-    return kernels_of_run(
-        intent.run, backend, intent.registry, facts.optimizer_sees_full_parameters
-    )
+    return kernels_of_run(intent.run, backend, intent.registry)
 
 
 def _show_checks(console: Console, found: Findings) -> None:

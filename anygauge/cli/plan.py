@@ -76,8 +76,8 @@ def read_intent(
     from anygauge.config import check_paths, load_run_file, run_json
     from anygauge.data import accumulation, peek
     from anygauge.registry import Registry, select_backend
-    from anygauge.strategies import check_name
     from anygauge.training.optimizers.checks import check_optimizer
+    from anygauge.training.strategy import check_ranks, check_strategy
     from anygauge.training.trackers.checks import check_trackers
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
@@ -91,7 +91,7 @@ def read_intent(
         peek(run.data)
     ranks = run.launch.nodes * run.launch.devices
     refuse_too_many(run.launch.nodes, run.launch.devices)
-    check_name(run.strategy.name, ranks)
+    check_ranks(registry.find_strategy(run.strategy.name).spec, ranks, registry)
     elsewhere = launcher.elsewhere
     if elsewhere and run.backend == "auto":
         raise RunFileError(
@@ -104,6 +104,8 @@ def read_intent(
     accumulation(run.train.global_batch_size, run.train.sequences_at_once(ranks), ranks)
     selection = select_backend(registry, run.backend, need_device=need_device)
     backend = registry.create_backend(selection.spec.name, run.backend_options)
+    here = selection.probe.available and not elsewhere
+    check_strategy(run, registry, backend, ranks, ranks_run_here=here)
     folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")
     job = Job(
         name=run.name,

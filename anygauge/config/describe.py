@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import create_model
 from pydantic.fields import FieldInfo
 
+from anygauge.config.document import Node
 from anygauge.config.schema import RunFile, Section
+from anygauge.config.strategies import StrategySection, all_sections, section_of
 
 LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -161,7 +164,20 @@ class Kind:
         return " ".join([word, " and ".join(bounds)]) if bounds else word
 
 
-ROOT = Kind(RunFile)
+def kind_of_run(root: Node) -> Kind:
+    """A run file's type: its strategy section is that of the strategy which the tree names.
+
+    Raises:
+        PluginError: there is no such strategy.
+    """
+    node = root.get("strategy", "name")
+    return _kind_with(section_of(None if node is None else node.value))
+
+
+@cache
+def _kind_with(section: type[StrategySection]) -> Kind:
+    fields: dict[str, Any] = {"strategy": (section, ...)}
+    return Kind(create_model(RunFile.__name__, __base__=RunFile, **fields))
 
 
 def field_kind(field: FieldInfo) -> Kind:
@@ -169,9 +185,9 @@ def field_kind(field: FieldInfo) -> Kind:
     return Kind.of(field.annotation, tuple(field.metadata))
 
 
-def kind_at(path: tuple[object, ...]) -> Kind | None:
-    """The type at a path of the run file; None where the schema has nothing."""
-    kind: Kind | None = ROOT
+def kind_at(path: tuple[object, ...], root: Node) -> Kind | None:
+    """The type at a path of a run file; None where the schema has nothing."""
+    kind: Kind | None = kind_of_run(root)
     for part in path:
         kind = None if kind is None else kind.below(part)
     return kind
@@ -188,7 +204,7 @@ def meaning(field: FieldInfo) -> str:
 def sections() -> Iterator[tuple[tuple[str, ...], type[Section]]]:
     """Every section with its path, outer ones first; the run file itself has the path ().
 
-    The items of a list share the list's path.
+    The items of a list share the list's path, and all strategies that of theirs.
     """
     waiting: list[tuple[tuple[str, ...], type[Section]]] = [((), RunFile)]
     while waiting:
@@ -197,13 +213,14 @@ def sections() -> Iterator[tuple[tuple[str, ...], type[Section]]]:
         waiting[:0] = [
             ((*path, name), inner)
             for name, field in section.model_fields.items()
-            for inner in field_kind(field).sections
+            for kind in field_kind(field).sections
+            for inner in (all_sections().values() if kind is StrategySection else (kind,))
         ]
 
 
-@cache
 def homes(name: str) -> tuple[str, ...]:
     """Dotted paths of the sections that have a field of this name; "" is the top level."""
     if name == "extends":
         return ("",)
-    return tuple(".".join(path) for path, section in sections() if name in section.model_fields)
+    found = (".".join(path) for path, section in sections() if name in section.model_fields)
+    return tuple(dict.fromkeys(found))

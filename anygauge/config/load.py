@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_origin
@@ -12,7 +12,7 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from anygauge.config.checks import value_problems
-from anygauge.config.describe import ROOT, Kind, field_kind
+from anygauge.config.describe import Kind, field_kind, kind_of_run
 from anygauge.config.document import Node, NotYaml, merge, plain, read_yaml
 from anygauge.config.messages import explain, received
 from anygauge.config.origin import Origin, Problem, dotted, run_file_error
@@ -30,7 +30,8 @@ from anygauge.config.paths import (
 )
 from anygauge.config.renamed import RECORD, translated
 from anygauge.config.schema import RunFile
-from anygauge.interface import RunFileError
+from anygauge.config.strategies import STRICT, section_of, without_others_fields
+from anygauge.interface import PluginError, RunFileError
 from anygauge.util.files import read_bounded
 
 MOST_BYTES = 2**20
@@ -98,14 +99,15 @@ def load_run_file(
     root = _read(cwd / path, name, (), environ, files, problems)
     root = merge(root, command_line(overrides, flags or {}, cwd, problems))
     root = resolve_paths(root, environ, cwd, problems)
-    values = _values(root, ROOT, (), problems)
+    known = _strategy_known(root, problems)
+    values = _values(known, kind_of_run(known), (), problems)
     problems += value_problems(root)
     try:
-        run = RunFile.model_validate(values, strict=True)
+        run = RunFile.model_validate(values, strict=True, context={STRICT: True})
     except ValidationError as error:
         # Whatever could not be read was complained about already, and stands as null in the tree.
-        known = {problem.path for problem in problems}
-        problems += [each for each in explain(error, root) if each.path not in known]
+        read = {problem.path for problem in problems}
+        problems += [each for each in explain(error, known) if each.path not in read]
     if problems:
         raise run_file_error(name, problems)
     if root.get(*OUTPUT) is None:
@@ -236,7 +238,7 @@ def _document(path: Path, shown: str, problems: list[Problem]) -> Node:
     try:
         root = read_yaml(text, shown, path.parent, problems)
         if root is not None and text.startswith(RECORD):
-            root = translated(root)
+            root = without_others_fields(translated(root))
     except NotYaml as error:
         place = Origin(shown, error.line, path.parent)
         raise RunFileError(f"{place}: not valid YAML: {error}") from None
@@ -258,6 +260,24 @@ def _similar(path: Path) -> str:
 
 def _is_yaml(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
+
+
+def _strategy_known(root: Node, problems: list[Problem]) -> Node:
+    """The tree without its strategy if there is none of that name, which is a problem."""
+    node = root.get("strategy", "name")
+    if node is None or node.value is None:
+        return root
+    if not isinstance(node.value, str):
+        text = f"got {received(node)}, expected the name of a strategy"
+    else:
+        try:
+            section_of(node.value)
+        except PluginError as error:
+            text = "; ".join(str(error).splitlines())
+        else:
+            return root
+    problems.append(Problem(node.origin, "strategy.name", text))
+    return replace(root, value={k: below for k, below in root.value.items() if k != "strategy"})
 
 
 def _values(

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
 from anygauge.config.origin import Problem, dotted
 from anygauge.config.renamed import new_name, new_value
+from anygauge.config.strategies import StrategySection, all_sections, named
 from anygauge.util.hiding import is_secret
 
 if TYPE_CHECKING:
@@ -57,18 +58,18 @@ def _path(loc: Sequence[object], root: Node) -> tuple[object, ...]:
     path: tuple[object, ...] = ()
     for index, part in enumerate(loc):
         last = index == len(loc) - 1
-        if root.get(*path, part) is not None or (last and _is_field(path, part)):
+        if root.get(*path, part) is not None or (last and _is_field(path, part, root)):
             path = (*path, part)
     return path
 
 
-def _is_field(path: tuple[object, ...], part: object) -> bool:
-    kind = kind_at(path)
+def _is_field(path: tuple[object, ...], part: object, root: Node) -> bool:
+    kind = kind_at(path, root)
     return kind is not None and kind.section is not None and part in kind.section.model_fields
 
 
 def _missing(path: tuple[object, ...], root: Node) -> Problem:
-    parent = kind_at(path[:-1])
+    parent = kind_at(path[:-1], root)
     assert parent is not None and parent.section is not None
     text = meaning(parent.section.model_fields[str(path[-1])])
     return Problem(root.nearest(*path).origin, dotted(path), f"missing: {text}")
@@ -84,13 +85,17 @@ def _unknown(path: tuple[object, ...], root: Node) -> Problem:
         if value is not node.value:
             text += f" (and {node.value}, which is called {value})"
         return Problem(node.origin, dotted(path), text)
-    parent = kind_at(path[:-1])
+    parent = kind_at(path[:-1], root)
     assert parent is not None and parent.section is not None
     valid = [*parent.section.model_fields, *([] if path[:-1] else ["extends"])]
     hints = ["no such field"]
     close = get_close_matches(name.lower(), valid, n=1)
-    if homes(name):
-        places = [home or "the top level" for home in homes(name)]
+    here = dotted(path[:-1])
+    if issubclass(parent.section, StrategySection):
+        others = [n for n, section in all_sections().items() if name in section.model_fields]
+        hints = [f"strategy {named(parent.section)!r} has no such field"]
+        hints += [f"it is one of {' and '.join(map(repr, others))}"] if others else []
+    if places := [home or "the top level" for home in homes(name) if home != here]:
         hints.append(f"'{name}' belongs under {' or '.join(places)}")
     elif not close and name in ELSEWHERE:
         hints.append(f"here that is '{ELSEWHERE[name]}'")
@@ -117,7 +122,7 @@ def _refused(path: tuple[object, ...], text: str, root: Node) -> Problem:
 
 def _wrong(path: tuple[object, ...], root: Node) -> Problem:
     node = root.nearest(*path)
-    expected = kind_at(path) or Kind(Any)
+    expected = kind_at(path, root) or Kind(Any)
     said = f"got {received(node, private=is_private(path))}, expected {wanted(expected)}"
     text = "; ".join([said, *_hints(node, expected)])
     return Problem(node.origin, dotted(path), text)

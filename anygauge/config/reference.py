@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 
 from anygauge.config.describe import field_kind, meaning, sections
 from anygauge.config.schema import Section
+from anygauge.config.strategies import StrategySection, named, registry
+from anygauge.interface.plugins import PROJECT
 
 BEGIN = "<!-- fields: begin (written by python -m anygauge.config.reference) -->"
 END = "<!-- fields: end -->"
@@ -19,9 +21,11 @@ END = "<!-- fields: end -->"
 
 def reference_markdown() -> str:
     """Markdown: a heading and a table (field, type, default, meaning) for each section."""
+    others = {p.spec.name for p in registry().strategies if p.distribution != PROJECT}
     places: dict[type[Section], list[str]] = {}
     for path, section in sections():
-        places.setdefault(section, []).append(".".join(path))
+        if not (issubclass(section, StrategySection) and named(section) in others):
+            places.setdefault(section, []).append(".".join(path))
     return "\n".join(_section(section, paths) for section, paths in places.items())
 
 
@@ -40,6 +44,8 @@ def update(text: str) -> str:
 
 def _section(section: type[Section], paths: list[str]) -> str:
     title = " and ".join(f"`{path}`" for path in paths if path) or "Top level"
+    if issubclass(section, StrategySection):
+        title += f" with `name: {named(section)}`"
     rows = [_row(name, field) for name, field in section.model_fields.items()]
     head = ["| field | type | default | meaning |", "|---|---|---|---|"]
     says = " ".join((section.__doc__ or "").split())
@@ -59,7 +65,7 @@ def _escaped(text: str) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)
+    value: Any = field.get_default(call_default_factory=True)
     if isinstance(value, Section):
         return "its defaults"
     return f"`{_yaml(value)}`"

@@ -20,6 +20,7 @@ from anygauge.config.section_train import (
     ScheduleSection,
     TrainSection,
 )
+from anygauge.config.strategies import AnyStrategySection, ByName, StrategySection, default_section
 from anygauge.interface import LaunchSettings
 
 __all__ = [
@@ -50,23 +51,6 @@ class PrecisionSection(Section):
     )
     reduce_dtype: Literal["param_dtype", "float32"] = Field(
         "float32", description="Type in which gradients are accumulated and reduced."
-    )
-
-
-class StrategySection(Section):
-    """How the model is spread over ranks."""
-
-    name: str = Field("zero", description="zero (DeepSpeed) or single (one process).")
-    stage: Annotated[int, Field(ge=0, le=3)] = Field(
-        3, description="zero: what is sharded; 1 optimizer, 2 gradients, 3 weights too."
-    )
-    gather: Literal["layer", "module"] = Field(
-        "layer",
-        description="zero, stage 3: weights are gathered a decoder layer at a time, or a module.",
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="zero: fields of DeepSpeed's zero_optimization that win over ours.",
     )
 
 
@@ -142,7 +126,7 @@ class RunFile(Section):
     train: TrainSection = TrainSection()
     checkpoint: CheckpointSection = CheckpointSection()
     precision: PrecisionSection = PrecisionSection()
-    strategy: StrategySection = StrategySection()
+    strategy: Annotated[AnyStrategySection, ByName] = Field(default_factory=default_section)
     launch: LaunchSection = LaunchSection()
     kernels: dict[str, str] = Field(
         default_factory=dict,

@@ -25,6 +25,7 @@ from anygauge.interface.job import Job, Node
 if TYPE_CHECKING:
     from anygauge.interface.backend import Backend, BackendSpec
     from anygauge.interface.launch import LauncherSpec
+    from anygauge.interface.strategy import StrategySpec
 
 __all__ = [
     "KernelSpec",
@@ -143,6 +144,43 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empt
                 api_version=1,
                 fidelity="real",
                 max_nodes=1,
+            )
+    """
+
+
+@hookspec
+def anygauge_provide_strategies() -> Iterable[StrategySpec]:  # type: ignore[empty-body]
+    """Announce ways to spread a model over ranks. Imports no torch.
+
+    Example::
+
+        from anygauge.interface import StrategySpec, hookimpl
+
+
+        class Mine:  # better in a module of its own: imported when it is chosen
+            description = "mine"
+
+            def __init__(self, section):
+                self.section = section
+
+            def settings(self, *arguments, **given):
+                return ()
+
+            def build(self, context):
+                # Any engine will do: see `anygauge.interface.Engine`.
+                from anygauge.strategies.single import Single
+
+                return Single().build(context)
+
+
+        @hookimpl
+        def anygauge_provide_strategies():
+            yield StrategySpec(
+                name="mine",
+                factory="anygauge_mine:Mine",
+                api_version=1,
+                world_sizes=(1,),
+                needs_process_group=False,
             )
     """
 

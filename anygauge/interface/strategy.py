@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from anygauge.interface.backend import Backend, Requirement, Support
+from anygauge.interface.backend import FULL, Backend, Requirement, Support
 from anygauge.interface.environment import Setting
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ __all__ = [
     "Precision",
     "StepResult",
     "Strategy",
+    "StrategyRun",
+    "StrategySpec",
     "TrainedState",
     "UpdateResult",
 ]
@@ -274,17 +276,12 @@ class BuildContext:
 
 
 class Strategy(Protocol):
-    """How a model is spread.
+    """How a model is spread, with the options of a run.
 
     Attributes:
-        optimizer_sees_full_parameters: whether parameters are whole and on the device when they are
-            updated, so that a device's own kernels can do it; the reason if not.
         description: its name and options in a few words, for the card of what was trained.
     """
 
-    needs: Sequence[Requirement]
-    needs_process_group: bool
-    optimizer_sees_full_parameters: Support
     description: str
 
     def settings(
@@ -306,3 +303,64 @@ class Strategy(Protocol):
 
     def build(self, context: BuildContext) -> Engine:
         """Build the model on the backend's opened device."""
+
+
+# -- the plugin ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyRun:
+    """What a strategy may look at before ranks start; nothing of it needs torch.
+
+    Attributes:
+        options: the run file's section, of the class that `StrategySpec.options` names.
+        precision: None while the opened device decides it.
+        optimizer: ``train.optimizer.name``.
+        ranks_run_here: the packages of this machine are those that ranks will have.
+    """
+
+    options: Any
+    world_size: int
+    optimizer: str
+    precision: Precision | None = None
+    ranks_run_here: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategySpec:
+    """How a strategy announces itself; making one imports neither torch nor pydantic.
+
+    Attributes:
+        name: ``strategy.name`` in run files.
+        factory: ``"package.module:Class"``; called with the run file's section, an object of
+            `options` that has `name`, too; returns a `Strategy`.
+        summary: a line for the list of strategies.
+        options: ``"package.module:Class"``: a pydantic model with the section's fields besides
+            ``name``; its module imports no torch. Empty: there are none.
+        default: taken where a run file names none; of one strategy alone.
+        reference: the conformance kit compares the others with it, on one rank.
+        world_sizes: the numbers of ranks that it runs on; empty: any.
+        needs_process_group: whether ranks must have joined one before `Strategy.build`.
+        needs: what it asks of a device, with reasons.
+        engine: a name by which `Backend.unsupported_engines` may refuse it; empty: torch alone.
+        distributions: packages besides torch whose versions decide a result, and are recorded.
+        optimizer_sees_full_parameters: whether parameters are whole and on the device when they are
+            updated, so that a device's own kernels can do it; the reason if not.
+        check: refuses what the options cannot do, by raising an `AnygaugeError`; cheap and pure.
+            The dry run, the run and each rank call it.
+    """
+
+    name: str
+    factory: str
+    api_version: int
+    summary: str = ""
+    options: str = ""
+    default: bool = False
+    reference: bool = False
+    world_sizes: tuple[int, ...] = ()
+    needs_process_group: bool = True
+    needs: tuple[Requirement, ...] = ()
+    engine: str = ""
+    distributions: tuple[str, ...] = ()
+    optimizer_sees_full_parameters: Support = FULL
+    check: Callable[[StrategyRun], None] = lambda run: None

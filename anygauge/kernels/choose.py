@@ -169,18 +169,14 @@ def unfit(spec: KernelSpec, backend: Backend) -> str | None:
     return why_missing(spec.missing)
 
 
-def kernels_of_run(
-    run: RunFile, backend: Backend, registry: Registry, full_parameters: Support
-) -> dict[str, KernelChoice]:
+def kernels_of_run(run: RunFile, backend: Backend, registry: Registry) -> dict[str, KernelChoice]:
     """The kernel of each operation that the run calls, itself or through another kernel.
-
-    Args:
-        full_parameters: whether the optimizer sees whole parameters on the device (`Strategy`).
 
     Raises:
         UnsupportedError: the run file asks for one that nothing would call, or for two attentions.
         UnknownNameError, NotAvailableError: see `choose_kernels`.
     """
+    full_parameters = registry.find_strategy(run.strategy.name).spec.optimizer_sees_full_parameters
     named = run.model.attention
     if named != "auto" and ATTENTION in run.kernels:
         raise UnsupportedError(

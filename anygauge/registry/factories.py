@@ -17,6 +17,7 @@ from anygauge.interface import (
     PluginError,
     Presence,
     Probe,
+    StrategySpec,
 )
 from anygauge.registry.plugins import Provided
 from anygauge.registry.words import describe
@@ -31,23 +32,46 @@ def load_factory(provided: Provided[Any], kind: str) -> Callable[..., Any]:
     Raises:
         PluginError: it cannot be imported, does not exist or cannot be called.
     """
-    factory = provided.spec.factory
-    module_name, _, attribute = factory.partition(":")
-    title = f"{kind} {provided.spec.name!r} of {provided.origin}"
+    value = _load(provided, kind, "factory", provided.spec.factory)
+    if not callable(value):
+        raise PluginError(
+            f"{kind} {provided.spec.name!r} of {provided.origin}: its factory "
+            f"{provided.spec.factory!r} is a {type(value).__name__}, which cannot be called"
+        )
+    return value
+
+
+def _load(provided: Provided[Any], kind: str, what: str, path: str) -> Any:
+    """Import ``package.module:name``."""
+    module_name, _, attribute = path.partition(":")
     try:
         value: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             value = getattr(value, part)
     except (Exception, SystemExit) as error:
         raise PluginError(
-            f"{title}: its factory {factory!r} cannot be loaded: {describe(error)}; install what "
-            f"is missing, or another release of {provided.distribution}"
+            f"{kind} {provided.spec.name!r} of {provided.origin}: its {what} {path!r} cannot be "
+            f"loaded: {describe(error)}; install what is missing, or another release of "
+            f"{provided.distribution}"
         ) from error
-    if not callable(value):
-        raise PluginError(
-            f"{title}: its factory {factory!r} is a {type(value).__name__}, which cannot be called"
-        )
     return value
+
+
+def load_options(provided: Provided[StrategySpec]) -> type[Any] | None:
+    """The class of a strategy's own fields; None where it has none.
+
+    Raises:
+        PluginError: it cannot be imported, or is no class.
+    """
+    if not provided.spec.options:
+        return None
+    options = _load(provided, "strategy", "options", provided.spec.options)
+    if not isinstance(options, type):
+        raise PluginError(
+            f"strategy {provided.spec.name!r} of {provided.origin}: its options "
+            f"{provided.spec.options!r} are a {type(options).__name__}, not a class"
+        )
+    return options
 
 
 def make_backend(provided: Provided[BackendSpec], options: Mapping[str, Any] | None) -> Backend:

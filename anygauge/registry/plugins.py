@@ -24,6 +24,7 @@ from anygauge.interface import (
     KernelSpec,
     LauncherSpec,
     PluginError,
+    StrategySpec,
     TrackerSpec,
 )
 from anygauge.interface import plugins as hooks
@@ -36,13 +37,14 @@ BLOCK_VARIABLE = "ANYGAUGE_BLOCK_PLUGINS"
 AUTO = "auto"
 """The name that asks for a choice; no backend may bear it."""
 
-AnySpec = BackendSpec | KernelSpec | LauncherSpec | TrackerSpec
+AnySpec = BackendSpec | KernelSpec | LauncherSpec | StrategySpec | TrackerSpec
 SpecT = TypeVar("SpecT", bound=AnySpec)
 
 PROVIDING_HOOKS: Mapping[str, type[AnySpec]] = {
     "anygauge_provide_backends": BackendSpec,
     "anygauge_provide_kernels": KernelSpec,
     "anygauge_provide_launchers": LauncherSpec,
+    "anygauge_provide_strategies": StrategySpec,
     "anygauge_provide_trackers": TrackerSpec,
 }
 TUNING_HOOK = "anygauge_tune_environment"
@@ -304,6 +306,8 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], origin: str) -> None:
         raise PluginError(f"{title}: a name is letters, digits, '.', '_' and '-'")
     if not isinstance(spec.factory, str) or not _FACTORY.fullmatch(spec.factory):
         raise PluginError(f"{title}: factory {spec.factory!r} must read 'package.module:name'")
+    if isinstance(spec, StrategySpec) and spec.options and not _FACTORY.fullmatch(spec.options):
+        raise PluginError(f"{title}: options {spec.options!r} must read 'package.module:name'")
     if isinstance(spec, BackendSpec):
         if spec.name == AUTO:
             raise PluginError(f"{title}: {AUTO!r} is reserved for choosing a backend")

@@ -14,6 +14,8 @@ from anygauge.interface import (
     LauncherSpec,
     PluginError,
     Probe,
+    Strategy,
+    StrategySpec,
     Tracker,
     TrackerSpec,
     UnknownNameError,
@@ -43,8 +45,8 @@ class Registry:
     """What the plugins of this machine provide. Holding one imports no backend and no torch.
 
     Attributes:
-        backends, kernels, launchers, trackers: in a stable order; names claimed twice are left
-            out and stand in `duplicates`.
+        backends, kernels, launchers, strategies, trackers: in a stable order; names claimed twice
+            are left out and stand in `duplicates`.
         failures: plugins that could not be loaded.
         blocked: plugins that the user has blocked.
         unmatched_blocks: names that the user has blocked and no plugin bears.
@@ -60,6 +62,7 @@ class Registry:
         self.backends: Sequence[Provided[BackendSpec]] = self._unique(BackendSpec, "backend")
         self.kernels: Sequence[Provided[KernelSpec]] = self._unique(KernelSpec, "kernel")
         self.launchers: Sequence[Provided[LauncherSpec]] = self._unique(LauncherSpec, "launcher")
+        self.strategies: Sequence[Provided[StrategySpec]] = self._unique(StrategySpec, "strategy")
         self.trackers: Sequence[Provided[TrackerSpec]] = self._unique(TrackerSpec, "tracker")
 
     @classmethod
@@ -111,8 +114,6 @@ class Registry:
         """
         return make_backend(self.find_backend(name), options)
 
-    # -- launchers, trackers -------------------------------------------------------------------
-
     def find_launcher(self, name: str) -> Provided[LauncherSpec]:
         """Raises: PluginError: no plugin, or more than one, provides a launcher of this name."""
         return self._find("launcher", name, self.launchers)
@@ -124,6 +125,33 @@ class Registry:
             PluginError: there is no single launcher of this name, or it cannot be imported.
         """
         return load_factory(self.find_launcher(name), "launcher")
+
+    def find_strategy(self, name: str) -> Provided[StrategySpec]:
+        """Raises: PluginError: no plugin, or more than one, provides a strategy of this name."""
+        return self._find("strategy", name, self.strategies)
+
+    def default_strategy(self) -> Provided[StrategySpec]:
+        """The strategy of a run file that names none.
+
+        Raises:
+            PluginError: no plugin, or more than one, provides it.
+        """
+        found = [provided for provided in self.strategies if provided.spec.default]
+        if len(found) != 1:
+            claims = " and ".join(f"{p.spec.name!r} of {p.origin}" for p in found) or "none"
+            raise PluginError(
+                f"strategy.name: the run file names none, and the default is not one: {claims}. "
+                f"Name a strategy: {listed(p.spec.name for p in self.strategies)}"
+            )
+        return found[0]
+
+    def strategy(self, name: str) -> Callable[[Any], Strategy]:
+        """Import a strategy's factory; it is called with the run file's section.
+
+        Raises:
+            PluginError: there is no single strategy of this name, or it cannot be imported.
+        """
+        return load_factory(self.find_strategy(name), "strategy")
 
     def find_tracker(self, name: str) -> Provided[TrackerSpec]:
         """Raises: PluginError: no plugin, or more than one, provides a tracker of this name."""

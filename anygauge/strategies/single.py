@@ -7,11 +7,12 @@ shape in particular. Weights are stored in the compute type; the optimizer works
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import FULL, HOST_DEVICE, Backend, Phase, Requirement, Setting, Support
+from anygauge.interface import FULL, HOST_DEVICE, Backend, Phase, Setting, Support
 from anygauge.interface.strategy import (
     BuildContext,
     Counters,
@@ -29,7 +30,6 @@ from anygauge.strategies.common import (
     torch_dtype,
     trained_parameters,
 )
-from anygauge.strategies.facts import FACTS
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.state import export_plain, import_plain, updates_of
 
@@ -163,10 +163,10 @@ class SingleEngine:
 class Single:
     """One process, one device, the whole model."""
 
-    needs: Sequence[Requirement] = FACTS["single"].needs
-    needs_process_group = False
-    optimizer_sees_full_parameters = FACTS["single"].optimizer_sees_full_parameters
     description = "single"
+
+    def __init__(self, options: Any = None) -> None:
+        """Args: options: the run file's section, which has no fields but the name."""
 
     def settings(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import HOST_DEVICE, Backend, Phase, Requirement, Setting, Support
+from anygauge.interface import HOST_DEVICE, Backend, Phase, Setting, Support
 from anygauge.interface.strategy import (
     BuildContext,
     Counters,
@@ -32,8 +32,8 @@ from anygauge.strategies.common import (
     torch_dtype,
     trained_parameters,
 )
-from anygauge.strategies.facts import FACTS
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
     gather_by_block,
     gathered_by_peft,
@@ -153,16 +153,9 @@ class ZeroEngine:
 class Zero:
     """DeepSpeed over all ranks."""
 
-    needs: Sequence[Requirement] = FACTS["zero"].needs
-    needs_process_group = True
-    optimizer_sees_full_parameters = FACTS["zero"].optimizer_sees_full_parameters
-
-    def __init__(self, stage: int, options: Mapping[str, Any], gather: str = "layer") -> None:
-        """Args: gather: what stage 3 gathers at a time: a ``layer`` or a ``module``."""
-        self.stage = stage
-        self.options = dict(options)
-        self.gather = gather
-        self.description = f"zero, stage {stage}"
+    def __init__(self, options: ZeroOptions) -> None:
+        self.options = options
+        self.description = f"zero, stage {options.stage}"
 
     def settings(
         self,
@@ -176,14 +169,14 @@ class Zero:
     ) -> Sequence[Setting]:
         """See `Strategy.settings`."""
         return zero_settings(
-            stage=self.stage,
+            stage=self.options.stage,
             precision=precision,
             backend=backend,
             micro_batch=micro_batch,
             max_norm=max_norm,
             recomputes=recomputes,
             sizes=None if skeleton is None else ModelSizes.of(skeleton),
-            options=self.options,
+            options=self.options.options,
         )
 
     def build(self, context: BuildContext) -> ZeroEngine:
@@ -206,7 +199,7 @@ class Zero:
         def shard(unit: nn.Module) -> None:
             deepspeed.zero.Init(module=unit, config_dict_or_path=config)
 
-        sharded = self.stage == 3
+        sharded = self.options.stage == 3
         model = factory.skeleton()
         materialise(
             model,
@@ -222,7 +215,7 @@ class Zero:
             # DeepSpeed gathers what a module owns; the rest it must be told of.
             deepspeed.zero.register_external_parameter(reader, parameter)
         factory.checkpoint_activations(model, reentrant=needs_reentrant_checkpointing())
-        if sharded and self.gather == "layer":
+        if sharded and self.options.gather == "layer":
             gather_by_block(model)
         compile_regions(model, context.backend)
         buffers = buffers_of(model)
@@ -230,4 +223,4 @@ class Zero:
         optimizer = context.optimizer(trained, {name: whole_shape(p) for name, p in trained})
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         restore_buffers(buffers)
-        return ZeroEngine(engine, self.stage, context)
+        return ZeroEngine(engine, self.options.stage, context)

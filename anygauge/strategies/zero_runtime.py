@@ -16,7 +16,7 @@ from torch import nn
 
 from anygauge.interface import HOST_DEVICE, Backend, UnsupportedError
 from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.zero_settings import ENGINE
+from anygauge.strategies.zero_spec import ENGINE
 
 NON_REENTRANT_SINCE = Version("0.19.6")
 """First version whose ZeRO-3 keeps frozen weights whole in non-reentrant recomputation (#8148)."""

@@ -15,10 +15,9 @@ from torch import nn
 from anygauge.interface import Backend, Setting
 from anygauge.interface.strategy import Precision
 from anygauge.strategies.common import trained_parameters
-from anygauge.strategies.facts import check_stage_types
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.zero_spec import ENGINE, check_stage_types
 
-ENGINE = "deepspeed"
 DEFAULT_PERSISTENCE = 100_000
 DEFAULT_LIVE = 1_000_000_000
 PREFETCH = 500_000_000

@@ -34,7 +34,7 @@ from anygauge.interface import (
 from anygauge.registry import Registry
 from anygauge.testing.check import check
 
-HEAVY = ("torch", "deepspeed", "transformers", "tensorflow", "jax", "numpy.distutils")
+HEAVY = ("torch", "transformers", "tensorflow", "jax", "numpy.distutils")
 PROBE_S = 2.0
 """Seconds: commands that only list backends wait for every probe."""
 
@@ -64,7 +64,12 @@ class Paper:
     def jobs(self) -> list[Job]:
         """Of one machine and of two, with this backend and its options."""
         return [
-            dataclasses.replace(job, backend=self.name, backend_options=self.options)
+            dataclasses.replace(
+                job,
+                backend=self.name,
+                backend_options=self.options,
+                strategy=self.registry.default_strategy().spec.name,
+            )
             for job in (JOB, TWO_NODES)
         ]
 

@@ -16,18 +16,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from anygauge.interface import Support
+from anygauge.interface import StrategySpec, Support
 from anygauge.registry import Registry
-from anygauge.strategies.facts import FACTS
-from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as the next two)
-from anygauge.testing import device as _device  # noqa: F401
-from anygauge.testing import ranks as _ranks  # noqa: F401
 from anygauge.testing.check import CHECKS, DECLARED, NOT_ASKED, Check, verdict
 from anygauge.testing.loop import RunFailed, Trained, largest_difference, prepare, train
 from anygauge.testing.overruled import losses_all_the_same
 from anygauge.testing.process import Answers, Subject, ask
 
-ENGINE = FACTS["zero"].engine or ""
 BEST_FIRST = ("passed", "skipped", "declared", "failed")
 SPREAD_NOISE = 1e-4
 """Largest relative difference of losses that sums in another order explain, over the kit's run."""
@@ -171,8 +166,8 @@ class BackendContract:
         asked = on_device.of(CHECKS[f"{dtype}_arithmetic"])
         if not asked.supported:
             pytest.skip(f"{DECLARED}{asked.declared}")
-        here = _run(runs, subject, folder, "single", 1, dtype, host=True)
-        there = _run(runs, subject, folder, "single", 1, dtype)
+        here = _run(runs, subject, folder, _reference().name, 1, dtype, host=True)
+        there = _run(runs, subject, folder, _reference().name, 1, dtype)
         self._close(there, here, dtype)
         assert there.losses[-1] < there.losses[0], "nothing was learned"
 
@@ -200,7 +195,7 @@ class BackendContract:
             pytest.skip(f"rank_counts asks for {', '.join(map(str, self.rank_counts))} alone")
         if ranks > devices:
             pytest.skip(f"{ranks} ranks need as many devices; there are {devices}")
-        there = _run(runs, subject, folder, "zero", ranks, "float32")
+        there = _run(runs, subject, folder, _default().name, ranks, "float32")
         difference = self._from_the_host(there.losses, subject, folder, runs)
         assert difference <= self._spread, (
             f"losses differ from those of one process on the host by {difference:.1e}; "
@@ -215,7 +210,7 @@ class BackendContract:
             subject,
             folder,
             "whole",
-            strategy="single",
+            strategy=_reference().name,
             ranks=1,
             dtype="float32",
             changes={"checkpoint": {"every": 3, "keep_last": 5}},
@@ -225,7 +220,7 @@ class BackendContract:
             subject,
             folder,
             "rest",
-            strategy="single",
+            strategy=_reference().name,
             ranks=1,
             dtype="float32",
             arguments=("--resume", str(middle)),
@@ -239,7 +234,7 @@ class BackendContract:
         """Why ZeRO must not be refused as it is; empty if it may."""
         declared = _refused_engine(subject)
         try:
-            refused = _run(runs, subject, folder, "zero", ranks, "float32")
+            refused = _run(runs, subject, folder, _default().name, ranks, "float32")
         except RunFailed as error:
             if declared not in str(error):
                 return f"a refusal must give the declared reason; it says: {error}"
@@ -248,7 +243,7 @@ class BackendContract:
         # ZeRO stands on collectives; whether those are missing is a question of its own.
         if not _declared(subject, "collectives"):
             return ""
-        losses = losses_all_the_same(subject, folder, "zero", ranks)
+        losses = losses_all_the_same(subject, folder, _default().name, ranks)
         if losses is None or self._from_the_host(losses, subject, folder, runs) > self._spread:
             return ""
         return (
@@ -263,7 +258,7 @@ class BackendContract:
     def _from_the_host(
         self, losses: Sequence[float], subject: Subject, folder: Path, runs: dict[str, Trained]
     ) -> float:
-        here = _run(runs, subject, folder, "single", 1, "float32", host=True)
+        here = _run(runs, subject, folder, _reference().name, 1, "float32", host=True)
         return largest_difference(losses, here.losses)
 
     def _close(self, found: Trained, wanted: Trained, dtype: str) -> None:
@@ -290,11 +285,21 @@ def _declared(subject: Subject, capability: str) -> Support:
     return Registry.load().create_backend(subject.name, subject.options).support(capability)
 
 
+def _reference() -> StrategySpec:
+    """What the default strategy is compared with: whole models on one rank."""
+    return next(p.spec for p in Registry.load().strategies if p.spec.reference)
+
+
+def _default() -> StrategySpec:
+    return Registry.load().default_strategy().spec
+
+
 def _refused_engine(subject: Subject) -> str:
     """Why ZeRO cannot run on it, in the backend's words; empty where it can."""
     backend = Registry.load().create_backend(subject.name, subject.options)
     collectives = backend.support("collectives")
-    return backend.unsupported_engines.get(ENGINE, "" if collectives else collectives.reason)
+    missing = "" if collectives else collectives.reason
+    return backend.unsupported_engines.get(_default().engine, missing)
 
 
 def _name(strategy: str, ranks: int, dtype: str, *, host: bool = False) -> str:

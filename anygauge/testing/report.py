@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from anygauge.interface import API_VERSION
+from anygauge.registry import Registry
 
 MARKS = {
     "passed": "pass",
@@ -24,7 +25,7 @@ PARTS = {
     "test_on_ranks": "on several ranks",
 }
 """Part of the report by the contract's test; all others are of the loop."""
-PACKAGES = ("anygauge", "torch", "transformers", "peft", "deepspeed")
+PACKAGES = ("anygauge", "torch", "transformers", "peft")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +114,8 @@ class Report:
     def conditions(self) -> dict[str, str]:
         """Versions and machine."""
         found = {"contract": str(API_VERSION), "python": platform.python_version()}
-        for package in PACKAGES:
+        engines = Registry.load().default_strategy().spec.distributions
+        for package in (*PACKAGES, *engines):
             try:
                 found[package] = metadata.version(package)
             except metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.schema import ModelSection, RunFile
-from anygauge.interface import Backend, ModelError, NotAvailableError, Setting
+from anygauge.interface import Backend, ModelError, NotAvailableError, PluginError, Setting
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import WeightFiles, check_shape, check_weights, match_names
 from anygauge.models.quiet import quiet_libraries
@@ -22,7 +22,7 @@ from anygauge.models.start import refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
-from anygauge.strategies.facts import FACTS, check_known, check_needs, check_section, check_types
+from anygauge.training.strategy import create_strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,28 +67,16 @@ class Findings:
 def check_settings(
     run: RunFile, backend: Backend, registry: Registry, *, ranks_run_here: bool
 ) -> dict[str, KernelChoice]:
-    """Check what run file and backend say of each other; returns the run's kernels.
+    """Check what run file and backend say of each other's kernels; returns those of the run.
 
     Args:
         ranks_run_here: a kernel that lacks something on this machine is refused.
 
     Raises:
-        AnygaugeError: options, capabilities, types or kernels that ranks would refuse.
+        AnygaugeError: kernels that ranks would refuse.
     """
-    from anygauge.config.precision import resolve_precision
-
-    facts = FACTS[run.strategy.name]
-    check_section(run.strategy)
-    if ranks_run_here:
-        check_known(run.strategy)
-    check_needs(backend, facts)
-    if run.precision.param_dtype != "auto":
-        check_types(
-            run.strategy,
-            resolve_precision(run.precision, backend.support),
-        )
     try:
-        return kernels_of_run(run, backend, registry, facts.optimizer_sees_full_parameters)
+        return kernels_of_run(run, backend, registry)
     except NotAvailableError:
         if ranks_run_here:
             raise
@@ -260,17 +248,20 @@ def _build(
 
 
 def _settings(question: Question, run: RunFile, skeleton: Any, found: Findings) -> None:
-    backend = Registry.load().create_backend(question.backend, run.backend_options)
+    registry = Registry.load()
+    backend = registry.create_backend(question.backend, run.backend_options)
     try:
         found.settings, found.engine_note = engine_settings(
-            run, backend, question.world_size, skeleton
+            run, backend, registry, question.world_size, skeleton
         )
-    except ImportError as error:
-        found.engine_note = f"not shown: {error.name} is not installed here"
+    except PluginError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        found.engine_note = f"not shown: {error.__cause__.name} is not installed here"
 
 
 def engine_settings(
-    run: RunFile, backend: Backend, world_size: int, skeleton: Any
+    run: RunFile, backend: Backend, registry: Registry, world_size: int, skeleton: Any
 ) -> tuple[list[Setting], str]:
     """The engine's settings, and a note on what is not known of them.
 
@@ -278,10 +269,9 @@ def engine_settings(
         skeleton: the adapted model without weights; None leaves out what depends on its sizes.
 
     Raises:
-        ImportError: torch is missing, as on a login node.
+        PluginError: its strategy cannot be imported: torch is missing, as on a login node.
     """
     from anygauge.config.precision import resolve_precision
-    from anygauge.strategies import create_strategy
 
     precision = resolve_precision(run.precision, backend.support)
     notes = []
@@ -292,7 +282,7 @@ def engine_settings(
         )
     if skeleton is None:
         notes.append("settings that depend on the model's sizes are left out")
-    settings = create_strategy(run.strategy, world_size).settings(
+    settings = create_strategy(registry, run).settings(
         backend,
         precision,
         skeleton=skeleton,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE, Job
-from anygauge.interface.strategy import DeviceBatch
+from anygauge.interface.strategy import DeviceBatch, StrategySpec
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.export import check_whole, completed, save_adapter, save_model
@@ -26,7 +26,6 @@ PACKAGES = (
     "torch",
     "transformers",
     "peft",
-    "deepspeed",
     "tokenizers",
     "safetensors",
     "datasets",
@@ -156,14 +155,14 @@ def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Fa
         final_loss=summary["final_loss"],
         evaluations=summary["evaluations"],
         verified=summary["verified"],
-        versions=versions(),
+        versions=versions(prepared.spec),
     )
 
 
-def versions() -> dict[str, str]:
-    """Python, and the packages that decide a result."""
+def versions(strategy: StrategySpec) -> dict[str, str]:
+    """Python, and the packages that decide a result: those of the strategy, too."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *strategy.distributions):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

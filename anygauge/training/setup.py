@@ -27,7 +27,14 @@ from anygauge.interface import (
     Job,
     UnsupportedError,
 )
-from anygauge.interface.strategy import BuildContext, DeviceBatch, Engine, Precision, Strategy
+from anygauge.interface.strategy import (
+    BuildContext,
+    DeviceBatch,
+    Engine,
+    Precision,
+    Strategy,
+    StrategySpec,
+)
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.kernels.loss import model_loss
 from anygauge.kernels.plan import plan_kernels
@@ -40,7 +47,6 @@ from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
 from anygauge.strategies.common import torch_dtype, trained_parameters
-from anygauge.strategies.facts import FACTS, check_needs
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.identity import identity_of, settings_of
 from anygauge.training.checkpoints.keeper import CheckpointKeeper
@@ -50,6 +56,7 @@ from anygauge.training.loop import Loop
 from anygauge.training.meter import History, RunMeter, Volume
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
+from anygauge.training.strategy import check_strategy
 from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.checks import check_trackers
 from anygauge.training.trackers.group import no_trackers, open_trackers
@@ -63,6 +70,7 @@ class PreparedRun:
 
     run: RunFile
     loop: Loop
+    spec: StrategySpec
     strategy: Strategy
     engine: Engine
     meter: RunMeter
@@ -101,16 +109,16 @@ class Rank:
             self.events.message(text, "warning")
 
 
-def open_device(job: Job, rank: Rank, registry: Registry, strategy: Strategy) -> Backend:
+def open_device(job: Job, rank: Rank, run: RunFile, registry: Registry) -> Backend:
     """Create the job's backend, open this rank's device and join the process group.
 
     Raises:
-        UnsupportedError: the strategy needs what the device lacks.
+        AnygaugeError: the strategy cannot run so, or needs what the device lacks.
     """
     backend = registry.create_backend(job.backend, job.backend_options)
-    check_needs(backend, FACTS[job.strategy])
+    check_strategy(run, registry, backend, rank.world_size)
     device = backend.open(rank.local)
-    if strategy.needs_process_group:
+    if registry.find_strategy(run.strategy.name).spec.needs_process_group:
         backend.collectives.open(
             rendezvous=job.rendezvous,
             rank=rank.index,
@@ -165,7 +173,7 @@ def prepare_run(
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.support)
-    kernels = kernels_of_run(run, backend, registry, strategy.optimizer_sees_full_parameters)
+    kernels = kernels_of_run(run, backend, registry)
     backend.adapt_models(packing=run.data.packing)
     tokenizer = load_tokenizer(run.model)
     factory = CausalModelFactory(
@@ -333,6 +341,7 @@ def prepare_run(
     return PreparedRun(
         run=run,
         loop=loop,
+        spec=registry.find_strategy(run.strategy.name).spec,
         strategy=strategy,
         engine=engine,
         meter=meter,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import STOPPED, AnygaugeError, Backend, Job
+from anygauge.interface import STOPPED, AnygaugeError, Backend, Job, StrategySpec
 from anygauge.training.progress import Progress
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
@@ -106,13 +106,13 @@ def run_rank(
     with progress.long("start-up"):
         from anygauge.config import read_run
         from anygauge.registry import Registry
-        from anygauge.strategies import create_strategy
         from anygauge.training.checkpoints.files import finite
         from anygauge.training.checkpoints.finished import REPORT, FinishedError
         from anygauge.training.checkpoints.identity import settings_of
         from anygauge.training.checkpoints.keeper import checkpoint_folder
         from anygauge.training.save import save
         from anygauge.training.setup import Rank, open_device, prepare_run
+        from anygauge.training.strategy import create_strategy
 
         rank = Rank(
             index=index,
@@ -130,8 +130,8 @@ def run_rank(
         began = time.time()
         registry = Registry.load()
         run = read_run(settled(Path(job.run_file)))
-        strategy = create_strategy(run.strategy, rank.world_size)
-        backend = open_device(job, rank, registry, strategy)
+        backend = open_device(job, rank, run, registry)
+        strategy = create_strategy(registry, run)
     opened.callback(backend.close)
     limit = job.launch.collective_timeout_s
     with out_of_memory_advice(backend):
@@ -163,7 +163,7 @@ def run_rank(
                     f"strategy {job.strategy}"
                 ],
             )
-            write_versions(Path(job.run_directory))
+            write_versions(Path(job.run_directory), prepared.spec)
         try:
             complete = prepared.loop.run()
             summary = {}
@@ -212,11 +212,11 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
         ) from error
 
 
-def write_versions(folder: Path) -> None:
+def write_versions(folder: Path, strategy: StrategySpec) -> None:
     """What ran: versions of the packages that decide the result."""
     from anygauge.training.save import versions
 
-    write_text(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
+    write_text(folder / "versions.json", json.dumps(versions(strategy), indent=2) + "\n")
 
 
 if __name__ == "__main__":

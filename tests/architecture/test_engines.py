@@ -15,14 +15,14 @@ HOME = "zero"
 
 
 def engine_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of every attribute and string of DeepSpeed's; documentation may name it."""
+    """Line and text of each attribute and string of DeepSpeed's; documentation may name it."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(attr=text) if text.startswith("ds_"):
                 yield node.lineno, text
             case ast.Constant(value=str(text)) if id(node) not in documentation:
-                if text.startswith("ds_"):
+                if text.startswith("ds_") or text == HOME or "deepspeed" in text.lower():
                     yield node.lineno, text
 
 
@@ -43,6 +43,9 @@ def test_the_core_knows_no_engine() -> None:
     [
         "count = parameter.ds_numel",
         'shape = getattr(parameter, "ds_shape", None)',
+        'if run.strategy.name == "zero": ...',
+        'packages = ["torch", "deepspeed"]',
+        'text = f"DeepSpeed has {fields}"',
     ],
 )
 def test_a_planted_name_is_found(source: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from anygauge.config.describe import ELSEWHERE, kind_at
+from anygauge.config.document import Node
+from anygauge.config.origin import Origin
 from anygauge.config.schema import (
     AdapterSection,
     DataSection,
@@ -161,8 +165,9 @@ def test_unknown_fields(folder, minimal, text, complaint):
 
 @pytest.mark.parametrize(("name", "target"), sorted(ELSEWHERE.items()))
 def test_names_of_other_tools_point_at_fields_that_exist(name, target):
-    assert kind_at(tuple(target.split("."))) is not None
-    assert kind_at((name,)) is None
+    root = Node({}, Origin("run.yaml", None, Path()))
+    assert kind_at(tuple(target.split(".")), root) is not None
+    assert kind_at((name,), root) is None
 
 
 def test_missing_fields_say_what_they_are_for(folder):

@@ -11,6 +11,7 @@ import pytest
 from anygauge.config import RunFile, load_run_file, reference_markdown
 from anygauge.config.describe import sections
 from anygauge.config.reference import BEGIN, END, update
+from anygauge.config.strategies import StrategySection, named
 from anygauge.interface import RunFileError
 
 PAGE = Path(__file__).parents[2] / "docs/run-file.md"
@@ -46,10 +47,13 @@ def test_update_replaces_what_is_between_the_marks_alone():
 def test_every_field_of_every_section_has_a_row():
     text = reference_markdown()
     for path, section in sections():
+        head = f"`{'.'.join(path)}`" if path else "Top level"
+        if issubclass(section, StrategySection):
+            head += f" with `name: {named(section)}`"
         title = next(
             part
             for part in re.split(r"^### ", text, flags=re.M)[1:]
-            if (f"`{'.'.join(path)}`" if path else "Top level") in part.splitlines()[0]
+            if head in part.splitlines()[0]
         )
         rows = [line for line in title.splitlines() if line.startswith("| `")]
         assert [row.split("`")[1] for row in rows] == list(section.model_fields)

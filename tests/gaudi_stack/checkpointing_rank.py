@@ -21,6 +21,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies import zero_runtime
 from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.runs import TINY
 
@@ -38,7 +39,9 @@ def main(output: Path, reentrant: bool) -> None:
         timeout_s=120,
         device=device,
     )
-    engine = Zero(3, {"stage3_param_persistence_threshold": 0}, "module").build(
+    engine = Zero(
+        ZeroOptions(options={"stage3_param_persistence_threshold": 0}, gather="module")
+    ).build(
         BuildContext(
             factory=CausalModelFactory(
                 ModelSection(config=TINY, tokenizer="none"),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from anygauge.config.precision import AUTO_ORDER
 from anygauge.interface import CAPABILITIES
-from anygauge.strategies.facts import FACTS
+from anygauge.registry import Registry
 
 
 def test_each_is_asked_for_and_no_other() -> None:
-    of_strategies = {need.capability for facts in FACTS.values() for need in facts.needs}
+    strategies = (provided.spec for provided in Registry.load().strategies)
+    of_strategies = {need.capability for spec in strategies for need in spec.needs}
     of_precision = set(AUTO_ORDER) - {"float32"}
     assert of_strategies | of_precision == set(CAPABILITIES)
 
 
 def test_no_strategy_is_one() -> None:
-    assert not set(CAPABILITIES) & set(FACTS)
+    names = {provided.spec.name for provided in Registry.load().strategies}
+    assert {"single", "zero"} <= names
+    assert not set(CAPABILITIES) & names

@@ -23,23 +23,24 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.setup import trained_shapes
 from tests.helpers.runs import TINY
 from tests.models.test_adapter_kinds import GPT2
 
 STEPS = 2
-NOTHING_RESIDENT = {"stage3_param_persistence_threshold": 0}
+NOTHING_RESIDENT = ZeroOptions(options={"stage3_param_persistence_threshold": 0})
 """Otherwise DeepSpeed keeps weights of a tiny model whole: nothing would be gathered."""
 
 EVERYTHING: dict[str, Any] = {"r": 4, "dora": True, "targets": ".*"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Zero, bool]] = {
-    "dora": (TINY, EVERYTHING, Zero(3, NOTHING_RESIDENT), True),
-    "dora, factors resident": (TINY, EVERYTHING, Zero(3, {}), True),
-    "dora, no recomputation": (TINY, EVERYTHING, Zero(3, NOTHING_RESIDENT), False),
-    "dora, stage 2": (TINY, EVERYTHING, Zero(2, {}), True),
-    "dora, dropout": (TINY, {**EVERYTHING, "dropout": 0.2}, Zero(3, NOTHING_RESIDENT), True),
-    "dora, biases, conv1d, tied": (GPT2, EVERYTHING, Zero(3, NOTHING_RESIDENT), True),
+    "dora": (TINY, EVERYTHING, Zero(NOTHING_RESIDENT), True),
+    "dora, factors resident": (TINY, EVERYTHING, Zero(ZeroOptions(stage=3)), True),
+    "dora, no recomputation": (TINY, EVERYTHING, Zero(NOTHING_RESIDENT), False),
+    "dora, stage 2": (TINY, EVERYTHING, Zero(ZeroOptions(stage=2)), True),
+    "dora, dropout": (TINY, {**EVERYTHING, "dropout": 0.2}, Zero(NOTHING_RESIDENT), True),
+    "dora, biases, conv1d, tied": (GPT2, EVERYTHING, Zero(NOTHING_RESIDENT), True),
     "rslora in groups": (
         TINY,
         {
@@ -48,7 +49,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Zero, bool]] = {
             "targets": ["q_proj"],
             "groups": [AdapterGroup(targets=["embed_tokens", "lm_head"], r=2, alpha=128)],
         },
-        Zero(3, NOTHING_RESIDENT),
+        Zero(NOTHING_RESIDENT),
         True,
     ),
 }

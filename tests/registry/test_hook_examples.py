@@ -72,6 +72,15 @@ def test_the_kernel(example) -> None:
     torch.testing.assert_close(kernel(x, weight, 1e-6), wanted)
 
 
+def test_the_strategy(example) -> None:
+    pytest.importorskip("torch")
+    registry = example("anygauge_provide_strategies")
+    strategy = made_by(registry.strategies)("its section")
+    assert (strategy.description, strategy.section) == ("mine", "its section")
+    assert strategy.settings() == ()
+    assert registry.find_strategy("mine").spec.world_sizes == (1,)
+
+
 def test_the_launcher(example) -> None:
     plan = made_by(example("anygauge_provide_launchers").launchers)().render(JOB, {})
     assert [file.text for file in plan.files] == [JOB.dump()]

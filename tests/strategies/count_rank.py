@@ -26,6 +26,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import as_config
 from anygauge.training.optimizer import optimizer_factory
 
@@ -122,7 +123,7 @@ def main(way: str, output: Path) -> None:
         max_norm=1.0,
     )
     options = json.loads(os.environ.get("ZERO_OPTIONS", "{}"))
-    strategy = Zero(3, options)
+    strategy = Zero(ZeroOptions(options=options))
     step = (anygauge_step if way == "anygauge" else by_hand_step)(strategy, context)
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(0, CONFIG["vocab_size"], (STEPS, 1, LENGTH), generator=generator)

@@ -23,6 +23,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm
@@ -102,7 +103,7 @@ def main(output: Path) -> None:
             return linear_cross_entropy(*args, **kwargs, chunk_bytes=4 * 2048 * 5)
 
         options = FORGETFUL if "nothing kept" in name else {}
-        zero = Zero(3, {"stage3_param_persistence_threshold": 0, **options})
+        zero = Zero(ZeroOptions(options={"stage3_param_persistence_threshold": 0, **options}))
         alone = Single().build(dataclasses.replace(context(ModelKernels()), rank=0, world_size=1))
         found: dict[str, Any] = {"loss": [], "norm": [], "gathered": {}}
         put_in = ModelKernels(loss=rule.bound(kernel), lora=addmm())

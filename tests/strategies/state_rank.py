@@ -27,6 +27,7 @@ from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_options import ZeroOptions
 
 CONFIG = {
     "model_type": "llama",
@@ -56,7 +57,7 @@ class Case:
         return f"{strategy}-{self.ranks}-{self.optimizer}"
 
     def strategy(self) -> Strategy:
-        return Single() if self.stage is None else Zero(self.stage, {})
+        return Single() if self.stage is None else Zero(ZeroOptions(stage=self.stage))
 
 
 CASES = (

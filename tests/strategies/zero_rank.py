@@ -22,6 +22,7 @@ from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import import_deepspeed, refuse_unserved_type
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.runs import TINY
@@ -72,7 +73,7 @@ def main(output: Path) -> None:
         max_norm=1.0,
     )
     # Nothing may stay resident, or nothing would be released.
-    engine = Zero(3, {"stage3_param_persistence_threshold": 0}).build(context)
+    engine = Zero(ZeroOptions(options={"stage3_param_persistence_threshold": 0})).build(context)
     ids = torch.arange(8)[None]
     batch = DeviceBatch({"input_ids": ids, "labels": ids, "use_cache": False})
     waits_in_step = []

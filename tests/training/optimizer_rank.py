@@ -21,6 +21,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.runs import TINY
 
@@ -42,9 +43,9 @@ SECTIONS = {
 }
 STRATEGIES: dict[str, Strategy] = {
     "single": Single(),
-    "stage 0": Zero(0, {}),
-    "stage 1": Zero(1, {}),
-    "stage 3": Zero(3, {}),
+    "stage 0": Zero(ZeroOptions(stage=0)),
+    "stage 1": Zero(ZeroOptions(stage=1)),
+    "stage 3": Zero(ZeroOptions(stage=3)),
 }
 
 

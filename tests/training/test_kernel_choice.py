@@ -11,7 +11,6 @@ from torch import nn
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import (
-    FULL,
     AttentionKernel,
     Compiler,
     UnsupportedError,
@@ -45,7 +44,7 @@ def run_file(**fields: Any) -> RunFile:
 
 
 def chosen(run: RunFile, backend: Any = None) -> dict[str, Any]:
-    return kernels_of_run(run, backend or CpuBackend(), Registry.load(), FULL)
+    return kernels_of_run(run, backend or CpuBackend(), Registry.load())
 
 
 class Factory(CausalModelFactory):

@@ -10,9 +10,12 @@ from torch import nn
 
 from anygauge.config.schema import OptimizerSection, RunFile
 from anygauge.interface import RunFileError, UnsupportedError
+from anygauge.registry import Registry
 from anygauge.strategies.common import set_learning_rate
 from anygauge.training.optimizer import optimizer_factory, parameter_groups
 from anygauge.training.optimizers import checks
+from anygauge.training.strategy import check_strategy
+from anygauge_cpu.backend import CpuBackend
 
 
 def run(**fields: object) -> RunFile:
@@ -91,11 +94,12 @@ def test_adafactor_is_refused_where_matrices_are_flattened(
 ) -> None:
     spread = {"name": "single"} if strategy is None else {"name": "zero", "stage": strategy}
     asked = run(train={"optimizer": {"name": "adafactor"}}, strategy=spread)
+    registry = Registry.load()
     if fits:
-        checks.check_optimizer(asked, need_software=True)
+        check_strategy(asked, registry, CpuBackend(), 1)
         return
     with pytest.raises(RunFileError, match=rf"stage {strategy}.*strategy\.name: single"):
-        checks.check_optimizer(asked, need_software=False)
+        check_strategy(asked, registry, CpuBackend(), 1)
 
 
 def test_adafactor_notices_flat_parameters_by_itself() -> None:

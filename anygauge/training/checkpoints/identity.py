@@ -92,7 +92,9 @@ def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str,
 def changed_settings(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """Fields that may change when a run is resumed, and did: ``field: before -> now``."""
     kept = translated_record(kept)
-    names = sorted({*kept, *settings})
+    # What another strategy had besides is no field of this one.
+    gone = {name for name in kept.keys() - settings.keys() if name.startswith("strategy.")}
+    names = sorted({*kept, *settings} - gone)
     return [
         f"{name}: {_short(kept.get(name))} -> {_short(settings.get(name))}"
         for name in names

@@ -22,18 +22,11 @@ def check_optimizer(run: RunFile, *, need_software: bool) -> None:
     Raises:
         RunFileError: says which field to change.
     """
-    section, strategy = run.train.optimizer, run.strategy
+    section = run.train.optimizer
     if section.loraplus_lr_ratio is not None and run.adapter is None:
         raise RunFileError(
             "train.optimizer.loraplus_lr_ratio: is for the B factors of an adapter, but the run "
             "has no adapter section; remove it, or add one"
-        )
-    if section.name == "adafactor" and strategy.name == "zero" and strategy.stage > 0:
-        raise RunFileError(
-            "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
-            f"strategy zero, stage {strategy.stage}, joins parameters into flat vectors, on which "
-            "it would be another optimizer that saves no memory. Use strategy.name: single, "
-            "strategy.stage: 0, or train.optimizer.name: adamw_8bit"
         )
     if (
         section.name == "adamw_8bit"

@@ -1,0 +1,111 @@
+"""The section ``strategy`` of a run file: each strategy's own fields, from its plugin."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import Field, SerializeAsAny, ValidationInfo, WrapValidator, create_model
+from pydantic.functional_validators import ModelWrapValidatorHandler
+
+from anygauge.config.document import Node
+from anygauge.config.section import Section
+from anygauge.interface import StrategySpec, UnknownNameError
+from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
+from anygauge.registry.factories import load_options
+
+_NAME = "How the model is spread: a strategy's name."
+
+
+class StrategySection(Section):
+    """How the model is spread over ranks."""
+
+    name: str = Field(description=_NAME)
+
+
+def registry() -> Registry:
+    """The plugins of this process, looked for once for each path that it may import from."""
+    return _registry(tuple(sys.path), os.environ.get(BLOCK_VARIABLE, ""))
+
+
+@cache
+def _registry(path: tuple[str, ...], blocked: str) -> Registry:
+    return Registry.load({BLOCK_VARIABLE: blocked})
+
+
+def section_of(name: str | None) -> type[StrategySection]:
+    """The section of the strategy of a name, or of the default.
+
+    Raises:
+        UnknownNameError: there is no such strategy; names the nearest.
+        PluginError: several claim the name, or its fields cannot be read.
+    """
+    found = registry()
+    return _section(found.default_strategy() if name is None else found.find_strategy(name))
+
+
+def all_sections() -> dict[str, type[StrategySection]]:
+    """Strategy -> its section; the default comes first."""
+    found = sorted(registry().strategies, key=lambda p: (not p.spec.default, p.spec.name))
+    return {provided.spec.name: _section(provided) for provided in found}
+
+
+@cache
+def _section(provided: Provided[StrategySpec]) -> type[StrategySection]:
+    options = load_options(provided)
+    name = provided.spec.name
+    fields: dict[str, Any] = {"name": (Literal[name], Field(name, description=_NAME))}
+    return create_model(
+        f"{StrategySection.__name__}_{name}",
+        __base__=(StrategySection,) if options is None else (options, StrategySection),
+        __doc__=provided.spec.summary or StrategySection.__doc__,
+        **fields,
+    )
+
+
+def named(section: type[StrategySection]) -> str:
+    """The strategy that a section is of."""
+    return str(section.model_fields["name"].default)
+
+
+def default_section() -> StrategySection:
+    """Of a run file that says nothing of its strategy."""
+    return section_of(None).model_validate({})
+
+
+def _validated(
+    value: Any, handler: ModelWrapValidatorHandler[StrategySection], info: ValidationInfo
+) -> StrategySection:
+    """Validate a section as that of the strategy that it names."""
+    name = value.get("name") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(name, str | None):
+        return handler(value)
+    strict = bool(info.context and info.context.get(STRICT))
+    return section_of(name).model_validate(dict(value), strict=strict)
+
+
+def without_others_fields(root: Node) -> Node:
+    """The tree of a resolved run file of version 0.1, which has the fields of all strategies."""
+    node, name = root.get("strategy"), root.get("strategy", "name")
+    if node is None or name is None or not node.is_mapping or not isinstance(name.value, str):
+        return root
+    try:
+        known = section_of(name.value).model_fields
+    except UnknownNameError:
+        return root
+    kept = {field: below for field, below in node.value.items() if field in known}
+    return replace(root, value=root.value | {"strategy": replace(node, value=kept)})
+
+
+STRICT = "strict"
+"""In a validation's context: types are not converted, in a strategy's fields either."""
+
+AnyStrategySection = SerializeAsAny[StrategySection]
+"""A field of any strategy's section, written with all of its fields."""
+
+ByName = WrapValidator(_validated)
+"""Validates each section by the class of the strategy that it names."""

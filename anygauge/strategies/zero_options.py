@@ -1,0 +1,22 @@
+"""What a run file says of `zero`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class ZeroOptions(BaseModel):
+    """Fields of ``strategy`` besides its name."""
+
+    stage: Annotated[int, Field(ge=0, le=3)] = Field(
+        3, description="What is sharded: 1 optimizer, 2 gradients, 3 weights too."
+    )
+    gather: Literal["layer", "module"] = Field(
+        "layer", description="Stage 3: weights are gathered a decoder layer at a time, or a module."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Fields of DeepSpeed's zero_optimization that win over ours.",
+    )

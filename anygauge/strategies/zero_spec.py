@@ -1,0 +1,129 @@
+"""`zero` as a plugin: what it needs, and what is refused of it before torch is imported."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from anygauge.interface import (
+    API_VERSION,
+    Level,
+    Precision,
+    Requirement,
+    RunFileError,
+    StrategyRun,
+    StrategySpec,
+    Support,
+    UnsupportedError,
+)
+
+ENGINE = "deepspeed"
+
+
+def check(run: StrategyRun) -> None:
+    """Refuse what DeepSpeed, or anygauge with it, cannot do.
+
+    Raises:
+        UnsupportedError: the optimizer would be off the device, or no such types are combined.
+        RunFileError: there is no such field, or the optimizer cannot work on flat vectors.
+    """
+    options = run.options
+    for name, value in options.options.items():
+        if _offloads_optimizer(name, value):
+            raise UnsupportedError(
+                f"strategy.options.{name}: anygauge cannot train with an offloaded optimizer yet: "
+                "DeepSpeed takes only an optimizer of its own there, and the field that permits "
+                "another is outside of zero_optimization, which is all that strategy.options "
+                "reaches. Leave it out; to save memory on the device, "
+                "shard over more ranks or train an adapter"
+            )
+    if run.optimizer == "adafactor" and options.stage > 0:
+        raise RunFileError(
+            "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
+            f"strategy zero, stage {options.stage}, joins parameters into flat vectors, on which "
+            "it would be another optimizer that saves no memory. Use strategy.name: single, "
+            "strategy.stage: 0, or train.optimizer.name: adamw_8bit"
+        )
+    if run.ranks_run_here and options.options:
+        _check_known(options.options)
+    if run.precision is not None:
+        check_stage_types(options.stage, run.precision)
+
+
+ZERO = StrategySpec(
+    name="zero",
+    factory="anygauge.strategies.zero:Zero",
+    api_version=API_VERSION,
+    summary="DeepSpeed's ZeRO, stages 0 to 3, over all ranks.",
+    options="anygauge.strategies.zero_options:ZeroOptions",
+    default=True,
+    needs=(Requirement(capability="collectives", because="ZeRO shards over ranks"),),
+    engine=ENGINE,
+    distributions=(ENGINE,),
+    optimizer_sees_full_parameters=Support(
+        Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
+    ),
+    check=check,
+)
+
+
+def _check_known(options: dict[str, Any]) -> None:
+    """Refuse options that the DeepSpeed of this machine does not know, if there is one."""
+    known = zero_fields()
+    for name in options:
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise RunFileError(
+                f"strategy.options.{name}: DeepSpeed's zero_optimization has no such field"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+                + ". Its fields are in DeepSpeed's configuration reference"
+            )
+
+
+def zero_fields() -> set[str] | None:
+    """Fields of zero_optimization, read from DeepSpeed's source: to import it takes seconds."""
+    package = importlib.util.find_spec(ENGINE)
+    if package is None or package.origin is None:
+        return None
+    file = Path(package.origin).with_name("runtime") / "zero" / "config.py"
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    found = set()
+    for kind in ast.walk(tree):
+        if isinstance(kind, ast.ClassDef) and kind.name == "DeepSpeedZeroConfig":
+            for field in (one for one in kind.body if isinstance(one, ast.AnnAssign)):
+                found.add(ast.unparse(field.target))
+                for word in field.value.keywords if isinstance(field.value, ast.Call) else ():
+                    if word.arg == "alias" and isinstance(word.value, ast.Constant):
+                        found.add(str(word.value.value))
+    return found or None
+
+
+def _offloads_optimizer(name: str, value: Any) -> bool:
+    """Whether a field of DeepSpeed's zero_optimization moves the optimizer off the device.
+
+    Its former name ends in ``_offload``, and is true or false.
+    """
+    if name == "offload_optimizer":
+        device = value.get("device") if isinstance(value, dict) else value
+        return device not in (None, "none")
+    return name.endswith("_offload") and bool(value)
+
+
+def check_stage_types(stage: int, precision: Precision) -> None:
+    """Refuse types of numbers that a stage does not combine.
+
+    Raises:
+        UnsupportedError: DeepSpeed has no such combination of stage and types.
+    """
+    if stage == 0 and precision.reduce_dtype != precision.param_dtype:
+        raise UnsupportedError(
+            f"strategy zero, stage 0: DeepSpeed accumulates gradients in the compute type "
+            f"({precision.param_dtype}) there, not in {precision.reduce_dtype}. Set "
+            "precision.reduce_dtype: param_dtype, or strategy.stage: 1 or higher."
+        )

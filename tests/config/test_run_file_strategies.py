@@ -1,0 +1,70 @@
+"""Each strategy brings the fields of its section; another's are refused where they are written."""
+
+from __future__ import annotations
+
+import pytest
+
+from anygauge.config import dump_run
+from anygauge.config.strategies import RECORD
+
+
+def test_the_default_and_its_fields(folder, minimal):
+    strategy = folder.load(minimal).run.strategy
+    assert (strategy.name, strategy.stage, strategy.gather) == ("zero", 3, "layer")
+    assert folder.load(minimal, "strategy.stage=2").run.strategy.stage == 2
+    assert folder.load(minimal + "strategy: {name: null}").run.strategy.name == "zero"
+
+
+def test_a_strategy_has_its_own_fields_alone(folder, minimal):
+    run = folder.load(minimal + "strategy: {name: single}").run
+    assert run.model_dump()["strategy"] == {"name": "single"}
+    assert "stage" not in dump_run(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "strategy:\n  name: single\n  stage: 2",
+            "run.yaml:5: strategy.stage: strategy 'single' has no such field; it is one of 'zero'; "
+            "valid here: name",
+        ),
+        (
+            "strategy: {stag: 2}",
+            "run.yaml:3: strategy.stag: strategy 'zero' has no such field; did you mean 'stage'? "
+            "valid here: name, stage, gather, options",
+        ),
+        (
+            "strategy: {stage: 9}",
+            "run.yaml:3: strategy.stage: got 9 (int), expected a whole number >= 0 and <= 3",
+        ),
+        (
+            "strategy: {name: zreo, stage: 9}",
+            "run.yaml:3: strategy.name: there is no strategy named 'zreo'; did you mean 'zero'? "
+            "valid names: single, zero",
+        ),
+        (
+            "strategy: {name: 5}",
+            "run.yaml:3: strategy.name: got 5 (int), expected the name of a strategy",
+        ),
+        (
+            "strategy: zero",
+            "run.yaml:3: strategy: got 'zero' (str), expected a mapping of name, stage, gather, "
+            "options",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_where_it_stands(folder, minimal, text, complaint):
+    assert folder.refuse(minimal + text) == [complaint]
+
+
+def test_an_unknown_strategy_hides_nothing_else(folder, minimal):
+    lines = folder.refuse(minimal + "strategy: {name: zreo}\ntrian: {}")
+    assert len(lines) == 2
+    assert "did you mean 'zero'?" in lines[0] and "did you mean 'train'?" in lines[1]
+
+
+def test_resolved_files_of_version_0_1_have_the_fields_of_all(folder, minimal):
+    text = f"{RECORD}{minimal}strategy: {{stage: 2, gather: layer, options: {{}}, name: %s}}"
+    assert folder.load(text % "single").run.strategy.model_dump() == {"name": "single"}
+    assert folder.load(text % "zero").run.strategy.stage == 2

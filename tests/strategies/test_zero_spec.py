@@ -1,0 +1,77 @@
+"""What is refused of `zero` before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from anygauge.interface import Precision, RunFileError, StrategyRun, UnsupportedError
+from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.zero_spec import ZERO, zero_fields
+
+
+def check(*, optimizer: str = "adamw", precision: Precision | None = None, **fields: Any) -> None:
+    ZERO.check(
+        StrategyRun(
+            options=ZeroOptions(**fields), world_size=2, optimizer=optimizer, precision=precision
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}},
+        {"cpu_offload": True},
+    ],
+)
+def test_an_offloaded_optimizer_is_refused_with_the_reason(options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"an optimizer of its own.*Leave it out"):
+        check(options=options)
+
+
+def test_options_that_move_no_optimizer_pass() -> None:
+    for options in (
+        {},
+        {"offload_optimizer": {"device": "none"}},
+        {"offload_optimizer": None},
+        {"cpu_offload": False},
+        {"reduce_bucket_size": 1000},
+    ):
+        check(options=options)
+
+
+def test_fields_that_deepspeed_does_not_have() -> None:
+    """Held against DeepSpeed's own class, which is not imported for it."""
+    known = zero_fields()
+    assert known is not None
+    assert {"stage3_param_persistence_threshold", "reduce_bucket_size", "overlap_comm"} <= known
+    for name in known - {"cpu_offload"}:
+        check(options={name: None})
+    with pytest.raises(RunFileError, match=r"reduce_bukcet_size: .*did you mean 'reduce_bucket_"):
+        check(options={"reduce_bukcet_size": 1})
+
+
+def test_where_ranks_run_elsewhere_their_deepspeed_may_know_more() -> None:
+    options = ZeroOptions(options={"brand_new": 1})
+    ZERO.check(StrategyRun(options=options, world_size=2, optimizer="adamw", ranks_run_here=False))
+
+
+def test_types_that_a_stage_does_not_combine() -> None:
+    mixed = Precision(compute="bfloat16", reduce="float32")
+    check(stage=1, precision=mixed)
+    check(stage=0, precision=Precision(compute="bfloat16", reduce="bfloat16"))
+    with pytest.raises(UnsupportedError, match=r"stage 0.*precision\.reduce: compute"):
+        check(stage=0, precision=mixed)
+
+
+def test_this_needs_no_torch() -> None:
+    code = (
+        "import sys; import anygauge.strategies, anygauge.strategies.zero_options; "
+        "assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
