@@ -112,7 +112,7 @@ def anygauge(
 def trained_here(path: Path) -> Run:
     """A run of one rank in this very process: no launcher, no agent, seconds instead of a minute.
 
-    For strategy `single` alone: DeepSpeed changes the process that imports it.
+    Not for strategy `zero`: DeepSpeed changes the process that imports it.
     """
     from anygauge.cli.plan import read_intent
     from anygauge.cli.run_folder import write_run
@@ -120,7 +120,7 @@ def trained_here(path: Path) -> Run:
     from anygauge.util.events import EventWriter
 
     intent = read_intent(path, [], {}, need_device=True)
-    assert intent.run.strategy.name == "single"
+    assert intent.run.strategy.name != "zero"
     write_run(Path(intent.job.run_file), intent.run)
     identity = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, identity), contextlib.ExitStack() as opened:

@@ -1,0 +1,15 @@
+"""What a run file says of `plain`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class PlainOptions(BaseModel):
+    """Fields of ``strategy`` besides its name."""
+
+    sums: Literal["float32", "float64"] = Field(
+        "float32", description="Type in which gradients of micro-batches are added up."
+    )
