@@ -65,17 +65,17 @@ class LaunchSection(Section):
     devices: Positive = Field(_LAUNCH.devices, description="Ranks per machine, one per device.")
     collective_timeout_s: Seconds = Field(
         _LAUNCH.collective_timeout_s,
-        description="A collective that hangs longer ends the run, and so does a rank that neither "
-        "works nor reports for longer.",
+        description="Seconds after which a collective that hangs ends the run, and so does a rank "
+        "that neither works nor reports.",
     )
     join_timeout_s: Seconds = Field(
         _LAUNCH.join_timeout_s,
-        description="Seconds that the agents of all machines have to find each other.",
+        description="Seconds for the agents of all machines to find each other.",
     )
     lost_after_s: Seconds = Field(
         _LAUNCH.lost_after_s,
-        description="Silence after which a machine is lost; counts no more than twice "
-        "collective_timeout_s.",
+        description="Seconds without a heartbeat after which a machine is considered lost; at most "
+        "twice collective_timeout_s.",
     )
     fabric: str = Field(
         _LAUNCH.fabric,
@@ -139,7 +139,7 @@ class RunFile(Section):
         default_factory=dict, description="Variables for every rank; win over the backend's."
     )
     trackers: list[str] = Field(
-        default_factory=list, description="Receivers of metrics besides metrics.jsonl."
+        default_factory=list, description="Receivers of metrics in addition to metrics.jsonl."
     )
     tracker_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Tracker: options for it alone, such as a project."

@@ -55,7 +55,7 @@ class AdapterSection(Section):
     alpha: PositiveNumber = Field(32, description="The update is scaled by alpha / r.")
     rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead (rsLoRA).")
     dora: bool = Field(
-        False, description="Train direction and magnitude of each weight apart (DoRA)."
+        False, description="Train direction and magnitude of each weight separately (DoRA)."
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Dropout on the adapter's input."

@@ -77,11 +77,11 @@ class TrainSection(Section):
     steps: Positive | None = Field(None, description="Optimizer steps; wins over epochs.")
     epochs: PositiveNumber = Field(1.0, description="Passes over the rows.")
     global_batch_size: BatchSize = Field(
-        16, description="Sequences per optimizer step over all ranks: fixes the learning curve."
+        16, description="Sequences per optimizer step across all ranks; decides the result."
     )
     micro_batch_size: BatchSize = Field(
         4,
-        description="Most sequences per forward on one rank: fixes memory; the rest accumulates.",
+        description="Most sequences per forward on one rank; decides memory. The rest accumulates.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -118,9 +118,9 @@ class CheckpointSection(Section):
     every: NonNegative = Field(
         0, description="Steps between checkpoints; 0: only when the run is asked to end."
     )
-    keep_last: Positive = Field(2, description="Newest checkpoints that are kept.")
+    keep_last: Positive = Field(2, description="How many of the newest checkpoints are kept.")
     keep_best: NonNegative = Field(
-        0, description="Besides, how many of lowest evaluation loss are kept."
+        0, description="Also kept: this many with the lowest evaluation loss."
     )
     grace_s: Seconds = Field(
         60.0,

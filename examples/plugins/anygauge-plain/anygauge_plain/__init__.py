@@ -9,10 +9,10 @@ from anygauge.interface import StrategyRun, StrategySpec, UnsupportedError, hook
 
 def refuse_other_types(run: StrategyRun) -> None:
     """Raises: UnsupportedError: weights are wanted in another type than float32."""
-    if run.precision is not None and run.precision.compute != "float32":
+    if run.precision is not None and run.precision.param_dtype != "float32":
         raise UnsupportedError(
-            f"precision.compute: strategy plain computes in float32, not in "
-            f"{run.precision.compute}; set precision.compute: float32"
+            f"precision.param_dtype: strategy plain computes in float32, not in "
+            f"{run.precision.param_dtype}; set precision.param_dtype: float32"
         )
 
 

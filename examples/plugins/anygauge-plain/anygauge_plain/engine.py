@@ -50,7 +50,7 @@ class PlainEngine:
         for batch in batches:
             outputs = self.model(**batch.inputs)
             self._graph.mark_step(Phase.FORWARD)
-            loss = loss_function(outputs, batch.labels)
+            loss = loss_function(outputs)
             (loss / normalizer).backward()
             for total, (_, parameter) in zip(self._sums, self._trained, strict=True):
                 if parameter.grad is not None:
