@@ -6,14 +6,16 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from anygauge.config.document import Node
 from anygauge.config.schema import RunFile, Section
 from anygauge.config.strategies import StrategySection, all_sections, section_of
+
+if TYPE_CHECKING:
+    from anygauge.config.document import Node
 
 LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

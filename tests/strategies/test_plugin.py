@@ -88,7 +88,12 @@ def test_its_checkpoint_is_resumed_under_another_strategy(plain: Run, folder: Pa
         ({"name": "plain", "sums": "float16"}, (), RunFileError, "one of float32, float64"),
         ({"name": "single", "sums": "float64"}, (), RunFileError, "it is one of 'plain'"),
         ({"name": "plain"}, ("launch.devices=2",), RunFileError, "in one process, but 2 ranks"),
-        ({"name": "plain"}, ("precision.compute=bfloat16",), UnsupportedError, "plain computes in"),
+        (
+            {"name": "plain"},
+            ("precision.param_dtype=bfloat16",),
+            UnsupportedError,
+            "plain computes in",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_when_the_run_is_read(

@@ -62,10 +62,10 @@ def test_where_ranks_run_elsewhere_their_deepspeed_may_know_more() -> None:
 
 
 def test_types_that_a_stage_does_not_combine() -> None:
-    mixed = Precision(compute="bfloat16", reduce="float32")
+    mixed = Precision(param_dtype="bfloat16", reduce_dtype="float32")
     check(stage=1, precision=mixed)
-    check(stage=0, precision=Precision(compute="bfloat16", reduce="bfloat16"))
-    with pytest.raises(UnsupportedError, match=r"stage 0.*precision\.reduce: compute"):
+    check(stage=0, precision=Precision(param_dtype="bfloat16", reduce_dtype="bfloat16"))
+    with pytest.raises(UnsupportedError, match=r"stage 0.*precision\.reduce_dtype: param_dtype"):
         check(stage=0, precision=mixed)
 
 

@@ -24,7 +24,7 @@ def anygauge_provide_strategies() -> Iterable[StrategySpec]:
             name="plain",
             factory="anygauge_plain.engine:Plain",
             options="anygauge_plain.options:PlainOptions",
-            api_version=0,
+            api_version=1,
             summary="The whole model in one process, in float32.",
             world_sizes=(1,),
             needs_process_group=False,
