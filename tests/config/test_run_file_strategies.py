@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anygauge.config import dump_run
-from anygauge.config.strategies import RECORD
+from anygauge.config.renamed import RECORD
 
 
 def test_the_default_and_its_fields(folder, minimal):
