@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from anygauge.config.describe import kind_at
+from anygauge.config.document import Node
+from anygauge.config.origin import Origin
 from anygauge.config.renamed import RECORD, RENAMED, translated_record
 
 PATHS = sorted(RENAMED.items())
+EMPTY = Node({}, Origin("run.yaml", None, Path()))
 
 
 @pytest.mark.parametrize(("old", "new"), PATHS)
 def test_an_old_name_is_no_field_and_the_new_one_is(old: tuple[str, ...], new: str) -> None:
-    parent = (*old[:-1], 0) if kind_at((*old[:-1], 0)) else old[:-1]
-    assert kind_at((*parent, old[-1])) is None
-    assert kind_at((*parent, new)) is not None
+    parent = (*old[:-1], 0) if kind_at((*old[:-1], 0), EMPTY) else old[:-1]
+    assert kind_at((*parent, old[-1]), EMPTY) is None
+    assert kind_at((*parent, new), EMPTY) is not None
 
 
 @pytest.mark.parametrize(
