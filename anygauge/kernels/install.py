@@ -36,16 +36,14 @@ class ModelKernels:
     lora: LoraKernel | None = None
     loss: LossKernel | None = None
 
-    def into_base(self, model: nn.Module) -> None:
-        """Put in what a model has before its adapter."""
-        if self.norm is not None:
-            replace_norms(model, self.norm)
 
-    def into_adapted(self, model: nn.Module) -> None:
-        """Put in what belongs around adapters, once they are in place."""
-        if self.lora is not None:
-            fuse_lora(model, self.lora)
-        return_loss(model, self.loss)
+def install(model: nn.Module, kernels: ModelKernels) -> None:
+    """Put kernels into a model that has its adapter; given ``labels``, it returns its loss."""
+    if kernels.norm is not None:
+        replace_norms(model, kernels.norm)
+    if kernels.lora is not None:
+        fuse_lora(model, kernels.lora)
+    return_loss(model, kernels.loss)
 
 
 def plain_norms(model: nn.Module) -> tuple[list[nn.Module], int]:

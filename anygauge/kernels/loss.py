@@ -52,11 +52,15 @@ def logits_rule(model: Any) -> tuple[LogitsRule, Support]:
     The decoder and the output layer are stood in for while it runs: parameters may be on the meta
     device. Only what is found to be one of the known rules is served.
 
+    Args:
+        model: with its adapter, before anything is put into it.
+
     Returns:
-        The rule, and whether it is one; the reason if not.
+        The rule, and whether `return_loss` can make the loss in the output layer; the reason if
+        not.
     """
     try:
-        return _tried(model), FULL
+        return _tried(base_of(model)), FULL
     except _NotServed as error:
         return LogitsRule(), Support(Level.NOT_WRITTEN_YET, str(error))
 
@@ -64,9 +68,7 @@ def logits_rule(model: Any) -> tuple[LogitsRule, Support]:
 def _tried(model: Any) -> LogitsRule:
     name = type(model).__name__
     head: Any = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        kind = "none" if head is None else f"a {type(head).__name__}"
-        raise _NotServed(f"the output layer of {name} is {kind}, not a torch.nn.Linear")
+    _check_head(head, name)
     if "forward" in vars(model) or "forward" in vars(head):
         raise _NotServed(f"the forward of this {name} was replaced by something else")
     decoder = _decoder(model, name)
@@ -97,6 +99,18 @@ def _tried(model: Any) -> LogitsRule:
         if torch.allclose(logits.float(), rule(product), rtol=1e-5, atol=1e-6):
             return rule
     raise _NotServed(f"{name} changes its logits in a way that is not known here")
+
+
+def _check_head(head: Any, name: str) -> None:
+    if type(head) is nn.Linear:
+        return
+    from peft.tuners.lora import Linear
+
+    if not isinstance(head, Linear) or type(head.base_layer) is not nn.Linear:
+        kind = "none" if head is None else f"a {type(head).__name__}"
+        raise _NotServed(f"the output layer of {name} is {kind}, not a torch.nn.Linear")
+    if head.use_dora[head.active_adapters[0]]:
+        raise _NotServed("DoRA on the output layer normalises its whole weight")
 
 
 def _decoder(model: Any, name: str) -> Any:
@@ -170,21 +184,6 @@ class _Pending:
         return (self.loss * 0).reshape(1, 1, 1)
 
 
-def head_support(model: Any) -> Support:
-    """Whether the output layer of a model can make the loss, once adapters are in place."""
-    head = _base_of(model).get_output_embeddings()
-    if type(head) is nn.Linear:
-        return FULL
-    from peft.tuners.lora import Linear
-
-    reason = ""
-    if not isinstance(head, Linear) or type(head.base_layer) is not nn.Linear:
-        reason = f"the output layer is a {type(head).__name__}"
-    elif head.use_dora[head.active_adapters[0]]:
-        reason = "DoRA on the output layer normalises its whole weight"
-    return Support(Level.NOT_WRITTEN_YET, reason) if reason else FULL
-
-
 def return_loss(model: Any, kernel: LossKernel | None = None) -> None:
     """Let `model` return its loss, and no logits, whenever it is called with ``labels``.
 
@@ -193,10 +192,10 @@ def return_loss(model: Any, kernel: LossKernel | None = None) -> None:
     its logits are None; without them it is what it was.
 
     Args:
-        kernel: makes the loss in the output layer, where `head_support` says yes; the model's
-            `LogitsRule` is bound to it. None: of the logits.
+        kernel: makes the loss in the output layer, with the model's `LogitsRule` bound to it. None:
+            of the logits.
     """
-    causal = _base_of(model)
+    causal = base_of(model)
     if kernel is None:
         replace_forward(causal, _forward_with_logits(vars(causal).get("forward")))
         return
@@ -234,7 +233,8 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def _base_of(model: Any) -> Any:
+def base_of(model: Any) -> Any:
+    """The model that an adapter is around, or itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -246,8 +246,10 @@ def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
 
 def _forward_with_logits(replaced: Callable[..., Any] | None) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        plain = replaced or types.MethodType(type(self).forward, self)
-        outputs = plain(*args, **kwargs)
+        if replaced is None:
+            outputs = type(self).forward(self, *args, **kwargs)
+        else:
+            outputs = replaced(*args, **kwargs)
         if labels is not None:
             outputs.loss = summed_cross_entropy(outputs.logits, labels)
             outputs.logits = None

@@ -11,12 +11,10 @@ from torch import nn
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import (
-    FULL,
     AttentionKernel,
     Backend,
     PluginError,
     ShapeKind,
-    Support,
     UnsupportedError,
 )
 from anygauge.kernels.attention import (
@@ -39,7 +37,7 @@ from anygauge.kernels.choose import (
     load_kernel,
 )
 from anygauge.kernels.install import ModelKernels, plain_lora, plain_norms
-from anygauge.kernels.loss import LogitsRule, head_support, logits_rule
+from anygauge.kernels.loss import base_of, logits_rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +88,8 @@ class Architecture(Protocol):
 
     config: Any
 
-    def having(self, attention: str, kernels: ModelKernels) -> Self:
-        """The same model, built with these."""
+    def having(self, attention: str, kernels: ModelKernels | None) -> Self:
+        """The same model, built with these; None puts nothing into it."""
 
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`."""
@@ -120,24 +118,26 @@ def plan_kernels(
     """
     kernels = {operation: load_kernel(choices, operation) for operation in CALLED}
     attention, problems = _attention(run, backend, choices, kernels[ATTENTION], architecture.config)
-    bare = architecture.having(attention.name, ModelKernels())
-    skeleton = bare.skeleton()
+    bare = architecture.having(attention.name, None)
+    model = bare.adapt(bare.skeleton())
     # Code that comes with a model's files is known only now.
-    if attention.kernel is not None and (reason := never_called(type(skeleton))):
+    if attention.kernel is not None and (reason := never_called(type(base_of(model)))):
         raise UnsupportedError(
             f"kernels.attention: {reason}; set model.attention: eager, and leave kernels.attention "
             "out"
         )
     norm, lora, loss = kernels[NORM], kernels[LORA], kernels[LOSS]
-    norms = _count(plain_norms(skeleton)) if norm is not None else (0, 0)
-    rule, followed = logits_rule(skeleton) if loss is not None else (LogitsRule(), FULL)
-    adapted = bare.adapt(skeleton)
-    layers = _count(plain_lora(adapted)) if lora is not None else (0, 0)
+    norms = _count(plain_norms(model)) if norm is not None else (0, 0)
+    layers = _count(plain_lora(model)) if lora is not None else (0, 0)
     if lora is not None and not layers[0]:
         problems[LORA] = f"none of the {layers[1]} adapted layers is plain LoRA"
-    if loss is not None and (reason := _keeps_logits(backend, followed, adapted)):
-        problems[LOSS] = reason
-    elif loss is not None:
+    if loss is not None:
+        rule, served = logits_rule(model)
+        compiler = backend.graph.compiler
+        if compiler is not None and compiler.regions == "model":
+            problems[LOSS] = "the device compiles the whole model, its output layer with it"
+        elif not served:
+            problems[LOSS] = served.reason
         # Leaving rows out makes a new shape of each batch.
         fluid = backend.graph.shapes.kind is ShapeKind.DYNAMIC
         loss = functools.partial(rule.bound(loss), skip_ignored=fluid)
@@ -179,14 +179,6 @@ def _attention(
         masks_of=kernel.mask,
         kernel=kernel,
     ), {}
-
-
-def _keeps_logits(backend: Backend, followed: Support, adapted: nn.Module) -> str:
-    """Why no kernel can make the loss, or nothing."""
-    compiler = backend.graph.compiler
-    if compiler is not None and compiler.regions == "model":
-        return "the device compiles the whole model, its output layer with it"
-    return followed.reason or head_support(adapted).reason
 
 
 def _gives_way(run: RunFile, choice: KernelChoice, why: str) -> KernelChoice:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import ModelError, UnsupportedError
-from anygauge.kernels.install import ModelKernels
+from anygauge.kernels.install import ModelKernels, install
 from anygauge.models.adapter import add_adapter, external_parameters
 from anygauge.models.files import WeightFiles, check_shape, match_names
 from anygauge.models.source import load_config, local_folder
@@ -29,14 +29,15 @@ class CausalModelFactory:
         adapter: AdapterSection | None,
         *,
         attention: str = "eager",
-        kernels: ModelKernels = NO_KERNELS,
+        kernels: ModelKernels | None = NO_KERNELS,
         dtype: torch.dtype,
         seed: int,
         gradient_checkpointing: bool,
     ) -> None:
         """Args:
         attention: a resolved implementation.
-        kernels: those that the model can have; see `plan_kernels`.
+        kernels: those that the model can have, see `plan_kernels`; None puts nothing into it,
+            not even what makes its loss.
         dtype: type of the adapter's factors.
         """
         self.section = section
@@ -50,7 +51,7 @@ class CausalModelFactory:
         self._files: WeightFiles | None = None
         self._names: dict[str, str] | None = None
 
-    def having(self, attention: str, kernels: ModelKernels) -> CausalModelFactory:
+    def having(self, attention: str, kernels: ModelKernels | None) -> CausalModelFactory:
         """The same model, built with these."""
         other = copy.copy(self)
         other._attention, other._kernels = attention, kernels
@@ -81,7 +82,6 @@ class CausalModelFactory:
             ) from error
         model.tie_weights()
         model.config.use_cache = False
-        self._kernels.into_base(model)
         refuse_persistent_buffers(model)
         return model
 
@@ -142,7 +142,8 @@ class CausalModelFactory:
         """See `ModelFactory.adapt`."""
         if self.adapter is not None:
             model = add_adapter(model, self.adapter, dtype=self._dtype, seed=self._seed)
-        self._kernels.into_adapted(model)
+        if self._kernels is not None:
+            install(model, self._kernels)
         return model
 
     def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:

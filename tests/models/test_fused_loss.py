@@ -13,7 +13,6 @@ from torch import nn
 
 from anygauge.kernels.loss import (
     LogitsRule,
-    head_support,
     logits_rule,
     model_loss,
     return_loss,
@@ -84,7 +83,6 @@ def batch() -> dict[str, torch.Tensor]:
 def fused(model: Any) -> Any:
     rule, served = logits_rule(model)
     assert served, served
-    assert head_support(model)
     return_loss(model, rule.bound(linear_cross_entropy))
     return model
 
@@ -212,11 +210,10 @@ def test_lora(model_type: str, targets: list[str]) -> None:
     model = build(model_type, tie_word_embeddings=False)
     config = LoraConfig(r=4, lora_alpha=16, use_rslora=True, init_lora_weights=False,
                         target_modules=[names[t] for t in targets])  # fmt: skip
-    rule, served = logits_rule(model)
-    assert served
     model = get_peft_model(model, config).train()
     wanted, exact = exactly(model)
-    assert head_support(model)
+    rule, served = logits_rule(model)
+    assert served, served
     return_loss(model, rule.bound(linear_cross_entropy))
     assert all("lora" in name for name in compare(model, wanted, exact))
     given = batch()
@@ -236,7 +233,7 @@ def test_dora_on_the_output_layer_keeps_the_logits() -> None:
     model = build("llama")
     config = LoraConfig(r=4, use_dora=True, target_modules=["lm_head"])
     model = get_peft_model(model, config)
-    assert "DoRA on the output layer" in str(head_support(model))
+    assert "DoRA on the output layer" in str(logits_rule(model)[1])
     assert model(**batch()).logits is not None
 
 

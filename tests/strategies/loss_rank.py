@@ -84,7 +84,8 @@ def main(output: Path) -> None:
             seed=0,
             gradient_checkpointing=recompute,
         )
-        rule, served = logits_rule(bare.skeleton())
+        looked_at = bare.having("eager", None)
+        rule, served = logits_rule(looked_at.adapt(looked_at.skeleton()))
         assert served, served
 
         def context(kernels: ModelKernels, bare: CausalModelFactory = bare) -> BuildContext:
