@@ -36,7 +36,7 @@ def page(backends: Sequence[Backend]) -> str:
             parts.append("Networks between machines (`launch.fabric`), best first:\n\n")
             parts.append("| fabric | what | found by itself |\n|---|---|---|\n")
             parts += [
-                f"| `{f.name}` | {f.what} | {'yes' if f.shows else 'no'} |\n"
+                f"| `{f.name}` | {f.what} | {'yes' if f.detect else 'no'} |\n"
                 for f in backend.fabrics
             ]
             parts.append("\n")

@@ -47,8 +47,8 @@ def show(intent: Intent) -> None:
     )
     for name, reason in intent.selection.rejected:
         console.print(f"  not {name}: {reason}", markup=False)
-    apart = intent.registry.find_launcher(run.launch.launcher).spec.elsewhere
-    if not apart and not intent.selection.probe.available:
+    remote = intent.registry.find_launcher(run.launch.launcher).spec.remote
+    if not remote and not intent.selection.probe.available:
         console.print(
             f"  ranks cannot start on this machine: {intent.selection.probe.reason}",
             style="yellow",
@@ -56,7 +56,7 @@ def show(intent: Intent) -> None:
         )
     _show_checks(console, found)
     console.print("\n[bold]Environment[/bold] of each rank, decided before torch is imported")
-    if apart:
+    if remote:
         console.print("  as it would be here; the job's machines decide for themselves")
     ranks = shown_ranks(job.launch.devices)
     if len(ranks) < job.launch.devices:
@@ -95,11 +95,11 @@ def _show_plan(console: Console, intent: Intent) -> None:
     for file in plan.files:
         console.print(f"  writes {file.path}", markup=False)
         # Files for nobody else hold values of variables.
-        if spec.apart and file.mode & 0o077:
+        if not spec.shared_filesystem and file.mode & 0o077:
             console.print(f"{textwrap.indent(file.text.rstrip(), '    | ')}", markup=False)
     for process in plan.processes[:SHOWN_PROCESSES]:
         where = process.host or "this machine"
-        which = f"{where}:" if spec.apart else f"node {process.node_rank} on {where}:"
+        which = f"node {process.node_rank} on {where}:" if spec.shared_filesystem else f"{where}:"
         console.print(f"  {which}", markup=False)
         console.print(f"    {shlex.join(process.argv)}", markup=False)
     if len(plan.processes) > SHOWN_PROCESSES:

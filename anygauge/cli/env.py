@@ -116,7 +116,10 @@ def _fabrics(registry: Registry, job: Job) -> dict[str, Any]:
         "chosen": chosen.name,
         "why": chosen.why,
         "known": {
-            fabric.name: {"what": fabric.what, "seen": fabric.seen(node)}
+            fabric.name: {
+                "what": fabric.what,
+                "seen": fabric.detect(node) if fabric.detect else None,
+            }
             for fabric in backend.fabrics
         },
     }

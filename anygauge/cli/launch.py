@@ -90,7 +90,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
             f"--render: {folder} is there already, and not an empty folder; name another"
         )
     spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
-    intent, left_out = _without_secrets(_under_its_own_name(intent) if spec.elsewhere else intent)
+    intent, left_out = _without_secrets(_under_its_own_name(intent) if spec.remote else intent)
     job, run, home = intent.job, intent.run, Path(intent.job.run_directory)
     plan = rendered(intent)
     batch = plan.batch
@@ -103,7 +103,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
 
     def here(word: str) -> str:
         # Machines apart get the files from this folder, the others from the run directory.
-        return word.replace(f"{home}/", "") if spec.apart else word
+        return word if spec.shared_filesystem else word.replace(f"{home}/", "")
 
     notes = [*plan.notes, *(_LEFT_OUT.format(name) for name in left_out)]
     processes = [dataclasses.asdict(process) for process in plan.processes]
@@ -126,7 +126,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
         operations["submit"] = submit
     described: dict[str, Any] = {
         "launcher": spec.name,
-        "proven": spec.fidelity,
+        "proven": spec.tested_on,
         "can": sorted(spec.can),
         "pass_environment": list(plan.pass_environment),
         "files": [{"path": f.path, "mode": f"{f.mode:o}", "text": inside(f.path)} for f in files],

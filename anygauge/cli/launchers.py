@@ -52,8 +52,10 @@ def describe(spec: LauncherSpec) -> dict[str, Any]:
     return {
         "name": spec.name,
         "machines": machines,
-        "files": "are the machines' own" if spec.apart else "are shared with this machine",
+        "files": "are shared with this machine"
+        if spec.shared_filesystem
+        else "are the machines' own",
         "can": sorted(spec.can),
-        "proven": spec.fidelity,
-        "proof": PROVEN.get(spec.fidelity, ""),
+        "proven": spec.tested_on,
+        "proof": PROVEN.get(spec.tested_on, ""),
     }

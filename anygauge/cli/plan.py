@@ -84,27 +84,26 @@ def read_intent(
     run = loaded.run
     registry = Registry.load()
     launcher = registry.find_launcher(run.launch.launcher).spec
-    if launcher.apart:
-        refuse_secrets(run)
-    else:
+    if launcher.shared_filesystem:
         check_paths(loaded)
         peek(run.data)
+    else:
+        refuse_secrets(run)
     ranks = run.launch.nodes * run.launch.devices
     refuse_too_many(run.launch.nodes, run.launch.devices)
     check_ranks(registry.find_strategy(run.strategy.name).spec, ranks, registry)
-    elsewhere = launcher.elsewhere
-    if elsewhere and run.backend == "auto":
+    if launcher.remote and run.backend == "auto":
         raise RunFileError(
             f"backend: auto looks at this machine, and the {run.launch.launcher} launcher starts "
             "ranks on others. Name the backend (--backend)"
         )
-    need_device = need_device and not elsewhere
+    need_device = need_device and not launcher.remote
     check_optimizer(run, need_software=need_device)
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
     accumulation(run.train.global_batch_size, run.train.sequences_at_once(ranks), ranks)
     selection = select_backend(registry, run.backend, need_device=need_device)
     backend = registry.create_backend(selection.spec.name, run.backend_options)
-    here = selection.probe.available and not elsewhere
+    here = selection.probe.available and not launcher.remote
     check_strategy(run, registry, backend, ranks, ranks_run_here=here)
     folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")
     job = Job(
@@ -116,13 +115,13 @@ def read_intent(
         launch=run.launch.settings(),
         rendezvous=f"file://{folder / RENDEZVOUS}",
         stop_grace_s=run.checkpoint.grace_s,
-        working_directory="" if launcher.apart else str(Path.cwd()),
+        working_directory=str(Path.cwd()) if launcher.shared_filesystem else "",
         id=secrets.token_hex(8),
         token=secrets.token_hex(16),
         takes_over=run.checkpoint.resume == "auto",
-        run_text=run_json(run.model_copy(update={"backend": selection.spec.name}))
-        if launcher.apart
-        else "",
+        run_text=""
+        if launcher.shared_filesystem
+        else run_json(run.model_copy(update={"backend": selection.spec.name})),
         profile=backend.launch,
         network=named_fabric(backend.fabrics, run.launch.fabric),
         environment=run.environment,

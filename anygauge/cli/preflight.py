@@ -64,14 +64,14 @@ def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> F
         run,
         backend,
         intent.registry,
-        ranks_run_here=intent.selection.probe.available and not spec.elsewhere,
+        ranks_run_here=intent.selection.probe.available and not spec.remote,
     )
     question = Question(
         run=run_json(run.model_copy(update={"environment": {}})),
         backend=job.backend,
         world_size=job.world_size,
         id=job.id,
-        has_files=not spec.apart,
+        has_files=spec.shared_filesystem,
         engine=engine,
     )
     # As ranks have it: what the user has set wins over the run file.

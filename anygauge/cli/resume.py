@@ -26,7 +26,8 @@ def gone_on_with(intent: Intent) -> tuple[bool, Finished | None]:
     """
     run, folder = intent.run, Path(intent.job.run_directory)
     resume = run.checkpoint.resume
-    if intent.registry.find_launcher(run.launch.launcher).spec.apart or resume == "never":
+    launcher = intent.registry.find_launcher(run.launch.launcher).spec
+    if not launcher.shared_filesystem or resume == "never":
         return False, None
     if resume != "auto":
         _check_named(run, Path(resume))

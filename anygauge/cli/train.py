@@ -104,7 +104,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         typer.echo(f"run: {folder}")
     with claimed(folder) as lock:
         with deferred() as asked:
-            if not (spec.apart and (folder / RUN_FILE).exists()):
+            if spec.shared_filesystem or not (folder / RUN_FILE).exists():
                 made_ready(folder, staged=staged)
             write_run(Path(job.run_file), chosen)
             try:
@@ -115,7 +115,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
                 raise
             if running.record is not None:
                 record = {"launcher": name, "record": dict(running.record)}
-                if spec.apart:
+                if not spec.shared_filesystem:
                     record["logs"] = shlex.join(plan.operations["logs"])
                 write_text(folder / LAUNCHED, json.dumps(record, indent=2) + "\n")
             if asked:

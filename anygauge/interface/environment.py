@@ -28,11 +28,11 @@ __all__ = [
     "Scope",
     "Setting",
     "Skip",
+    "detected_by",
     "meeting_interface",
     "missing_fabric",
     "named_fabric",
     "others_up",
-    "shown_by",
 ]
 
 
@@ -76,16 +76,15 @@ class Fabric:
     Attributes:
         name: what users write as ``launch.fabric``.
         what: the network, in words.
-        seen: pure; what on a machine shows that it has this network. None: nothing does.
-        shows: whether a machine that has it shows it at all; if not, it is never chosen by itself.
+        detect: pure; what on a machine shows that it has this network, None where nothing does.
+            Without it, nothing ever does, and the network is never chosen by itself.
         resource: what a container must ask a cluster for, such as ``vpc.amazonaws.com/efa``.
         capabilities: what a container must be allowed.
     """
 
     name: str
     what: str
-    seen: Callable[[Node], str | None] = lambda node: None
-    shows: bool = True
+    detect: Callable[[Node], str | None] | None = None
     resource: str | None = None
     capabilities: tuple[str, ...] = ()
 
@@ -96,12 +95,12 @@ class ChosenFabric:
 
     Attributes:
         name: of the fabric; empty where there is nothing to choose or the library chooses.
-        asked: by the user, rather than found.
+        requested: by the user, rather than detected.
     """
 
     name: str
     why: str
-    asked: bool = False
+    requested: bool = False
 
 
 NO_FABRIC = ChosenFabric(name="", why="all ranks are on one machine")
@@ -117,11 +116,11 @@ def choose_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> ChosenFabr
         return NO_FABRIC
     named = named_fabric(fabrics, job.launch.fabric)
     if named is not None:
-        return ChosenFabric(name=named.name, why="launch.fabric", asked=True)
+        return ChosenFabric(name=named.name, why="launch.fabric", requested=True)
     for fabric in fabrics:
-        seen = fabric.seen(node)
-        if seen is not None:
-            return ChosenFabric(name=fabric.name, why=seen)
+        detected = fabric.detect(node) if fabric.detect else None
+        if detected is not None:
+            return ChosenFabric(name=fabric.name, why=detected)
     return ChosenFabric(name="", why="nothing shows which: the library chooses")
 
 
@@ -145,7 +144,7 @@ def missing_fabric(fabrics: Sequence[Fabric], job: Job, node: Node) -> str | Non
     if job.launch.nodes == 1:
         return None
     fabric = named_fabric(fabrics, job.launch.fabric)
-    if fabric is None or not fabric.shows or fabric.seen(node) is not None:
+    if fabric is None or fabric.detect is None or fabric.detect(node) is not None:
         return None
     devices = ", ".join(f"{d.name} ({d.driver}, {d.link_layer})" for d in node.rdma_devices)
     return (
@@ -159,17 +158,19 @@ def _ethernet(node: Node) -> str | None:
     return None if found is None else f"interface {found.name}, and no better network"
 
 
-def shown_by(wanted: Callable[[RdmaDevice], bool]) -> Callable[[Node], str | None]:
-    """Shown by the RDMA devices of a kind."""
+def detected_by(wanted: Callable[[RdmaDevice], bool]) -> Callable[[Node], str | None]:
+    """Detected by the RDMA devices of a kind."""
 
-    def seen(node: Node) -> str | None:
+    def detect(node: Node) -> str | None:
         names = [device.name for device in node.rdma_devices if wanted(device)]
         return f"RDMA devices {', '.join(names)}" if names else None
 
-    return seen
+    return detect
 
 
-ETHERNET = Fabric(name="ethernet", what="TCP over the machine's network interfaces", seen=_ethernet)
+ETHERNET = Fabric(
+    name="ethernet", what="TCP over the machine's network interfaces", detect=_ethernet
+)
 """What every machine has."""
 
 

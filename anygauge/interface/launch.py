@@ -190,7 +190,7 @@ class Plan:
         operations: what to type by hand, for readers: ``submit``, ``status``, ``logs``, ``cancel``;
             ``{id}`` stands for the job's number.
         folders: where the machines have files that do not come with their image, for a launcher
-            whose machines are `LauncherSpec.apart`.
+            without `LauncherSpec.shared_filesystem`.
         notes: what the user should know before.
         held: open descriptors that processes on this machine inherit and keep to their end: the
             lock of the run directory is one. Other machines have no use for them.
@@ -257,20 +257,21 @@ class LauncherSpec:
     """How a launcher announces itself.
 
     Attributes:
-        fidelity: how far it was proven: ``real``, ``emulated`` or ``schema``.
+        tested_on: ``real`` machines, ``emulated`` ones, or the ``schema`` of a service alone.
         max_nodes: most machines it can start on; None for no limit.
-        elsewhere: ranks run on other machines than this one.
-        apart: those machines do not see this one's files: data, model and run directory are theirs.
+        remote: ranks run on other machines than this one.
+        shared_filesystem: those machines see this one's files; otherwise data, model and run
+            directory are theirs.
         can: what its jobs can do, of `ABILITIES`.
     """
 
     name: str
     factory: str
     api_version: int
-    fidelity: str
+    tested_on: str
     max_nodes: int | None = None
-    elsewhere: bool = False
-    apart: bool = False
+    remote: bool = False
+    shared_filesystem: bool = True
     can: frozenset[str] = frozenset()
 
 

@@ -142,7 +142,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empt
                 name="mine",
                 factory="anygauge_mine:Mine",
                 api_version=1,
-                fidelity="real",
+                tested_on="real",
                 max_nodes=1,
             )
     """

@@ -17,9 +17,9 @@ from anygauge.interface import (
     Scope,
     Setting,
     Skip,
+    detected_by,
     meeting_interface,
     others_up,
-    shown_by,
 )
 
 ALLOCATOR_OLD, ALLOCATOR_NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
@@ -108,7 +108,7 @@ def _not_over_efa(context: RuleContext) -> str | None:
 
 
 def _net(context: RuleContext) -> Setting | Skip:
-    if not context.fabric.asked:
+    if not context.fabric.requested:
         return Skip("launch.fabric is auto: NCCL takes the best that it finds")
     names = {"ethernet": "Socket", "infiniband": "IB", "roce": "IB"}
     name = names.get(context.fabric.name)
@@ -166,20 +166,22 @@ FABRICS = (
     Fabric(
         name="efa",
         what="AWS's Elastic Fabric Adapter, through the plugin aws-ofi-nccl",
-        seen=shown_by(lambda device: device.driver == "efa"),
+        detect=detected_by(lambda device: device.driver == "efa"),
         resource="vpc.amazonaws.com/efa",
     ),
     Fabric(
         name="infiniband",
         what="InfiniBand, as in Azure's ND machines",
-        seen=shown_by(lambda device: device.link_layer == "InfiniBand"),
+        detect=detected_by(lambda device: device.link_layer == "InfiniBand"),
         # Locked memory is limited otherwise (Azure: RDMA and InfiniBand on AKS).
         capabilities=("IPC_LOCK",),
     ),
     Fabric(
         name="roce",
         what="RDMA over Ethernet",
-        seen=shown_by(lambda device: device.link_layer == "Ethernet" and device.driver != "efa"),
+        detect=detected_by(
+            lambda device: device.link_layer == "Ethernet" and device.driver != "efa"
+        ),
         capabilities=("IPC_LOCK",),
     ),
     ETHERNET,

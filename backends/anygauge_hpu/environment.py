@@ -120,7 +120,7 @@ def _over_ofi(context: RuleContext) -> Setting | Skip:
     fabric = context.fabric
     if context.job.launch.nodes == 1:
         return Skip(ONE_NODE)
-    if not fabric.asked:
+    if not fabric.requested:
         return Skip("the library looks for Gaudi's own NICs, then the host's, while it is unset")
     return context.set_to(
         "0" if fabric.name == "gaudi_nic" else "1", f"launch.fabric: {fabric.name}"
@@ -166,16 +166,14 @@ def _efa(name: str) -> EnvironmentRule:
 
 
 FABRICS = (
-    Fabric(name="gaudi_nic", what="the cards' own network interfaces", shows=False),
+    Fabric(name="gaudi_nic", what="the cards' own network interfaces"),
     Fabric(
         name="host_nic_direct",
         what="the host's network interfaces, which read card memory directly (libfabric)",
-        shows=False,
     ),
     Fabric(
         name="host_nic",
         what="the host's network interfaces, through the host's memory (libfabric)",
-        shows=False,
     ),
 )
 """What Gaudi's library can use between machines, in the order in which it looks for them."""

@@ -44,12 +44,12 @@ def test_the_best_that_a_machine_shows_is_chosen(
     found: tuple[RdmaDevice, ...], name: str, why: str
 ) -> None:
     chosen = choose_fabric(ALL, job(), machine(*found))
-    assert (chosen.name, chosen.why, chosen.asked) == (name, why, False)
+    assert (chosen.name, chosen.why, chosen.requested) == (name, why, False)
 
 
 def test_the_one_asked_for_comes_first_and_one_machine_has_none() -> None:
     chosen = choose_fabric(ALL, job(fabric="ethernet"), machine(EFA))
-    assert (chosen.name, chosen.asked) == ("ethernet", True)
+    assert (chosen.name, chosen.requested) == ("ethernet", True)
     assert choose_fabric(ALL, job(nodes=1, fabric="efa"), machine()).name == ""
     assert choose_fabric(ALL, job(), machine(interfaces=())).why == (
         "nothing shows which: the library chooses"

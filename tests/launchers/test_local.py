@@ -65,7 +65,7 @@ def plan_of(folder: Path, ranks: dict[int, list[object]], grace_s: float = 0.5) 
 
 def test_it_announces_itself_as_proven_on_one_machine() -> None:
     (spec,) = [spec for spec in anygauge_provide_launchers() if spec.name == "local"]
-    assert (spec.fidelity, spec.max_nodes) == ("real", 1)
+    assert (spec.tested_on, spec.max_nodes) == ("real", 1)
 
 
 def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path) -> None:

@@ -170,7 +170,7 @@ def test_inside_an_allocation_it_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_launcher_says_how_far_it_was_proven_and_what_it_can() -> None:
     for spec in anygauge_provide_launchers():
-        assert spec.fidelity in ("real", "emulated", "schema")
+        assert spec.tested_on in ("real", "emulated", "schema")
         assert spec.can <= ABILITIES.keys()
 
 

@@ -247,7 +247,7 @@ class Launch: ...
 @hookimpl
 def anygauge_provide_launchers():
     return [LauncherSpec(
-        name="near", factory="fake_others:Launch", api_version=API_VERSION, fidelity="real")]
+        name="near", factory="fake_others:Launch", api_version=API_VERSION, tested_on="real")]
 
 @hookimpl
 def anygauge_provide_trackers():
