@@ -169,9 +169,9 @@ def preload(folder: Path, base: dict[str, Any], *, trains: bool) -> None:
         assert run(["data", "run.yaml"]) == 0
     os.chdir(before)
     if trains:
-        from tests.helpers import forked
+        from tests.helpers import zygote
 
-        forked.preload()
+        zygote.preload()
 
 
 def trial(arguments: argparse.Namespace, root: Path) -> list[Outcome]:

@@ -1,8 +1,8 @@
-"""Real runs of several ranks in seconds: one process imports everything, each rank is its fork.
+"""Real runs of several ranks in seconds: each rank is a fork of a process that imported everything.
 
 What an agent does is left out, what a rank does is not: every fork runs `worker.main` on a job
-file. `runs_of` starts this module as a process of its own, because a process with threads (a test
-runner's) must not fork.
+file. `runs_of` runs this module as a fork itself, because a process with threads (a test runner's)
+must not fork.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.runs import Run
+from tests.helpers.zygote import Fork, run_forks
 
-ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 
 
@@ -48,19 +48,20 @@ def runs_of(
     """Do all parts, one after another; a rank's exit status is that of the first that failed.
 
     Args:
-        module: what to start; one that changes something first, and ends in `main`.
+        module: what to run; one that changes something first, and ends in `main`.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        cwd=ROOT,
-        input=json.dumps([asdict(part) for part in parts]),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ANYGAUGE_BLOCK_PLUGINS": ""},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory(prefix="runs-") as folder:
+        asked, told, log = (Path(folder) / name for name in ("parts.json", "runs.json", "log"))
+        asked.write_text(json.dumps([asdict(part) for part in parts]))
+        fork = Fork(
+            module=module,
+            arguments=[str(asked), str(told)],
+            log=str(log),
+            environment={"ANYGAUGE_BLOCK_PLUGINS": ""},
+        )
+        (code,) = run_forks([fork], timeout_s=timeout_s)
+        assert code == 0, log.read_text()[-6000:]
+        results = json.loads(told.read_text())
     return [
         Run(folder=Path(r["folder"]), status=r["status"], out=r["out"], err=r["log"])
         for r in results
@@ -78,22 +79,10 @@ def finished(
 
 
 def main() -> None:
-    preload()
-    parts = [Part(**{**p, "overrides": tuple(p["overrides"])}) for p in json.load(sys.stdin)]
-    results = [start(part) for part in parts]
-    print(json.dumps(results))
-
-
-def preload() -> None:
-    """Import what ranks will need, without starting a thread."""
-    import peft  # noqa: F401
-
-    import anygauge.training.save
-    import anygauge.training.setup  # noqa: F401
-    from anygauge import open_backend
-    from anygauge.strategies.zero_runtime import import_deepspeed
-
-    import_deepspeed(open_backend("cpu"))
+    asked, told = map(Path, sys.argv[1:])
+    given = json.loads(asked.read_text())
+    parts = [Part(**{**part, "overrides": tuple(part["overrides"])}) for part in given]
+    told.write_text(json.dumps([start(part) for part in parts]))
 
 
 def start(part: Part) -> dict[str, Any]:

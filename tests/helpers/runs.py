@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from unittest import mock
 import yaml
 
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
+from tests.helpers.zygote import Fork, is_early, run_forks
 
 TINY = {
     "model_type": "llama",
@@ -97,16 +99,37 @@ def anygauge(
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line as users do."""
-    return subprocess.run(
-        [sys.executable, "-m", "anygauge.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-    )
+    """Run the command line: as a fork of a process that has imported everything.
+
+    What it starts (checks, agents, ranks) are new processes. So is the command itself where the
+    environment has another value of a variable that is read at the start or at an import.
+    """
+    changed = environment or {}
+    folder = (cwd or Path.cwd()).resolve()
+    if is_early(changed):
+        return subprocess.run(
+            [sys.executable, "-m", "anygauge.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **changed},
+        )
+    with tempfile.TemporaryDirectory(prefix="command-") as written:
+        out, err = (Path(written) / name for name in ("out", "err"))
+        fork = Fork(
+            module="anygauge.cli",
+            arguments=[*map(str, arguments)],
+            log=str(out),
+            errors=str(err),
+            folder=str(folder),
+            environment=changed,
+        )
+        (code,) = run_forks([fork], timeout_s=timeout_s)
+        return subprocess.CompletedProcess(
+            ["anygauge", *map(str, arguments)], code, out.read_text(), err.read_text()
+        )
 
 
 def trained_here(path: Path) -> Run:

@@ -1,8 +1,8 @@
 """Puts a made-up state into engines and takes it out again, on several numbers of ranks.
 
-Run as a script: ``state_rank.py FOLDER``. Imports once, then forks the ranks of each case; writes
-what each case found to ``FOLDER/<case>.json``. Sizes are odd on purpose: some divide by no number
-of ranks that is tried, so that shards are padded.
+Run as a script: ``state_rank.py FOLDER``. Forks the ranks of each case, and writes what each case
+found to ``FOLDER/<case>.json``. Sizes are odd on purpose: some divide by no number of ranks that is
+tried, so that shards are padded.
 """
 
 from __future__ import annotations
@@ -197,12 +197,6 @@ def wait_for(path: Path) -> Path:
 
 
 def main(folder: Path) -> None:
-    import peft  # noqa: F401
-
-    from anygauge import open_backend
-    from anygauge.strategies.zero_runtime import import_deepspeed
-
-    import_deepspeed(open_backend("cpu"))
     for case in CASES:
         pids = []
         for rank in range(case.ranks):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.ranks import ROOT
+from tests.helpers.ranks import run_ranks
 from tests.strategies.state_rank import CASES, UPDATES, Case
 
 NEEDS = {"adamw_8bit": "bitsandbytes"}
@@ -21,15 +18,7 @@ NEEDS = {"adamw_8bit": "bitsandbytes"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("state")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.strategies.state_rank", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    (folder / "log").write_text(done.stdout + done.stderr)
+    run_ranks("tests.strategies.state_rank", [str(folder)], world=1, folder=folder, timeout_s=900)
     return folder
 
 
@@ -39,7 +28,7 @@ def test_what_went_in_comes_out(case: Case, folder: Path) -> None:
     if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     path = folder / f"{case.name}.json"
-    assert path.exists(), (folder / "log").read_text()[-4000:]
+    assert path.exists(), (folder / "rank0.log").read_text()[-4000:]
     found: dict[str, Any] = json.loads(path.read_text())
     assert found["tensors"] == found["expected"] > 0
     if case.ranks > 1:

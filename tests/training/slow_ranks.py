@@ -35,7 +35,6 @@ def slow_once_real(adapt: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    forked.preload()
     from anygauge.models.factory import CausalModelFactory
     from anygauge.training import save, setup
     from anygauge.training.checkpoints import keeper

@@ -1,7 +1,7 @@
 """One gradient: whatever the ranks, the accumulation, the strategy, the padding or the packing.
 
-Real runs through the command line on ragged rows, so that ranks hold different numbers of tokens.
-float32 without dropout; what is compared is every step's loss and gradient norm.
+Real ranks on ragged rows, so that they hold different numbers of tokens. float32 without dropout;
+what is compared is every step's loss and gradient norm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import Run, run_file, trained, trained_here
+from tests.helpers.forked import Part, finished
+from tests.helpers.runs import Run, run_file, trained_here
 
 TOLERANCE = 2e-5
 """Relative; float32 sums in another order. A rank counted wrongly moves losses by percents."""
@@ -28,6 +29,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
             train={"micro_batch_size": 4, "max_grad_norm": 0.05},
         )
     )
+
+
+def on_ranks(path: Path, devices: int) -> Run:
+    """A run of so many ranks."""
+    (run,) = finished([Part(file=str(path), overrides=(f"launch.devices={devices}",))])
+    return run
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -60,7 +67,7 @@ def test_accumulation_changes_nothing(reference: Run, tmp_path: Path) -> None:
 def test_same_losses(case: str, reference: Run, tmp_path: Path) -> None:
     devices, changes = {**CASES, **SLOW_CASES}[case]
     changes["train"]["max_grad_norm"] = 0.05
-    run = trained(run_file(tmp_path, **changes), "--devices", str(devices))
+    run = on_ranks(run_file(tmp_path, **changes), devices)
     assert run.steps("loss") == pytest.approx(reference.steps("loss"), rel=TOLERANCE)
     assert run.steps("grad_norm") == pytest.approx(reference.steps("grad_norm"), rel=1e-3)
     assert min(run.steps("grad_norm")) > 0.05, "every step was clipped"
@@ -74,7 +81,7 @@ def test_all_weights_on_zero_and_single(compute: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one = trained_here(run_file(tmp_path / "a", **shared, strategy={"name": "single"}))
-    two = trained(run_file(tmp_path / "b", **shared), "--devices", "2")
+    two = on_ranks(run_file(tmp_path / "b", **shared), 2)
     # bfloat16 keeps 8 bits: sums over other parts of the batch round differently.
     close = TOLERANCE if compute == "float32" else 5e-4
     assert two.steps("loss") == pytest.approx(one.steps("loss"), rel=close)
