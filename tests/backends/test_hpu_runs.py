@@ -150,6 +150,7 @@ def test_norms_are_fused_and_attention_is_not(lazy: Trained) -> None:
     assert lazy.run.steps("graph_compiled")[-1] > 0
 
 
+@pytest.mark.slow
 def test_without_synchronised_release_there_are_only_the_meters(
     lazy: Trained, folder: Path
 ) -> None:
@@ -175,6 +176,7 @@ def limited(folder: Path) -> Trained:
     return trained(folder, "limited", attention="softmax", graph_limit=LIMIT)
 
 
+@pytest.mark.slow
 def test_a_limit_cuts_graphs_into_pieces(lazy: Trained, limited: Trained) -> None:
     for whole, cut in zip(lazy.graphs(), limited.graphs(), strict=True):
         assert max(operations for operations, _, _ in whole) > LIMIT

@@ -1,6 +1,7 @@
 """Compile every Triton kernel for a GPU, without one: prints a line of JSON for each.
 
-Run as a script, without TRITON_INTERPRET: ``compile_triton.py CAPABILITY`` with 80 or 90.
+Run as a script, without TRITON_INTERPRET: ``compile_triton.py CAPABILITY WHICH`` with 80 or 90, and
+``all`` or ``largest``: of each kernel only what takes most registers.
 """
 
 from __future__ import annotations
@@ -84,9 +85,14 @@ def spilled(ptx: str, capability: int) -> int:
     return int(line.partition("bytes stack frame, ")[2].split()[0])
 
 
-def main(capability: int) -> None:
+def largest() -> Iterator[tuple[Any, dict[str, Any], int]]:
+    """Of each kernel the last case: the longest rows, with all that is done to them."""
+    yield from {kernel: (kernel, constants, warps) for kernel, constants, warps in cases()}.values()
+
+
+def main(capability: int, which: str) -> None:
     target = GPUTarget("cuda", capability, 32)
-    for kernel, constants, warps in cases():
+    for kernel, constants, warps in cases() if which == "all" else largest():
         source = ASTSource(fn=kernel, signature=signature(kernel, constants), constexprs=constants)
         compiled = triton.compile(source, target=target, options={"num_warps": warps})
         print(
@@ -103,4 +109,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

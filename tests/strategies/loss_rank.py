@@ -1,7 +1,8 @@
 """One rank whose model makes its loss in its output layer, under ZeRO-3.
 
-Run as a script: ``loss_rank.py OUTPUT``. Every rank also trains the whole batch by itself with all
-logits held, and both ranks do so under ZeRO-3; what is gathered in the last step is counted.
+Run as a script: ``loss_rank.py OUTPUT CASE...``. Every rank also trains the whole batch by itself
+with all logits held, and both ranks do so under ZeRO-3; what is gathered in the last step is
+counted.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, bool]] = {
 }
 
 
-def main(output: Path) -> None:
+def main(output: Path, *cases: str) -> None:
     counters = Counters()
     counters.install()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -75,7 +76,8 @@ def main(output: Path) -> None:
     ]
     tokens = int((labels[:, :, 1:] != -100).sum())
     results: dict[str, Any] = {}
-    for name, (config, adapter, recompute) in CASES.items():
+    for name in cases:
+        config, adapter, recompute = CASES[name]
         bare = CausalModelFactory(
             ModelSection(config=config, tokenizer="none"),
             AdapterSection(**adapter) if adapter else None,
@@ -138,4 +140,4 @@ def main(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

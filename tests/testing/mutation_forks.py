@@ -10,18 +10,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from anygauge.testing.check import CHECKS
 from anygauge.testing.process import Answers, merged_answers
 
 RANKS = {"device": 1, "ranks": 2}
 
 
-def answers_of(part: str, mutations: Sequence[str], folder: Path) -> dict[str, Answers]:
-    """Answers of a part's checks, by mutation; the mutant must be on ``PYTHONPATH``."""
-    asked = {"part": part, "mutations": list(mutations), "folder": str(folder)}
+def answers_of(part: str, mutations: Mapping[str, str | None], folder: Path) -> dict[str, Answers]:
+    """Answers of a part's checks, by mutation; the mutant must be on ``PYTHONPATH``.
+
+    Args:
+        mutations: with the only check that is asked; None for all.
+    """
+    asked = {"part": part, "mutations": mutations, "folder": str(folder)}
     subprocess.run(
         [sys.executable, "-m", "tests.testing.mutation_forks"],
         cwd=Path(__file__).parents[2],
@@ -44,10 +49,10 @@ def main() -> None:
 
     asked = json.load(sys.stdin)
     part = asked["part"]
-    for number, mutation in enumerate(asked["mutations"]):
+    for number, (mutation, check) in enumerate(asked["mutations"].items()):
         world = RANKS[part]
         base = Path(asked["folder"]) / f"{part}{number}"
-        children = [fork(part, mutation, base, rank, world) for rank in range(world)]
+        children = [fork(part, mutation, check, base, rank, world) for rank in range(world)]
         troubles = []
         for rank, child in enumerate(children):
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -56,7 +61,7 @@ def main() -> None:
         Path(f"{base}.trouble").write_text("; ".join(troubles), encoding="utf-8")
 
 
-def fork(part: str, mutation: str, base: Path, rank: int, world: int) -> int:
+def fork(part: str, mutation: str, check: str | None, base: Path, rank: int, world: int) -> int:
     """Start one rank; returns its process id."""
     child = os.fork()
     if child:
@@ -73,6 +78,9 @@ def fork(part: str, mutation: str, base: Path, rank: int, world: int) -> int:
             "answers": f"{base}.{rank}.json",
         }
         sys.stdin = io.StringIO(json.dumps(request))
+        if check is not None:
+            for other in CHECKS.keys() - {check}:
+                del CHECKS[other]
         from anygauge.testing.process import main as answer
 
         answer(part)

@@ -106,7 +106,7 @@ def answers(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
                 patch.setenv("ANYGAUGE_MUTATION", mutation)
                 return ask(part, Subject(name="mutant"), folder)
             if part not in forked:
-                forked[part] = answers_of(part, ["none", *CAUGHT_BY[part]], folder)
+                forked[part] = answers_of(part, {"none": None, **CAUGHT_BY[part]}, folder)
             return forked[part][mutation]
 
     return given

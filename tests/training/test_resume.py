@@ -167,6 +167,19 @@ def test_a_run_that_is_complete_stays_so(tmp_path: Path) -> None:
     assert again.steps("loss") == first.steps("loss")
 
 
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run file of a run that is complete."""
+    file = run_file(
+        tmp_path_factory.mktemp("done"),
+        train=lengths(2),
+        checkpoint={"every": 2, "resume": "auto"},
+        **SINGLE,
+    )
+    trained_here(file)
+    return file
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -176,9 +189,8 @@ def test_a_run_that_is_complete_stays_so(tmp_path: Path) -> None:
         ("data.max_length=80", "data and its order"),
     ],
 )
-def test_another_run_is_refused(change: str, named: str, tmp_path: Path) -> None:
-    file = run_file(tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"}, **SINGLE)
-    _, refused = runs_of([Part(file=str(file)), Part(file=str(file), overrides=(change,))])
+def test_another_run_is_refused(change: str, named: str, done: Path) -> None:
+    (refused,) = runs_of([Part(file=str(done), overrides=(change,))])
     assert refused.status == 2
     assert named in refused.out
     assert "belongs to another run" in refused.out

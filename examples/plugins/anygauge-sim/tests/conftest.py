@@ -27,3 +27,11 @@ def first_card(sim: Any) -> None:
     sim.set_device(0)
     sim.reset_counters()
     sim.reset_peak_memory_stats()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the kit's runs one of each kind is for every day."""
+    for item in items:
+        if item.name == "test_trains_as_the_host_does[bfloat16]":
+            item.add_marker(pytest.mark.slow)

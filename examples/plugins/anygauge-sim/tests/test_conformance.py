@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import ClassVar
 
+import pytest
+
 from anygauge.testing import BackendContract
 
 
@@ -19,3 +21,11 @@ class TestSim(BackendContract):
         "ANYGAUGE_SIM_CAPACITY": str(2**33),
     }
     loss_noise: ClassVar[Mapping[str, float]] = {"float32": 0.0, "bfloat16": 0.0}
+
+    # ZeRO on cards has a test of its own, in `test_training`.
+    test_zero_trains_as_one_process_does = pytest.mark.slow(
+        BackendContract.test_zero_trains_as_one_process_does
+    )
+    test_a_resumed_run_goes_on_where_it_was = pytest.mark.slow(
+        BackendContract.test_a_resumed_run_goes_on_where_it_was
+    )

@@ -104,8 +104,14 @@ CALL = "LazyBatches(micro_batches, self.place), self.loss_function, tokens"
     ("stray", "message"),
     [
         ("lambda o, labels: self.loss_function(o, labels) + labels.cpu()[0, :1]", "same device"),
-        ("lambda o, labels: self.loss_function(o, labels).cuda()", "CUDA"),
-        ("lambda o, y: self.loss_function(o, y) + __import__('torch').ones(3)", "same device"),
+        pytest.param(
+            "lambda o, labels: self.loss_function(o, labels).cuda()", "CUDA", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "lambda o, y: self.loss_function(o, y) + __import__('torch').ones(3)",
+            "same device",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=[".cpu()", ".cuda()", "a tensor of the host"],
 )
