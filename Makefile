@@ -2,7 +2,8 @@
 #
 #   make demo        fine-tune a small model on this machine
 #   make plugins     build and install the devices of examples/plugins (C++: two minutes)
-#   make test        lint, types, import contracts, and the tests but the slow ones
+#   make test        lint, types, import contracts, and the tests but the slow ones; at most 12 minutes on
+#                    two cores
 #   make test-slow   the slow tests
 #   make test-launchers     ssh, Open MPI and Slurm over emulated machines; as root, on Debian; installs
 #                    what is missing (20 minutes)
@@ -52,15 +53,19 @@ demo: $(STAMP)
 
 plugins: $(BUILT)
 
-# Each plugin's tests have a process of their own: a device that torch has loaded is there for good.
-test: lint $(BUILT)
+# A file's tests share what they train, so they stay in one process; the longest files come first.
+DISTRIBUTED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# Lint has one process, and so has each plugin's tests: they run beside each other.
+test: $(BUILT)
+	@$(MAKE) --no-print-directory -j $(JOBS) --output-sync=target lint $(PLUGINS:%=test/%)
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -m "not slow and not launchers and not image" -n $(JOBS) --dist loadfile
-	@for plugin in $(PLUGINS); do \
-	    echo "==> tests of $$plugin"; \
-	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile) \
-	        || exit 1; \
-	done
+	@$(BIN)/python -m pytest -m "not slow and not launchers and not image" $(DISTRIBUTED)
+
+# In a process of their own: a device that torch has loaded is there for good.
+test/%: $(BUILT)
+	@echo "==> tests of $*"
+	@cd $* && $(CURDIR)/$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(STAMP) $(BUILT)
 	@echo "==> slow tests"
@@ -100,7 +105,7 @@ CORE := $(addprefix tests/,agent backends cli data gaudi_stack interface models 
 
 test-core: $(BUILT)
 	@echo "==> tests of the core in $(VENV)"
-	@$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(CORE)
+	@$(BIN)/python -m pytest -m "not slow" $(DISTRIBUTED) $(CORE)
 
 # DeepSpeed's release that is nearest to Intel's fork, which comes with the vendor's image.
 test-gaudi-stack:

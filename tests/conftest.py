@@ -1,10 +1,41 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+HERE = Path(__file__).parent
+LONGEST = (
+    "docs/test_plugins_page.py",
+    "training/test_resume.py",
+    "testing/test_kit.py",
+    "cli/test_apart.py",
+    "training/test_results.py",
+    "cli/test_train_errors.py",
+    "backends/test_hpu_runs.py",
+    "strategies/test_loss.py",
+    "training/test_restarts.py",
+    "testing/test_mutations.py",
+    "training/test_finished.py",
+    "strategies/test_state.py",
+    "strategies/test_collectives_count.py",
+    "generated/test_trial.py",
+    "cli/test_launch.py",
+    "cli/test_preflight.py",
+    "cli/test_pipes.py",
+    "testing/test_processes.py",
+    "benchmarks/test_kernels.py",
+    "kernels/test_triton.py",
+    "kernels/test_triton_compiles.py",
+    "models/test_adapter_zero.py",
+    "models/test_adapter_kinds.py",
+    "agent/test_nodes.py",
+    "agent/test_supervisor.py",
+)
+"""Files that take longest, which several processes begin with: else one is left with them alone."""
 
 # Triton asks once, when it is imported. Without a GPU, its kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():
@@ -17,3 +48,15 @@ def _cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ANYGAUGE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    places = {HERE / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays; collections of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
