@@ -173,7 +173,7 @@ def test_wrong_options_are_refused_by_name(options: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_lower_types_work_and_auto_leaves_them_alone(dtype: str) -> None:
     assert CpuBackend().support(dtype).level is Level.PARTIAL
-    assert resolve_precision(PrecisionSection(), CpuBackend().support).compute == "float32"
+    assert resolve_precision(PrecisionSection(), CpuBackend().support).param_dtype == "float32"
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def test_what_the_card_decides_is_open_until_one_is_opened() -> None:
     backend = CudaBackend()
     for capability in ("bfloat16", "float16"):
         assert backend.support(capability).level is Level.DEPENDS
-    assert resolve_precision(PrecisionSection(), backend.support).compute == "bfloat16"
+    assert resolve_precision(PrecisionSection(), backend.support).param_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_the_opened_card_settles_its_types(
     monkeypatch.setattr("anygauge_cuda.backend.hardware_dtypes", lambda device: frozenset(types))
     backend = CudaBackend()
     backend.open(0)
-    assert resolve_precision(PrecisionSection(), backend.support).compute == auto
+    assert resolve_precision(PrecisionSection(), backend.support).param_dtype == auto
     assert said in str(backend.support("bfloat16"))
     for dtype in ("bfloat16", "float16"):
         assert bool(backend.support(dtype)) is (dtype in types)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from anygauge.testing.opened import Opened
 from torch import nn
 
 from anygauge.interface import LoraKernel
+from anygauge.testing.check import Opened
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.kernels import softmax_in_bfloat16, softmax_in_float32
