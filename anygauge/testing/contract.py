@@ -18,6 +18,9 @@ import pytest
 
 from anygauge.interface import StrategySpec, Support
 from anygauge.registry import Registry
+from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as the next two)
+from anygauge.testing import device as _device  # noqa: F401
+from anygauge.testing import ranks as _ranks  # noqa: F401
 from anygauge.testing.check import CHECKS, DECLARED, NOT_ASKED, Check, verdict
 from anygauge.testing.loop import RunFailed, Trained, largest_difference, prepare, train
 from anygauge.testing.overruled import losses_all_the_same
