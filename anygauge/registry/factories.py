@@ -69,7 +69,7 @@ def load_options(provided: Provided[StrategySpec]) -> type[Any] | None:
     if not isinstance(options, type):
         raise PluginError(
             f"strategy {provided.spec.name!r} of {provided.origin}: its options "
-            f"{provided.spec.options!r} are a {type(options).__name__}, not a class"
+            f"{provided.spec.options!r} are no class, but a {type(options).__name__}"
         )
     return options
 
