@@ -1,6 +1,6 @@
 """Puts a made-up state into engines and takes it out again, on several numbers of ranks.
 
-Run as a script: ``state_rank.py FOLDER``. Forks the ranks of each case, and writes what each case
+Run as a script: ``state_rank.py FOLDER CASE...``. Forks the ranks of each case, and writes what it
 found to ``FOLDER/<case>.json``. Sizes are odd on purpose: some divide by no number of ranks that is
 tried, so that shards are padded.
 """
@@ -196,8 +196,8 @@ def wait_for(path: Path) -> Path:
     raise TimeoutError(str(path))
 
 
-def main(folder: Path) -> None:
-    for case in CASES:
+def main(folder: Path, *names: str) -> None:
+    for case in (case for case in CASES if case.name in names):
         pids = []
         for rank in range(case.ranks):
             pid = os.fork()
@@ -219,4 +219,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
