@@ -50,6 +50,11 @@ PROVIDING_HOOKS: Mapping[str, type[AnySpec]] = {
 TUNING_HOOK = "anygauge_tune_environment"
 HOOK_NAMES = (*PROVIDING_HOOKS, TUNING_HOOK)
 
+_MOVED = (
+    "If the plugin was written for another anygauge, install a release of it made for this one; "
+    "what moved for its author is in docs/migrating.md"
+)
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -225,7 +230,12 @@ def _load(found: _Found) -> LoadedPlugin:
             f"the entry point's value {value!r} names an object; a plugin is a module: "
             f"write {re.split('[:[]', value)[0].strip()!r}"
         )
-    module = importlib.import_module(value.strip())
+    try:
+        module = importlib.import_module(value.strip())
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != PROJECT:
+            raise
+        raise PluginError(f"{describe(error)}. {_MOVED}") from error
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hooks)
     try:
@@ -288,7 +298,10 @@ def _call(manager: pluggy.PluginManager, hook: str, kind: type[AnySpec]) -> Iter
         if results and isinstance(results[0], Iterable):
             return list(results[0])
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{hook} raised {describe(error)}") from error
+        # A spec's own fields move, too: they are wrong before its version can be looked at.
+        moved = isinstance(error, TypeError) and f"{kind.__name__}." in str(error)
+        advice = f". {_MOVED}" if moved else ""
+        raise PluginError(f"{hook} raised {describe(error)}{advice}") from error
     gave = f"a bare {type(results[0]).__name__}" if results else "None"
     raise PluginError(f"{hook} gave {gave}; it must return a list of {kind.__name__}")
 

@@ -20,6 +20,14 @@ from anygauge.interface import hookimpl
 def anygauge_provides_backends():
     return []
 """
+OF_OLD = """
+from anygauge.interface import LauncherSpec, hookimpl
+
+@hookimpl
+def anygauge_provide_launchers():
+    fields = {"name": "bad", "factory": "fake_bad:Bad", "api_version": 0, "fidelity": "real"}
+    return [LauncherSpec(**fields)]
+"""
 ANGRY = """
 class Angry(Fake):
     def environment(self, job, node, local_rank=None):
@@ -28,6 +36,8 @@ class Angry(Fake):
 BROKEN: dict[str, dict[str, Any]] = {
     "cannot be imported": {"source": "import no_such_module"},
     "is written for an old API": {"api_version": str(OLD)},
+    "imports what has moved": {"source": "from anygauge.interface.rules import Situation"},
+    "gives a field of old": {"source": OF_OLD},
     "claims a name twice": {"name": "cuda", "devices": "no"},
     "misspells a hook": {"source": MISSPELT},
     "has a probe that raises": {"probe": "raise OSError('no permission')"},
@@ -41,6 +51,10 @@ IN_THE_LIST = {
     f"version {OLD} of the plugin contract (API_VERSION), and this anygauge has version "
     f"{API_VERSION}. Install a release of bad-dist made for it; what moved for its author is in "
     "docs/migrating.md",
+    "imports what has moved": "ModuleNotFoundError: No module named 'anygauge.interface.rules'",
+    "gives a field of old": "got an unexpected keyword argument 'fidelity' (fake_bad.py, line 7). "
+    "If the plugin was written for another anygauge, install a release of it made for this one; "
+    "what moved for its author is in docs/migrating.md",
     "claims a name twice": "bad-dist 0.3 (plugin 'bad')",
     "misspells a hook": "anygauge_provides_backends",
     "has a probe that raises": "the probe raised OSError: no permission (fake_bad.py",
@@ -49,6 +63,8 @@ IN_THE_LIST = {
 }
 WHEN_CHOSEN = IN_THE_LIST | {
     "cannot be imported": "the plugin 'bad' of bad-dist 0.3 failed to load: ModuleNotFoundError",
+    "imports what has moved": "the plugin 'bad' of bad-dist 0.3 failed to load",
+    "gives a field of old": "the plugin 'bad' of bad-dist 0.3 failed to load",
     "misspells a hook": "the plugin 'bad' of bad-dist 0.3 failed to load",
     "has a factory of the wrong type": "does not derive from anygauge.interface.Backend",
     "has an environment that raises": "backend 'bad' of bad-dist 0.3: environment() raised "
