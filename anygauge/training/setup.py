@@ -1,4 +1,4 @@
-"""Brings the rooms together for one rank: device, data, model, strategy, loop."""
+"""Brings the packages together for one rank: device, data, model, strategy, loop."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def example_plugins() -> list[Path]:
     return [path.parent for path in sorted(ROOT.glob("examples/plugins/*/anygauge_*/__init__.py"))]
 
 
-def rooms() -> set[str]:
-    """Full names of the rooms of the core: its packages."""
+def core_packages() -> set[str]:
+    """Full names of the packages of the core."""
     return {f"anygauge.{path.parent.name}" for path in CORE.glob("*/__init__.py")}
 
 

@@ -1,4 +1,4 @@
-"""Who imports whom: the contracts hold, and no room or plugin escapes them."""
+"""Who imports whom: the contracts hold, and no package or plugin escapes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from tests.architecture.repository import ROOT, example_plugins, packages, project, rooms
+from tests.architecture.repository import ROOT, core_packages, example_plugins, packages, project
 
 LINT_IMPORTS = Path(sysconfig.get_path("scripts")) / "lint-imports"
 
@@ -34,14 +34,14 @@ def test_the_contracts_hold():
 
 
 def test_every_room_has_a_floor():
-    layers = contract("Rooms import downwards only")["layers"]
-    assert {room.strip() for layer in layers for room in layer.split("|")} == rooms()
+    layers = contract("Packages import downwards only")["layers"]
+    assert {package.strip() for layer in layers for package in layer.split("|")} == core_packages()
 
 
 def test_plugins_may_import_no_room_but_the_interface():
     named = contract("Plugins import the interface alone")["forbidden_modules"]
     # The interface imports utilities, so this contract would find them behind it: see below.
-    assert set(named) == rooms() - {"anygauge.interface", "anygauge.util"}
+    assert set(named) == core_packages() - {"anygauge.interface", "anygauge.util"}
 
 
 def test_launchers_alone_may_import_utilities():
