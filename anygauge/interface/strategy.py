@@ -80,11 +80,14 @@ class ModelFactory(Protocol):
         """Values of every parameter below the submodule `unit`, on the host.
 
         Read from files, or drawn from a generator that depends on seed and `unit` alone. Keys are
-        names within the unit. May put host parameters in place of the model's meta ones.
+        names within the unit. May put host parameters in place of the model's meta ones. Every rank
+        may read, and all get the same.
         """
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """Freeze the base and add the adapter, if there is one; returns the adapted model.
+
+        The adapter's values are the same on every rank.
 
         Given ``labels``, what it returns has ``loss``, summed over tokens, in place of logits.
         """
@@ -217,7 +220,11 @@ class Engine(Protocol):
         """
 
     def update(self, lr: float, max_norm: float) -> UpdateResult:
-        """Clip to `max_norm` (0: do not), step the optimizer at rate `lr`, clear gradients."""
+        """Clip to `max_norm` (0: do not), step the optimizer at rate `lr`, clear gradients.
+
+        Gradients are summed over ranks before, here or in `run_step`; a trained parameter that got
+        none counts as zero. The result is the same on every rank.
+        """
 
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
@@ -247,7 +254,10 @@ class Engine(Protocol):
         """The optimizer's step count and the loss scale."""
 
     def import_state(self, state: TrainedState) -> None:
-        """Go on from a state: masters, optimizer state, step count, loss scale."""
+        """Resume from a state: masters, optimizer state, step count, loss scale.
+
+        The model was built with the state's values already, in the type that weights have.
+        """
 
     def close(self) -> None:
         """Let go of what the engine holds."""
@@ -338,10 +348,11 @@ class StrategySpec:
         options: ``"package.module:Class"``: a pydantic model with the section's fields besides
             ``name``; its module imports no torch. Empty: there are none.
         default: taken where a run file names none; of one strategy alone.
-        reference: the conformance kit compares the others with it, on one rank.
+        reference: the conformance kit compares the default strategy with it, on one rank.
         world_sizes: the numbers of ranks that it runs on; empty: any.
-        needs_process_group: whether ranks must have joined one before `Strategy.build`.
-        needs: what it asks of a device, with reasons.
+        needs_process_group: whether ranks must have joined one before `Strategy.build`; a rank
+            that is alone joins one, too.
+        needs: what it asks of a device, with reasons; on one rank as well.
         engine: a name by which `Backend.unsupported_engines` may refuse it; empty: torch alone.
         distributions: packages besides torch whose versions decide a result, and are recorded.
         optimizer_sees_full_parameters: whether parameters are whole and on the device when they are
