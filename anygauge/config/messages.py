@@ -91,11 +91,13 @@ def _unknown(path: tuple[object, ...], root: Node) -> Problem:
     hints = ["no such field"]
     close = get_close_matches(name.lower(), valid, n=1)
     here = dotted(path[:-1])
+    others: list[str] = []
     if issubclass(parent.section, StrategySection):
         others = [n for n, section in all_sections().items() if name in section.model_fields]
         hints = [f"strategy {named(parent.section)!r} has no such field"]
-        hints += [f"it is one of {' and '.join(map(repr, others))}"] if others else []
-    if places := [home or "the top level" for home in homes(name) if home != here]:
+    if others:
+        hints.append(f"it is a field of {' and '.join(f'strategy {each!r}' for each in others)}")
+    elif places := [home or "the top level" for home in homes(name) if home != here]:
         hints.append(f"'{name}' belongs under {' or '.join(places)}")
     elif not close and name in ELSEWHERE:
         hints.append(f"here that is '{ELSEWHERE[name]}'")

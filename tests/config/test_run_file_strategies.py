@@ -26,8 +26,8 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
     [
         (
             "strategy:\n  name: single\n  stage: 2",
-            "run.yaml:5: strategy.stage: strategy 'single' has no such field; it is one of 'zero'; "
-            "valid here: name",
+            "run.yaml:5: strategy.stage: strategy 'single' has no such field; it is a field of "
+            "strategy 'zero'; valid here: name",
         ),
         (
             "strategy: {stag: 2}",

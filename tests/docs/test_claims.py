@@ -37,7 +37,8 @@ def test_the_line_that_names_the_attention_is_the_one_that_is_printed() -> None:
     page = " ".join((ROOT / "docs" / "gaudi.md").read_text().split())
     told = re.search(r"begins with `(\w+:)` says which attention is active", page)
     assert told is not None
-    assert f'f"{told[1]} attention ' in (ROOT / "anygauge/training/setup.py").read_text()
+    assert f'f"{told[1]} {{plan.describe()}}"' in (ROOT / "anygauge/training/setup.py").read_text()
+    assert 'parts = [f"attention ' in (ROOT / "anygauge/kernels/plan.py").read_text()
     assert f"\n{told[1]} attention " in (ROOT / "docs" / "commands.md").read_text()
 
 

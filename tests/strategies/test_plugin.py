@@ -83,10 +83,15 @@ def test_its_checkpoint_is_resumed_under_another_strategy(plain: Run, folder: Pa
             {"name": "plain", "stage": 2},
             (),
             RunFileError,
-            "it is one of 'zero'; valid here: name, sums",
+            "it is a field of strategy 'zero'; valid here: name, sums",
         ),
         ({"name": "plain", "sums": "float16"}, (), RunFileError, "one of float32, float64"),
-        ({"name": "single", "sums": "float64"}, (), RunFileError, "it is one of 'plain'"),
+        (
+            {"name": "single", "sums": "float64"},
+            (),
+            RunFileError,
+            "it is a field of strategy 'plain'",
+        ),
         ({"name": "plain"}, ("launch.devices=2",), RunFileError, "in one process, but 2 ranks"),
         (
             {"name": "plain"},

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
+from anygauge.cli.plan import read_intent
 from anygauge.config import load_run_file, run_json
 from anygauge.data import described, prepare
 from anygauge.interface import (
@@ -300,8 +301,14 @@ SETTINGS: list[tuple[dict[str, Any], type[AnygaugeError], str]] = [
         UnsupportedError,
         "one of them must be left out",
     ),
+]
+STRATEGIES: list[tuple[dict[str, Any], type[AnygaugeError], str]] = [
     ({"strategy": {"options": {"cpu_offload": True}}}, UnsupportedError, "offloaded optimizer"),
-    ({"strategy": {"name": "single", "options": {"a": 1}}}, RunFileError, "has none, but got a"),
+    (
+        {"strategy": {"name": "single", "options": {"a": 1}}},
+        RunFileError,
+        "strategy.options: strategy 'single' has no such field; it is a field of strategy 'zero'",
+    ),
     (
         {"strategy": {"stage": 0}, "precision": {"param_dtype": "bfloat16"}},
         UnsupportedError,
@@ -320,6 +327,15 @@ def test_settings_that_ranks_would_refuse(
     backend = registry.create_backend("cpu", {})
     with pytest.raises(error, match=expected):
         check_settings(run, backend, registry, ranks_run_here=True)
+
+
+@pytest.mark.parametrize(("changes", "error", "expected"), STRATEGIES, ids=str)
+def test_a_strategy_that_ranks_would_refuse_is_refused_when_the_run_is_read(
+    changes: dict[str, Any], error: type[AnygaugeError], expected: str, tmp_path: Path
+) -> None:
+    path = run_file(tmp_path, **changes)
+    with pytest.raises(error, match=expected):
+        read_intent(path, (), {}, need_device=False)
 
 
 def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
