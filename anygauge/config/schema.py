@@ -1,4 +1,6 @@
-"""Every field of a run file: its type, its default and what it means.
+"""The sections of a run file: each field has its type, its default and what it means.
+
+Those of model, adapter, data and train are in modules of their own, `section_model` and the like.
 
 Pydantic checks a run file against these classes; `anygauge.config.load` reads the YAML and turns
 pydantic's complaints into messages with file, line and the nearest valid name. Unknown fields are

@@ -61,7 +61,7 @@ class Job:
     Attributes:
         name: short name for humans.
         run_directory: absolute path that every node sees; holds the resolved run and logs.
-        run_file: absolute path of the resolved run, JSON that agents and ranks read: in the run
+        run_file: absolute path of the resolved run, JSON that ranks read: in the run
             directory, or in its `START` until the ranks have accepted to go on there. Beside it
             lies ``run.yaml``, the same for people.
         backend: name of the backend.

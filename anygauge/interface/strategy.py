@@ -213,7 +213,8 @@ class Engine(Protocol):
         Args:
             batches: this rank's; each is moved to the device when it is taken.
             normalizer: the gradient is that of the loss, summed over all ranks, divided by this
-                number: the supervised tokens of the whole global batch.
+                number, the same on every rank: use it as it is given. It is the supervised tokens
+                of the whole global batch.
 
         Returns:
             Of this rank's own batches, in their order.

@@ -108,6 +108,8 @@ def _not_over_efa(context: RuleContext) -> str | None:
 
 
 def _net(context: RuleContext) -> Setting | Skip:
+    if context.job.launch.nodes == 1:
+        return Skip(ONE_NODE)
     if not context.fabric.requested:
         return Skip("launch.fabric is auto: NCCL takes the best that it finds")
     names = {"ethernet": "Socket", "infiniband": "IB", "roce": "IB"}

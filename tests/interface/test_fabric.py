@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import Job, NetworkInterface, Node, RdmaDevice, RunFileError, missing_fabric
+from anygauge.interface import (
+    ONE_NODE,
+    Job,
+    NetworkInterface,
+    Node,
+    RdmaDevice,
+    RunFileError,
+    Skip,
+    missing_fabric,
+)
 from anygauge.interface.environment import choose_fabric
 from anygauge_cpu.backend import CpuBackend
 from anygauge_cuda.backend import CudaBackend
@@ -93,6 +102,14 @@ def test_a_network_that_was_asked_for_is_not_left_in_silence(
     found = CudaBackend().environment(job(fabric=fabric), machine(INFINIBAND), None)
     values = {setting.name: setting.value for setting in found}
     assert values.get("NCCL_NET") == value
+
+
+def test_a_named_network_on_one_machine_is_said_to_have_no_use() -> None:
+    rules = CudaBackend().explain_environment(
+        job(nodes=1, fabric="infiniband"), machine(INFINIBAND)
+    )
+    (said,) = [found for rule, found in rules if rule.name == "NCCL_NET"]
+    assert said == Skip(ONE_NODE)
 
 
 def test_settings_for_efa_go_with_the_network_and_not_with_the_device() -> None:
