@@ -53,8 +53,8 @@ def train(section: OptimizerSection, strategy: Strategy, backend: Backend) -> di
     made: list[torch.optim.Optimizer] = []
     factory = optimizer_factory(section)
 
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made.append(factory(parameters))
+    def optimizer(parameters: Any, shapes: Any = None, /) -> torch.optim.Optimizer:
+        made.append(factory(parameters, shapes))
         return made[0]
 
     engine = strategy.build(

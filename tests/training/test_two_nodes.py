@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from anygauge.cli.run_folder import write_run
+from anygauge.config import load_run_file
 from tests.agent.fakes import until
 from tests.helpers.jobs import make_job
 from tests.helpers.processes import end
@@ -31,8 +33,9 @@ def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path:
     )
     run = tmp_path / "run"
     run.mkdir()
+    write_run(run / "run.json", load_run_file(path).run)
     job = make_job(
-        name="two", run_directory=str(run), run_file=str(path), backend="cpu", strategy="zero",
+        name="two", run_directory=str(run), run_file=str(run / "run.json"), backend="cpu", strategy="zero",
         nodes=2, devices=1, rendezvous="file:///nowhere", token="of this job",
         max_restarts=1, environment={"GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
