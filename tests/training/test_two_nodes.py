@@ -35,8 +35,8 @@ def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path:
     run.mkdir()
     write_run(run / "run.json", load_run_file(path).run)
     job = make_job(
-        name="two", run_directory=str(run), run_file=str(run / "run.json"), backend="cpu", strategy="zero",
-        nodes=2, devices=1, rendezvous="file:///nowhere", token="of this job",
+        name="two", run_directory=str(run), run_file=str(run / "run.json"), backend="cpu",
+        strategy="zero", nodes=2, devices=1, rendezvous="file:///nowhere", token="of this job",
         max_restarts=1, environment={"GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     (run / "job.json").write_text(job.dump())
