@@ -238,8 +238,12 @@ SINGLE = {
 """A clipping norm that every gradient exceeds."""
 
 
-def test_updates_by_the_library_where_parameters_are_whole(folder: Path) -> None:
-    fused = trained(folder, "fused-update", ranks=1, attention="softmax", changes=SINGLE)
+@pytest.fixture(scope="module")
+def fused(folder: Path) -> Trained:
+    return trained(folder, "fused-update", ranks=1, attention="softmax", changes=SINGLE)
+
+
+def test_updates_by_the_library_where_parameters_are_whole(fused: Trained) -> None:
     # One group of matrices; the library marks a step before and after each of its calls.
     assert fused.count("FusedAdamW") == fused.count("FusedClipNorm") == [STEPS]
     marks = [c[0] for c in fused.calls[0] if c[0] in ("FusedAdamW", "FusedClipNorm", "mark_step")]
@@ -249,6 +253,10 @@ def test_updates_by_the_library_where_parameters_are_whole(folder: Path) -> None
         *("mark_step", "FusedAdamW", "mark_step"),
         "mark_step",
     ]
+
+
+@pytest.mark.slow
+def test_updates_by_the_library_are_torchs(fused: Trained, folder: Path) -> None:
     named = {"kernels": {"adamw": "reference", "clip_grad_norm": "reference"}}
     plain = trained(folder, "plain-update", ranks=1, attention="softmax", changes=SINGLE | named)
     assert plain.count("FusedAdamW") == plain.count("FusedClipNorm") == [0]

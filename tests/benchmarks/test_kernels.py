@@ -83,11 +83,12 @@ def test_losses_of_seeds_are_compared_seed_by_seed() -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "cases", "contenders"),
     [
-        (
+        pytest.param(
             "softmax",
             ("--columns", "64,300", "--elements", "6000"),
             4,
             ["anygauge", "torch", None, "torch.compile"],
+            marks=pytest.mark.slow,
         ),
         (
             "cross_entropy",
@@ -95,12 +96,16 @@ def test_losses_of_seeds_are_compared_seed_by_seed() -> None:
             3,
             ["anygauge", "torch", "torch.compile"],
         ),
-        ("attention", ("--lengths", "64", "--rows", "2"), 2, ["sdpa", "eager", "softmax"]),
-        (
+        pytest.param(
+            *("attention", ("--lengths", "64", "--rows", "2"), 2, ["sdpa", "eager", "softmax"]),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "lora",
             ("--tokens", "32", "--dtype", "float32"),
             8,
             ["anygauge", "peft", "frozen layer alone"],
+            marks=pytest.mark.slow,
         ),
     ],
 )

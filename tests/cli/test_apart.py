@@ -201,7 +201,9 @@ def test_a_submission_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "tiny").exists()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_during_submission_waits_until_the_job_is_known(
     tmp_path: Path, signum: int
 ) -> None:

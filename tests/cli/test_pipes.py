@@ -73,8 +73,8 @@ def test_another_pipe_that_breaks_is_told(
 
 
 def test_a_run_whose_reader_goes_away_ends(tmp_path: Path) -> None:
-    path = run_file(tmp_path, train={"steps": 5000})
-    command = [sys.executable, "-m", "anygauge.cli", "train", str(path), "--devices", "2"]
+    path = run_file(tmp_path, train={"steps": 5000}, strategy={"name": "single"})
+    command = [sys.executable, "-m", "anygauge.cli", "train", str(path)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

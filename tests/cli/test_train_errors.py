@@ -142,6 +142,7 @@ def test_an_error_of_two_ranks_is_one_message(tmp_path: Path) -> None:
     assert not (run.folder / "adapter").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
     path = run_file(tmp_path, train={"steps": 100_000})
     process = subprocess.Popen(

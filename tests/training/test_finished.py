@@ -84,7 +84,7 @@ COSTLY = pytest.mark.slow
             marks=COSTLY,
         ),
         pytest.param(("--set", "adapter.r=8"), "adapter", marks=COSTLY),
-        (("--set", "data.max_length=80"), "data and its order"),
+        pytest.param(("--set", "data.max_length=80"), "data and its order", marks=COSTLY),
         pytest.param(("--set", "train.steps=8"), "its newest sound one is of step 2", marks=COSTLY),
         pytest.param(
             ("--set", "train.steps=2"), "a finished run is not made shorter", marks=COSTLY

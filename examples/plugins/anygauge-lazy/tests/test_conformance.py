@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from anygauge.testing import BackendContract
+from anygauge.testing.loop import Trained
+from anygauge.testing.process import Answers, Subject
 
 
 class TestLazy(BackendContract):
@@ -20,3 +23,14 @@ class TestLazy(BackendContract):
     test_a_resumed_run_goes_on_where_it_was = pytest.mark.slow(
         BackendContract.test_a_resumed_run_goes_on_where_it_was
     )
+
+    @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+    def test_trains_as_the_host_does(
+        self,
+        dtype: str,
+        subject: Subject,
+        folder: Path,
+        runs: dict[str, Trained],
+        on_device: Answers,
+    ) -> None:
+        super().test_trains_as_the_host_does(dtype, subject, folder, runs, on_device)
