@@ -17,6 +17,7 @@ from anygauge.cli.plan import BackendOption, RunFileArgument, SetOption
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, RunFile, SourceSection
     from anygauge.data import Layout, TokenizedRows
+    from anygauge.interface import Share
 
 STREAMED_ROWS = 2000
 BINS = 10
@@ -45,8 +46,10 @@ def data(
     check_paths(loaded)
     peek(run.data)
     ranks = run.launch.nodes * run.launch.devices
-    accumulation(run.train.global_batch_size, run.train.sequences_at_once(ranks), ranks)
     registry = Registry.load()
+    share = registry.find_strategy(run.strategy.name).spec.share(run.strategy, 0, ranks)
+    micro_batch = run.train.sequences_at_once(share.count)
+    accumulation(run.train.global_batch_size, micro_batch, share.count)
     selection = select_backend(registry, run.backend, need_device=False)
     shapes = registry.create_backend(selection.spec.name, run.backend_options).graph.shapes
     console = Console(emoji=False, highlight=False, soft_wrap=True)
@@ -65,7 +68,7 @@ def data(
     _show_lengths(console, trained)
     if short := advice(trained, section):
         console.print(f"  {short}", style="yellow", markup=False)
-    _show_padding(console, run, trained, _layout(run, tokenizer, shapes))
+    _show_padding(console, run, trained, _layout(run, share, tokenizer, shapes))
     for index in _spread(len(trained), rows):
         tokens = trained.tokens(index)
         console.print(f"\n{tokens.origin}  {len(tokens.ids):,} tokens", style="bold", markup=False)
@@ -179,15 +182,14 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
     console.print(table)
 
 
-def _layout(run: RunFile, tokenizer: Any, shapes: Any) -> Layout:
+def _layout(run: RunFile, share: Share, tokenizer: Any, shapes: Any) -> Layout:
     from anygauge.data import Layout
 
-    ranks = run.launch.nodes * run.launch.devices
     return Layout(
-        micro_batch=run.train.sequences_at_once(ranks),
+        micro_batch=run.train.sequences_at_once(share.count),
         max_length=run.data.max_length,
         pad_id=tokenizer.pad_token_id,
-        world_size=ranks,
+        share=share,
         shapes=shapes,
     )
 

@@ -74,10 +74,10 @@ def read_intent(
     """
     from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
     from anygauge.config import check_paths, load_run_file, run_json
-    from anygauge.data import accumulation, peek
+    from anygauge.data import peek
     from anygauge.registry import Registry, select_backend
     from anygauge.training.optimizers.checks import check_optimizer
-    from anygauge.training.strategy import check_ranks, check_strategy
+    from anygauge.training.strategy import check_batch, check_ranks, check_strategy
     from anygauge.training.trackers.checks import check_trackers
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
@@ -100,7 +100,7 @@ def read_intent(
     need_device = need_device and not launcher.remote
     check_optimizer(run, need_software=need_device)
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
-    accumulation(run.train.global_batch_size, run.train.sequences_at_once(ranks), ranks)
+    check_batch(run, registry, ranks)
     selection = select_backend(registry, run.backend, need_device=need_device)
     backend = registry.create_backend(selection.spec.name, run.backend_options)
     here = selection.probe.available and not launcher.remote

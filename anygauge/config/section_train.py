@@ -103,12 +103,12 @@ class TrainSection(Section):
         10.0, description="Seconds between samples of host, process and device; 0: none."
     )
 
-    def sequences_at_once(self, ranks: int) -> int:
-        """Sequences per forward on one rank: `micro_batch_size`, or a rank's share if that is less.
+    def sequences_at_once(self, parts: int) -> int:
+        """Sequences per forward on one rank: `micro_batch_size`, or its part if that is less.
 
         So a recipe stays one recipe on more devices, until they are more than its sequences.
         """
-        share, rest = divmod(self.global_batch_size, ranks)
+        share, rest = divmod(self.global_batch_size, parts)
         return share if not rest and 0 < share < self.micro_batch_size else self.micro_batch_size
 
 

@@ -1,8 +1,8 @@
 """Which rank reads which sequences in which step.
 
 A step reads global_batch sequences in the order of `Order` or `GroupedOrder`. Micro-batch `a` of
-rank `r` holds those from (a * world_size + r) * micro_batch on: ranks and micro-batches divide a
-step, they do not decide what is in it.
+part `i` of `n` holds those from (a * n + i) * micro_batch on: parts and micro-batches divide a
+step, they do not decide what is in it. Which part a rank reads is its strategy's to say.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from numpy.typing import NDArray
 from anygauge.data.collate import MicroBatch, collate
 from anygauge.data.order import Order
 from anygauge.data.rows import Tokens
-from anygauge.interface import RunFileError, ShapePolicy
+from anygauge.interface import RunFileError, ShapePolicy, Share
 
 
-def accumulation(global_batch: int, micro_batch: int, world_size: int) -> int:
+def accumulation(global_batch: int, micro_batch: int, parts: int) -> int:
     """Micro-batches that each rank reads per step.
+
+    Args:
+        parts: into which a step's rows are divided: ranks, or groups of them that read the same.
 
     Raises:
         RunFileError: the global batch cannot be divided so; names values that can.
     """
-    together = micro_batch * world_size
+    together = micro_batch * parts
     count, rest = divmod(global_batch, together)
     if not rest and count:
         return count
-    ranks = "rank" if world_size == 1 else "ranks"
+    ranks = "rank" if parts == 1 else "ranks"
     valid = [str(value) for value in (count * together, (count + 1) * together) if value]
     remedies = [f"train.global_batch_size {' or '.join(valid)}"]
-    if global_batch % world_size == 0:
-        share = global_batch // world_size
+    if global_batch % parts == 0:
+        share = global_batch // parts
         divisors = [str(value) for value in range(1, micro_batch) if share % value == 0]
         remedies.append(f"train.micro_batch_size {', '.join(divisors[-3:])}")
     raise RunFileError(
         f"train.global_batch_size {global_batch} is not a multiple of {together} "
-        f"(train.micro_batch_size {micro_batch} on {world_size} {ranks}); what works: "
+        f"(train.micro_batch_size {micro_batch} on {parts} {ranks}); what works: "
         f"{'; or '.join(remedies)}"
     )
 
@@ -53,14 +56,14 @@ class Layout:
         max_length: most tokens of a sequence; with packing, the capacity of a pack.
         pad_id: token number that fills up; never learned, never attended to.
         packing: whether a sequence holds several rows.
+        share: the part of each step that this rank reads.
         shapes: decides padded lengths.
     """
 
     micro_batch: int
     max_length: int
     pad_id: int
-    world_size: int = 1
-    rank: int = 0
+    share: Share = field(default_factory=lambda: Share(0, 1))
     packing: bool = False
     shapes: ShapePolicy = field(default_factory=ShapePolicy)
 
@@ -118,7 +121,7 @@ class Batches(ABC):
         sequences_per_epoch: rows or packs, each times its weight.
 
     Raises:
-        RunFileError: global_batch is no multiple of micro_batch times world_size.
+        RunFileError: global_batch is no multiple of micro_batch times the number of parts.
     """
 
     steps: int
@@ -128,7 +131,7 @@ class Batches(ABC):
         self.schedule, self.layout = schedule, layout
         self.global_batch = schedule.global_batch
         self.accumulation = accumulation(
-            schedule.global_batch, layout.micro_batch, layout.world_size
+            schedule.global_batch, layout.micro_batch, layout.share.count
         )
 
     def __len__(self) -> int:
@@ -172,8 +175,8 @@ class Batches(ABC):
 
     def _places(self) -> NDArray[np.int64]:
         """This rank's places in a step; int64 of shape (accumulation, micro_batch)."""
-        size, world = self.layout.micro_batch, self.layout.world_size
-        turns = (np.arange(self.accumulation) * world + self.layout.rank) * size
+        size, share = self.layout.micro_batch, self.layout.share
+        turns = (np.arange(self.accumulation) * share.count + share.index) * size
         return turns[:, None] + np.arange(size)
 
 

@@ -154,10 +154,10 @@ def training_batches(
 
     Args:
         rows: `Prepared.train`.
-        sum_on_ranks: sums each number over all ranks; used by streams.
+        sum_on_ranks: sums each number over all parts of a step; used by streams.
 
     Raises:
-        RunFileError: global_batch is no multiple of micro_batch times the number of ranks.
+        RunFileError: global_batch is no multiple of micro_batch times the number of parts.
         DataError: no row can be used.
     """
     schedule = Schedule(

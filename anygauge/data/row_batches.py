@@ -166,7 +166,7 @@ class EvaluationBatches(Sequence[MicroBatch]):
         self._layout = layout
 
     def __len__(self) -> int:
-        return -(-len(self._sequences) // (self._layout.micro_batch * self._layout.world_size))
+        return -(-len(self._sequences) // (self._layout.micro_batch * self._layout.share.count))
 
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...
@@ -177,8 +177,8 @@ class EvaluationBatches(Sequence[MicroBatch]):
             return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"evaluation batch {index} of {len(self)}")
-        size = self._layout.micro_batch
-        start = (index % len(self) * self._layout.world_size + self._layout.rank) * size
+        size, share = self._layout.micro_batch, self._layout.share
+        start = (index % len(self) * share.count + share.index) * size
         count = len(self._sequences)
         return self._sequences.batch(
             [each if each < count else DUMMY for each in range(start, start + size)]

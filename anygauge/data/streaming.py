@@ -80,7 +80,7 @@ class StreamedBatches(OrderedBatches):
     same steps in the same order: the first of them speaks with the other ranks.
 
     Args:
-        sum_on_ranks: sums each number over all ranks.
+        sum_on_ranks: sums each number over all parts of a step, each part once.
     """
 
     def __init__(

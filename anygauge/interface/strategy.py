@@ -25,16 +25,20 @@ __all__ = [
     "Counters",
     "DeviceBatch",
     "Engine",
+    "Footprint",
     "LossFunction",
     "ModelFactory",
     "OptimizerFactory",
+    "PartFunction",
     "Precision",
+    "Share",
     "StepResult",
     "Strategy",
     "StrategyRun",
     "StrategySpec",
     "TrainedState",
     "UpdateResult",
+    "Workload",
 ]
 
 PARAMETER = "parameter"
@@ -76,12 +80,19 @@ class ModelFactory(Protocol):
     def skeleton(self) -> nn.Module:
         """The architecture: parameters on the meta device, buffers real and in their own types."""
 
-    def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:
+    def values(
+        self, model: nn.Module, unit: str, part: PartFunction | None = None
+    ) -> Mapping[str, Tensor]:
         """Values of every parameter below the submodule `unit`, on the host.
 
         Read from files, or drawn from a generator that depends on seed and `unit` alone. Keys are
         names within the unit. May put host parameters in place of the model's meta ones. Every rank
         may read, and all get the same.
+
+        Args:
+            model: a `skeleton`, before it was adapted.
+            part: what this rank keeps of each parameter; no more is read from files that allow it.
+                Its names are those within the whole model. None: everything.
         """
 
     def adapt(self, model: nn.Module) -> nn.Module:
@@ -89,7 +100,20 @@ class ModelFactory(Protocol):
 
         The adapter's values are the same on every rank.
 
-        Given ``labels``, what it returns has ``loss``, summed over tokens, in place of logits.
+        Given ``shift_labels``, what it returns has ``loss``, summed over tokens, in place of
+        logits.
+        """
+
+    def adapted_on_meta(self) -> tuple[nn.Module, Mapping[str, str]]:
+        """The adapted model before it has the base's values, for strategies that shard it then.
+
+        Returns:
+            The model: what is `skeleton`'s is on the meta device, the adapter's values are real,
+            float32 or the run's type, and on the host. And the skeleton's parameters: name in the
+            adapted model -> name in the skeleton, which `values` knows.
+
+        Raises:
+            UnsupportedError: the adapter's first values depend on the base's.
         """
 
     def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
@@ -101,6 +125,10 @@ class ModelFactory(Protocol):
         Args:
             reentrant: by torch's older form, for engines that need it.
         """
+
+
+PartFunction: TypeAlias = "Callable[[str, Sequence[int]], tuple[slice, ...] | None]"
+"""(parameter name, whole shape) -> the slice of each dimension that is wanted; None: nothing."""
 
 
 class OptimizerFactory(Protocol):
@@ -123,7 +151,7 @@ ClipFunction: TypeAlias = "Callable[[Sequence[nn.Parameter], float], Tensor]"
 """(parameters, largest norm) -> norm of all gradients before, (); gradients are scaled in place."""
 
 LossFunction: TypeAlias = "Callable[[Any], Tensor]"
-"""Outputs of the model -> loss summed over tokens, (); the model makes it of its ``labels``."""
+"""Outputs of the model -> loss summed over tokens, (); made of its input ``shift_labels``."""
 
 
 def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -141,8 +169,9 @@ class DeviceBatch:
     """One micro-batch on the device.
 
     Attributes:
-        inputs: keyword arguments of the model's forward, ``labels`` among them where it is to
-            return its loss: (B, T) int64, not shifted; -100 where not supervised.
+        inputs: keyword arguments of the model's forward, ``shift_labels`` among them where it is
+            to return its loss: (B, T) int64, the token that each position is to predict; -100
+            where not supervised. They are shifted already, so that a sequence can be cut anywhere.
     """
 
     inputs: Mapping[str, Any]
@@ -150,16 +179,25 @@ class DeviceBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Losses of one step on this rank: summed over tokens, one () float32 per micro-batch."""
+    """Losses of one step on this rank: summed over tokens, one () float32 per micro-batch.
+
+    They may still be on the device: whoever reads them waits for it. Summed over all ranks they are
+    the loss of the global batch, so they are zero where another rank of the same rows gives them.
+    """
 
     loss_sums: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What an update did: gradient norm before clipping, and whether loss scaling skipped it."""
+    """What an update did.
 
-    grad_norm: float
+    Attributes:
+        grad_norm: of all ranks' gradients before clipping, (); may still be on the device.
+        skipped: whether loss scaling skipped it.
+    """
+
+    grad_norm: Tensor
     skipped: bool = False
 
 
@@ -230,7 +268,16 @@ class Engine(Protocol):
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
-        """Summed losses of this rank's batches, without gradients or dropout."""
+        """Losses of this rank's batches, as `StepResult` has them, without gradients or dropout."""
+
+    def logits(self, batch: DeviceBatch) -> Tensor | None:
+        """The model's whole logits, (B, T, V) float32 on the host; every rank gives the same batch.
+
+        Every rank must call it; rank 0 gets them, others may get None.
+
+        Args:
+            batch: without ``shift_labels``.
+        """
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """The whole shape of one of the model's parameters, of which this rank may hold a part."""
@@ -264,26 +311,114 @@ class Engine(Protocol):
         """Let go of what the engine holds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of each step's rows a rank reads.
+
+    Attributes:
+        index, count: it reads part `index` of `count`.
+        leads: of the ranks that read the same part, whether this one speaks for them: counts of
+            rows and tokens are summed over those that lead.
+        stream: ranks of the same number draw the same random numbers, for dropout; None: those of
+            the same part do.
+    """
+
+    index: int
+    count: int
+    leads: bool = True
+    stream: int | None = None
+
+    @property
+    def random_stream(self) -> int:
+        """`stream`, or what stands in its place."""
+        return self.index if self.stream is None else self.stream
+
+
+def share_of_its_own(options: Any, rank: int, world_size: int) -> Share:
+    """Every rank reads rows of its own: data parallelism alone."""
+    return Share(rank, world_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What is asked of a strategy, as far as it is known before anything is built.
+
+    Attributes:
+        skeleton: the adapted model on the meta device; None leaves out what depends on it.
+        share: of the rank that is asked about; see `StrategySpec.share`.
+        micro_batch: sequences per forward of a rank.
+        accumulation: micro-batches of a rank in one step.
+        length: places for tokens in each sequence, padding among them.
+        recomputes: whether decoder layers recompute their activations in backward.
+        state_bytes: what the optimizer keeps for each trained number, in bytes.
+    """
+
+    backend: Backend
+    precision: Precision
+    skeleton: nn.Module | None
+    world_size: int
+    share: Share
+    micro_batch: int
+    accumulation: int
+    length: int
+    max_norm: float
+    recomputes: bool
+    state_bytes: float = 8.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildContext:
     """What a strategy is given to build with.
 
     Attributes:
-        rank, world_size: of this process in the run.
-        micro_batch: sequences per forward.
-        max_norm: the run's clipping norm.
-        clip_grad_norm: for strategies whose optimizer sees full parameters.
+        rank: of this process in the run.
+        workload: of this rank, with the opened backend and without a skeleton.
+        clip_grad_norm: for strategies that clip whole gradients on the device.
     """
 
     factory: ModelFactory
     optimizer: OptimizerFactory
-    precision: Precision
-    backend: Backend
+    workload: Workload
     rank: int
-    world_size: int
-    micro_batch: int
-    max_norm: float
     clip_grad_norm: ClipFunction = clip_grad_norm
+
+    @property
+    def backend(self) -> Backend:
+        """See `Workload`."""
+        return self.workload.backend
+
+    @property
+    def precision(self) -> Precision:
+        """See `Workload`."""
+        return self.workload.precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """What one rank holds from step to step, and what it sends in one step, in bytes.
+
+    Activations and what is gathered for a while are not held from step to step.
+
+    Attributes:
+        weights: parameters, frozen ones among them, in the compute type.
+        gradients: between two micro-batches of a step.
+        masters: the optimizer's copies of trained weights; 0 where they are the weights.
+        optimizer: its state.
+        sent: collective -> bytes that this rank gives to it in a step: what goes in of a reduction,
+            what comes out of a gather. Those of every step alone, and not the few numbers of the
+            loop.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    optimizer: int
+    sent: Mapping[str, int]
+
+    @property
+    def held(self) -> int:
+        """All that is held, in bytes."""
+        return self.weights + self.gradients + self.masters + self.optimizer
 
 
 class Strategy(Protocol):
@@ -295,22 +430,11 @@ class Strategy(Protocol):
 
     description: str
 
-    def settings(
-        self,
-        backend: Backend,
-        precision: Precision,
-        *,
-        skeleton: nn.Module | None,
-        micro_batch: int,
-        max_norm: float,
-        recomputes: bool,
-    ) -> Sequence[Setting]:
-        """The engine's configuration, each field with its reason; also for dry runs.
+    def settings(self, workload: Workload) -> Sequence[Setting]:
+        """The engine's configuration, each field with its reason; also for dry runs."""
 
-        Args:
-            recomputes: whether decoder layers recompute their activations in backward.
-            skeleton: the adapted model on the meta device; None leaves out what depends on it.
-        """
+    def footprint(self, workload: Workload) -> Footprint:
+        """What a rank holds and sends: counted from the skeleton, which is there."""
 
     def build(self, context: BuildContext) -> Engine:
         """Build the model on the backend's opened device."""
@@ -356,8 +480,12 @@ class StrategySpec:
         needs: what it asks of a device, with reasons; on one rank as well.
         engine: a name by which `Backend.unsupported_engines` may refuse it; empty: torch alone.
         distributions: packages besides torch whose versions decide a result, and are recorded.
-        optimizer_sees_full_parameters: whether parameters are whole and on the device when they are
-            updated, so that a device's own kernels can do it; the reason if not.
+        share: (options, rank, world size) -> which rows that rank reads; pure. The dry run, the
+            run and the command ``data`` call it, for ranks that they are not.
+        takes_clip_kernel: whether gradients are whole and on the device when they are clipped, so
+            that a device's own kernel can do it; the reason if not.
+        takes_update_kernel: whether what the optimizer updates are plain tensors on the device,
+            whole or parts, so that a device's own kernel of an elementwise update can do it.
         check: refuses what the options cannot do, by raising an `AnygaugeError`; cheap and pure.
             The dry run, the run and each rank call it.
     """
@@ -374,5 +502,7 @@ class StrategySpec:
     needs: tuple[Requirement, ...] = ()
     engine: str = ""
     distributions: tuple[str, ...] = ()
-    optimizer_sees_full_parameters: Support = FULL
+    share: Callable[[Any, int, int], Share] = share_of_its_own
+    takes_clip_kernel: Support = FULL
+    takes_update_kernel: Support = FULL
     check: Callable[[StrategyRun], None] = lambda run: None

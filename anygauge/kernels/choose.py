@@ -12,7 +12,7 @@ from anygauge.interface import (
     KernelSpec,
     NotAvailableError,
     PluginError,
-    Support,
+    StrategySpec,
     UnknownNameError,
     UnsupportedError,
 )
@@ -176,7 +176,7 @@ def kernels_of_run(run: RunFile, backend: Backend, registry: Registry) -> dict[s
         UnsupportedError: the run file asks for one that nothing would call, or for two attentions.
         UnknownNameError, NotAvailableError: see `choose_kernels`.
     """
-    full_parameters = registry.find_strategy(run.strategy.name).spec.optimizer_sees_full_parameters
+    strategy = registry.find_strategy(run.strategy.name).spec
     named = run.model.attention
     if named != "auto" and ATTENTION in run.kernels:
         raise UnsupportedError(
@@ -187,7 +187,7 @@ def kernels_of_run(run: RunFile, backend: Backend, registry: Registry) -> dict[s
     if named != "auto":
         chosen.pop(ATTENTION, None)
     for operation in (ADAMW, CLIP, LORA):
-        unused = _unused(run, full_parameters, operation) if operation in chosen else ""
+        unused = _unused(run, strategy, operation) if operation in chosen else ""
         if unused and run.kernels.get(operation, REFERENCE) != REFERENCE:
             raise UnsupportedError(
                 f"kernels.{operation}: {run.kernels[operation]!r} would never be called: {unused}. "
@@ -213,16 +213,18 @@ def users(registry: Registry, operation: str) -> str:
     return ", ".join(sorted(f"kernels.{spec.operation}: {spec.name}" for spec in found))
 
 
-def _unused(run: RunFile, full_parameters: Support, operation: str) -> str:
+def _unused(run: RunFile, strategy: StrategySpec, operation: str) -> str:
+    """Why a run would not call an operation; empty if it does."""
     if operation == LORA:
         return "" if run.adapter is not None else "there is no adapter"
-    if not full_parameters:
-        return full_parameters.reason
-    if operation == ADAMW and run.train.optimizer.name != "adamw":
-        return f"train.optimizer.name is {run.train.optimizer.name}"
-    if operation == CLIP and run.train.max_grad_norm == 0:
-        return "train.max_grad_norm is 0"
-    return ""
+    if operation == ADAMW:
+        if not strategy.takes_update_kernel:
+            return strategy.takes_update_kernel.reason
+        name = run.train.optimizer.name
+        return "" if name == "adamw" else f"train.optimizer.name is {name}"
+    if not strategy.takes_clip_kernel:
+        return strategy.takes_clip_kernel.reason
+    return "" if run.train.max_grad_norm else "train.max_grad_norm is 0"
 
 
 def load_kernel(choices: Mapping[str, KernelChoice], operation: str) -> Any:

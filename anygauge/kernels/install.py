@@ -38,7 +38,7 @@ class ModelKernels:
 
 
 def install(model: nn.Module, kernels: ModelKernels) -> None:
-    """Put kernels into a model that has its adapter; given ``labels``, it returns its loss."""
+    """Put kernels into a model that has its adapter; with ``shift_labels`` it gives its loss."""
     if kernels.norm is not None:
         replace_norms(model, kernels.norm)
     if kernels.lora is not None:

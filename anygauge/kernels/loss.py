@@ -1,4 +1,4 @@
-"""A model that returns its loss when it is given labels: the one place where a loss is made.
+"""A model that returns its loss when it is given targets: the one place where a loss is made.
 
 Its own forward runs unchanged. Either the loss is made of its logits; or its output layer hands its
 input and weight to a kernel, and what it returns in place of logits is empty. What an architecture
@@ -155,7 +155,7 @@ class _Pending:
     """What one forward is asked for, and its answer.
 
     Attributes:
-        targets: (B * T,), shifted; None: logits are wanted.
+        targets: (B * T,); None: logits are wanted.
         low_rank: of an adapter of the output layer, on the way to it.
     """
 
@@ -185,11 +185,11 @@ class _Pending:
 
 
 def return_loss(model: Any, kernel: LossKernel | None = None) -> None:
-    """Let `model` return its loss, and no logits, whenever it is called with ``labels``.
+    """Let `model` return its loss, and no logits, whenever it is called with ``shift_labels``.
 
-    Call it once adapters are in place. With labels (B, T) int64, not shifted, -100 where not
-    supervised, the model's output has ``loss``, the sum of token losses in nats, () float32, and
-    its logits are None; without them it is what it was.
+    Call it once adapters are in place. With shift_labels (B, T) int64, the token that each position
+    is to predict and -100 where not supervised, the model's output has ``loss``, the sum of token
+    losses in nats, () float32, and its logits are None; without them it is what it was.
 
     Args:
         kernel: makes the loss in the output layer, with the model's `LogitsRule` bound to it. None:
@@ -214,20 +214,20 @@ def model_loss(outputs: Any) -> Tensor:
     return loss
 
 
-def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of token losses in nats.
 
     Args:
-        logits: (B, T, V), any floating type; position t predicts label t + 1.
-        labels: (B, T) int64, not shifted; -100 where not supervised.
+        logits: (B, T, V), any floating type.
+        targets: (B, T) int64, the token that each position predicts; -100 where not supervised.
 
     Returns:
         () float32. Zero, with a gradient path, where nothing is supervised.
     """
     vocabulary = logits.shape[-1]
     return torch.nn.functional.cross_entropy(
-        logits[:, :-1].reshape(-1, vocabulary).float(),
-        labels[:, 1:].reshape(-1),
+        logits.reshape(-1, vocabulary).float(),
+        targets.reshape(-1),
         ignore_index=IGNORE,
         reduction="sum",
     )
@@ -245,13 +245,13 @@ def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
 
 
 def _forward_with_logits(replaced: Callable[..., Any] | None) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
         if replaced is None:
             outputs = type(self).forward(self, *args, **kwargs)
         else:
             outputs = replaced(*args, **kwargs)
-        if labels is not None:
-            outputs.loss = summed_cross_entropy(outputs.logits, labels)
+        if shift_labels is not None:
+            outputs.loss = summed_cross_entropy(outputs.logits, shift_labels)
             outputs.logits = None
         return outputs
 
@@ -259,11 +259,10 @@ def _forward_with_logits(replaced: Callable[..., Any] | None) -> Callable[..., A
 
 
 def _model_forward(pending: _Pending) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        if labels is None:
+    def forward(self: Any, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if shift_labels is None:
             return type(self).forward(self, *args, **kwargs)
-        last = labels.new_full((labels.shape[0], 1), IGNORE)
-        pending.targets = torch.cat([labels[:, 1:], last], dim=1).reshape(-1)
+        pending.targets = shift_labels.reshape(-1)
         try:
             outputs = type(self).forward(self, *args, **kwargs)
             loss = pending.loss

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import ModelError, UnsupportedError
+from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.install import ModelKernels, install
 from anygauge.models.adapter import add_adapter, external_parameters
 from anygauge.models.files import WeightFiles, check_shape, match_names
@@ -85,23 +86,28 @@ class CausalModelFactory:
         refuse_persistent_buffers(model)
         return model
 
-    def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:
+    def values(
+        self, model: nn.Module, unit: str, part: PartFunction | None = None
+    ) -> Mapping[str, Tensor]:
         """See `ModelFactory.values`."""
         module = model.get_submodule(unit)
         names = [name for name, p in module.named_parameters() if p.is_meta]
+        prefix = f"{unit}." if unit else ""
         if self.section.name is None:
-            return self._drawn(model, unit, names)
+            drawn = self._drawn(model, unit, names)
+            return drawn if part is None else parts_of(drawn, prefix, part)
         # Only now: a dry run needs the configuration, not gigabytes of weights.
         if self._files is None or self._names is None:
             self._files = WeightFiles(local_folder(self.section))
             self._names = match_names(model, self._files)
-        prefix = f"{unit}." if unit else ""
         found = {}
         for name in names:
-            tensor = self._files.read(self._names[prefix + name])
-            expected = module.get_parameter(name).shape
-            check_shape(self._files.folder, prefix + name, tuple(tensor.shape), tuple(expected))
-            found[name] = tensor
+            expected = tuple(module.get_parameter(name).shape)
+            tensor = self._files.lazily(self._names[prefix + name])
+            check_shape(self._files.folder, prefix + name, tensor.shape, expected)
+            wanted = (...,) if part is None else part(prefix + name, expected)
+            if wanted is not None:
+                found[name] = tensor.read(wanted)
         return found
 
     def _drawn(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
@@ -146,6 +152,29 @@ class CausalModelFactory:
             install(model, self._kernels)
         return model
 
+    def adapted_on_meta(self) -> tuple[nn.Module, Mapping[str, str]]:
+        """See `ModelFactory.adapted_on_meta`."""
+        model = self.skeleton()
+        if self.adapter is not None and self.adapter.dora:
+            raise UnsupportedError(
+                "adapter.dora: DoRA's magnitudes are norms of the base's weights, which this "
+                "strategy shards before they are read. Leave it out, or use a strategy that reads "
+                "them first (zero, ddp, single)"
+            )
+        names = {id(module): name for name, module in model.named_modules()}
+        kept = _with_zeros(model)
+        adapted = self.adapt(model)
+        found: dict[str, str] = {}
+        for path, module in adapted.named_modules():
+            for key in list(module._parameters):
+                meta = kept.get((id(module), key))
+                if meta is not None:
+                    meta.requires_grad_(module._parameters[key].requires_grad)
+                    module._parameters[key] = meta
+                    inner = names[id(module)]
+                    found[_joined(path, key)] = _joined(inner, key)
+        return adapted, found
+
     def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
         """See `ModelFactory.external_parameters`."""
         return () if self.adapter is None else external_parameters(model)
@@ -162,6 +191,37 @@ class CausalModelFactory:
         if reentrant and self.adapter is not None:
             # A reentrant region passes no gradient unless an input of it asks for one.
             model.enable_input_require_grads()
+
+
+def _with_zeros(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+    """Put zeros without memory in place of meta parameters; returns these by owner and name.
+
+    An adapter's factors are drawn where the weight lies that they are for.
+    """
+    metas: dict[tuple[int, str], nn.Parameter] = {}
+    zeros: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, meta in list(module._parameters.items()):
+            if meta is not None and meta.is_meta:
+                metas[id(module), key] = meta
+                flat = torch.zeros((), dtype=meta.dtype).expand(meta.shape)
+                zero = zeros.setdefault(id(meta), nn.Parameter(flat, meta.requires_grad))
+                module._parameters[key] = zero
+    return metas
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def parts_of(values: Mapping[str, Tensor], prefix: str, part: PartFunction) -> dict[str, Tensor]:
+    """What a rank keeps of each of a unit's values."""
+    wanted = {name: part(prefix + name, tuple(value.shape)) for name, value in values.items()}
+    return {
+        name: values[name][piece].contiguous()
+        for name, piece in wanted.items()
+        if piece is not None
+    }
 
 
 def refuse_persistent_buffers(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -86,9 +87,28 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the host, in the type it has on disk."""
+        return self.lazily(name).read((...,))
+
+    def lazily(self, name: str) -> LazyTensor:
+        """One tensor of which parts can be read."""
         handle = self._handle(self._file_of[name])
-        tensor = handle[name] if isinstance(handle, Mapping) else handle.get_tensor(name)
-        return cast("Tensor", tensor)
+        if isinstance(handle, Mapping):
+            return LazyTensor(handle[name], tuple(handle[name].shape))
+        part = handle.get_slice(name)
+        return LazyTensor(part, tuple(part.get_shape()))
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor on disk, in a file that is mapped or of which slices are read."""
+
+    source: Any
+    shape: tuple[int, ...]
+
+    def read(self, part: tuple[Any, ...]) -> Tensor:
+        """A part of it, on the host, in the type it has on disk; nothing else is read."""
+        # A scalar has no part, and safetensors refuses to be asked for one.
+        return cast("Tensor", self.source[part] if self.shape else self.source[()])
 
 
 def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from anygauge.kernels.loss import IGNORE
 from anygauge.models.masks import MaskPlan
 
 
@@ -24,6 +25,15 @@ class MicroBatchLike(Protocol):
 
 
 PLAIN = MaskPlan()
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """What each position is to predict: the label of the next one, and -100 at the end.
+
+    Args:
+        labels: (B, T) int64, of the positions themselves.
+    """
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
 def model_inputs(

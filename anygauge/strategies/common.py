@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import Backend, Phase
+from anygauge.interface import HOST_DEVICE, Backend, Phase
 from anygauge.interface.strategy import DeviceBatch, LossFunction
 from anygauge.strategies.materialise import decoder_layers
 
@@ -42,6 +42,14 @@ def summed_losses(
             sums.append(loss_function(model(**batch.inputs)))
             backend.graph.mark_step(Phase.FORWARD)
     return sums
+
+
+def whole_logits(model: nn.Module, batch: DeviceBatch) -> Tensor:
+    """Logits of a model that gives them whole, float32 on the host."""
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(**batch.inputs).logits
+    return logits.to(HOST_DEVICE, torch.float32)
 
 
 def compile_regions(model: nn.Module, backend: Backend) -> int:

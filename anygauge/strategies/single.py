@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import FULL, HOST_DEVICE, Backend, Phase, Setting, Support
+from anygauge.interface import FULL, HOST_DEVICE, Phase, Setting, Support
 from anygauge.interface.strategy import (
     BuildContext,
     Counters,
     DeviceBatch,
+    Footprint,
     LossFunction,
-    Precision,
     StepResult,
     TrainedState,
     UpdateResult,
+    Workload,
 )
 from anygauge.strategies.common import (
     compile_regions,
@@ -29,7 +30,9 @@ from anygauge.strategies.common import (
     summed_losses,
     torch_dtype,
     trained_parameters,
+    whole_logits,
 )
+from anygauge.strategies.footprint import whole_model
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.state import export_plain, import_plain, updates_of
 
@@ -106,13 +109,17 @@ class SingleEngine:
                     parameter.copy_(master)
         self._backend.graph.mark_step(Phase.UPDATE)
         skipped = self._precision.scales_loss and self._scaler.get_scale() < scale
-        return UpdateResult(float(norm), skipped)
+        return UpdateResult(norm, skipped)
 
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
         return summed_losses(self.model, self._backend, batches, loss_function)
+
+    def logits(self, batch: DeviceBatch) -> Tensor | None:
+        """See `Engine.logits`."""
+        return whole_logits(self.model, batch)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """See `Engine.parameter_shape`."""
@@ -168,18 +175,13 @@ class Single:
     def __init__(self, options: Any = None) -> None:
         """Args: options: the run file's section, which has no fields but the name."""
 
-    def settings(
-        self,
-        backend: Backend,
-        precision: Precision,
-        *,
-        skeleton: nn.Module | None,
-        micro_batch: int,
-        max_norm: float,
-        recomputes: bool,
-    ) -> Sequence[Setting]:
+    def settings(self, workload: Workload) -> Sequence[Setting]:
         """Plain torch has no configuration of its own."""
         return ()
+
+    def footprint(self, workload: Workload) -> Footprint:
+        """See `Strategy.footprint`."""
+        return whole_model(workload)
 
     def build(self, context: BuildContext) -> SingleEngine:
         """See `Strategy.build`."""

@@ -7,6 +7,7 @@ shards it before the next is read.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import HOST_DEVICE, Backend, Phase, Setting, Support
+from anygauge.interface import HOST_DEVICE, Phase, Setting, Support
 from anygauge.interface.strategy import (
     BuildContext,
     Counters,
     DeviceBatch,
+    Footprint,
     LossFunction,
-    Precision,
     StepResult,
     TrainedState,
     UpdateResult,
+    Workload,
 )
 from anygauge.strategies.common import (
     compile_regions,
@@ -31,8 +33,10 @@ from anygauge.strategies.common import (
     summed_losses,
     torch_dtype,
     trained_parameters,
+    whole_logits,
 )
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
+from anygauge.strategies.zero_footprint import zero_footprint
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
     gather_by_block,
@@ -55,7 +59,7 @@ class ZeroEngine:
         self._stage = stage
         self._backend = context.backend
         self._rank = context.rank
-        self._world_size = context.world_size
+        self._world_size = context.workload.world_size
         self._scales_loss = context.precision.scales_loss
         self._trained = trained_parameters(self.model)
         self._state = ZeroState(engine, stage, self._trained, writes=context.rank == 0)
@@ -101,13 +105,17 @@ class ZeroEngine:
         if norm is None:
             norm = self._engine.get_global_grad_norm()
         skipped = self._engine.skipped_steps > skipped_before
-        return UpdateResult(float(norm), skipped and self._scales_loss)
+        return UpdateResult(torch.as_tensor(norm), skipped and self._scales_loss)
 
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
         return summed_losses(self._engine, self._backend, batches, loss_function)
+
+    def logits(self, batch: DeviceBatch) -> Tensor | None:
+        """See `Engine.logits`."""
+        return whole_logits(self._engine, batch)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """See `Engine.parameter_shape`."""
@@ -157,43 +165,25 @@ class Zero:
         self.options = options
         self.description = f"zero, stage {options.stage}"
 
-    def settings(
-        self,
-        backend: Backend,
-        precision: Precision,
-        *,
-        skeleton: nn.Module | None,
-        micro_batch: int,
-        max_norm: float,
-        recomputes: bool,
-    ) -> Sequence[Setting]:
+    def settings(self, workload: Workload) -> Sequence[Setting]:
         """See `Strategy.settings`."""
-        return zero_settings(
-            stage=self.options.stage,
-            precision=precision,
-            backend=backend,
-            micro_batch=micro_batch,
-            max_norm=max_norm,
-            recomputes=recomputes,
-            sizes=None if skeleton is None else ModelSizes.of(skeleton),
-            options=self.options.options,
-        )
+        skeleton = workload.skeleton
+        sizes = None if skeleton is None else ModelSizes.of(skeleton)
+        return zero_settings(self.options, workload, sizes)
+
+    def footprint(self, workload: Workload) -> Footprint:
+        """See `Strategy.footprint`."""
+        zero = as_config(self.settings(workload))["zero_optimization"]
+        resident = zero.get("stage3_param_persistence_threshold", 0)
+        return zero_footprint(self.options.stage, resident, workload)
 
     def build(self, context: BuildContext) -> ZeroEngine:
         """See `Strategy.build`."""
         deepspeed = import_deepspeed(context.backend)
         refuse_unserved_type(context.precision.param_dtype)
         factory = context.factory
-        config = as_config(
-            self.settings(
-                context.backend,
-                context.precision,
-                micro_batch=context.micro_batch,
-                max_norm=context.max_norm,
-                recomputes=factory.recomputes,
-                skeleton=factory.adapt(factory.skeleton()),
-            )
-        )
+        skeleton = factory.adapt(factory.skeleton())
+        config = as_config(self.settings(dataclasses.replace(context.workload, skeleton=skeleton)))
         deepspeed.init_distributed()
 
         def shard(unit: nn.Module) -> None:

@@ -6,16 +6,17 @@ frozen weight that gradient checkpointing gathers for recomputation is kept unti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from anygauge.interface import Backend, Setting
-from anygauge.interface.strategy import Precision
+from anygauge.interface import Setting
+from anygauge.interface.strategy import Workload
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_spec import ENGINE, check_stage_types
 
 DEFAULT_PERSISTENCE = 100_000
@@ -52,35 +53,26 @@ class ModelSizes:
 
 
 def zero_settings(
-    *,
-    stage: int,
-    precision: Precision,
-    backend: Backend,
-    micro_batch: int,
-    max_norm: float,
-    recomputes: bool,
-    sizes: ModelSizes | None,
-    options: Mapping[str, Any],
+    options: ZeroOptions, workload: Workload, sizes: ModelSizes | None
 ) -> list[Setting]:
     """DeepSpeed's fields as settings, named by dotted path; later ones win over earlier ones.
 
     Args:
-        recomputes: whether decoder layers recompute their activations in backward.
         sizes: None before the model is known: fields that depend on it are left out.
-        options: the run file's ``strategy.options``: fields of ``zero_optimization``.
 
     Raises:
         UnsupportedError: DeepSpeed has no such combination of stage and types.
     """
+    stage, precision = options.stage, workload.precision
     source = "DeepSpeed configuration reference"
     found: list[Setting] = []
 
     def add(name: str, value: Any, reason: str, source: str = source) -> None:
         found.append(Setting(name=name, value=value, reason=reason, source=source))
 
-    add("train_micro_batch_size_per_gpu", micro_batch, "train.micro_batch_size")
+    add("train_micro_batch_size_per_gpu", workload.micro_batch, "train.micro_batch_size")
     add("gradient_accumulation_steps", 1, "anygauge marks the boundaries itself")
-    add("gradient_clipping", max_norm, "train.max_grad_norm")
+    add("gradient_clipping", workload.max_norm, "train.max_grad_norm")
     add("steps_per_print", 2**31 - 1, "anygauge reports steps itself")
     add("zero_allow_untested_optimizer", True, "anygauge brings the optimizer")
     if precision.param_dtype == "bfloat16":
@@ -110,18 +102,18 @@ def zero_settings(
         )
         add(
             "zero_optimization.memory_efficient_linear",
-            not recomputes,
+            not workload.recomputes,
             "layers are recomputed, so torch's own linear keeps one layer's weights, not all"
-            if recomputes
+            if workload.recomputes
             else "torch's own linear would keep every gathered weight until its backward",
             "DeepSpeed's LinearFunctionForZeroStage3",
         )
         if sizes is not None:
             _add_lora_settings(add, sizes)
-    for setting in backend.engine_settings(ENGINE):
+    for setting in workload.backend.engine_settings(ENGINE):
         if setting.name != "accelerator":
             found.append(setting)
-    for name, value in options.items():
+    for name, value in options.options.items():
         add(f"zero_optimization.{name}", value, "strategy.options", "run file")
     return found
 

@@ -53,6 +53,10 @@ def check(run: StrategyRun) -> None:
         check_stage_types(options.stage, run.precision)
 
 
+_BY_ITSELF = Support(
+    Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
+)
+
 ZERO = StrategySpec(
     name="zero",
     factory="anygauge.strategies.zero:Zero",
@@ -63,9 +67,8 @@ ZERO = StrategySpec(
     needs=(Requirement(capability="collectives", because="ZeRO shards over ranks"),),
     engine=ENGINE,
     distributions=(ENGINE,),
-    optimizer_sees_full_parameters=Support(
-        Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
-    ),
+    takes_clip_kernel=_BY_ITSELF,
+    takes_update_kernel=_BY_ITSELF,
     check=check,
 )
 

@@ -22,7 +22,7 @@ from anygauge.models.start import refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
-from anygauge.training.strategy import create_strategy
+from anygauge.training.strategy import create_strategy, share_of, workload_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,12 +282,7 @@ def engine_settings(
         )
     if skeleton is None:
         notes.append("settings that depend on the model's sizes are left out")
-    settings = create_strategy(registry, run).settings(
-        backend,
-        precision,
-        skeleton=skeleton,
-        micro_batch=run.train.sequences_at_once(world_size),
-        max_norm=run.train.max_grad_norm,
-        recomputes=run.train.gradient_checkpointing,
-    )
+    share = share_of(run, registry, 0, world_size)
+    workload = workload_of(run, backend, precision, share, world_size, skeleton)
+    settings = create_strategy(registry, run).settings(workload)
     return list(settings), "\n  ".join(notes)

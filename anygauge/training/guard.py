@@ -27,7 +27,7 @@ def check_finite(
         total: summed loss over all ranks, the same on every rank.
         update: what became of it; its norm too is the same on every rank. An update that loss
             scaling skipped may have any norm: it will try again with a smaller scale.
-        sums: this rank's losses, one per micro-batch.
+        sums: this rank's losses, one per micro-batch; several ranks may have parts of one.
 
     Raises:
         NonFiniteLossError: on every rank together; the message names the rows.
@@ -36,7 +36,7 @@ def check_finite(
     if finite_loss and (update.skipped or math.isfinite(update.grad_norm)):
         return
     what = (
-        f"the gradient's norm became {update.grad_norm}"
+        f"the gradient's norm became {float(update.grad_norm)}"
         if finite_loss
         else f"the loss became {total}"
     )
@@ -46,7 +46,8 @@ def check_finite(
         if finite_loss or not math.isfinite(loss)
         for origin in batch.origins
     ]
-    rows = [origin for rank in collectives.gather_objects(mine) for origin in rank]
+    every = (origin for rank in collectives.gather_objects(mine) for origin in rank)
+    rows = list(dict.fromkeys(every))
     more = f" and {len(rows) - MOST_ROWS} more" if len(rows) > MOST_ROWS else ""
     raise NonFiniteLossError(
         f"{what} at step {index + 1}, with rows "

@@ -15,7 +15,7 @@ from typing import overload
 from anygauge.config.schema import TrainSection
 from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Backend
-from anygauge.interface.strategy import DeviceBatch, Engine, LossFunction
+from anygauge.interface.strategy import DeviceBatch, Engine, LossFunction, Share
 from anygauge.training.checkpoints.keeper import CheckpointKeeper
 from anygauge.training.checkpoints.stop import StopRequest
 from anygauge.training.guard import check_finite
@@ -33,6 +33,7 @@ class Loop:
         loss_function: the model's outputs -> summed loss.
         evaluations: name -> this rank's batches and the supervised tokens over all ranks.
         progress: told where this rank is.
+        share: the part of each step's rows that this rank reads.
         start: steps that were done before, in the part of the run that this one resumes.
     """
 
@@ -47,6 +48,7 @@ class Loop:
     stop: StopRequest
     settings: TrainSection
     progress: Progress
+    share: Share
     start: int = 0
 
     def run(self) -> bool:
@@ -71,7 +73,7 @@ class Loop:
             update = self.engine.update(lr, self.settings.max_grad_norm)
             sums = [float(loss) for loss in result.loss_sums]
             self.progress.at(f"step {index + 1}, sums over ranks")
-            slots = sum(batch.input_ids.numel() for batch in micro_batches)
+            slots = sum(batch.input_ids.numel() for batch in micro_batches) * self.share.leads
             total, stop, places = self.backend.collectives.sum_on_host(
                 [sum(sums), self.stop.asked, slots]
             )
@@ -80,7 +82,7 @@ class Loop:
                 index,
                 loss=total / tokens,
                 lr=lr,
-                grad_norm=update.grad_norm,
+                grad_norm=float(update.grad_norm),
                 skipped=update.skipped,
                 slots=int(places),
                 seconds=time.perf_counter() - began,

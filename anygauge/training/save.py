@@ -66,7 +66,10 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
 
 
 def trained_logits(prepared: PreparedRun) -> Tensor | None:
-    """The trained model's logits of the probe, float32 on the host; None without a vocabulary."""
+    """The trained model's logits of the probe, float32 on the host; every rank calls it.
+
+    None without a vocabulary, and on ranks other than 0 where the engine says so.
+    """
     vocabulary = getattr(prepared.factory.config, "vocab_size", None)
     if vocabulary is None:
         return None
@@ -74,18 +77,7 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
     placed = prepared.loop.backend.placement.to_device(
         {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     )
-    seen: list[Tensor] = []
-
-    def keep(outputs: Any) -> Tensor:
-        seen.append(outputs.logits.detach().to(HOST_DEVICE, torch.float32))
-        total: Tensor = outputs.logits.sum()
-        return total
-
-    batch = DeviceBatch(inputs={**placed, "use_cache": False})
-    # An engine's forward ends in a loss function, and this one sees the logits: without labels
-    # among its inputs, the model gives them.
-    prepared.engine.evaluate([batch], keep)
-    return seen[0]
+    return prepared.engine.logits(DeviceBatch(inputs={**placed, "use_cache": False}))
 
 
 def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: str) -> Verification:

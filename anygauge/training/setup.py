@@ -32,6 +32,7 @@ from anygauge.interface.strategy import (
     DeviceBatch,
     Engine,
     Precision,
+    Share,
     Strategy,
     StrategySpec,
 )
@@ -41,7 +42,7 @@ from anygauge.kernels.plan import plan_kernels
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import PLAIN, model_inputs
+from anygauge.models.inputs import PLAIN, model_inputs, shift_labels
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
@@ -56,7 +57,7 @@ from anygauge.training.loop import Loop
 from anygauge.training.meter import History, RunMeter, Volume
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
-from anygauge.training.strategy import check_strategy
+from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.checks import check_trackers
 from anygauge.training.trackers.group import no_trackers, open_trackers
@@ -161,9 +162,10 @@ class Placer:
         """One micro-batch on the device."""
         self._progress.batch()
         self.shapes.add(tuple(batch.input_ids.shape))
-        moved = dataclasses.replace(batch, **self._placement.to_device(batch.tensors()))
+        tensors = {**batch.tensors(), "labels": shift_labels(batch.labels)}
+        moved = dataclasses.replace(batch, **self._placement.to_device(tensors))
         inputs = model_inputs(moved, self._dtype, self._packed)
-        return DeviceBatch(inputs={**inputs, "labels": moved.labels})
+        return DeviceBatch(inputs={**inputs, "shift_labels": moved.labels})
 
 
 def prepare_run(
@@ -195,17 +197,23 @@ def prepare_run(
     rank.say(f"data: {data.report}")
     if short := advice(data.train, run.data):
         rank.warn(short)
+    share = share_of(run, registry, rank.index, rank.world_size)
+    workload = workload_of(run, backend, precision, share, rank.world_size)
     layout = Layout(
-        micro_batch=run.train.sequences_at_once(rank.world_size),
+        micro_batch=workload.micro_batch,
         max_length=run.data.max_length,
         pad_id=tokenizer.pad_token_id,
-        world_size=rank.world_size,
-        rank=rank.index,
+        share=share,
         packing=run.data.packing,
         shapes=backend.graph.shapes,
     )
+    sum_on_host = backend.collectives.sum_on_host
     batches = training_batches(
-        data.train, run.data, run.train, layout, backend.collectives.sum_on_host
+        data.train,
+        run.data,
+        run.train,
+        layout,
+        lambda counts: sum_on_host([count * share.leads for count in counts]),
     )
     evaluations = {}
     if data.eval is not None:
@@ -232,16 +240,12 @@ def prepare_run(
         BuildContext(
             factory=factory if start is None else ResumedFactory(factory, start),
             optimizer=optimizer_factory(run.train.optimizer, plan.adamw),
-            precision=precision,
-            backend=backend,
+            workload=workload,
             rank=rank.index,
-            world_size=rank.world_size,
-            micro_batch=run.train.sequences_at_once(rank.world_size),
-            max_norm=run.train.max_grad_norm,
             clip_grad_norm=plan.clip_grad_norm,
         )
     )
-    seed_dropout(backend, run.train.seed, rank, start)
+    seed_dropout(backend, run.train.seed, rank, share, start)
     wanted = run.checkpoint.every or run.checkpoint.keep_best or start is not None
     if wanted and not engine.checkpoint_support():
         raise UnsupportedError(f"checkpoints: {engine.checkpoint_support()}")
@@ -336,6 +340,7 @@ def prepare_run(
         stop=StopRequest(),
         settings=run.train,
         progress=rank.progress,
+        share=share,
         start=0 if start is None else start.step,
     )
     return PreparedRun(
@@ -357,14 +362,16 @@ def prepare_run(
     )
 
 
-def seed_dropout(backend: Backend, seed: int, rank: Rank, start: Checkpoint | None) -> None:
-    """Set this rank's generators: ranks draw apart; initial weights came from their own ones.
+def seed_dropout(
+    backend: Backend, seed: int, rank: Rank, share: Share, start: Checkpoint | None
+) -> None:
+    """Set this rank's generators; initial weights came from their own ones.
 
     A run that goes on has the states of the ranks it had; on another number of ranks, no state
     would be right, and it begins with new ones.
     """
     step = 0 if start is None else start.step
-    backend.placement.seed(((seed * 100_003 + rank.index) + step * 1_000_003) % 2**63)
+    backend.placement.seed(((seed * 100_003 + share.random_stream) + step * 1_000_003) % 2**63)
     if start is not None and start.record["world_size"] == rank.world_size:
         backend.placement.set_rng_state(start.rng(rank.index))
 

@@ -1,18 +1,33 @@
-"""The strategy of a run: what is refused of it, by a dry run as by a rank, and its making."""
+"""The strategy of a run: what is refused of it, its making, and what it is asked about."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from anygauge.config.precision import resolve_precision
 from anygauge.config.schema import RunFile
+from anygauge.data import accumulation
 from anygauge.interface import (
     Backend,
+    Precision,
     RunFileError,
+    Share,
     Strategy,
     StrategyRun,
     StrategySpec,
     UnsupportedError,
+    Workload,
 )
 from anygauge.registry import Registry
+
+_STATE_BYTES = {
+    "adamw": 8.0,
+    "adamw_8bit": 2 + 2 * 4 / 256,  # two codes, and a scale for each block of 256
+    "adafactor": 0.0,  # a number for each row and column
+    "lion": 4.0,
+    "sgd": 4.0,
+}
+"""What an optimizer keeps for each trained number."""
 
 
 def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None:
@@ -98,3 +113,44 @@ def create_strategy(registry: Registry, run: RunFile) -> Strategy:
         PluginError: its plugin is broken.
     """
     return registry.strategy(run.strategy.name)(run.strategy)
+
+
+def share_of(run: RunFile, registry: Registry, rank: int, world_size: int) -> Share:
+    """Which rows a rank of a run reads."""
+    spec = registry.find_strategy(run.strategy.name).spec
+    return spec.share(run.strategy, rank, world_size)
+
+
+def check_batch(run: RunFile, registry: Registry, world_size: int) -> None:
+    """Raises: RunFileError: the global batch cannot be divided over the ranks."""
+    parts = share_of(run, registry, 0, world_size).count
+    accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
+
+
+def workload_of(
+    run: RunFile,
+    backend: Backend,
+    precision: Precision,
+    share: Share,
+    world_size: int,
+    skeleton: Any = None,
+) -> Workload:
+    """What a strategy is asked about for one rank of a run.
+
+    Raises:
+        RunFileError: see `check_batch`.
+    """
+    micro_batch = run.train.sequences_at_once(share.count)
+    return Workload(
+        backend=backend,
+        precision=precision,
+        skeleton=skeleton,
+        world_size=world_size,
+        share=share,
+        micro_batch=micro_batch,
+        accumulation=accumulation(run.train.global_batch_size, micro_batch, share.count),
+        length=run.data.max_length,
+        max_norm=run.train.max_grad_norm,
+        recomputes=run.train.gradient_checkpointing,
+        state_bytes=_STATE_BYTES[run.train.optimizer.name],
+    )

@@ -19,7 +19,7 @@ from anygauge.data import (
     accumulation,
     prepare,
 )
-from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy
+from anygauge.interface import DataError, RunFileError, ShapeKind, ShapePolicy, Share
 
 MAX = 64
 PAD = 2
@@ -112,7 +112,7 @@ def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
     options["seed"] = seed
     whole = make(tokenized, micro_batch=options["global_batch"], **options)
     ranks = [
-        make(tokenized, micro_batch=micro, world_size=world, rank=rank, **options)
+        make(tokenized, micro_batch=micro, share=Share(rank, world), **options)
         for rank in range(world)
     ]
     for index in range(whole.steps):
@@ -144,7 +144,7 @@ def test_each_epoch_has_every_row_once(tokenized, packing, shuffle):
 
 
 def test_the_last_step_is_filled_with_dummies(tokenized):
-    ranks = [make(tokenized, world_size=4, rank=rank) for rank in range(4)]
+    ranks = [make(tokenized, share=Share(rank, 4)) for rank in range(4)]
     assert ranks[0].steps == 3  # 23 rows in steps of 8
     last = [rank.step(2) for rank in ranks]
     assert [[batch.input_ids.shape[0] for batch in step] for step in last] == [[2]] * 4
@@ -196,8 +196,7 @@ def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micr
                 micro_batch=micro,
                 max_length=MAX,
                 pad_id=PAD,
-                world_size=world,
-                rank=rank,
+                share=Share(rank, world),
                 packing=packing,
             ),
         )
@@ -250,7 +249,7 @@ def test_rows_are_read_as_often_as_their_weights_say(tokenizer, counting, packin
 
 def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
     base = make(tokenized).fingerprint()
-    same = make(tokenized, world_size=4, rank=1, epochs=3, steps=7, pad_id=0)
+    same = make(tokenized, share=Share(1, 4), epochs=3, steps=7, pad_id=0)
     assert same.fingerprint() == base
     assert make(tokenized, weights=(1.0,)).fingerprint() == base
     others = [

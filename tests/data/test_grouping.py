@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from anygauge.data import Layout, RowBatches, Schedule
 from anygauge.data.grouping import DUMMY, GroupedOrder
 from anygauge.data.order import Order
+from anygauge.interface import Share
 
 
 def grouped(lengths, batch, seed=0, epochs=None, weights=None, shuffle=True):
@@ -65,7 +66,7 @@ def test_without_shuffling_only_blocks_are_sorted():
 @pytest.mark.parametrize("epochs", [0.4, 1.0, 2.0])
 def test_ranks_divide_grouped_steps(tokenized, epochs):
     def batches(micro, world, rank):
-        layout = Layout(micro_batch=micro, world_size=world, rank=rank, max_length=64, pad_id=2)
+        layout = Layout(micro_batch=micro, share=Share(rank, world), max_length=64, pad_id=2)
         schedule = Schedule(seed=1, global_batch=4, epochs=epochs, grouping=True)
         return RowBatches(tokenized, schedule, layout)
 

@@ -12,7 +12,7 @@ import pytest
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data import Layout, prepare, training_batches
 from anygauge.data import streaming as streaming_module
-from anygauge.interface import DataError
+from anygauge.interface import DataError, Share
 
 PAD = 2
 
@@ -66,8 +66,7 @@ def batches(tokenizer, counting):
         train = TrainSection(**{"global_batch_size": 4, "seed": 5, **(settings or {})})
         layout = Layout(
             micro_batch=micro,
-            world_size=world,
-            rank=rank,
+            share=Share(rank, world),
             max_length=section.max_length,
             pad_id=PAD,
             packing=section.packing,

@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch.utils.checkpoint import CheckpointError
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
-from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.interface.strategy import Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
@@ -23,6 +23,7 @@ from anygauge.strategies import zero_runtime
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import batch_of, build_context
 from tests.helpers.runs import TINY
 
 
@@ -42,7 +43,7 @@ def main(output: Path, reentrant: bool) -> None:
     engine = Zero(
         ZeroOptions(options={"stage3_param_persistence_threshold": 0}, gather="module")
     ).build(
-        BuildContext(
+        build_context(
             factory=CausalModelFactory(
                 ModelSection(config=TINY, tokenizer="none"),
                 AdapterSection(r=4),
@@ -61,7 +62,7 @@ def main(output: Path, reentrant: bool) -> None:
         )
     )
     ids = torch.arange(24).reshape(2, 12) + 24 * rank
-    batch = DeviceBatch({"input_ids": ids, "labels": ids, "use_cache": False})
+    batch = batch_of(ids)
     losses, raised = [], None
     try:
         for _ in range(2):

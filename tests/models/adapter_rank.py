@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anygauge.config.schema import AdapterGroup, AdapterSection, ModelSection, OptimizerSection
-from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.interface.strategy import Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.export import adapter_state
 from anygauge.models.factory import CausalModelFactory
@@ -26,6 +26,7 @@ from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.setup import trained_shapes
+from tests.helpers.build import batch_of, build_context
 from tests.helpers.runs import TINY
 from tests.models.test_adapter_kinds import GPT2
 
@@ -68,11 +69,11 @@ def main(output: Path) -> None:
     )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 512, (world, 2, 12), generator=generator)
-    batches = [DeviceBatch({"input_ids": part, "labels": part, "use_cache": False}) for part in ids]
+    batches = [batch_of(part) for part in ids]
     tokens = world * 2 * 11
     results: dict[str, Any] = {}
     for name, (config, adapter, zero, recompute) in CASES.items():
-        context = BuildContext(
+        context = build_context(
             factory=CausalModelFactory(
                 ModelSection(config={**config, **NO_DROPOUT}, tokenizer="none"),
                 AdapterSection(**adapter),

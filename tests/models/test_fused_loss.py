@@ -18,6 +18,7 @@ from anygauge.kernels.loss import (
     return_loss,
     summed_cross_entropy,
 )
+from anygauge.models.inputs import shift_labels
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 
 SMALL = {
@@ -77,7 +78,7 @@ def batch() -> dict[str, torch.Tensor]:
     labels = ids.clone()
     labels[:, :5] = -100
     labels[1] = -100
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids, "shift_labels": shift_labels(labels)}
 
 
 def fused(model: Any) -> Any:
@@ -89,7 +90,7 @@ def fused(model: Any) -> Any:
 
 def loss_and_gradients(model: Any, *, labelled: bool) -> tuple[float, dict[str, torch.Tensor]]:
     given = batch()
-    labels = given["labels"]
+    labels = given["shift_labels"]
     outputs = model(**(given if labelled else {"input_ids": given["input_ids"]}), use_cache=False)
     assert (outputs.logits is None) == labelled
     loss = model_loss(outputs) if labelled else summed_cross_entropy(outputs.logits, labels)
@@ -219,7 +220,7 @@ def test_lora(model_type: str, targets: list[str]) -> None:
     given = batch()
     with model.disable_adapter(), torch.no_grad():
         logits = model(input_ids=given["input_ids"], use_cache=False).logits
-        base = summed_cross_entropy(logits, given["labels"]).item()
+        base = summed_cross_entropy(logits, given["shift_labels"]).item()
         assert model(**given, use_cache=False).loss.item() == pytest.approx(base, rel=1e-6)
         assert base != pytest.approx(wanted, rel=1e-5)
     model.merge_adapter()

@@ -5,22 +5,28 @@ from torch import nn
 
 from anygauge.kernels.loss import summed_cross_entropy
 from anygauge.models.flops import step_flops
+from anygauge.models.inputs import shift_labels
 
 
 def test_the_loss_is_a_sum_over_supervised_tokens_in_float32() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 5, 7, dtype=torch.bfloat16, requires_grad=True)
-    labels = torch.randint(0, 7, (2, 5))
-    labels[0, :3] = -100
-    total = summed_cross_entropy(logits, labels)
+    targets = torch.randint(0, 7, (2, 5))
+    targets[0, :3] = -100
+    total = summed_cross_entropy(logits, targets)
     expected = 0.0
     for row in range(2):
-        for place in range(1, 5):
-            if labels[row, place] != -100:
-                scores = logits[row, place - 1].double().log_softmax(-1)
-                expected -= scores[labels[row, place]].item()
+        for place in range(5):
+            if targets[row, place] != -100:
+                scores = logits[row, place].double().log_softmax(-1)
+                expected -= scores[targets[row, place]].item()
     assert total.dtype is torch.float32
     assert abs(total.item() - expected) < 1e-5 * expected
+
+
+def test_each_position_predicts_the_next_ones_label() -> None:
+    labels = torch.tensor([[5, 6, -100, 7], [-100, 1, 2, 3]])
+    assert shift_labels(labels).tolist() == [[6, -100, 7, -100], [1, 2, 3, -100]]
 
 
 def test_nothing_supervised_gives_zero_with_a_gradient() -> None:

@@ -8,6 +8,7 @@ not matter.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
-from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.interface.strategy import BuildContext, Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
@@ -29,6 +30,7 @@ from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import as_config
 from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import batch_of, build_context
 
 STEPS = 4
 LENGTH = 16
@@ -112,7 +114,7 @@ def main(way: str, output: Path) -> None:
         seed=0,
         gradient_checkpointing=True,
     )
-    context = BuildContext(
+    context = build_context(
         factory=factory,
         optimizer=optimizer_factory(OptimizerSection()),
         precision=Precision(param_dtype="float32", reduce_dtype="float32"),
@@ -147,10 +149,10 @@ def anygauge_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tens
     engine = strategy.build(context)
 
     def step(ids: torch.Tensor) -> float:
-        batch = DeviceBatch({"input_ids": ids, "labels": ids, "use_cache": False})
-        tokens = context.world_size * (LENGTH - 1)
+        batch = batch_of(ids)
+        tokens = context.workload.world_size * (LENGTH - 1)
         result = engine.run_step([batch], model_loss, tokens)
-        engine.update(1e-4, context.max_norm)
+        engine.update(1e-4, context.workload.max_norm)
         return float(result.loss_sums[0]) / (LENGTH - 1)
 
     return step
@@ -163,16 +165,7 @@ def by_hand_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tenso
 
     deepspeed = import_deepspeed(context.backend)
     skeleton = context.factory.adapt(context.factory.skeleton())
-    config = as_config(
-        strategy.settings(
-            context.backend,
-            context.precision,
-            skeleton=skeleton,
-            micro_batch=1,
-            max_norm=1.0,
-            recomputes=context.factory.recomputes,
-        )
-    )
+    config = as_config(strategy.settings(dataclasses.replace(context.workload, skeleton=skeleton)))
     deepspeed.init_distributed()
     model = context.factory.skeleton()
     materialise(model, context.factory, device=torch.device("cpu"), dtype=torch.float32)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
-from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.interface.strategy import BuildContext, Precision
 from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.loss import logits_rule, model_loss
 from anygauge.models.factory import CausalModelFactory
@@ -28,6 +28,7 @@ from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm
+from tests.helpers.build import batch_of, build_context
 from tests.strategies.count_rank import CONFIG, Counters
 
 STEPS = 2
@@ -70,10 +71,7 @@ def main(output: Path, *cases: str) -> None:
     ids = torch.randint(0, CONFIG["vocab_size"], (world, 2, 12), generator=generator)
     labels = ids.clone()
     labels[:, :, :4] = -100
-    batches = [
-        DeviceBatch({"input_ids": i, "labels": t, "use_cache": False})
-        for i, t in zip(ids, labels, strict=True)
-    ]
+    batches = [batch_of(i, t) for i, t in zip(ids, labels, strict=True)]
     tokens = int((labels[:, :, 1:] != -100).sum())
     results: dict[str, Any] = {}
     for name in cases:
@@ -91,7 +89,7 @@ def main(output: Path, *cases: str) -> None:
         assert served, served
 
         def context(kernels: ModelKernels, bare: CausalModelFactory = bare) -> BuildContext:
-            return BuildContext(
+            return build_context(
                 factory=bare.having("eager", kernels),
                 optimizer=optimizer_factory(OptimizerSection()),
                 precision=Precision(param_dtype="float32", reduce_dtype="float32"),

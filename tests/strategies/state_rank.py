@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
-from anygauge.interface.strategy import BuildContext, Counters, Engine, Precision, Strategy
+from anygauge.interface.strategy import Counters, Engine, Precision, Strategy
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
+from tests.helpers.build import build_context
 
 CONFIG = {
     "model_type": "llama",
@@ -118,7 +119,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
         gradient_checkpointing=False,
     )
     engine = case.strategy().build(
-        BuildContext(
+        build_context(
             factory=factory,
             optimizer=optimizer_factory(OptimizerSection(name=case.optimizer)),
             precision=Precision(param_dtype="float32", reduce_dtype="float32"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import Backend, Setting, UnsupportedError
-from anygauge.interface.strategy import Precision
+from anygauge.interface import Backend, Precision, Setting, Share, UnsupportedError, Workload
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
 from tests.helpers.ranks import run_ranks
 
@@ -69,17 +69,21 @@ class Plain(Backend):
 
 
 def config(sizes: ModelSizes | None = None, **changes: Any) -> dict[str, Any]:
+    options = {name: changes.pop(name) for name in ("stage", "options") if name in changes}
     fields: dict[str, Any] = {
-        "stage": 3,
-        "precision": Precision(param_dtype="bfloat16", reduce_dtype="float32"),
         "backend": Plain(),
+        "precision": Precision(param_dtype="bfloat16", reduce_dtype="float32"),
+        "skeleton": None,
+        "world_size": 2,
+        "share": Share(0, 2),
         "micro_batch": 2,
+        "accumulation": 1,
+        "length": 32,
         "max_norm": 0.5,
         "recomputes": True,
-        "sizes": sizes,
-        "options": {},
     }
-    return as_config(zero_settings(**{**fields, **changes}))
+    workload = Workload(**{**fields, **changes})
+    return as_config(zero_settings(ZeroOptions(**options), workload, sizes))
 
 
 def test_factors_of_a_70b_model_stay_resident_and_its_layers_until_their_backward() -> None:

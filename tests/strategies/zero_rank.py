@@ -17,7 +17,7 @@ import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface import Graph, Phase, UnsupportedError
-from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision
+from anygauge.interface.strategy import Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
@@ -25,6 +25,7 @@ from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import import_deepspeed, refuse_unserved_type
 from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import batch_of, build_context
 from tests.helpers.runs import TINY
 
 
@@ -55,7 +56,7 @@ def main(output: Path) -> None:
     backend.collectives.open(
         rendezvous=os.environ["RENDEZVOUS"], rank=0, world_size=1, timeout_s=60, device=device
     )
-    context = BuildContext(
+    context = build_context(
         factory=CausalModelFactory(
             ModelSection(config=TINY, tokenizer="none"),
             AdapterSection(r=4),
@@ -75,7 +76,7 @@ def main(output: Path) -> None:
     # Nothing may stay resident, or nothing would be released.
     engine = Zero(ZeroOptions(options={"stage3_param_persistence_threshold": 0})).build(context)
     ids = torch.arange(8)[None]
-    batch = DeviceBatch({"input_ids": ids, "labels": ids, "use_cache": False})
+    batch = batch_of(ids)
     waits_in_step = []
     for _ in range(2):
         before = waits

@@ -15,7 +15,7 @@ import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface import Backend, UnsupportedError
-from anygauge.interface.strategy import BuildContext, DeviceBatch, Precision, Strategy
+from anygauge.interface.strategy import Precision, Strategy
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
@@ -23,6 +23,7 @@ from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import batch_of, build_context
 from tests.helpers.runs import TINY
 
 STEPS = 4
@@ -58,7 +59,7 @@ def train(section: OptimizerSection, strategy: Strategy, backend: Backend) -> di
         return made[0]
 
     engine = strategy.build(
-        BuildContext(
+        build_context(
             factory=CausalModelFactory(
                 ModelSection(config=TINY, tokenizer="none"),
                 AdapterSection(r=16),
@@ -77,7 +78,7 @@ def train(section: OptimizerSection, strategy: Strategy, backend: Backend) -> di
         )
     )
     ids = torch.arange(3, 35)[None]
-    batch = DeviceBatch({"input_ids": ids, "labels": ids, "use_cache": False})
+    batch = batch_of(ids)
     losses, error = [], ""
     try:
         for step in range(STEPS):

@@ -15,7 +15,7 @@ from anygauge.config import load_run_file
 from anygauge.data import EvaluationBatches, Layout, prepare
 from anygauge.kernels.loss import summed_cross_entropy
 from anygauge.models.factory import dtype_name
-from anygauge.models.inputs import model_inputs
+from anygauge.models.inputs import model_inputs, shift_labels
 from tests.docs.pages import ROOT, section, table_names
 from tests.helpers.runs import Run, anygauge, run_file, trained, trained_here
 
@@ -61,7 +61,9 @@ def plain_loss(model: Any, run: Run) -> float:
     batches = EvaluationBatches(rows, layout)
     with torch.no_grad():
         total = sum(
-            summed_cross_entropy(model(**model_inputs(b, torch.float32)).logits, b.labels).item()
+            summed_cross_entropy(
+                model(**model_inputs(b, torch.float32)).logits, shift_labels(b.labels)
+            ).item()
             for b in batches
         )
     return total / rows.report.supervised_tokens

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import AnygaugeError, Collectives, ModelError
-from anygauge.interface.strategy import PARAMETER, ModelFactory, TrainedState
+from anygauge.interface.strategy import PARAMETER, ModelFactory, PartFunction, TrainedState
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.finished import (
     Finished,
@@ -133,13 +133,18 @@ class ResumedFactory:
         """See `ModelFactory.skeleton`."""
         return self._factory.skeleton()
 
-    def values(self, model: nn.Module, unit: str) -> Mapping[str, Tensor]:
+    def values(
+        self, model: nn.Module, unit: str, part: PartFunction | None = None
+    ) -> Mapping[str, Tensor]:
         """See `ModelFactory.values`."""
-        values = dict(self._factory.values(model, unit))
+        shapes = {n: tuple(p.shape) for n, p in model.get_submodule(unit).named_parameters()}
+        values = dict(self._factory.values(model, unit, part))
         prefix = f"{unit}." if unit else ""
         for name in values:
             if prefix + name in self._names:
-                values[name] = self._value(prefix + name, values[name])
+                kept = self._value(prefix + name, shapes[name])
+                piece = (...,) if part is None else part(prefix + name, shapes[name])
+                values[name] = kept if piece is None else kept[piece]
         return values
 
     def adapt(self, model: nn.Module) -> nn.Module:
@@ -150,15 +155,24 @@ class ResumedFactory:
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if name in self._names and not parameter.is_meta:
-                    parameter.copy_(self._value(name, parameter))
+                    parameter.copy_(self._value(name, parameter.shape))
         return adapted
 
-    def _value(self, name: str, built: Tensor) -> Tensor:
+    def adapted_on_meta(self) -> tuple[nn.Module, Mapping[str, str]]:
+        """See `ModelFactory.adapted_on_meta`."""
+        adapted, names = self._factory.adapted_on_meta()
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if name in self._names and not parameter.is_meta:
+                    parameter.copy_(self._value(name, parameter.shape))
+        return adapted, names
+
+    def _value(self, name: str, shape: Sequence[int]) -> Tensor:
         kept = self._state.tensor(name, PARAMETER)
-        if kept.shape != built.shape:
+        if tuple(kept.shape) != tuple(shape):
             raise ModelError(
                 f"the checkpoint's {name} has shape {tuple(kept.shape)}, this run's "
-                f"{tuple(built.shape)}; resume with the adapter that the checkpoint was made with"
+                f"{tuple(shape)}; resume with the adapter that the checkpoint was made with"
             )
         return kept
 

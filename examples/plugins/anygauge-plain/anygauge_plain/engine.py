@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,20 +11,26 @@ from torch import Tensor, nn
 from anygauge.interface import (
     FULL,
     HOST_DEVICE,
-    Backend,
     BuildContext,
     Counters,
     DeviceBatch,
+    Footprint,
     LossFunction,
     Phase,
-    Precision,
     Setting,
     StepResult,
     Support,
     TrainedState,
     UpdateResult,
+    Workload,
 )
-from anygauge.strategies.common import set_learning_rate, summed_losses, trained_parameters
+from anygauge.strategies.common import (
+    set_learning_rate,
+    summed_losses,
+    trained_parameters,
+    whole_logits,
+)
+from anygauge.strategies.footprint import whole_model
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.state import export_plain, import_plain, updates_of
 from anygauge_plain.options import PlainOptions
@@ -70,13 +77,17 @@ class PlainEngine:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._graph.mark_step(Phase.UPDATE)
-        return UpdateResult(float(norm))
+        return UpdateResult(norm)
 
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
         return summed_losses(self.model, self._backend, batches, loss_function)
+
+    def logits(self, batch: DeviceBatch) -> Tensor | None:
+        """See `Engine.logits`."""
+        return whole_logits(self.model, batch)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """See `Engine.parameter_shape`."""
@@ -114,18 +125,15 @@ class Plain:
         self._sums = options.sums
         self.description = f"plain, sums in {options.sums}"
 
-    def settings(
-        self,
-        backend: Backend,
-        precision: Precision,
-        *,
-        skeleton: nn.Module | None,
-        micro_batch: int,
-        max_norm: float,
-        recomputes: bool,
-    ) -> Sequence[Setting]:
+    def settings(self, workload: Workload) -> Sequence[Setting]:
         """Plain torch has no configuration of its own."""
         return ()
+
+    def footprint(self, workload: Workload) -> Footprint:
+        """See `Strategy.footprint`; gradients are added up in a type of their own."""
+        found = whole_model(workload)
+        wider = getattr(torch, self._sums).itemsize / torch.float32.itemsize
+        return replace(found, gradients=round(found.gradients * wider))
 
     def build(self, context: BuildContext) -> PlainEngine:
         """See `Strategy.build`."""

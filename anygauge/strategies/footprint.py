@@ -1,0 +1,41 @@
+"""What a rank holds and sends, in bytes, counted from a model on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from anygauge.interface.strategy import Footprint, Workload
+from anygauge.strategies.common import torch_dtype
+
+
+def item_bytes(name: str) -> int:
+    """Bytes of one number of a type of torch's, by its name."""
+    return torch.empty((), dtype=torch_dtype(name), device="meta").element_size()
+
+
+def numbers(parameters: Iterable[nn.Parameter]) -> int:
+    """How many numbers parameters hold; a tied one is counted once."""
+    return sum(p.numel() for p in {id(p): p for p in parameters}.values())
+
+
+def trained_numbers(model: nn.Module) -> int:
+    """How many numbers of a model are trained."""
+    return numbers(p for p in model.parameters() if p.requires_grad)
+
+
+def whole_model(workload: Workload) -> Footprint:
+    """Of a rank that holds the whole model and sends nothing."""
+    assert workload.skeleton is not None, "a footprint is counted from the model"
+    precision = workload.precision
+    trained = trained_numbers(workload.skeleton)
+    own_masters = precision.master_dtype != precision.param_dtype
+    return Footprint(
+        weights=numbers(workload.skeleton.parameters()) * item_bytes(precision.param_dtype),
+        gradients=trained * item_bytes(precision.reduce_dtype),
+        masters=trained * item_bytes(precision.master_dtype) if own_masters else 0,
+        optimizer=round(trained * workload.state_bytes),
+        sent={},
+    )
