@@ -77,15 +77,21 @@ def main(argv: list[str]) -> int:
         return 1
     nodes, *command = argv
     process: subprocess.Popen[bytes] | None = None
-    asked = 0
+    requests = (signal.SIGTERM, signal.SIGINT)
+    asked = told = 0
+
+    def tell() -> None:
+        nonlocal told
+        while process is not None and told < asked:
+            told += 1
+            process.send_signal(signal.SIGUSR1 if told == 1 else signal.SIGTERM)
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked += 1
-        if process is not None:
-            process.send_signal(signal.SIGUSR1 if asked == 1 else signal.SIGTERM)
+        tell()
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in requests:
         signal.signal(signum, pass_on)
     try:
         process = subprocess.Popen(
@@ -101,6 +107,10 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"mpirun cannot be started: {error}", file=sys.stderr)
         return 1
+    # mpirun runs before its starter knows of it; a request of that time waits until here.
+    signal.pthread_sigmask(signal.SIG_BLOCK, requests)
+    tell()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, requests)
     code = process.wait()
     return code if code >= 0 else 128 - code
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from anygauge_launchers import mpi_pod
 from anygauge_launchers.mpi_pod import HOSTFILE, head_of
 
 POD = (sys.executable, "-m", "anygauge_launchers.mpi_pod")
@@ -78,6 +79,35 @@ def test_the_clusters_request_reaches_agents_as_the_signal_that_mpirun_passes_on
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert (out, process.returncode) == ("asked\n", 75)
+
+
+def test_a_request_before_mpirun_is_known_waits_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostfile").write_text("worker-0\n")
+    monkeypatch.setenv(HOSTFILE, str(tmp_path / "hostfile"))
+    sent: list[int] = []
+
+    class Started:
+        """An mpirun that runs, and ends by what it is sent, before its starter knows of it."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+        def send_signal(self, signum: int) -> None:
+            sent.append(signum)
+
+        def wait(self) -> int:
+            return 75
+
+    monkeypatch.setattr(mpi_pod.subprocess, "Popen", Started)
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert mpi_pod.main(["1", "agent"]) == 75
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert sent == [signal.SIGUSR1]
 
 
 def test_a_worker_that_must_end_waits_for_its_agent() -> None:

@@ -22,7 +22,8 @@ class TestSim(BackendContract):
     }
     loss_noise: ClassVar[Mapping[str, float]] = {"float32": 0.0, "bfloat16": 0.0}
 
-    # ZeRO on cards has a test of its own, in `test_training`.
+    # ZeRO on cards has a test of its own, in `test_training`, that compares with the host, too.
+    test_trains_as_the_host_does = pytest.mark.slow(BackendContract.test_trains_as_the_host_does)
     test_zero_trains_as_one_process_does = pytest.mark.slow(
         BackendContract.test_zero_trains_as_one_process_does
     )
