@@ -451,12 +451,14 @@ class StrategyRun:
         options: the run file's section, of the class that `StrategySpec.options` names.
         precision: None while the opened device decides it.
         optimizer: ``train.optimizer.name``.
+        adapter: ``lora``, ``dora``, or empty where all weights are trained.
         ranks_run_here: the packages of this machine are those that ranks will have.
     """
 
     options: Any
     world_size: int
     optimizer: str
+    adapter: str = ""
     precision: Precision | None = None
     ranks_run_here: bool = True
 
@@ -482,10 +484,10 @@ class StrategySpec:
         distributions: packages besides torch whose versions decide a result, and are recorded.
         share: (options, rank, world size) -> which rows that rank reads; pure. The dry run, the
             run and the command ``data`` call it, for ranks that they are not.
-        takes_clip_kernel: whether gradients are whole and on the device when they are clipped, so
-            that a device's own kernel can do it; the reason if not.
-        takes_update_kernel: whether what the optimizer updates are plain tensors on the device,
-            whole or parts, so that a device's own kernel of an elementwise update can do it.
+        takes_clip_kernel: options -> whether gradients are whole and on the device when they are
+            clipped, so that a device's own kernel can do it; the reason if not.
+        takes_update_kernel: options -> whether what the optimizer updates are plain tensors on the
+            device, whole or parts, so that a device's own kernel of an elementwise update can.
         check: refuses what the options cannot do, by raising an `AnygaugeError`; cheap and pure.
             The dry run, the run and each rank call it.
     """
@@ -503,6 +505,6 @@ class StrategySpec:
     engine: str = ""
     distributions: tuple[str, ...] = ()
     share: Callable[[Any, int, int], Share] = share_of_its_own
-    takes_clip_kernel: Support = FULL
-    takes_update_kernel: Support = FULL
+    takes_clip_kernel: Callable[[Any], Support] = lambda options: FULL
+    takes_update_kernel: Callable[[Any], Support] = lambda options: FULL
     check: Callable[[StrategyRun], None] = lambda run: None

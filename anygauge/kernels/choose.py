@@ -217,13 +217,13 @@ def _unused(run: RunFile, strategy: StrategySpec, operation: str) -> str:
     """Why a run would not call an operation; empty if it does."""
     if operation == LORA:
         return "" if run.adapter is not None else "there is no adapter"
+    asked = strategy.takes_update_kernel if operation == ADAMW else strategy.takes_clip_kernel
+    support = asked(run.strategy)
+    if not support:
+        return support.reason
     if operation == ADAMW:
-        if not strategy.takes_update_kernel:
-            return strategy.takes_update_kernel.reason
         name = run.train.optimizer.name
         return "" if name == "adamw" else f"train.optimizer.name is {name}"
-    if not strategy.takes_clip_kernel:
-        return strategy.takes_clip_kernel.reason
     return "" if run.train.max_grad_norm else "train.max_grad_norm is 0"
 
 

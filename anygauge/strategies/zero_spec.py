@@ -67,8 +67,8 @@ ZERO = StrategySpec(
     needs=(Requirement(capability="collectives", because="ZeRO shards over ranks"),),
     engine=ENGINE,
     distributions=(ENGINE,),
-    takes_clip_kernel=_BY_ITSELF,
-    takes_update_kernel=_BY_ITSELF,
+    takes_clip_kernel=lambda options: _BY_ITSELF,
+    takes_update_kernel=lambda options: _BY_ITSELF,
     check=check,
 )
 

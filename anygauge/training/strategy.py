@@ -99,6 +99,7 @@ def check_strategy(
             options=run.strategy,
             world_size=world_size,
             optimizer=run.train.optimizer.name,
+            adapter="" if run.adapter is None else "dora" if run.adapter.dora else "lora",
             precision=precision,
             ranks_run_here=ranks_run_here,
         )

@@ -1,0 +1,124 @@
+"""The `ddp` strategy: the whole model on every rank, gradients summed by torch's DDP.
+
+With an adapter, its gradients are all that travels. Ranks need not be sent weights: each makes the
+same ones, from files or from the seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anygauge.interface import Setting
+from anygauge.interface.strategy import BuildContext, Footprint, Workload
+from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.footprint import item_bytes, trained_numbers, whole_model
+from anygauge.strategies.gradients import LocalGradients
+from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.single import build_whole
+from anygauge.strategies.torch_engine import TorchEngine
+
+
+class SummedOverRanks(LocalGradients):
+    """Sums micro-batches on the rank, and the last one's with it over all ranks, bucket by bucket.
+
+    Both are done in the type of reductions, which DDP by itself does in the parameters' type. Sums,
+    not means: a loss is divided by the tokens of all ranks before.
+    """
+
+    def __init__(
+        self, wrapper: DistributedDataParallel, trained: Sequence[nn.Parameter], dtype: torch.dtype
+    ) -> None:
+        super().__init__(trained, dtype)
+        self._wrapper = wrapper
+        self._index = {id(parameter): index for index, parameter in enumerate(trained)}
+        self._last = False
+        # torch compares a hook's annotations with classes, and ours are text.
+        wrapper.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
+        """See `Gradients.during`."""
+        self._last = last
+        with contextlib.nullcontext() if last else self._wrapper.no_sync():
+            yield
+
+    def collect(self) -> None:
+        """See `Gradients.collect`; the last micro-batch's are where `_reduce` put them."""
+        if not self._last:
+            super().collect()
+            return
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's hook: sum a bucket of gradients over ranks, with those of earlier micro-batches."""
+        buffer = bucket.buffer()
+        flat = buffer.to(self._dtype)
+        start = buffer.storage_offset()
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            index = self._index[id(parameter)]
+            at = gradient.storage_offset() - start
+            part = flat[at : at + gradient.numel()].view(parameter.shape)
+            earlier = self._sums[index]
+            if earlier is not None:
+                part.add_(earlier)
+            self._sums[index] = part
+        work = dist.all_reduce(flat, group=self._wrapper.process_group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda _: buffer)
+
+
+class Ddp:
+    """The whole model on every rank."""
+
+    description = "ddp"
+
+    def __init__(self, options: Any = None) -> None:
+        """Args: options: the run file's section, which has no fields but the name."""
+
+    def settings(self, workload: Workload) -> Sequence[Setting]:
+        """torch's DDP has nothing here that a run would change."""
+        return ()
+
+    def footprint(self, workload: Workload) -> Footprint:
+        """See `Strategy.footprint`."""
+        assert workload.skeleton is not None
+        sums = trained_numbers(workload.skeleton) * item_bytes(workload.precision.reduce_dtype)
+        sent = {"all_reduce": sums} if workload.world_size > 1 else {}
+        return dataclasses.replace(whole_model(workload), sent=sent)
+
+    def build(self, context: BuildContext) -> TorchEngine:
+        """See `Strategy.build`."""
+        model = build_whole(context)
+        wrapper = DistributedDataParallel(
+            model,
+            init_sync=False,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            # An expert to which no token went has no gradient; to look for such costs a message.
+            find_unused_parameters=has_experts(model),
+        )
+        dtype = torch_dtype(context.precision.reduce_dtype)
+        return TorchEngine(
+            model,
+            context,
+            call=wrapper,
+            gradients=lambda trained: SummedOverRanks(wrapper, trained, dtype),
+        )
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether layers have lists of modules of their own, of which some may not be called."""
+    return any(
+        isinstance(module, nn.ModuleList)
+        for layer in decoder_layers(model)
+        for module in layer.modules()
+    )

@@ -1,0 +1,181 @@
+"""The `fsdp` strategy: torch's FSDP2, and HSDP over groups of ranks.
+
+The model is sharded before it has values: each rank reads and holds its own rows alone. A decoder
+layer is gathered as one piece; embedding, last norm and output layer are the root's, which stays
+whole between forward and backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from anygauge.interface import HOST_DEVICE, Setting
+from anygauge.interface.strategy import BuildContext, Footprint, Workload
+from anygauge.strategies.common import compile_regions, torch_dtype
+from anygauge.strategies.fsdp_footprint import fsdp_footprint
+from anygauge.strategies.fsdp_options import FsdpOptions
+from anygauge.strategies.fsdp_spec import shards
+from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.shards import Sharded, fill, set_types
+from anygauge.strategies.torch_engine import TorchEngine
+
+
+class ReducedByFsdp:
+    """Gradients that FSDP2 sums over ranks into parts; see `Gradients`.
+
+    An adapter's are added up whole and reduced once a step. Those of all weights would not fit:
+    they are reduced after each micro-batch.
+
+    Args:
+        keeps_weights: whether weights stay gathered until the last backward.
+        ranks: over which gradients are averaged where torch cannot be told to sum.
+    """
+
+    def __init__(
+        self,
+        model: FSDPModule,
+        trained: Sequence[nn.Parameter],
+        *,
+        every_time: bool,
+        keeps_weights: bool,
+        ranks: int,
+    ) -> None:
+        self._model = model
+        self._trained = trained
+        self._every_time = every_time
+        self._keeps_weights = keeps_weights
+        self._factor = 1 if _sums(model) else ranks
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
+        """See `Gradients.during`."""
+        self._model.set_requires_gradient_sync(last or self._every_time)
+        self._model.set_is_last_backward(last)
+        if self._keeps_weights:
+            self._model.set_reshard_after_backward(last)
+        yield
+
+    def collect(self) -> None:
+        """See `Gradients.collect`; FSDP2 adds them up."""
+
+    def take(self) -> list[Tensor | None]:
+        """See `Gradients.take`."""
+        found: list[Tensor | None] = []
+        for parameter in self._trained:
+            gradient, parameter.grad = parameter.grad, None
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            found.append(
+                gradient if self._factor == 1 or gradient is None else gradient.mul_(self._factor)
+            )
+        return found
+
+
+def _sums(model: FSDPModule) -> bool:
+    """Have gradients summed, not averaged; False where torch cannot.
+
+    Without the second call a factor of one becomes an operation that NCCL alone has.
+    """
+    assert isinstance(model, nn.Module)
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not all(hasattr(m, "set_force_sum_reduction_for_comms") for m in modules):
+        return False
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return True
+
+
+class Fsdp:
+    """FSDP2 over all ranks."""
+
+    def __init__(self, options: FsdpOptions) -> None:
+        self.options = options
+        replicas = f", {options.dp_replicate} replicas" if options.dp_replicate > 1 else ""
+        offload = ", offloaded" if options.offload != "none" else ""
+        self.description = f"fsdp{replicas}{offload}"
+
+    def settings(self, workload: Workload) -> Sequence[Setting]:
+        """FSDP2 is configured in code; what decides is in the run file."""
+        return ()
+
+    def footprint(self, workload: Workload) -> Footprint:
+        """See `Strategy.footprint`."""
+        return fsdp_footprint(self.options, shards(self.options, workload.world_size), workload)
+
+    def build(self, context: BuildContext) -> TorchEngine:
+        """See `Strategy.build`."""
+        factory, precision = context.factory, context.precision
+        device = context.backend.placement.device
+        mesh = self._mesh(device.type, context.workload.world_size)
+        model, names = factory.adapted_on_meta()
+        set_types(model, precision)
+        factory.checkpoint_activations(model)
+        compile_regions(model, context.backend)
+        self._shard(model, mesh, context)
+        offloaded = self.options.offload != "none"
+        fill(model, names, factory, torch.device(HOST_DEVICE) if offloaded else device)
+        assert isinstance(model, FSDPModule)
+        wrapped: FSDPModule = model
+        everything = all(p.requires_grad for p in model.parameters())
+        return TorchEngine(
+            model,
+            context,
+            gradients=lambda trained: ReducedByFsdp(
+                wrapped,
+                trained,
+                every_time=everything,
+                keeps_weights=self.options.gather == "step",
+                ranks=context.workload.world_size,
+            ),
+            layout=Sharded(mesh.get_group("dp_shard"), device),
+        )
+
+    def _mesh(self, device_type: str, world_size: int) -> DeviceMesh:
+        shard = shards(self.options, world_size)
+        if shard == world_size:
+            return init_device_mesh(device_type, (shard,), mesh_dim_names=("dp_shard",))
+        return init_device_mesh(
+            device_type,
+            (self.options.dp_replicate, shard),
+            mesh_dim_names=("dp_replicate", "dp_shard"),
+        )
+
+    def _shard(self, model: nn.Module, mesh: DeviceMesh, context: BuildContext) -> None:
+        precision = context.precision
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch_dtype(precision.param_dtype),
+            reduce_dtype=torch_dtype(precision.reduce_dtype),
+        )
+        offloaded = self.options.offload != "none"
+        on_host = context.backend.placement.device.type == HOST_DEVICE
+        offload = CPUOffloadPolicy(pin_memory=not on_host) if offloaded else OffloadPolicy()
+        keep = self.options.gather == "step"
+        for layer in decoder_layers(model):
+            fully_shard(
+                layer,
+                mesh=mesh,
+                reshard_after_forward=not keep,
+                mp_policy=policy,
+                offload_policy=offload,
+            )
+        fully_shard(
+            model,
+            mesh=mesh,
+            reshard_after_forward=False,
+            mp_policy=policy,
+            offload_policy=offload,
+        )

@@ -1,0 +1,57 @@
+"""What a rank holds and sends under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from anygauge.interface.strategy import Footprint, Workload
+from anygauge.strategies.footprint import item_bytes
+from anygauge.strategies.fsdp_options import FsdpOptions
+from anygauge.strategies.materialise import decoder_layers
+
+
+def fsdp_footprint(options: FsdpOptions, ranks: int, workload: Workload) -> Footprint:
+    """See `Strategy.footprint`; of the first rank, whose parts are the largest.
+
+    Args:
+        ranks: that hold the model together.
+    """
+    model, precision = workload.skeleton, workload.precision
+    assert model is not None, "a footprint is counted from the model"
+    everything = list({id(p): p for p in model.parameters()}.values())
+    trained = [p for p in everything if p.requires_grad]
+    all_trained = len(trained) == len(everything)
+    compute, reduce = item_bytes(precision.param_dtype), item_bytes(precision.reduce_dtype)
+    master = item_bytes(precision.master_dtype)
+    layers = {id(p): p for layer in decoder_layers(model) for p in layer.parameters()}
+    in_layers = _padded(layers.values(), ranks)
+    in_root = _padded((p for p in everything if id(p) not in layers), ranks)
+    part = sum(map(lambda p: _rows(p, ranks), trained))
+    frozen = sum(_rows(p, ranks) for p in everything if not p.requires_grad)
+    turns = workload.accumulation
+    once = options.gather == "step"
+    gathers = in_layers + in_root if once else turns * (2 * in_layers + in_root)
+    reductions = turns if all_trained else 1
+    sums = reductions * _padded(trained, ranks) * reduce
+    sent = {"all_gather": gathers * compute, "reduce_scatter": sums} if ranks > 1 else {}
+    if options.dp_replicate > 1:
+        sent["all_reduce"] = sums // ranks
+    return Footprint(
+        weights=frozen * compute + part * master,
+        gradients=part * master if all_trained else sum(p.numel() for p in trained) * reduce,
+        masters=0,
+        optimizer=round(part * workload.state_bytes),
+        sent=sent,
+    )
+
+
+def _rows(parameter: nn.Parameter, ranks: int) -> int:
+    """Numbers in the first rank's rows of a parameter."""
+    return -(-parameter.shape[0] // ranks) * (parameter.numel() // parameter.shape[0])
+
+
+def _padded(parameters: Iterable[nn.Parameter], ranks: int) -> int:
+    """Numbers of parameters whose rows are made a multiple of the ranks."""
+    return sum(_rows(p, ranks) * ranks for p in parameters)

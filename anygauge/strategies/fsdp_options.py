@@ -1,0 +1,25 @@
+"""What a run file says of `fsdp`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+
+class FsdpOptions(BaseModel):
+    """Fields of ``strategy`` besides its name."""
+
+    dp_replicate: Annotated[int, Field(ge=1)] = Field(
+        1, description="Groups of ranks that each hold the whole model; above 1: HSDP."
+    )
+    dp_shard: Annotated[int, Field(ge=-1)] = Field(
+        -1, description="Ranks that hold the model together; -1: all that are left."
+    )
+    gather: Literal["layer", "step"] = Field(
+        "layer",
+        description="Weights are gathered for each layer's forward and backward, or once a step.",
+    )
+    offload: Literal["none", "both"] = Field(
+        "none", description="both: weights and optimizer lie in the host's memory between uses."
+    )

@@ -1,0 +1,63 @@
+"""Which part of each trained parameter a rank holds; here all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface.strategy import ClipFunction
+
+
+class Layout(Protocol):
+    """How whole tensors and this rank's parts of them belong together."""
+
+    def local(self, parameter: nn.Parameter) -> nn.Parameter:
+        """This rank's part of a parameter, as a plain one that shares its memory."""
+
+    def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale gradients of parts so that all ranks' together have a norm of `max_norm` at most.
+
+        Returns:
+            The norm before, (), the same on every rank.
+        """
+
+    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """Put together a tensor of which each rank has such a part as of `parameter`.
+
+        Every rank must call it.
+        """
+
+    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of `parameter`'s shape."""
+
+
+class Whole:
+    """Every rank holds everything; see `Layout`.
+
+    Args:
+        clip: clips gradients to a norm above 0.
+    """
+
+    def __init__(self, clip: ClipFunction) -> None:
+        self._clip = clip
+
+    def local(self, parameter: nn.Parameter) -> nn.Parameter:
+        """See `Layout.local`."""
+        return parameter
+
+    def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """See `Layout.clip`."""
+        if max_norm == torch.inf:
+            return nn.utils.clip_grad_norm_(parts, max_norm)
+        return self._clip(parts, max_norm)
+
+    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """See `Layout.whole`."""
+        return part
+
+    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """See `Layout.part`."""
+        return whole

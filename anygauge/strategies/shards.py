@@ -1,0 +1,128 @@
+"""Parameters that are DTensors: this rank's part of them, the whole, and their first values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from anygauge.interface.strategy import ModelFactory, Precision
+from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.materialise import units
+
+
+class Sharded:
+    """Parameters are DTensors; see `Layout`.
+
+    Args:
+        group: the ranks that together hold each parameter once.
+        device: on which ranks speak with each other; parts may lie elsewhere.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def local(self, parameter: nn.Parameter) -> nn.Parameter:
+        """See `Layout.local`."""
+        assert isinstance(parameter, DTensor)
+        return nn.Parameter(parameter.to_local().detach())
+
+    def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """See `Layout.clip`."""
+        gradients = [p.grad for p in parts if p.grad is not None and p.grad.numel()]
+        square = torch.zeros((), device=self._device)
+        if gradients:
+            square += torch.nn.utils.get_total_norm(gradients).to(self._device).square()
+        dist.all_reduce(square, group=self._group)
+        norm = square.sqrt()
+        if max_norm != torch.inf and gradients:
+            torch.nn.utils.clip_grads_with_norm_(parts, max_norm, norm)
+        return norm
+
+    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """See `Layout.whole`."""
+        assert isinstance(parameter, DTensor)
+        whole: Tensor = DTensor.from_local(
+            part.to(self._device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        ).full_tensor()
+        return whole
+
+    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """See `Layout.part`."""
+        return whole[part_of(parameter)]
+
+
+def part_of(parameter: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a DTensor lies in the whole; of a plain tensor, all of it.
+
+    torch divides a dimension into pieces of equal size, of which the last ones may be shorter, or
+    empty; the outer dimension of a mesh comes first.
+    """
+    ends = [(0, size) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        place = parameter.device_mesh.get_coordinate()
+        assert place is not None, "this rank is part of the mesh"
+        for dimension, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                start, end = ends[placement.dim]
+                piece = -(-(end - start) // parameter.device_mesh.size(dimension))
+                first = min(start + place[dimension] * piece, end)
+                ends[placement.dim] = (first, min(first + piece, end))
+    return tuple(slice(start, end) for start, end in ends)
+
+
+def set_types(model: nn.Module, precision: Precision) -> None:
+    """Give each parameter the type that it is stored in.
+
+    Frozen weights have that of arithmetic; trained ones are the optimizer's masters, and are
+    converted when they are gathered.
+    """
+    frozen, trained = torch_dtype(precision.param_dtype), torch_dtype(precision.master_dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
+
+
+def fill(
+    model: nn.Module, names: Mapping[str, str], factory: ModelFactory, device: torch.device
+) -> None:
+    """Make a sharded model real, and give this rank's parts their values, unit by unit.
+
+    Args:
+        model, names: of `ModelFactory.adapted_on_meta`; parameters have become DTensors since.
+        device: where parts are to lie.
+    """
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    at = dict(model.named_parameters(remove_duplicate=False))
+    adapted = {inner: name for name, inner in names.items()}
+
+    def wanted(name: str, shape: Sequence[int]) -> tuple[slice, ...] | None:
+        part = part_of(at[adapted[name]])
+        return None if any(piece.start == piece.stop for piece in part) else part
+
+    skeleton = factory.skeleton()
+    with torch.no_grad():
+        for path, unit in units(skeleton):
+            for name, value in factory.values(skeleton, path, wanted).items():
+                parameter = at[adapted[f"{path}.{name}" if path else name]]
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.copy_(value)
+            _leave_meta(unit)
+
+
+def _leave_meta(unit: nn.Module) -> None:
+    """Put something without memory in place of parameters that have served: a parent of a unit
+    looks at whether its own are the only ones left."""
+    for module in unit.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                nothing = torch.zeros(()).expand(parameter.shape)
+                module._parameters[key] = nn.Parameter(nothing, requires_grad=False)

@@ -1,0 +1,205 @@
+"""The engine of plain torch: one rank's loop over micro-batches, whatever a rank holds.
+
+The optimizer sees plain tensors, whole or this rank's parts: a fused update, one of 8 bits or a
+device's own works on every layout. Weights are stored in the compute type, or in that of the
+masters, which they then are themselves. What differs between strategies is handed in: what is
+called, how gradients come together, how they are clipped, how a tensor is made whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.interface import FULL, HOST_DEVICE, Phase, Support
+from anygauge.interface.strategy import (
+    PARAMETER,
+    BuildContext,
+    Counters,
+    DeviceBatch,
+    LossFunction,
+    StepResult,
+    TrainedState,
+    UpdateResult,
+)
+from anygauge.strategies.common import (
+    set_learning_rate,
+    summed_losses,
+    torch_dtype,
+    trained_parameters,
+    whole_logits,
+)
+from anygauge.strategies.gradients import Gradients, LocalGradients
+from anygauge.strategies.layout import Layout, Whole
+from anygauge.strategies.loss_scale import LossScale
+from anygauge.strategies.quantised import pack, unpacked
+from anygauge.strategies.state import prime, set_updates, state_keys, updates_of
+
+
+class TorchEngine:
+    """See `Engine`.
+
+    Args:
+        model: its parameters' names are those of the run.
+        call: what is called in place of the model in training, such as a wrapper around it.
+        gradients: made of the trained parameters; None: there is one rank.
+        layout: which part of each parameter this rank holds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        context: BuildContext,
+        *,
+        call: nn.Module | None = None,
+        gradients: Callable[[Sequence[nn.Parameter]], Gradients] | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.model = model
+        self._call = call or model
+        self._writes = context.rank == 0
+        self._graph = context.backend.graph
+        self._backend = context.backend
+        self._layout = layout or Whole(context.clip_grad_norm)
+        self._trained = trained_parameters(model)
+        dtype = torch_dtype(context.precision.master_dtype)
+        held = [self._layout.local(p) for _, p in self._trained]
+        # A parameter already stored in the master type is its own master.
+        self._masters = [
+            part if part.dtype is dtype else nn.Parameter(part.detach().to(dtype)) for part in held
+        ]
+        self._copies = [
+            (part, master)
+            for part, master in zip(held, self._masters, strict=True)
+            if part is not master
+        ]
+        parameters = [p for _, p in self._trained]
+        self._gradients = (
+            LocalGradients(parameters, torch_dtype(context.precision.reduce_dtype))
+            if gradients is None
+            else gradients(parameters)
+        )
+        shapes = {name: self.parameter_shape(p) for name, p in self._trained}
+        self._optimizer = context.optimizer(self._named_masters, shapes)
+        self._scale = LossScale(context.precision.scales_loss)
+
+    def run_step(
+        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
+    ) -> StepResult:
+        """See `Engine.run_step`."""
+        self._call.train()
+        factor = self._scale.factor / normalizer
+        sums = []
+        for index in range(len(batches)):
+            with self._gradients.during(last=index == len(batches) - 1):
+                outputs = self._call(**batches[index].inputs)
+                self._graph.mark_step(Phase.FORWARD)
+                loss = loss_function(outputs)
+                (loss * factor).backward()
+            self._gradients.collect()
+            self._graph.mark_step(Phase.BACKWARD)
+            sums.append(loss.detach())
+        return StepResult(sums)
+
+    def update(self, lr: float, max_norm: float) -> UpdateResult:
+        """See `Engine.update`."""
+        for master, gradient in zip(self._masters, self._gradients.take(), strict=True):
+            if gradient is not None:
+                gradient = gradient.to(master.dtype)
+                master.grad = gradient.div_(self._scale.factor) if self._scale.enabled else gradient
+        norm = self._layout.clip(self._masters, max_norm if max_norm > 0 else torch.inf)
+        skipped = self._scale.enabled and self._scale.skips(float(norm))
+        if not skipped:
+            set_learning_rate(self._optimizer, lr)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for part, master in self._copies:
+                part.copy_(master)
+        self._graph.mark_step(Phase.UPDATE)
+        return UpdateResult(norm, skipped)
+
+    def evaluate(
+        self, batches: Iterable[DeviceBatch], loss_function: LossFunction
+    ) -> Sequence[Tensor]:
+        """See `Engine.evaluate`."""
+        return summed_losses(self.model, self._backend, batches, loss_function)
+
+    def logits(self, batch: DeviceBatch) -> Tensor | None:
+        """See `Engine.logits`."""
+        return whole_logits(self.model, batch)
+
+    def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `Engine.parameter_shape`; a DTensor shows the whole one."""
+        return tuple(parameter.shape)
+
+    def export_trained(self) -> Mapping[str, Tensor]:
+        """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
+        found: dict[str, Tensor] = {}
+        for (name, parameter), master in zip(self._trained, self._masters, strict=True):
+            whole = self._layout.whole(parameter, master.detach())
+            if self._writes:
+                found[name] = whole.to(HOST_DEVICE, copy=True)
+        return found
+
+    def checkpoint_support(self) -> Support:
+        """See `Engine.checkpoint_support`."""
+        return FULL
+
+    def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
+        """See `Engine.export_state`."""
+        keys = self._state_keys()
+        for (name, parameter), master in zip(self._trained, self._masters, strict=True):
+            state = self._optimizer.state.get(master, {})
+            for key in (PARAMETER, *keys):
+                part = master.detach() if key == PARAMETER else _unpacked(state, key, master)
+                whole = self._layout.whole(parameter, part)
+                host = whole.to(HOST_DEVICE, torch.float32, copy=True) if self._writes else None
+                yield name, key, host
+
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        states = (self._optimizer.state.get(m, {}) for m in self._masters)
+        return self._scale.counters(updates_of(states))
+
+    def import_state(self, state: TrainedState) -> None:
+        """See `Engine.import_state`."""
+        filled = [m for m in self._masters if m.numel()]
+        prime(self._optimizer, filled, self._optimizer.step)
+        with torch.no_grad():
+            for (name, parameter), master in zip(self._trained, self._masters, strict=True):
+                if not master.numel():
+                    continue
+                master.copy_(self._layout.part(parameter, state.tensor(name, PARAMETER)))
+                kept = self._optimizer.state[master]
+                for key in state_keys(kept):
+                    pack(kept, key, self._layout.part(parameter, state.tensor(name, key)))
+                set_updates(kept, state.counters.updates)
+            for part, master in self._copies:
+                part.copy_(master)
+        self._scale.load(state.counters)
+
+    def close(self) -> None:
+        """Nothing is held that Python does not free."""
+
+    @property
+    def _named_masters(self) -> list[tuple[str, nn.Parameter]]:
+        """Of parts that are not empty, which no optimizer needs to see."""
+        return [
+            (name, m)
+            for (name, _), m in zip(self._trained, self._masters, strict=True)
+            if m.numel()
+        ]
+
+    def _state_keys(self) -> list[str]:
+        """Of the tensors that the optimizer keeps for each parameter; none before it stepped."""
+        states = (self._optimizer.state.get(m) for _, m in self._named_masters)
+        return next((state_keys(state) for state in states if state), [])
+
+
+def _unpacked(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:
+    """One tensor of an optimizer's state, laid out as its master; an empty part has none."""
+    return unpacked(state, key) if state else torch.empty_like(master)

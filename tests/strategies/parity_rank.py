@@ -1,0 +1,203 @@
+"""One rank that trains a tiny model under strategy after strategy, in one process group.
+
+``python -m tests.strategies.parity_rank OUTPUT CASES``: CASES is a JSON list of the fields of
+`Case`; rank 0 writes what each case came to, in their order, to OUTPUT.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.interface import Backend, Precision, Share
+from anygauge.interface.strategy import DeviceBatch, Engine
+from anygauge.kernels.install import ModelKernels
+from anygauge.kernels.loss import model_loss
+from anygauge.models.factory import CausalModelFactory
+from anygauge.registry import Registry
+from anygauge.registry.factories import load_options
+from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import batch_of, build_context
+from tests.helpers.collective_bytes import CollectiveBytes
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+GLOBAL, MICRO, LENGTH = 8, 2, 32
+RATE = {"adamw": 1e-2, "sgd": 1e-1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        options: of the section ``strategy``.
+        lora: an adapter is trained; otherwise all weights.
+    """
+
+    strategy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    lora: bool = True
+    recomputed: bool = False
+    optimizer: str = "adamw"
+    dtype: str = "float32"
+    steps: int = 4
+
+    @property
+    def name(self) -> str:
+        words = [self.strategy, *(f"{k}={v}" for k, v in self.options.items())]
+        words += ["LoRA" if self.lora else "all weights"]
+        words += ["recomputed"] * self.recomputed
+        words += [self.optimizer] * (self.optimizer != "adamw")
+        words += [self.dtype] * (self.dtype != "float32")
+        return " ".join(words)
+
+    def alone(self) -> Case:
+        """The same run under the reference."""
+        return dataclasses.replace(self, strategy="single", options={})
+
+
+def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, labels) of a step's rows, (GLOBAL, LENGTH) each.
+
+    The first row of each micro-batch of two has one token to learn, the second up to 31: who counts
+    a row twice, or takes the mean of means, is found out.
+    """
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(1, 255, (GLOBAL, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[0::2, :-1] = -100
+    lengths = torch.randint(8, LENGTH + 1, (GLOBAL // 2,), generator=generator)
+    for row, length in zip(range(1, GLOBAL, 2), lengths.tolist(), strict=True):
+        labels[row, length:] = -100
+    return ids, labels
+
+
+def micro_batches(step: int, share: Share, device: torch.device) -> Iterator[DeviceBatch]:
+    """Those of a step that a share reads, as the data's layout deals them."""
+    ids, labels = rows(step)
+    for turn in range(GLOBAL // (MICRO * share.count)):
+        at = (turn * share.count + share.index) * MICRO
+        yield batch_of(ids[at : at + MICRO].to(device), labels[at : at + MICRO].to(device))
+
+
+def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, Any, Share]:
+    """(engine, footprint, share) of a case on this rank."""
+    registry = Registry.load()
+    provided = registry.find_strategy(case.strategy)
+    kind = load_options(provided)
+    options = None if kind is None else kind(**case.options)
+    strategy = registry.strategy(case.strategy)(options)
+    share = provided.spec.share(options, rank, world)
+    context = build_context(
+        factory=CausalModelFactory(
+            ModelSection(config=CONFIG, tokenizer="none"),
+            AdapterSection(r=4) if case.lora else None,
+            attention="sdpa",
+            kernels=ModelKernels(),
+            dtype=getattr(torch, case.dtype),
+            seed=0,
+            gradient_checkpointing=case.recomputed,
+        ),
+        optimizer=optimizer_factory(
+            OptimizerSection(
+                name=case.optimizer,
+                lr=RATE[case.optimizer],
+                eps=1e-6 if case.optimizer == "adamw" else None,
+            )
+        ),
+        precision=Precision(param_dtype=case.dtype, reduce_dtype="float32"),
+        backend=backend,
+        rank=rank,
+        world_size=world,
+        micro_batch=MICRO,
+        share=share,
+        accumulation=GLOBAL // (MICRO * share.count),
+        length=LENGTH,
+    )
+    skeleton = context.factory.adapt(context.factory.skeleton())
+    footprint = strategy.footprint(dataclasses.replace(context.workload, skeleton=skeleton))
+    return strategy.build(context), dataclasses.asdict(footprint), share
+
+
+def trained(case: Case, backend: Backend, rank: int, world: int) -> dict[str, Any]:
+    """Train; losses are summed over all ranks, as the loop does."""
+    engine, footprint, share = built(case, backend, rank, world)
+    losses, norms = [], []
+    counter = CollectiveBytes()
+    for step in range(case.steps):
+        tokens = int((rows(step)[1][:, 1:] != -100).sum())
+        counter = CollectiveBytes()
+        with counter:
+            batches = list(micro_batches(step, share, backend.placement.device))
+            result = engine.run_step(batches, model_loss, tokens)
+            update = engine.update(RATE[case.optimizer], 1.0)
+        mine = [float(sum(map(float, result.loss_sums)))]
+        losses.append((backend.collectives.sum_on_host(mine) if world > 1 else mine)[0] / tokens)
+        norms.append(float(update.grad_norm))
+    held = sum(_local_bytes(p) for p in engine.model.parameters())
+    evaluated = engine.evaluate(micro_batches(77, share, backend.placement.device), model_loss)
+    mine = [float(sum(map(float, evaluated)))]
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "evaluation": (backend.collectives.sum_on_host(mine) if world > 1 else mine)[0],
+        "calls": counter.calls,
+        "bytes": counter.bytes,
+        "footprint": footprint,
+        "held": held,
+    }
+    values = engine.export_trained()
+    probe = rows(5)[0][:1].to(backend.placement.device)
+    logits = engine.logits(DeviceBatch({"input_ids": probe, "use_cache": False}))
+    if rank == 0:
+        assert logits is not None
+        found["trained"] = {name: value.flatten().tolist() for name, value in values.items()}
+        found["logits"] = logits.flatten().tolist()[:512]
+    engine.close()
+    return found
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return 0 if local.is_meta else local.numel() * local.element_size()
+
+
+def main(output: Path, cases: list[Case]) -> None:
+    """All cases, in one process group."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = Registry.load().create_backend(os.environ.get("PARITY_BACKEND", "cpu"))
+    device = backend.open(rank)
+    if world > 1:
+        backend.collectives.open(
+            rendezvous=os.environ["RENDEZVOUS"],
+            rank=rank,
+            world_size=world,
+            timeout_s=120,
+            device=device,
+        )
+    found = [trained(case, backend, rank, world) for case in cases]
+    if rank == 0:
+        output.write_text(json.dumps(found))
+    backend.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Case(**fields) for fields in json.loads(sys.argv[2])])
