@@ -25,6 +25,9 @@ from anygauge.interface.strategy import Counters, Engine, Precision, Strategy
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
+from anygauge.strategies.ddp import Ddp
+from anygauge.strategies.fsdp import Fsdp
+from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
@@ -46,28 +49,37 @@ UPDATES = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One engine on some ranks; stage None is `single`."""
+    """One engine on some ranks."""
 
-    stage: int | None
+    strategy: str
     ranks: int
     optimizer: str = "adamw"
 
     @property
     def name(self) -> str:
-        strategy = "single" if self.stage is None else f"zero{self.stage}"
-        return f"{strategy}-{self.ranks}-{self.optimizer}"
+        return f"{self.strategy}-{self.ranks}-{self.optimizer}"
 
-    def strategy(self) -> Strategy:
-        return Single() if self.stage is None else Zero(ZeroOptions(stage=self.stage))
+    def make(self) -> Strategy:
+        name, stage = self.strategy.rstrip("0123"), self.strategy[-1:]
+        return {
+            "single": Single,
+            "ddp": Ddp,
+            "fsdp": lambda: Fsdp(FsdpOptions()),
+            "hsdp": lambda: Fsdp(FsdpOptions(dp_replicate=2)),
+            "zero": lambda: Zero(ZeroOptions(stage=int(stage))),
+        }[name]()
 
 
 CASES = (
-    Case(stage=None, ranks=1),
-    *(Case(stage=stage, ranks=ranks) for stage in (0, 1, 2, 3) for ranks in (1, 3)),
-    Case(stage=3, ranks=4),
-    Case(stage=3, ranks=3, optimizer="lion"),
-    Case(stage=None, ranks=1, optimizer="adamw_8bit"),
-    *(Case(stage=stage, ranks=3, optimizer="adamw_8bit") for stage in (2, 3)),
+    Case(strategy="single", ranks=1),
+    *(Case(strategy=f"zero{stage}", ranks=ranks) for stage in (0, 1, 2, 3) for ranks in (1, 3)),
+    *(Case(strategy=name, ranks=3) for name in ("ddp", "fsdp")),
+    *(Case(strategy=name, ranks=4) for name in ("zero3", "hsdp")),
+    *(Case(strategy=name, ranks=3, optimizer="lion") for name in ("zero3", "fsdp")),
+    *(
+        Case(strategy=name, ranks=ranks, optimizer="adamw_8bit")
+        for name, ranks in (("single", 1), ("zero2", 3), ("zero3", 3), ("fsdp", 3))
+    ),
 )
 
 
@@ -102,7 +114,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
     registry = Registry.load()
     backend = registry.create_backend("cpu")
     device = backend.open(rank)
-    if case.stage is not None:
+    if case.strategy != "single":
         backend.collectives.open(
             rendezvous=f"file://{folder / case.name}.rendezvous",
             rank=rank,
@@ -118,7 +130,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
         seed=0,
         gradient_checkpointing=False,
     )
-    engine = case.strategy().build(
+    engine = case.make().build(
         build_context(
             factory=factory,
             optimizer=optimizer_factory(OptimizerSection(name=case.optimizer)),

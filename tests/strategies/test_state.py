@@ -15,7 +15,15 @@ from tests.strategies.state_rank import CASES, UPDATES, Case
 
 NEEDS = {"adamw_8bit": "bitsandbytes"}
 
-SLOW = {"zero0-1-adamw", "zero1-1-adamw", "zero2-1-adamw", "zero3-4-adamw", "zero2-3-adamw_8bit"}
+SLOW = {
+    "hsdp-4-adamw",
+    "fsdp-3-lion",
+    "zero0-1-adamw",
+    "zero1-1-adamw",
+    "zero2-1-adamw",
+    "zero3-4-adamw",
+    "zero2-3-adamw_8bit",
+}
 
 Folder = Callable[[Case], Path]
 
