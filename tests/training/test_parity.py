@@ -40,6 +40,13 @@ def on_ranks(path: Path, devices: int) -> Run:
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero on 2 ranks": (2, {"train": {"micro_batch_size": 2}}),
     "zero on 2 ranks with accumulation": (2, {"train": {"micro_batch_size": 1}}),
+    **{
+        f"{name} on 2 ranks with accumulation": (
+            2,
+            {"strategy": {"name": name}, "train": {"micro_batch_size": 1}},
+        )
+        for name in ("ddp", "fsdp")
+    },
 }
 SLOW_CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero on 1 rank with accumulation": (1, {"train": {"micro_batch_size": 1}}),
@@ -51,6 +58,21 @@ SLOW_CASES: dict[str, tuple[int, dict[str, Any]]] = {
         f"stage {stage}": (2, {"strategy": {"stage": stage}, "train": {"micro_batch_size": 1}})
         for stage in (0, 1, 2)
     },
+    **{
+        f"{name}, streamed": (
+            2,
+            {
+                "strategy": {"name": name},
+                "train": {"micro_batch_size": 1},
+                "data": {"streaming": True},
+            },
+        )
+        for name in ("ddp", "fsdp")
+    },
+    "groups of ranks": (
+        4,
+        {"strategy": {"name": "fsdp", "dp_replicate": 2}, "train": {"micro_batch_size": 1}},
+    ),
 }
 
 

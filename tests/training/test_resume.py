@@ -42,25 +42,30 @@ def train_records(run: Run) -> list[dict[str, Any]]:
     return [r for r in run.records if "loss" in r]
 
 
-def test_other_ranks_and_another_strategy(tmp_path: Path) -> None:
-    """2 ranks -> 1 -> 4 -> `single`: one curve, with moments, step count and masters intact."""
+@pytest.mark.parametrize(
+    "way",
+    [
+        [(2, "zero"), (4, "fsdp"), (2, "ddp"), (1, "single")],
+        pytest.param(
+            [(2, "zero"), (1, "zero"), (4, "zero"), (1, "single")], marks=pytest.mark.slow
+        ),
+    ],
+    ids=["strategies", "ranks"],
+)
+def test_other_ranks_and_another_strategy(way: list[tuple[int, str]], tmp_path: Path) -> None:
+    """One curve, with moments, step count and masters intact."""
     whole = undisturbed(tmp_path, 8)
     file = run_file(tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"})
     parts = [
         Part(
             file=str(file),
             overrides=(
-                f"train.steps={steps}",
+                f"train.steps={2 * number}",
                 f"launch.devices={devices}",
                 f"strategy.name={name}",
             ),
         )
-        for steps, devices, name in (
-            (2, 2, "zero"),
-            (4, 1, "zero"),
-            (6, 4, "zero"),
-            (8, 1, "single"),
-        )
+        for number, (devices, name) in enumerate(way, 1)
     ]
     runs = finished(parts)
     assert len({run.folder for run in runs}) == 1
@@ -69,6 +74,40 @@ def test_other_ranks_and_another_strategy(tmp_path: Path) -> None:
     # single norms show them first.
     assert runs[-1].steps("grad_norm") == pytest.approx(whole.steps("grad_norm"), rel=0.05)
     assert max(whole.steps("loss")) > 1.001 * min(whole.steps("loss")), "the weights did move"
+
+
+LAYOUTS = {
+    "single": (1, {"name": "single"}),
+    "ddp2": (2, {"name": "ddp"}),
+    "fsdp2": (2, {"name": "fsdp"}),
+    "hsdp4": (4, {"name": "fsdp", "dp_replicate": 2}),
+    "zero3": (2, {"name": "zero"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_what_any_strategy_wrote_any_other_goes_on_with(first: str, tmp_path: Path) -> None:
+    def part(name: str, layout: str, steps: int, **changes: Any) -> Part:
+        devices, strategy = LAYOUTS[layout]
+        (tmp_path / name).mkdir()
+        file = run_file(
+            tmp_path / name,
+            name=name,
+            strategy=strategy,
+            train=lengths(steps),
+            launch={"devices": devices},
+            **changes,
+        )
+        return Part(file=str(file))
+
+    whole = undisturbed(tmp_path, 4)
+    written = part("first", first, 2, checkpoint={"every": 2})
+    folder = tmp_path / "first/out/first/checkpoints/step-00000002"
+    rest = [part(f"then-{n}", n, 4, checkpoint={"resume": str(folder)}) for n in LAYOUTS]
+    _, *runs = finished([written, *rest])
+    for run in runs:
+        assert run.steps("loss") == pytest.approx(whole.steps("loss")[2:], rel=CLOSE)
 
 
 @pytest.mark.slow
