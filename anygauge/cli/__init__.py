@@ -23,6 +23,7 @@ COMMANDS = {
     "image": "Show a backend's container image and how to run it; or run it.",
     "launchers": "List launchers: where each starts ranks, and how far it was proven.",
     "backends": "List backends, what each found here, and what auto would choose.",
+    "strategies": "List strategies: what each needs, and whether a backend can run it.",
     "kernels": "List kernels, and which of them a run here would have, and why.",
 }
 
