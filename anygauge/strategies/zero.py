@@ -43,6 +43,7 @@ from anygauge.strategies.zero_runtime import (
     gathered_by_peft,
     import_deepspeed,
     needs_reentrant_checkpointing,
+    one_partition_group,
     refuse_unserved_type,
     synchronise_before_release,
 )
@@ -163,7 +164,8 @@ class Zero:
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options = options
-        self.description = f"zero, stage {options.stage}"
+        offload = "" if options.offload == "none" else f", {options.offload} offloaded"
+        self.description = f"zero, stage {options.stage}{offload}"
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """See `Strategy.settings`."""
@@ -181,6 +183,10 @@ class Zero:
         """See `Strategy.build`."""
         deepspeed = import_deepspeed(context.backend)
         refuse_unserved_type(context.precision.param_dtype)
+        with one_partition_group():
+            return self._built(deepspeed, context)
+
+    def _built(self, deepspeed: Any, context: BuildContext) -> ZeroEngine:
         factory = context.factory
         skeleton = factory.adapt(factory.skeleton())
         config = as_config(self.settings(dataclasses.replace(context.workload, skeleton=skeleton)))

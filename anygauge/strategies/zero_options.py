@@ -16,6 +16,9 @@ class ZeroOptions(BaseModel):
     gather: Literal["layer", "module"] = Field(
         "layer", description="Stage 3: weights are gathered a decoder layer at a time, or a module."
     )
+    offload: Literal["none", "optimizer", "parameters", "both"] = Field(
+        "none", description="What lies in the host's memory between uses; parameters: stage 3."
+    )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="Fields of DeepSpeed's zero_optimization that win over ours.",

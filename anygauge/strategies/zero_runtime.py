@@ -131,6 +131,28 @@ def _gathered_apart() -> Iterator[None]:
         deepspeed.zero.GatheredParameters = together
 
 
+@contextlib.contextmanager
+def one_partition_group() -> Iterator[None]:
+    """Let the groups of hpZ be made once for a model that is sharded unit by unit.
+
+    DeepSpeed makes them for each part that it shards, and refuses the second time (#4901, #7066).
+    """
+    from deepspeed.utils import groups
+
+    make = groups._create_zero_param_parallel_group
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+    def once(size: int) -> None:
+        if groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is None:
+            make(size)
+
+    groups._create_zero_param_parallel_group = once
+    try:
+        yield
+    finally:
+        groups._create_zero_param_parallel_group = make
+
+
 def gather_by_block(model: Any) -> None:
     """Have ZeRO-3 gather and release each decoder layer as one piece.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from anygauge.interface import Setting
+from anygauge.interface import HOST_DEVICE, Setting
 from anygauge.interface.strategy import Workload
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.materialise import decoder_layers
@@ -110,6 +110,17 @@ def zero_settings(
         )
         if sizes is not None:
             _add_lora_settings(add, sizes)
+    pinned = workload.backend.device_type != HOST_DEVICE
+    for place, field in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
+        if options.offload in (place, "both"):
+            add(f"zero_optimization.{field}.device", "cpu", "strategy.offload")
+            add(
+                f"zero_optimization.{field}.pin_memory",
+                pinned,
+                "copies to the device need not wait",
+            )
+    if options.offload in ("optimizer", "both"):
+        add("zero_force_ds_cpu_optimizer", False, "anygauge brings the optimizer, offloaded or not")
     for setting in workload.backend.engine_settings(ENGINE):
         if setting.name != "accelerator":
             found.append(setting)

@@ -32,14 +32,23 @@ def check(run: StrategyRun) -> None:
     """
     options = run.options
     for name, value in options.options.items():
-        if _offloads_optimizer(name, value):
+        if _offloads(name, value):
             raise UnsupportedError(
-                f"strategy.options.{name}: anygauge cannot train with an offloaded optimizer yet: "
-                "DeepSpeed takes only an optimizer of its own there, and the field that permits "
-                "another is outside of zero_optimization, which is all that strategy.options "
-                "reaches. Leave it out; to save memory on the device, "
-                "shard over more ranks or train an adapter"
+                f"strategy.options.{name}: DeepSpeed takes only an optimizer of its own there, "
+                "unless a field is set that strategy.options does not reach. Leave it out, and set "
+                "strategy.offload: optimizer, parameters or both. To a disk, anygauge does not "
+                "offload yet"
             )
+    if options.offload != "none" and options.stage == 0:
+        raise UnsupportedError(
+            f"strategy.offload: {options.offload}: DeepSpeed's stage 0 offloads nothing. Set "
+            "strategy.stage: 1 or higher, or leave it out"
+        )
+    if options.offload in ("parameters", "both") and options.stage < 3:
+        raise UnsupportedError(
+            f"strategy.offload: {options.offload}: stage {options.stage} keeps all weights on "
+            "every device. Set strategy.stage: 3, or strategy.offload: optimizer"
+        )
     if run.optimizer == "adafactor" and options.stage > 0:
         raise RunFileError(
             "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
@@ -107,12 +116,12 @@ def zero_fields() -> set[str] | None:
     return found or None
 
 
-def _offloads_optimizer(name: str, value: Any) -> bool:
-    """Whether a field of DeepSpeed's zero_optimization moves the optimizer off the device.
+def _offloads(name: str, value: Any) -> bool:
+    """Whether a field of DeepSpeed's zero_optimization moves something off the device.
 
-    Its former name ends in ``_offload``, and is true or false.
+    Former names end in ``_offload``, and are true or false.
     """
-    if name == "offload_optimizer":
+    if name in ("offload_optimizer", "offload_param"):
         device = value.get("device") if isinstance(value, dict) else value
         return device not in (None, "none")
     return name.endswith("_offload") and bool(value)

@@ -46,7 +46,7 @@ def test_settings_are_refused_without_a_process(
     monkeypatch.setattr(preflight, "subprocess", None)
     path = run_file(tmp_path, strategy={"options": {"offload_optimizer": {"device": "cpu"}}})
     for options in (["--dry-run"], []):
-        with pytest.raises(UnsupportedError, match="offloaded optimizer"):
+        with pytest.raises(UnsupportedError, match=r"strategy\.offload: optimizer"):
             command(["train", str(path), *options])
     assert not (tmp_path / "out").exists()
 

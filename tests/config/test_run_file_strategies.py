@@ -32,7 +32,7 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
         (
             "strategy: {stag: 2}",
             "run.yaml:3: strategy.stag: strategy 'zero' has no such field; did you mean 'stage'? "
-            "valid here: name, stage, gather, options",
+            "valid here: name, stage, gather, offload, options",
         ),
         (
             "strategy: {stage: 9}",
@@ -50,7 +50,7 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
         (
             "strategy: zero",
             "run.yaml:3: strategy: got 'zero' (str), expected a mapping of name, stage, gather, "
-            "options",
+            "offload, options",
         ),
     ],
 )

@@ -66,6 +66,7 @@ class Case:
             "ddp": Ddp,
             "fsdp": lambda: Fsdp(FsdpOptions()),
             "hsdp": lambda: Fsdp(FsdpOptions(dp_replicate=2)),
+            "zero-offloading": lambda: Zero(ZeroOptions(stage=int(stage), offload="optimizer")),
             "zero": lambda: Zero(ZeroOptions(stage=int(stage))),
         }[name]()
 
@@ -75,6 +76,7 @@ CASES = (
     *(Case(strategy=f"zero{stage}", ranks=ranks) for stage in (0, 1, 2, 3) for ranks in (1, 3)),
     *(Case(strategy=name, ranks=3) for name in ("ddp", "fsdp")),
     *(Case(strategy=name, ranks=4) for name in ("zero3", "hsdp")),
+    *(Case(strategy=f"zero-offloading{stage}", ranks=3) for stage in (2, 3)),
     *(Case(strategy=name, ranks=3, optimizer="lion") for name in ("zero3", "fsdp")),
     *(
         Case(strategy=name, ranks=ranks, optimizer="adamw_8bit")

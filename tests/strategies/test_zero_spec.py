@@ -26,12 +26,29 @@ def check(*, optimizer: str = "adamw", precision: Precision | None = None, **fie
     [
         {"offload_optimizer": {"device": "cpu"}},
         {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}},
+        {"offload_param": {"device": "nvme", "nvme_path": "/fast"}},
         {"cpu_offload": True},
     ],
 )
-def test_an_offloaded_optimizer_is_refused_with_the_reason(options: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=r"an optimizer of its own.*Leave it out"):
+def test_offloading_has_a_field_of_its_own(options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"an optimizer of its own.*strategy\.offload: opt"):
         check(options=options)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "said"),
+    [
+        (0, "optimizer", "stage 0 offloads nothing"),
+        (2, "parameters", "stage 2 keeps all weights on every device"),
+        (1, "both", "stage 1 keeps all weights on every device"),
+    ],
+)
+def test_a_stage_that_has_nothing_to_offload_is_refused(
+    stage: int, offload: str, said: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        check(stage=stage, offload=offload)
+    check(stage=3, offload=offload)
 
 
 def test_options_that_move_no_optimizer_pass() -> None:

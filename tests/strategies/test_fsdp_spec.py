@@ -1,0 +1,69 @@
+"""What is refused of `fsdp` before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from anygauge.interface import AnygaugeError, StrategyRun
+from anygauge.strategies.fsdp_options import FsdpOptions
+from anygauge.strategies.fsdp_spec import FSDP, shards
+
+
+def check(
+    world_size: int = 4, *, optimizer: str = "adamw", adapter: str = "", **fields: Any
+) -> None:
+    FSDP.check(
+        StrategyRun(
+            options=FsdpOptions(**fields),
+            world_size=world_size,
+            optimizer=optimizer,
+            adapter=adapter,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks"),
+    [({}, 4), ({"dp_replicate": 2}, 2), ({"dp_replicate": 4}, 1), ({"dp_shard": 4}, 4)],
+)
+def test_what_is_left_shards(fields: dict[str, int], ranks: int) -> None:
+    assert shards(FsdpOptions(**fields), 4) == ranks
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dp_replicate": 3}, "3 x what is left is not 4.*one of 1, 2, 4"),
+        ({"dp_replicate": 2, "dp_shard": 4}, "2 x 4 is not 4"),
+        ({"dp_shard": 0}, "1 x 0 is not 4"),
+        ({"optimizer": "adafactor"}, "some of the rows alone.*adamw_8bit"),
+        ({"adapter": "dora"}, "norms of whole weights.*zero, ddp or single"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(AnygaugeError, match=said):
+        check(**given)
+
+
+def test_a_value_that_is_none_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        FsdpOptions(offload="optimizer")
+
+
+def test_a_kernel_of_the_device_updates_what_lies_on_it() -> None:
+    assert FSDP.takes_update_kernel(FsdpOptions())
+    assert "host" in FSDP.takes_update_kernel(FsdpOptions(offload="both")).reason
+    assert not FSDP.takes_clip_kernel(FsdpOptions())
+
+
+def test_nothing_of_it_needs_torch() -> None:
+    code = (
+        "import sys, anygauge.strategies.fsdp_spec, anygauge.strategies.fsdp_options\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
