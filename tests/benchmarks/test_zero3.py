@@ -10,11 +10,13 @@ import pytest
 
 from anygauge.config.precision import resolve_precision
 from anygauge.config.schema import PrecisionSection
+from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
 from anygauge_cpu.backend import CpuBackend
 from benchmarks.contenders.zero3 import by_hand
 from benchmarks.plan import Dtype
 from tests.benchmarks.test_measure import plan
+from tests.helpers.build import a_workload
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -34,14 +36,15 @@ def test_settings_by_hand_are_those_of_a_dry_run(
     precision = resolve_precision(PrecisionSection(param_dtype=dtype), backend.support)
     ours: dict[str, Any] = as_config(
         zero_settings(
-            stage=3,
-            precision=precision,
-            backend=backend,
-            micro_batch=given.micro_batch,
-            max_norm=given.max_norm,
-            recomputes=given.checkpointing,
-            sizes=ModelSizes(trained=10**6, largest_factor=factor, largest_block=3_000_000),
-            options={},
+            ZeroOptions(),
+            a_workload(
+                backend,
+                precision,
+                micro_batch=given.micro_batch,
+                max_norm=given.max_norm,
+                recomputes=given.checkpointing,
+            ),
+            ModelSizes(trained=10**6, largest_factor=factor, largest_block=3_000_000),
         )
     )
     # Memory alone; whoever writes the loop by hand leaves DeepSpeed's default.

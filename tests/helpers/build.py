@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,21 @@ from anygauge.interface.strategy import (
     Workload,
 )
 from anygauge.models.inputs import shift_labels
+
+
+def a_workload(backend: Backend, precision: Precision, **changes: Any) -> Workload:
+    """Of the first of two ranks, without a model."""
+    fields: dict[str, Any] = {
+        "skeleton": None,
+        "world_size": 2,
+        "share": Share(0, 2),
+        "micro_batch": 2,
+        "accumulation": 1,
+        "length": 32,
+        "max_norm": 1.0,
+        "recomputes": True,
+    }
+    return Workload(backend=backend, precision=precision, **(fields | changes))
 
 
 def build_context(
@@ -36,10 +52,9 @@ def build_context(
     return BuildContext(
         factory=factory,
         optimizer=optimizer,
-        workload=Workload(
-            backend=backend,
-            precision=precision,
-            skeleton=None,
+        workload=a_workload(
+            backend,
+            precision,
             world_size=world_size,
             share=share or Share(rank, world_size),
             micro_batch=micro_batch,
@@ -51,6 +66,12 @@ def build_context(
         rank=rank,
         **more,
     )
+
+
+def on_one_rank(context: BuildContext) -> BuildContext:
+    """The same for a rank that is alone."""
+    workload = dataclasses.replace(context.workload, world_size=1, share=Share(0, 1))
+    return dataclasses.replace(context, workload=workload, rank=0)
 
 
 def batch_of(ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> DeviceBatch:

@@ -6,7 +6,6 @@ the `single` strategy; losses, gradient norms and adapters of both are written a
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.setup import trained_shapes
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, on_one_rank
 from tests.helpers.runs import TINY
 from tests.models.test_adapter_kinds import GPT2
 
@@ -90,7 +89,7 @@ def main(output: Path) -> None:
             micro_batch=2,
             max_norm=1.0,
         )
-        one = Single().build(dataclasses.replace(context, rank=0, world_size=1))
+        one = Single().build(on_one_rank(context))
         many = zero.build(context)
         found: dict[str, list[list[float]]] = {"loss": [], "norm": []}
         for step in range(STEPS):
@@ -102,7 +101,7 @@ def main(output: Path) -> None:
             own = many.run_step([batches[rank]], model_loss, tokens).loss_sums
             (total,) = backend.collectives.sum_on_host([float(own[0])])
             found["loss"].append([float(sum(whole)), total])
-            norms = [engine.update(1e-2, 1.0).grad_norm for engine in (one, many)]
+            norms = [float(engine.update(1e-2, 1.0).grad_norm) for engine in (one, many)]
             found["norm"].append(norms)
         trained = one.export_trained(), many.export_trained()
         if rank == 0:

@@ -7,7 +7,6 @@ counted.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -28,7 +27,7 @@ from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, on_one_rank
 from tests.strategies.count_rank import CONFIG, Counters
 
 STEPS = 2
@@ -105,7 +104,7 @@ def main(output: Path, *cases: str) -> None:
 
         options = FORGETFUL if "nothing kept" in name else {}
         zero = Zero(ZeroOptions(options={"stage3_param_persistence_threshold": 0, **options}))
-        alone = Single().build(dataclasses.replace(context(ModelKernels()), rank=0, world_size=1))
+        alone = Single().build(on_one_rank(context(ModelKernels())))
         found: dict[str, Any] = {"loss": [], "norm": [], "gathered": {}}
         put_in = ModelKernels(loss=rule.bound(kernel), lora=addmm())
         for way, kernels in (("held", ModelKernels()), ("fused", put_in)):
@@ -116,11 +115,11 @@ def main(output: Path, *cases: str) -> None:
                 (own,) = engine.run_step([batches[rank]], model_loss, tokens).loss_sums
                 counters.on = False
                 (total,) = backend.collectives.sum_on_host([float(own)])
-                norm = engine.update(1e-2, 1.0).grad_norm
+                norm = float(engine.update(1e-2, 1.0).grad_norm)
                 if way == "held":
                     whole = alone.run_step(batches, model_loss, tokens).loss_sums
                     found["loss"].append([float(sum(whole))])
-                    found["norm"].append([alone.update(1e-2, 1.0).grad_norm])
+                    found["norm"].append([float(alone.update(1e-2, 1.0).grad_norm)])
                 found["loss"][step].append(total)
                 found["norm"][step].append(norm)
             found["gathered"][way] = sum(n for k, n in counters.elements.items() if "gather" in k)

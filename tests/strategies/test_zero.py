@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import Backend, Precision, Setting, Share, UnsupportedError, Workload
+from anygauge.interface import Backend, Precision, Setting, UnsupportedError
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from tests.helpers.build import a_workload
 from tests.helpers.ranks import run_ranks
 
 
@@ -70,19 +71,8 @@ class Plain(Backend):
 
 def config(sizes: ModelSizes | None = None, **changes: Any) -> dict[str, Any]:
     options = {name: changes.pop(name) for name in ("stage", "options") if name in changes}
-    fields: dict[str, Any] = {
-        "backend": Plain(),
-        "precision": Precision(param_dtype="bfloat16", reduce_dtype="float32"),
-        "skeleton": None,
-        "world_size": 2,
-        "share": Share(0, 2),
-        "micro_batch": 2,
-        "accumulation": 1,
-        "length": 32,
-        "max_norm": 0.5,
-        "recomputes": True,
-    }
-    workload = Workload(**{**fields, **changes})
+    half = Precision(param_dtype="bfloat16", reduce_dtype="float32")
+    workload = a_workload(Plain(), changes.pop("precision", half), **changes)
     return as_config(zero_settings(ZeroOptions(**options), workload, sizes))
 
 
