@@ -30,7 +30,7 @@ from anygauge.config.paths import (
 )
 from anygauge.config.renamed import RECORD, translated
 from anygauge.config.schema import RunFile
-from anygauge.config.strategies import STRICT, section_of, without_others_fields
+from anygauge.config.strategies import STRICT, section_of, spelled_out, without_others_fields
 from anygauge.interface import PluginError, RunFileError
 from anygauge.util.files import read_bounded
 
@@ -97,7 +97,8 @@ def load_run_file(
     problems: list[Problem] = []
     files: list[Path] = []
     root = _read(cwd / path, name, (), environ, files, problems)
-    root = merge(root, command_line(overrides, flags or {}, cwd, problems))
+    root = spelled_out(root, words=False)
+    root = spelled_out(merge(root, command_line(overrides, flags or {}, cwd, problems)))
     root = resolve_paths(root, environ, cwd, problems)
     known = _strategy_known(root, problems)
     values = _values(known, kind_of_run(known), (), problems)

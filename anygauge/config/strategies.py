@@ -90,6 +90,32 @@ def _validated(
     return section_of(name).model_validate(dict(value), strict=strict)
 
 
+def spelled_out(root: Node, *, words: bool = True) -> Node:
+    """The tree of a run file whose strategy is a word, with the section that it stands for.
+
+    Args:
+        words: also strategies' shorthands, which depend on the numbers of nodes and devices.
+    """
+    node = root.get("strategy")
+    if node is None or not isinstance(node.value, str):
+        return root
+    found = next((p.spec for p in registry().strategies if node.value in p.spec.shorthands), None)
+    if found is not None and not words:
+        return root
+    fields = {"name": node}
+    if found is not None:
+        made = found.shorthands[node.value](_count(root, "nodes"), _count(root, "devices"))
+        fields["name"] = replace(node, value=found.name)
+        fields |= {name: replace(node, value=value) for name, value in made.items()}
+    return replace(root, value=root.value | {"strategy": replace(node, value=fields, text="")})
+
+
+def _count(root: Node, field: str) -> int:
+    """``launch.nodes`` or ``launch.devices``, as far as it is a number."""
+    node = root.get("launch", field)
+    return node.value if node is not None and type(node.value) is int and node.value > 0 else 1
+
+
 def without_others_fields(root: Node) -> Node:
     """The tree of a resolved run file of version 0.1, which has the fields of all strategies."""
     node, name = root.get("strategy"), root.get("strategy", "name")

@@ -8,7 +8,7 @@ that runs them batch by batch. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from anygauge.interface.backend import FULL, Backend, Requirement, Support
@@ -488,6 +488,8 @@ class StrategySpec:
             clipped, so that a device's own kernel can do it; the reason if not.
         takes_update_kernel: options -> whether what the optimizer updates are plain tensors on the
             device, whole or parts, so that a device's own kernel of an elementwise update can.
+        shorthands: word -> (nodes, devices of each) -> fields of `options`: what a run file may
+            write in place of the whole section, for layouts that have a name of their own.
         check: refuses what the options cannot do, by raising an `AnygaugeError`; cheap and pure.
             The dry run, the run and each rank call it.
     """
@@ -507,4 +509,7 @@ class StrategySpec:
     share: Callable[[Any, int, int], Share] = share_of_its_own
     takes_clip_kernel: Callable[[Any], Support] = lambda options: FULL
     takes_update_kernel: Callable[[Any], Support] = lambda options: FULL
+    shorthands: Mapping[str, Callable[[int, int], Mapping[str, Any]]] = field(
+        default_factory=dict, hash=False
+    )
     check: Callable[[StrategyRun], None] = lambda run: None

@@ -72,5 +72,7 @@ FSDP = StrategySpec(
     needs=(Requirement(capability="collectives", because="FSDP gathers weights from all ranks"),),
     takes_clip_kernel=lambda options: IN_PARTS,
     takes_update_kernel=lambda options: FULL if options.offload == "none" else ON_THE_HOST,
+    # The layout of DeepSpeed's MiCS, which DeepSpeed no longer has: each machine holds the model.
+    shorthands={"mics": lambda nodes, devices: {"dp_replicate": nodes}},
     check=check,
 )

@@ -48,8 +48,13 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
             "run.yaml:3: strategy.name: got 5 (int), expected the name of a strategy",
         ),
         (
-            "strategy: zero",
-            "run.yaml:3: strategy: got 'zero' (str), expected a mapping of name, stage, gather, "
+            "strategy: zreo",
+            "run.yaml:3: strategy.name: there is no strategy named 'zreo'; did you mean 'zero'? "
+            "valid names: ddp, fsdp, single, zero",
+        ),
+        (
+            "strategy: [zero]",
+            "run.yaml:3: strategy: got a list of 1, expected a mapping of name, stage, gather, "
             "offload, options",
         ),
     ],
@@ -68,3 +73,19 @@ def test_resolved_files_of_version_0_1_have_the_fields_of_all(folder, minimal):
     text = f"{RECORD}{minimal}strategy: {{stage: 2, gather: layer, options: {{}}, name: %s}}"
     assert folder.load(text % "single").run.strategy.model_dump() == {"name": "single"}
     assert folder.load(text % "zero").run.strategy.stage == 2
+
+
+def test_a_word_stands_for_a_section(folder, minimal):
+    assert folder.load(minimal + "strategy: single").run.strategy.model_dump() == {"name": "single"}
+    assert folder.load(minimal + "strategy: {name: single}", "strategy=fsdp").run.strategy.gather
+    run = folder.load(minimal + "strategy: fsdp", "strategy.gather=step").run
+    assert (run.strategy.name, run.strategy.gather) == ("fsdp", "step")
+
+
+def test_a_layout_that_has_a_name_of_its_own(folder, minimal):
+    launch = "\nlaunch: {nodes: 2, devices: 8}"
+    strategy = folder.load(minimal + "strategy: mics" + launch).run.strategy
+    assert (strategy.name, strategy.dp_replicate, strategy.dp_shard) == ("fsdp", 2, -1)
+    strategy = folder.load(minimal + "strategy: mics" + launch, "launch.nodes=4").run.strategy
+    assert strategy.dp_replicate == 4
+    assert "mics" not in dump_run(folder.load(minimal + "strategy: mics").run)
