@@ -113,7 +113,7 @@ def zero_settings(
     pinned = workload.backend.device_type != HOST_DEVICE
     for place, field in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
         if options.offload in (place, "both"):
-            add(f"zero_optimization.{field}.device", "cpu", "strategy.offload")
+            add(f"zero_optimization.{field}.device", HOST_DEVICE, "strategy.offload")
             add(
                 f"zero_optimization.{field}.pin_memory",
                 pinned,
