@@ -31,6 +31,7 @@ __all__ = [
     "OptimizerFactory",
     "PartFunction",
     "Precision",
+    "SequencePart",
     "Share",
     "StepResult",
     "Strategy",
@@ -271,12 +272,12 @@ class Engine(Protocol):
         """Losses of this rank's batches, as `StepResult` has them, without gradients or dropout."""
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
-        """The model's whole logits, (B, T, V) float32 on the host; every rank gives the same batch.
+        """The model's whole logits, (B, T, V) float32 on the host; every rank gives the same rows.
 
         Every rank must call it; rank 0 gets them, others may get None.
 
         Args:
-            batch: without ``shift_labels``.
+            batch: as for `evaluate`; its ``shift_labels`` are not looked at.
         """
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -312,6 +313,21 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SequencePart:
+    """Which positions of each of its sequences a rank computes: those of part `index` of `count`.
+
+    Parts are of equal length; sequences are padded to a multiple of `count`.
+
+    Attributes:
+        all_queries: attention sees the queries of all positions, and needs masks for them.
+    """
+
+    index: int
+    count: int
+    all_queries: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """Which part of each step's rows a rank reads.
 
@@ -321,12 +337,15 @@ class Share:
             rows and tokens are summed over those that lead.
         stream: ranks of the same number draw the same random numbers, for dropout; None: those of
             the same part do.
+        sequence: the positions of its rows that it computes; None: all. With a part, masks say for
+            each pair of positions who sees whom.
     """
 
     index: int
     count: int
     leads: bool = True
     stream: int | None = None
+    sequence: SequencePart | None = None
 
     @property
     def random_stream(self) -> int:
@@ -492,6 +511,7 @@ class StrategySpec:
             write in place of the whole section, for layouts that have a name of their own.
         check: refuses what the options cannot do, by raising an `AnygaugeError`; cheap and pure.
             The dry run, the run and each rank call it.
+        check_model: likewise, given the options and the model's configuration.
     """
 
     name: str
@@ -513,3 +533,4 @@ class StrategySpec:
         default_factory=dict, hash=False
     )
     check: Callable[[StrategyRun], None] = lambda run: None
+    check_model: Callable[[Any, Any], None] = lambda options, config: None

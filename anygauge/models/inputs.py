@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from anygauge.interface import SequencePart
 from anygauge.kernels.loss import IGNORE
 from anygauge.models.masks import MaskPlan
 
@@ -36,16 +38,51 @@ def shift_labels(labels: Tensor) -> Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
+def padded(tensors: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
+    """A micro-batch's tensors, by name, with a length that is a multiple.
+
+    What is added is no token: it is not learned, and nobody attends to it.
+    """
+    length = next(iter(tensors.values())).shape[1]
+    more = -length % multiple
+    return {
+        name: torch.nn.functional.pad(t, (0, more), value=IGNORE if name == "labels" else 0)
+        for name, t in tensors.items()
+    }
+
+
+def positions(part: SequencePart | None, length: int) -> slice:
+    """Those that a rank computes of sequences of a length that `padded` gave."""
+    if part is None:
+        return slice(None)
+    each = length // part.count
+    return slice(part.index * each, (part.index + 1) * each)
+
+
 def model_inputs(
-    batch: MicroBatchLike, dtype: torch.dtype, packed: MaskPlan = PLAIN
+    batch: MicroBatchLike,
+    dtype: torch.dtype,
+    packed: MaskPlan = PLAIN,
+    part: SequencePart | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of the model's forward, on the batch's device.
 
     Args:
         dtype: of the attention scores.
-        packed: the masks of packed rows; others have the batch's own (B, T).
+        packed: the masks of packed rows, and of parts; other rows have the batch's own (B, T).
+        part: of the sequences; their length is a multiple of its count.
     """
     segments = batch.segment_ids
+    if part is not None:
+        mine = positions(part, batch.input_ids.shape[1])
+        seen = batch.attention_mask if segments is None else segments
+        queries = slice(None) if part.all_queries else mine
+        return {
+            "input_ids": batch.input_ids[:, mine],
+            "attention_mask": packed.masks(seen, dtype, queries),
+            "position_ids": batch.position_ids[:, mine],
+            "use_cache": False,
+        }
     mask = batch.attention_mask if segments is None else packed.masks(segments, dtype)
     return {
         "input_ids": batch.input_ids,

@@ -39,40 +39,46 @@ class MaskPlan:
     form: str = "additive"
     windows: tuple[tuple[str, int | None], ...] = (("", None),)
 
-    def masks(self, segment_ids: Tensor, dtype: torch.dtype) -> Any:
+    def masks(self, segment_ids: Tensor, dtype: torch.dtype, queries: slice = slice(None)) -> Any:
         """The model's ``attention_mask``: one, or one for each kind of layer.
 
         Args:
             segment_ids: (B, T) int64, document number from 1; 0 is padding.
             dtype: of the attention scores.
+            queries: the positions that see.
         """
         if len(self.windows) == 1 and self.windows[0][0] == "":
-            return self._mask(segment_ids, dtype, self.windows[0][1])
-        return {kind: self._mask(segment_ids, dtype, window) for kind, window in self.windows}
+            return self._mask(segment_ids, dtype, self.windows[0][1], queries)
+        return {
+            kind: self._mask(segment_ids, dtype, window, queries) for kind, window in self.windows
+        }
 
-    def _mask(self, segment_ids: Tensor, dtype: torch.dtype, window: int | None) -> Any:
+    def _mask(
+        self, segment_ids: Tensor, dtype: torch.dtype, window: int | None, queries: slice
+    ) -> Any:
         if self.form == "blocks":
+            assert queries == slice(None), "blocks are made for whole sequences"
             return block_mask(segment_ids, window)
-        seen = visible(segment_ids, window)[:, None]
+        seen = visible(segment_ids, window, queries)[:, None]
         if self.form == "boolean":
             return seen
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
-def visible(segment_ids: Tensor, window: int | None = None) -> Tensor:
-    """Who sees whom: (B, T, T) bool, by query and key.
+def visible(segment_ids: Tensor, window: int | None = None, queries: slice = slice(None)) -> Tensor:
+    """Who sees whom: (B, queries, T) bool, by query and key.
 
     A token sees its own document up to itself. A padding token sees itself, so that no row of the
     softmax is empty.
     """
-    length = segment_ids.shape[1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    near = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
+    keys = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    behind = keys[queries, None] - keys
+    near = behind >= 0
     if window is not None:
-        near = near.triu(1 - window)
-    itself = torch.eye(length, dtype=torch.bool, device=segment_ids.device)
-    return (same & (segment_ids != 0)[:, :, None] & near) | itself
+        near &= behind < window
+    mine = segment_ids[:, queries, None]
+    return ((mine == segment_ids[:, None, :]) & (mine != 0) & near) | (behind == 0)
 
 
 def block_mask(segment_ids: Tensor, window: int | None = None) -> BlockMask:
@@ -93,35 +99,38 @@ def block_mask(segment_ids: Tensor, window: int | None = None) -> BlockMask:
     return mask
 
 
-def plan_masks(config: Any, masks_of: str, max_length: int) -> MaskPlan:
-    """How to keep documents apart in a model's packed rows.
+def plan_masks(
+    config: Any, masks_of: str, max_length: int, *, field: str = "data.packing", off: str = "false"
+) -> MaskPlan:
+    """How to say who sees whom in a model's sequences, as packed rows need it.
 
     Args:
         config: of the model.
         masks_of: the library's attention whose masks the model's attention takes.
         max_length: of a packed row.
+        field: of the run file, that asks for such masks.
+        off: its value that does not.
 
     Raises:
         UnsupportedError: they would not be kept apart; with the reason and the way out.
     """
     if masks_of not in FORMS:
         raise UnsupportedError(
-            f"data.packing: attention {masks_of!r} does not take the mask that keeps packed rows "
-            "apart; set model.attention to eager or sdpa, or data.packing: false"
+            f"{field}: attention {masks_of!r} does not take a mask for each pair of positions; "
+            f"set model.attention to eager or sdpa, or {field}: {off}"
         )
     kinds = set(getattr(config, "layer_types", None) or ())
     other = sorted(kinds - {FULL, SLIDING}) + _recurrent(config)
     if other or not getattr(config, "num_attention_heads", None):
         raise UnsupportedError(
-            "data.packing: this model has layers of kind "
-            f"{', '.join(other) or 'no attention'}, which the mask between packed rows does not "
-            "reach; set data.packing: false"
+            f"{field}: this model has layers of kind {', '.join(other) or 'no attention'}, which a "
+            f"mask for each pair of positions does not reach; set {field}: {off}"
         )
     if not _takes_masks(config):
         raise UnsupportedError(
-            f"data.packing: {type(config).__name__.removesuffix('Config')} models make their masks "
-            "in a way of their own, which the mask between packed rows does not fit; set "
-            "data.packing: false"
+            f"{field}: {type(config).__name__.removesuffix('Config')} models make their masks in a "
+            f"way of their own, which one for each pair of positions does not fit; set {field}: "
+            f"{off}"
         )
     return MaskPlan(FORMS[masks_of], _windows(config, kinds, max_length))
 

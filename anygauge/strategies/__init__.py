@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from anygauge.interface import API_VERSION, Requirement, StrategySpec, hookimpl
+from anygauge.interface import API_VERSION, StrategySpec, hookimpl
+from anygauge.strategies.ddp_spec import DDP
 from anygauge.strategies.fsdp_spec import FSDP
 from anygauge.strategies.zero_spec import ZERO
 
@@ -19,13 +20,7 @@ def anygauge_provide_strategies() -> Iterable[StrategySpec]:
     return [
         ZERO,
         FSDP,
-        StrategySpec(
-            name="ddp",
-            factory="anygauge.strategies.ddp:Ddp",
-            api_version=API_VERSION,
-            summary="torch's DDP: the whole model on every rank, gradients summed over ranks.",
-            needs=(Requirement(capability="collectives", because="DDP sums gradients"),),
-        ),
+        DDP,
         StrategySpec(
             name="single",
             factory="anygauge.strategies.single:Single",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import HOST_DEVICE, Backend, Phase
+from anygauge.interface import Backend, Phase
 from anygauge.interface.strategy import DeviceBatch, LossFunction
 from anygauge.strategies.materialise import decoder_layers
 
@@ -44,12 +44,13 @@ def summed_losses(
     return sums
 
 
-def whole_logits(model: nn.Module, batch: DeviceBatch) -> Tensor:
-    """Logits of a model that gives them whole, float32 on the host."""
+def logits_of(model: nn.Module, batch: DeviceBatch) -> Tensor:
+    """Logits of a model for all positions of a batch that it is given, on the device."""
     model.eval()
+    inputs = {name: value for name, value in batch.inputs.items() if name != "shift_labels"}
     with torch.no_grad():
-        logits: Tensor = model(**batch.inputs).logits
-    return logits.to(HOST_DEVICE, torch.float32)
+        logits: Tensor = model(**inputs).logits
+    return logits
 
 
 def compile_regions(model: nn.Module, backend: Backend) -> int:

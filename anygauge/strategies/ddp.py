@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Footprint, Workload
 from anygauge.strategies.common import torch_dtype
-from anygauge.strategies.footprint import item_bytes, trained_numbers, whole_model
+from anygauge.strategies.context_parallel import (
+    attention_bytes,
+    divide_sequences,
+    in_words,
+    joined,
+)
+from anygauge.strategies.degrees import ContextParallel
+from anygauge.strategies.footprint import added, item_bytes, trained_numbers, whole_model
 from anygauge.strategies.gradients import LocalGradients
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.single import build_whole
@@ -79,10 +85,9 @@ class SummedOverRanks(LocalGradients):
 class Ddp:
     """The whole model on every rank."""
 
-    description = "ddp"
-
-    def __init__(self, options: Any = None) -> None:
-        """Args: options: the run file's section, which has no fields but the name."""
+    def __init__(self, options: ContextParallel) -> None:
+        self.options = options
+        self.description = f"ddp{in_words(options)}"
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """torch's DDP has nothing here that a run would change."""
@@ -93,11 +98,13 @@ class Ddp:
         assert workload.skeleton is not None
         sums = trained_numbers(workload.skeleton) * item_bytes(workload.precision.reduce_dtype)
         sent = {"all_reduce": sums} if workload.world_size > 1 else {}
+        sent = added(sent, attention_bytes(self.options, workload))
         return dataclasses.replace(whole_model(workload), sent=sent)
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
         model = build_whole(context)
+        group = divide_sequences(model, self.options, context)
         wrapper = DistributedDataParallel(
             model,
             init_sync=False,
@@ -112,6 +119,7 @@ class Ddp:
             context,
             call=wrapper,
             gradients=lambda trained: SummedOverRanks(wrapper, trained, dtype),
+            join_logits=joined(group),
         )
 
 

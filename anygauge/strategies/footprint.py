@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -24,6 +24,11 @@ def numbers(parameters: Iterable[nn.Parameter]) -> int:
 def trained_numbers(model: nn.Module) -> int:
     """How many numbers of a model are trained."""
     return numbers(p for p in model.parameters() if p.requires_grad)
+
+
+def added(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """The bytes of two sets of collectives together."""
+    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
 
 
 def whole_model(workload: Workload) -> Footprint:

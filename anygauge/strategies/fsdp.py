@@ -8,6 +8,7 @@ whole between forward and backward.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -25,6 +26,13 @@ from torch.distributed.tensor import DTensor
 from anygauge.interface import HOST_DEVICE, Setting
 from anygauge.interface.strategy import BuildContext, Footprint, Workload
 from anygauge.strategies.common import compile_regions, torch_dtype
+from anygauge.strategies.context_parallel import (
+    attention_bytes,
+    divide_sequences,
+    in_words,
+    joined,
+)
+from anygauge.strategies.footprint import added
 from anygauge.strategies.fsdp_footprint import fsdp_footprint
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.fsdp_spec import shards
@@ -106,7 +114,7 @@ class Fsdp:
         self.options = options
         replicas = f", {options.dp_replicate} replicas" if options.dp_replicate > 1 else ""
         offload = ", offloaded" if options.offload != "none" else ""
-        self.description = f"fsdp{replicas}{offload}"
+        self.description = f"fsdp{replicas}{in_words(options)}{offload}"
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
         """FSDP2 is configured in code; what decides is in the run file."""
@@ -114,7 +122,9 @@ class Fsdp:
 
     def footprint(self, workload: Workload) -> Footprint:
         """See `Strategy.footprint`."""
-        return fsdp_footprint(self.options, shards(self.options, workload.world_size), workload)
+        found = fsdp_footprint(self.options, shards(self.options, workload.world_size), workload)
+        sent = added(found.sent, attention_bytes(self.options, workload))
+        return dataclasses.replace(found, sent=sent)
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
@@ -125,9 +135,11 @@ class Fsdp:
         set_types(model, precision)
         factory.checkpoint_activations(model)
         compile_regions(model, context.backend)
+        group = divide_sequences(model, self.options, context)
         self._shard(model, mesh, context)
-        offloaded = self.options.offload != "none"
-        fill(model, names, factory, torch.device(HOST_DEVICE) if offloaded else device)
+        host = torch.device(HOST_DEVICE)
+        storage = None if self.options.offload == "none" else host
+        fill(model, names, factory, device, storage=storage)
         assert isinstance(model, FSDPModule)
         wrapped: FSDPModule = model
         everything = all(p.requires_grad for p in model.parameters())
@@ -142,6 +154,7 @@ class Fsdp:
                 ranks=context.workload.world_size,
             ),
             layout=Sharded(mesh.get_group("dp_shard"), device),
+            join_logits=joined(group),
         )
 
     def _mesh(self, device_type: str, world_size: int) -> DeviceMesh:

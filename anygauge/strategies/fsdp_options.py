@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+
+from anygauge.strategies.degrees import ContextParallel
 
 
-class FsdpOptions(BaseModel):
+class FsdpOptions(ContextParallel):
     """Fields of ``strategy`` besides its name."""
 
     dp_replicate: Annotated[int, Field(ge=1)] = Field(
         1, description="Groups of ranks that each hold the whole model; above 1: HSDP."
     )
     dp_shard: Annotated[int, Field(ge=-1)] = Field(
-        -1, description="Ranks that hold the model together; -1: all that are left."
+        -1, description="Ranks that hold the model together, times cp; -1: all that are left."
     )
     gather: Literal["layer", "step"] = Field(
         "layer",

@@ -15,6 +15,7 @@ from anygauge.interface import (
     Support,
     UnsupportedError,
 )
+from anygauge.strategies.degrees import check_divides, check_heads, share
 
 IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has a part of the gradients alone")
 ON_THE_HOST = Support(
@@ -23,21 +24,23 @@ ON_THE_HOST = Support(
 
 
 def shards(options: Any, world_size: int) -> int:
-    """Ranks that hold the model together.
+    """Ranks that hold the model together, those with other parts of the same sequences among them.
 
     Raises:
         RunFileError: the degrees do not make up the ranks.
     """
-    replicate, shard = options.dp_replicate, options.dp_shard
-    if shard > 0 and replicate * shard == world_size:
-        return int(shard)
-    if shard == -1 and world_size % replicate == 0:
-        return int(world_size // replicate)
-    divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+    check_divides(options, world_size)
+    replicate, shard, rows = options.dp_replicate, options.dp_shard, world_size // options.cp
+    if shard == -1 and rows % replicate == 0:
+        shard = rows // replicate
+    if shard > 0 and replicate * shard == rows:
+        return int(shard * options.cp)
+    divisors = [str(n) for n in range(1, rows + 1) if rows % n == 0]
     product = f"{replicate} x {shard}" if shard != -1 else f"{replicate} x what is left"
+    over = "" if options.cp == 1 else f" divided by strategy.cp {options.cp}"
     raise RunFileError(
-        f"strategy.dp_replicate and dp_shard: {product} is not {world_size}, the number of ranks "
-        f"(--devices times --nodes). Leave dp_shard out, and make dp_replicate one of "
+        f"strategy.dp_replicate and dp_shard: {product} is not {rows}, the number of ranks "
+        f"(--devices times --nodes){over}. Leave dp_shard out, and make dp_replicate one of "
         f"{', '.join(divisors)}"
     )
 
@@ -70,9 +73,11 @@ FSDP = StrategySpec(
     summary="torch's FSDP2: weights, gradients and optimizer in parts; HSDP by dp_replicate.",
     options="anygauge.strategies.fsdp_options:FsdpOptions",
     needs=(Requirement(capability="collectives", because="FSDP gathers weights from all ranks"),),
+    share=share,
     takes_clip_kernel=lambda options: IN_PARTS,
     takes_update_kernel=lambda options: FULL if options.offload == "none" else ON_THE_HOST,
     # The layout of DeepSpeed's MiCS, which DeepSpeed no longer has: each machine holds the model.
     shorthands={"mics": lambda nodes, devices: {"dp_replicate": nodes}},
     check=check,
+    check_model=check_heads,
 )

@@ -92,15 +92,25 @@ def set_types(model: nn.Module, precision: Precision) -> None:
 
 
 def fill(
-    model: nn.Module, names: Mapping[str, str], factory: ModelFactory, device: torch.device
+    model: nn.Module,
+    names: Mapping[str, str],
+    factory: ModelFactory,
+    device: torch.device,
+    *,
+    storage: torch.device | None = None,
 ) -> None:
     """Make a sharded model real, and give this rank's parts their values, unit by unit.
 
     Args:
         model, names: of `ModelFactory.adapted_on_meta`; parameters have become DTensors since.
-        device: where parts are to lie.
+        device: that computes.
+        storage: where parts lie; None: there.
     """
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    place = storage or device
+    model._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
     at = dict(model.named_parameters(remove_duplicate=False))
     adapted = {inner: name for name, inner in names.items()}
 

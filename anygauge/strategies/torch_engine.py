@@ -26,11 +26,11 @@ from anygauge.interface.strategy import (
     UpdateResult,
 )
 from anygauge.strategies.common import (
+    logits_of,
     set_learning_rate,
     summed_losses,
     torch_dtype,
     trained_parameters,
-    whole_logits,
 )
 from anygauge.strategies.gradients import Gradients, LocalGradients
 from anygauge.strategies.layout import Layout, Whole
@@ -47,6 +47,7 @@ class TorchEngine:
         call: what is called in place of the model in training, such as a wrapper around it.
         gradients: made of the trained parameters; None: there is one rank.
         layout: which part of each parameter this rank holds.
+        join_logits: puts together the logits of positions that several ranks have.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class TorchEngine:
         call: nn.Module | None = None,
         gradients: Callable[[Sequence[nn.Parameter]], Gradients] | None = None,
         layout: Layout | None = None,
+        join_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> None:
         self.model = model
         self._call = call or model
         self._writes = context.rank == 0
+        self._join_logits = join_logits
         self._graph = context.backend.graph
         self._backend = context.backend
         self._layout = layout or Whole(context.clip_grad_norm)
@@ -130,7 +133,8 @@ class TorchEngine:
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
-        return whole_logits(self.model, batch)
+        logits = self._join_logits(logits_of(self.model, batch))
+        return logits.to(HOST_DEVICE, torch.float32)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """See `Engine.parameter_shape`; a DTensor shows the whole one."""

@@ -29,11 +29,11 @@ from anygauge.interface.strategy import (
 )
 from anygauge.strategies.common import (
     compile_regions,
+    logits_of,
     set_learning_rate,
     summed_losses,
     torch_dtype,
     trained_parameters,
-    whole_logits,
 )
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.zero_footprint import zero_footprint
@@ -116,7 +116,7 @@ class ZeroEngine:
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
-        return whole_logits(self._engine, batch)
+        return logits_of(self._engine, batch).to(HOST_DEVICE, torch.float32)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """See `Engine.parameter_shape`."""

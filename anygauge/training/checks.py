@@ -119,6 +119,7 @@ def check_run(
     if here:
         config = load_config(run.model)
         check_positions(config, run.data.max_length)
+        Registry.load().find_strategy(run.strategy.name).spec.check_model(run.strategy, config)
     tokenizer = _tokenizer(run.model, question.has_files, found)
     if config is not None and tokenizer is not None:
         check_vocabulary(config, tokenizer)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anygauge.data import IGNORED, MicroBatch
 from anygauge.interface import HOST_DEVICE, Job
-from anygauge.interface.strategy import DeviceBatch, StrategySpec
+from anygauge.interface.strategy import StrategySpec
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.export import check_whole, completed, save_adapter, save_model
@@ -74,10 +75,19 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
     if vocabulary is None:
         return None
     ids = probe_tokens(vocabulary)
-    placed = prepared.loop.backend.placement.to_device(
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    probe = MicroBatch(
+        input_ids=ids,
+        labels=torch.full_like(ids, IGNORED),
+        attention_mask=torch.ones_like(ids),
+        position_ids=torch.arange(ids.shape[1])[None],
+        segment_ids=torch.ones_like(ids) if prepared.run.data.packing else None,
+        origins=(),
+        supervised_tokens=0,
+        tokens=ids.numel(),
     )
-    return prepared.engine.logits(DeviceBatch(inputs={**placed, "use_cache": False}))
+    logits = prepared.engine.logits(prepared.loop.place(probe))
+    # A rank may have been given sequences that are a little longer.
+    return None if logits is None else logits[:, : ids.shape[1]]
 
 
 def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: str) -> Verification:

@@ -32,6 +32,7 @@ from anygauge.interface.strategy import (
     DeviceBatch,
     Engine,
     Precision,
+    SequencePart,
     Share,
     Strategy,
     StrategySpec,
@@ -42,7 +43,7 @@ from anygauge.kernels.plan import plan_kernels
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.inputs import PLAIN, model_inputs, shift_labels
+from anygauge.models.inputs import PLAIN, model_inputs, padded, positions, shift_labels
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
@@ -147,11 +148,14 @@ class Placer:
         *,
         packed: MaskPlan,
         progress: Progress,
+        part: SequencePart | None = None,
     ) -> None:
         """Args:
-        packed: masks of packed rows.
+        packed: masks of packed rows, and of parts of sequences.
         progress: told of each micro-batch.
+        part: the positions that this rank computes.
         """
+        self._part = part
         self._progress = progress
         self._placement = backend.placement
         self._packed = packed
@@ -161,11 +165,15 @@ class Placer:
     def __call__(self, batch: MicroBatch) -> DeviceBatch:
         """One micro-batch on the device."""
         self._progress.batch()
-        self.shapes.add(tuple(batch.input_ids.shape))
+        part = self._part
         tensors = {**batch.tensors(), "labels": shift_labels(batch.labels)}
+        if part is not None:
+            tensors = padded(tensors, part.count)
         moved = dataclasses.replace(batch, **self._placement.to_device(tensors))
-        inputs = model_inputs(moved, self._dtype, self._packed)
-        return DeviceBatch(inputs={**inputs, "shift_labels": moved.labels})
+        inputs = model_inputs(moved, self._dtype, self._packed, part)
+        self.shapes.add(tuple(inputs["input_ids"].shape))
+        labels = moved.labels[:, positions(part, moved.labels.shape[1])]
+        return DeviceBatch(inputs={**inputs, "shift_labels": labels})
 
 
 def prepare_run(
@@ -187,17 +195,19 @@ def prepare_run(
     )
     check_vocabulary(factory.config, tokenizer)
     check_positions(factory.config, run.data.max_length)
+    registry.find_strategy(run.strategy.name).spec.check_model(run.strategy, factory.config)
     plan = plan_kernels(run, backend, kernels, factory)
     factory = factory.having(plan.attention.name, plan.model)
     packed = PLAIN
-    if run.data.packing:
-        packed = plan_masks(factory.config, plan.attention.masks_of, run.data.max_length)
+    share = share_of(run, registry, rank.index, rank.world_size)
+    if share.sequence is not None or run.data.packing:
+        because = {} if share.sequence is None else {"field": "strategy.cp", "off": "1"}
+        packed = plan_masks(factory.config, plan.attention.masks_of, run.data.max_length, **because)
     # Any rank may be the one that tokenises, so each says for itself how far it has come.
     data = prepare(run.data, tokenizer, run.train.seed, say=rank.events.message, run=job.id)
     rank.say(f"data: {data.report}")
     if short := advice(data.train, run.data):
         rank.warn(short)
-    share = share_of(run, registry, rank.index, rank.world_size)
     workload = workload_of(run, backend, precision, share, rank.world_size)
     layout = Layout(
         micro_batch=workload.micro_batch,
@@ -263,6 +273,7 @@ def prepare_run(
         precision.param_dtype,
         packed=packed,
         progress=rank.progress,
+        part=share.sequence,
     )
     if rank.index == 0:
         put_in_place(job.start_directory, Path(job.run_directory))

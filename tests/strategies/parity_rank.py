@@ -18,15 +18,18 @@ from typing import Any
 import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.data import MicroBatch
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import DeviceBatch, Engine
 from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
+from anygauge.models.inputs import model_inputs, positions, shift_labels
+from anygauge.models.masks import MaskPlan
 from anygauge.registry import Registry
 from anygauge.registry.factories import load_options
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import build_context
 from tests.helpers.collective_bytes import CollectiveBytes
 
 CONFIG = {
@@ -50,12 +53,14 @@ class Case:
     Attributes:
         options: of the section ``strategy``.
         lora: an adapter is trained; otherwise all weights.
+        packed: each row is several documents.
     """
 
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
     lora: bool = True
     recomputed: bool = False
+    packed: bool = False
     optimizer: str = "adamw"
     dtype: str = "float32"
     steps: int = 4
@@ -64,7 +69,7 @@ class Case:
     def name(self) -> str:
         words = [self.strategy, *(f"{k}={v}" for k, v in self.options.items())]
         words += ["LoRA" if self.lora else "all weights"]
-        words += ["recomputed"] * self.recomputed
+        words += ["recomputed"] * self.recomputed + ["packed"] * self.packed
         words += [self.optimizer] * (self.optimizer != "adamw")
         words += [self.dtype] * (self.dtype != "float32")
         return " ".join(words)
@@ -90,12 +95,44 @@ def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def micro_batches(step: int, share: Share, device: torch.device) -> Iterator[DeviceBatch]:
+DOCUMENTS = (5, 13, 14)
+"""Lengths of the documents in a packed row."""
+
+
+def placed(
+    case: Case, ids: torch.Tensor, labels: torch.Tensor, share: Share, device: torch.device
+) -> DeviceBatch:
+    """A micro-batch as a run's placer makes it: masks, positions, this rank's part."""
+    segments = None
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    if case.packed:
+        lengths = torch.tensor(DOCUMENTS)
+        segments = torch.repeat_interleave(torch.arange(1, 4), lengths).expand_as(ids)
+        places = torch.cat([torch.arange(n) for n in DOCUMENTS]).expand_as(ids)
+        labels = labels.masked_fill(places == 0, -100)
+    batch = MicroBatch(
+        input_ids=ids.to(device),
+        labels=shift_labels(labels).to(device),
+        attention_mask=torch.ones_like(ids).to(device),
+        position_ids=places.to(device),
+        segment_ids=None if segments is None else segments.to(device),
+        origins=(),
+        supervised_tokens=0,
+        tokens=0,
+    )
+    inputs = model_inputs(batch, torch.float32, MaskPlan("boolean"), share.sequence)
+    mine = positions(share.sequence, ids.shape[1])
+    return DeviceBatch({**inputs, "shift_labels": batch.labels[:, mine]})
+
+
+def micro_batches(
+    case: Case, step: int, share: Share, device: torch.device
+) -> Iterator[DeviceBatch]:
     """Those of a step that a share reads, as the data's layout deals them."""
     ids, labels = rows(step)
     for turn in range(GLOBAL // (MICRO * share.count)):
-        at = (turn * share.count + share.index) * MICRO
-        yield batch_of(ids[at : at + MICRO].to(device), labels[at : at + MICRO].to(device))
+        at = slice(first := (turn * share.count + share.index) * MICRO, first + MICRO)
+        yield placed(case, ids[at], labels[at], share, device)
 
 
 def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, Any, Share]:
@@ -140,20 +177,21 @@ def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, 
 def trained(case: Case, backend: Backend, rank: int, world: int) -> dict[str, Any]:
     """Train; losses are summed over all ranks, as the loop does."""
     engine, footprint, share = built(case, backend, rank, world)
+    device = backend.placement.device
     losses, norms = [], []
     counter = CollectiveBytes()
     for step in range(case.steps):
-        tokens = int((rows(step)[1][:, 1:] != -100).sum())
+        tokens = supervised(case, step)
         counter = CollectiveBytes()
         with counter:
-            batches = list(micro_batches(step, share, backend.placement.device))
+            batches = list(micro_batches(case, step, share, device))
             result = engine.run_step(batches, model_loss, tokens)
             update = engine.update(RATE[case.optimizer], 1.0)
         mine = [float(sum(map(float, result.loss_sums)))]
         losses.append((backend.collectives.sum_on_host(mine) if world > 1 else mine)[0] / tokens)
         norms.append(float(update.grad_norm))
     held = sum(_local_bytes(p) for p in engine.model.parameters())
-    evaluated = engine.evaluate(micro_batches(77, share, backend.placement.device), model_loss)
+    evaluated = engine.evaluate(micro_batches(case, 77, share, device), model_loss)
     mine = [float(sum(map(float, evaluated)))]
     found = {
         "losses": losses,
@@ -165,14 +203,20 @@ def trained(case: Case, backend: Backend, rank: int, world: int) -> dict[str, An
         "held": held,
     }
     values = engine.export_trained()
-    probe = rows(5)[0][:1].to(backend.placement.device)
-    logits = engine.logits(DeviceBatch({"input_ids": probe, "use_cache": False}))
+    ids, labels = rows(5)
+    logits = engine.logits(placed(case, ids[:1], labels[:1], share, device))
     if rank == 0:
         assert logits is not None
         found["trained"] = {name: value.flatten().tolist() for name, value in values.items()}
         found["logits"] = logits.flatten().tolist()[:512]
     engine.close()
     return found
+
+
+def supervised(case: Case, step: int) -> int:
+    """Tokens to learn in a step."""
+    whole = placed(case, *rows(step), Share(0, 1), torch.device("cpu"))
+    return int((whole.inputs["shift_labels"] != -100).sum())
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

@@ -26,6 +26,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.ddp import Ddp
+from anygauge.strategies.degrees import ContextParallel
 from anygauge.strategies.fsdp import Fsdp
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.single import Single
@@ -63,7 +64,7 @@ class Case:
         name, stage = self.strategy.rstrip("0123"), self.strategy[-1:]
         return {
             "single": Single,
-            "ddp": Ddp,
+            "ddp": lambda: Ddp(ContextParallel()),
             "fsdp": lambda: Fsdp(FsdpOptions()),
             "hsdp": lambda: Fsdp(FsdpOptions(dp_replicate=2)),
             "zero-offloading": lambda: Zero(ZeroOptions(stage=int(stage), offload="optimizer")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def test_what_is_left_shards(fields: dict[str, int], ranks: int) -> None:
         ({"dp_replicate": 3}, "3 x what is left is not 4.*one of 1, 2, 4"),
         ({"dp_replicate": 2, "dp_shard": 4}, "2 x 4 is not 4"),
         ({"dp_shard": 0}, "1 x 0 is not 4"),
+        ({"cp": 3}, "4 ranks .* are no multiple of 3. Set strategy.cp to one of 1, 2, 4"),
+        (
+            {"cp": 2, "dp_shard": 4},
+            "1 x 4 is not 2, the number of ranks .* divided by strategy.cp 2",
+        ),
         ({"optimizer": "adafactor"}, "some of the rows alone.*adamw_8bit"),
         ({"adapter": "dora"}, "norms of whole weights.*zero, ddp or single"),
     ],
@@ -48,6 +54,29 @@ def test_what_is_left_shards(fields: dict[str, int], ranks: int) -> None:
 def test_what_cannot_be_is_refused_with_what_can(given: dict[str, Any], said: str) -> None:
     with pytest.raises(AnygaugeError, match=said):
         check(**given)
+
+
+def test_ranks_that_share_sequences_read_the_same_rows() -> None:
+    options = FsdpOptions(cp=2)
+    shares = [FSDP.share(options, rank, 4) for rank in range(4)]
+    assert [(s.index, s.count, s.leads) for s in shares] == [
+        *((0, 2, True), (0, 2, False)),
+        *((1, 2, True), (1, 2, False)),
+    ]
+    assert [s.sequence and (s.sequence.index, s.sequence.count) for s in shares] == [
+        *((0, 2), (1, 2)),
+        *((0, 2), (1, 2)),
+    ]
+    assert len({s.random_stream for s in shares}) == 4, "each drops tokens of its own"
+    assert shards(options, 4) == 4 and shards(FsdpOptions(cp=2, dp_replicate=2), 4) == 2
+
+
+def test_heads_are_divided_by_their_number() -> None:
+    config: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_attention_heads=6))
+    FSDP.check_model(FsdpOptions(cp=4), config)
+    FSDP.check_model(FsdpOptions(cp=3, cp_method="ulysses"), config)
+    with pytest.raises(AnygaugeError, match=r"this model has 6. Set strategy.cp to one of 1, 2, 3"):
+        FSDP.check_model(FsdpOptions(cp=4, cp_method="ulysses"), config)
 
 
 def test_a_value_that_is_none_is_refused() -> None:

@@ -18,6 +18,8 @@ Result = dict[str, Any]
 NOTHING_RESIDENT = {"stage3_param_persistence_threshold": 0}
 ALL = {"lora": False}
 SGD = {"optimizer": "sgd"}
+GATHERED = {"cp": 2}
+ULYSSES = {"cp": 2, "cp_method": "ulysses"}
 TWO = [
     Case(strategy="ddp"),
     Case(strategy="ddp", **ALL, **SGD),
@@ -28,6 +30,13 @@ TWO = [
     Case(strategy="fsdp", options={"gather": "step"}),
     Case(strategy="fsdp", options={"offload": "both"}),
     Case(strategy="fsdp", dtype="bfloat16"),
+    Case(strategy="ddp", packed=True, **SGD),
+    Case(strategy="ddp", options=GATHERED, packed=True, **SGD),
+    Case(strategy="ddp", options=ULYSSES, **ALL, **SGD),
+    Case(strategy="fsdp", options=GATHERED, recomputed=True, **SGD),
+    Case(strategy="fsdp", options=GATHERED, **ALL, **SGD),
+    Case(strategy="fsdp", options=ULYSSES, packed=True, recomputed=True, **SGD),
+    Case(strategy="zero", packed=True, **SGD),
     *(Case(strategy="zero", options={"stage": stage}) for stage in range(4)),
     *(Case(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
     Case(strategy="zero", options={"stage": 3, "options": NOTHING_RESIDENT}, recomputed=True),
@@ -41,6 +50,10 @@ FOUR = [
     Case(strategy="fsdp", options={"dp_replicate": 2}, recomputed=True, **ALL, **SGD),
     Case(strategy="fsdp", options={"dp_replicate": 2, "gather": "step"}),
     Case(strategy="fsdp", options={"dp_shard": 4, "offload": "both"}, **ALL),
+    Case(strategy="ddp", options=GATHERED, **SGD),
+    Case(strategy="fsdp", options=GATHERED, packed=True, **ALL, **SGD),
+    Case(strategy="fsdp", options={"cp": 2, "dp_replicate": 2}, **SGD),
+    Case(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
     Case(strategy="zero", options={"stage": 3, "options": {"zero_hpz_partition_size": 2}}, **SGD),
     Case(
         strategy="zero",

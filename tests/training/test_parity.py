@@ -69,6 +69,17 @@ SLOW_CASES: dict[str, tuple[int, dict[str, Any]]] = {
         )
         for name in ("ddp", "fsdp")
     },
+    **{
+        f"sequences over 2 ranks, {method}": (
+            2,
+            {
+                "strategy": {"name": "fsdp", "cp": 2, "cp_method": method},
+                "train": {"micro_batch_size": 1},
+                "data": {"streaming": method == "ulysses"},
+            },
+        )
+        for method in ("gather", "ulysses")
+    },
     "groups of ranks": (
         4,
         {"strategy": {"name": "fsdp", "dp_replicate": 2}, "train": {"micro_batch_size": 1}},

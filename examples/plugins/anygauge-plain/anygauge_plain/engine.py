@@ -25,10 +25,10 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.strategies.common import (
+    logits_of,
     set_learning_rate,
     summed_losses,
     trained_parameters,
-    whole_logits,
 )
 from anygauge.strategies.footprint import whole_model
 from anygauge.strategies.materialise import materialise
@@ -87,7 +87,7 @@ class PlainEngine:
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
-        return whole_logits(self.model, batch)
+        return logits_of(self.model, batch).to(HOST_DEVICE, torch.float32)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """See `Engine.parameter_shape`."""

@@ -1,0 +1,200 @@
+"""Context parallelism: the ranks of a group have a part of each sequence, and attend to all of it.
+
+Everything but attention works on a token by itself. Attention is the run's own, between exchanges:
+either keys and values are gathered, and a rank computes its queries against all of them; or heads
+are exchanged for positions (Ulysses, https://arxiv.org/abs/2309.14509), and a rank computes all
+queries of its heads. Masks are explicit, so packed documents stay apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from anygauge.interface import UnsupportedError
+from anygauge.interface.strategy import BuildContext, Workload
+from anygauge.strategies.degrees import ContextParallel
+from anygauge.strategies.footprint import item_bytes
+from anygauge.strategies.materialise import decoder_layers
+
+NAME = "anygauge_context_parallel"
+EAGER = "eager"
+
+Attention = Callable[..., Any]
+"""transformers' attention function: (module, query, key, value, mask, ...) -> (output, weights);
+query (B, heads, T, D); output (B, T, heads, D)."""
+
+
+class GatherPositions(torch.autograd.Function):
+    """(B, H, T / n, D) of each rank -> (B, H, T, D); gradients are summed, and divided again."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: D102
+        ctx.group = group
+        ranks = dist.get_world_size(group)
+        first = part.movedim(2, 0).contiguous()
+        whole = first.new_empty((ranks * first.shape[0], *first.shape[1:]))
+        dist.all_gather_into_tensor(whole, first, group=group)
+        return whole.movedim(0, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
+        ranks = dist.get_world_size(ctx.group)
+        first = gradients[0].movedim(2, 0).contiguous()
+        part = first.new_empty((first.shape[0] // ranks, *first.shape[1:]))
+        dist.reduce_scatter_tensor(part, first, group=ctx.group)
+        return part.movedim(0, 2), None
+
+
+class Exchange(torch.autograd.Function):
+    """Divide one dimension over ranks and put another together; backward does the reverse."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, divide: int, join: int
+    ) -> Tensor:
+        ctx.given = (group, divide, join)
+        sent = torch.stack(x.chunk(dist.get_world_size(group), dim=divide)).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(0), dim=join)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
+        group, divide, join = ctx.given
+        return Exchange.apply(gradients[0], group, join, divide), None, None, None
+
+
+def attend_in_parts(model: nn.Module, group: dist.ProcessGroup, method: str) -> None:
+    """Let a model's attention see the sequence of which each rank of `group` has a part.
+
+    Args:
+        model: of transformers, adapted or not.
+        method: ``gather`` or ``ulysses``.
+
+    Raises:
+        UnsupportedError: its layers have attention of several kinds.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(one): one for one in found if hasattr(one, "_attn_implementation")}
+    inner = {str(config._attn_implementation) for config in configs.values()}
+    if len(inner) != 1:
+        raise UnsupportedError(f"strategy.cp: the model mixes attention of kinds {sorted(inner)}")
+    (name,) = inner
+    parts = {"gather": _gathered, "ulysses": _exchanged}[method]
+    AttentionInterface.register(NAME, parts(_attention(name), group))
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    for config in configs.values():
+        config._attn_implementation = NAME
+
+
+def _attention(name: str) -> Attention:
+    """The function behind a name; each architecture has an eager one of its own."""
+    if name != EAGER:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        found: Attention = ALL_ATTENTION_FUNCTIONS[name]
+        return found
+
+    def eager(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+
+    return eager
+
+
+def _gathered(attention: Attention, group: dist.ProcessGroup) -> Attention:
+    def forward(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
+    ) -> Any:
+        # One message for both.
+        heads = key.shape[1]
+        both = GatherPositions.apply(torch.cat([key, value], dim=1), group)
+        return attention(module, query, both[:, :heads], both[:, heads:], mask, **more)
+
+    return forward
+
+
+def _exchanged(attention: Attention, group: dist.ProcessGroup) -> Attention:
+    def forward(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
+    ) -> Any:
+        ranks = dist.get_world_size(group)
+        if key.shape[1] % ranks:
+            times = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
+        query, key, value = (Exchange.apply(t, group, 1, 2) for t in (query, key, value))
+        # The module's heads are those of all ranks; the function asks it for their ratio.
+        seen = SimpleNamespace(
+            num_key_value_groups=query.shape[1] // key.shape[1],
+            training=module.training,
+            config=module.config,
+            is_causal=getattr(module, "is_causal", True),
+        )
+        output, weights = attention(seen, query, key, value, mask, **more)
+        return Exchange.apply(output, group, 1, 2), weights
+
+    return forward
+
+
+def in_words(options: ContextParallel) -> str:
+    """For a strategy's description."""
+    return "" if options.cp == 1 else f", sequences over {options.cp} ranks ({options.cp_method})"
+
+
+def divide_sequences(
+    model: nn.Module, options: ContextParallel, context: BuildContext
+) -> dist.ProcessGroup | None:
+    """Let neighbouring ranks share sequences; returns this rank's group, None without any."""
+    if options.cp == 1:
+        return None
+    groups = (context.workload.world_size // options.cp, options.cp)
+    device = context.backend.placement.device.type
+    mesh = init_device_mesh(device, groups, mesh_dim_names=("dp", "cp"))
+    group = mesh.get_group("cp")
+    attend_in_parts(model, group, options.cp_method)
+    return group
+
+
+def joined(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    """Logits of this rank's positions -> those of all, (B, T, V)."""
+
+    def whole(logits: Tensor) -> Tensor:
+        if group is None:
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, logits.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    return whole
+
+
+def attention_bytes(options: ContextParallel, workload: Workload) -> dict[str, int]:
+    """What attention sends in a step, by collective, in the compute type."""
+    if options.cp == 1:
+        return {}
+    model: Any = workload.skeleton
+    assert model is not None, "a footprint is counted from the model"
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    length = -(-workload.length // options.cp)
+    layers = len(list(decoder_layers(model)))
+    size = layers * workload.accumulation * workload.micro_batch * width
+    size *= item_bytes(workload.precision.param_dtype)
+    forwards = 2 if workload.recomputes else 1
+    if options.cp_method == "gather":
+        keys = 2 * kv_heads * length * options.cp * size
+        return {"all_gather": forwards * keys, "reduce_scatter": keys}
+    each = kv_heads if kv_heads % options.cp == 0 else heads
+    return {"all_to_all": (forwards + 1) * (2 * heads + 2 * each) * length * size}
