@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from anygauge.interface import API_VERSION, StrategySpec, hookimpl
+from anygauge.strategies.auto_spec import AUTO
 from anygauge.strategies.ddp_spec import DDP
 from anygauge.strategies.fsdp_spec import FSDP
 from anygauge.strategies.zero_spec import ZERO
@@ -21,6 +22,7 @@ def anygauge_provide_strategies() -> Iterable[StrategySpec]:
         ZERO,
         FSDP,
         DDP,
+        AUTO,
         StrategySpec(
             name="single",
             factory="anygauge.strategies.single:Single",

@@ -246,6 +246,7 @@ def prepare_run(
         rank.say(f"resumed: {start.folder} ({start.step} steps done)")
     for change in changes:
         rank.say(f"changed since: {change}")
+    announced = strategy.description
     engine = strategy.build(
         BuildContext(
             factory=factory if start is None else ResumedFactory(factory, start),
@@ -255,6 +256,8 @@ def prepare_run(
             clip_grad_norm=plan.clip_grad_norm,
         )
     )
+    if strategy.description != announced:
+        rank.say(f"strategy: {strategy.description}")
     seed_dropout(backend, run.train.seed, rank, share, start)
     wanted = run.checkpoint.every or run.checkpoint.keep_best or start is not None
     if wanted and not engine.checkpoint_support():
@@ -368,6 +371,7 @@ def prepare_run(
         identity=identity,
         choices={
             **plan.record(),
+            "strategy": strategy.description,
             "precision": dataclasses.asdict(precision),
         },
     )

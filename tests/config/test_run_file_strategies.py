@@ -41,7 +41,7 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
         (
             "strategy: {name: zreo, stage: 9}",
             "run.yaml:3: strategy.name: there is no strategy named 'zreo'; did you mean 'zero'? "
-            "valid names: ddp, fsdp, single, zero",
+            "valid names: auto, ddp, fsdp, single, zero",
         ),
         (
             "strategy: {name: 5}",
@@ -50,7 +50,7 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
         (
             "strategy: zreo",
             "run.yaml:3: strategy.name: there is no strategy named 'zreo'; did you mean 'zero'? "
-            "valid names: ddp, fsdp, single, zero",
+            "valid names: auto, ddp, fsdp, single, zero",
         ),
         (
             "strategy: [zero]",
