@@ -1,0 +1,74 @@
+"""One rank that loads a model under a strategy, and says what it read and held.
+
+``python -m tests.strategies.loading_rank OUTPUT MODEL STRATEGY BACKEND``
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.interface import Precision
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.files import LazyTensor
+from anygauge.registry import Registry
+from anygauge.registry.factories import load_options
+from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import build_context
+
+READ = [0]
+
+
+def counted(self: LazyTensor, part: tuple[Any, ...]) -> torch.Tensor:
+    value = self.source[part]
+    READ[0] += value.numel() * value.element_size()
+    return value  # type: ignore[no-any-return]
+
+
+def main(output: Path, model: str, name: str, backend_name: str) -> None:
+    LazyTensor.read = counted  # type: ignore[method-assign]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    registry = Registry.load()
+    backend = registry.create_backend(backend_name)
+    device = backend.open(rank)
+    meet = os.environ["RENDEZVOUS"]
+    backend.collectives.open(
+        rendezvous=meet, rank=rank, world_size=world, timeout_s=120, device=device
+    )
+    provided = registry.find_strategy(name)
+    kind = load_options(provided)
+    strategy = registry.strategy(name)(None if kind is None else kind())
+    context = build_context(
+        factory=CausalModelFactory(
+            ModelSection(name=model),
+            AdapterSection(r=4),
+            attention="sdpa",
+            dtype=torch.float32,
+            seed=0,
+            gradient_checkpointing=False,
+        ),
+        optimizer=optimizer_factory(OptimizerSection()),
+        precision=Precision(param_dtype="float32", reduce_dtype="float32"),
+        backend=backend,
+        rank=rank,
+        world_size=world,
+        micro_batch=1,
+    )
+    before = backend.placement.memory().in_use
+    backend.placement.reset_peak()
+    engine = strategy.build(context)
+    stats = backend.placement.memory()
+    found = {"read": READ[0], "held": stats.in_use - before, "peak": stats.peak - before}
+    output.with_suffix(f".{rank}.json").write_text(json.dumps(found))
+    engine.close()
+    backend.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,76 @@
+"""What ranks read of a model's files, and hold of it on their devices, while it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anygauge.config.schema import ModelSection
+from anygauge.models.factory import CausalModelFactory
+from anygauge.strategies.materialise import decoder_layers, materialise
+from tests.helpers.ranks import run_ranks
+from tests.strategies.parity_rank import CONFIG
+
+RANKS = 4
+SIM = {"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": str(RANKS)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
+    """(Folder, bytes of its weights, bytes of one layer.)"""
+    made = CausalModelFactory(
+        ModelSection(config={**CONFIG, "num_hidden_layers": 8}, tokenizer="none"),
+        None,
+        dtype=torch.float32,
+        seed=0,
+        gradient_checkpointing=False,
+    )
+    whole = made.skeleton()
+    materialise(whole, made, device=torch.device("cpu"), dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("model")
+    whole.save_pretrained(folder)
+    layer = next(iter(decoder_layers(whole)))
+    size, of_layer = (4 * sum(p.numel() for p in module.parameters()) for module in (whole, layer))
+    return folder, size, of_layer
+
+
+def loaded(folder: Path, model: Path, strategy: str, backend: str) -> list[dict[str, Any]]:
+    output = folder / f"{strategy}-{backend}"
+    run_ranks(
+        "tests.strategies.loading_rank",
+        [str(output), str(model), strategy, backend],
+        world=RANKS,
+        folder=folder,
+        environment=SIM,
+    )
+    return [json.loads((folder / f"{output.name}.{r}.json").read_text()) for r in range(RANKS)]
+
+
+def test_each_rank_of_fsdp_reads_its_part_of_the_files(
+    model: tuple[Path, int, int], tmp_path: Path
+) -> None:
+    folder, size, _ = model
+    assert [rank["read"] for rank in loaded(tmp_path, folder, "fsdp", "cpu")] == [size / 4] * 4
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_everything_read_everything(
+    model: tuple[Path, int, int], tmp_path: Path
+) -> None:
+    folder, size, _ = model
+    assert [rank["read"] for rank in loaded(tmp_path, folder, "ddp", "cpu")] == [size] * 4
+
+
+def test_a_card_holds_its_part_of_the_model_and_never_much_more(
+    model: tuple[Path, int, int], tmp_path: Path
+) -> None:
+    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    folder, size, layer = model
+    for rank in loaded(tmp_path, folder, "fsdp", "sim"):
+        factors = 2**16
+        assert rank["held"] <= 0.26 * size + factors
+        assert rank["peak"] <= 0.26 * size + 2 * layer + factors
