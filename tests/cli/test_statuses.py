@@ -27,6 +27,7 @@ WRONG = [
     *("env --backend apple", "env --local-rank 7 --backend cpu", "env --format xml"),
     *("env --set a=1", "doctor --backend gpu", "doctor --collectives 1", "image --backend gpu"),
     *("image --engine dokcer", "image --backend cpu --release none", "launchers --nonsense"),
+    *("strategies --backend cpuu", "strategies fsdp"),
     *("backends --nonsense", "kernels --backend gpu", "kernels --nonsense"),
 ]
 

@@ -2,98 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.helpers.ranks import run_ranks
+from tests.strategies.matrix import A_FEW_NUMBERS, FOUR, TWO, Matrix, Result
 from tests.strategies.parity_rank import Case
-
-Result = dict[str, Any]
-
-NOTHING_RESIDENT = {"stage3_param_persistence_threshold": 0}
-ALL = {"lora": False}
-SGD = {"optimizer": "sgd"}
-GATHERED = {"cp": 2}
-ULYSSES = {"cp": 2, "cp_method": "ulysses"}
-TWO = [
-    Case(strategy="ddp"),
-    Case(strategy="ddp", **ALL, **SGD),
-    Case(strategy="ddp", dtype="bfloat16"),
-    Case(strategy="fsdp"),
-    Case(strategy="fsdp", recomputed=True, **SGD),
-    Case(strategy="fsdp", **ALL, **SGD),
-    Case(strategy="fsdp", options={"gather": "step"}),
-    Case(strategy="fsdp", options={"offload": "both"}),
-    Case(strategy="fsdp", dtype="bfloat16"),
-    Case(strategy="ddp", packed=True, **SGD),
-    Case(strategy="ddp", options=GATHERED, packed=True, **SGD),
-    Case(strategy="ddp", options=ULYSSES, **ALL, **SGD),
-    Case(strategy="fsdp", options=GATHERED, recomputed=True, **SGD),
-    Case(strategy="fsdp", options=GATHERED, **ALL, **SGD),
-    Case(strategy="fsdp", options=ULYSSES, packed=True, recomputed=True, **SGD),
-    Case(strategy="zero", packed=True, **SGD),
-    *(Case(strategy="zero", options={"stage": stage}) for stage in range(4)),
-    *(Case(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
-    Case(strategy="zero", options={"stage": 3, "options": NOTHING_RESIDENT}, recomputed=True),
-    Case(strategy="zero", options={"stage": 2, "offload": "optimizer"}, **ALL, **SGD),
-    Case(strategy="zero", options={"stage": 3, "offload": "both"}),
-]
-FOUR = [
-    Case(strategy="ddp", **SGD),
-    Case(strategy="fsdp", **SGD),
-    Case(strategy="fsdp", options={"dp_replicate": 2}, **SGD),
-    Case(strategy="fsdp", options={"dp_replicate": 2}, recomputed=True, **ALL, **SGD),
-    Case(strategy="fsdp", options={"dp_replicate": 2, "gather": "step"}),
-    Case(strategy="fsdp", options={"dp_shard": 4, "offload": "both"}, **ALL),
-    Case(strategy="ddp", options=GATHERED, **SGD),
-    Case(strategy="fsdp", options=GATHERED, packed=True, **ALL, **SGD),
-    Case(strategy="fsdp", options={"cp": 2, "dp_replicate": 2}, **SGD),
-    Case(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
-    Case(strategy="zero", options={"stage": 3, "options": {"zero_hpz_partition_size": 2}}, **SGD),
-    Case(
-        strategy="zero",
-        options={"stage": 3, "options": {"zero_hpz_partition_size": 2, **NOTHING_RESIDENT}},
-        **ALL,
-        **SGD,
-    ),
-    Case(strategy="zero", options={"stage": 3, "offload": "parameters"}, **ALL, **SGD),
-]
-A_FEW_NUMBERS = 64
-"""Bytes of norms and flags in a step, which no footprint speaks of."""
-
-
-def results(world: int, cases: Sequence[Case], folder: Path) -> list[Result]:
-    output = folder / f"{world}.json"
-    run_ranks(
-        "tests.strategies.parity_rank",
-        [str(output), json.dumps([dataclasses.asdict(case) for case in cases])],
-        world=world,
-        folder=folder,
-    )
-    found: list[Result] = json.loads(output.read_text())
-    return found
-
-
-class Matrix:
-    """The results of cases, and those of the reference on the same rows."""
-
-    def __init__(self, world: int, cases: Sequence[Case], folder: Path) -> None:
-        alone = list(dict.fromkeys(json.dumps(dataclasses.asdict(c.alone())) for c in cases))
-        references = results(1, [Case(**json.loads(each)) for each in alone], folder)
-        self._references = dict(zip(alone, references, strict=True))
-        self._found = dict(
-            zip([case.name for case in cases], results(world, cases, folder), strict=True)
-        )
-
-    def pair(self, case: Case) -> tuple[Result, Result]:
-        """(Of the case, of the reference.)"""
-        alone = json.dumps(dataclasses.asdict(case.alone()))
-        return self._found[case.name], self._references[alone]
 
 
 @pytest.fixture(scope="module")

@@ -303,7 +303,11 @@ SETTINGS: list[tuple[dict[str, Any], type[AnygaugeError], str]] = [
     ),
 ]
 STRATEGIES: list[tuple[dict[str, Any], type[AnygaugeError], str]] = [
-    ({"strategy": {"options": {"cpu_offload": True}}}, UnsupportedError, "offloaded optimizer"),
+    (
+        {"strategy": {"options": {"cpu_offload": True}}},
+        UnsupportedError,
+        r"strategy\.offload: optimizer",
+    ),
     (
         {"strategy": {"name": "single", "options": {"a": 1}}},
         RunFileError,

@@ -1,0 +1,141 @@
+"""Every strategy against `single` on the same rows: the cases, their results, and a table of them.
+
+``python -m tests.strategies.matrix [--rows FILE.jsonl] [--steps N]`` prints the table that
+docs/training.md has, of rows with an ``answer`` in FILE (random ones without).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.ranks import run_ranks
+from tests.strategies.parity_rank import Case
+
+Result = dict[str, Any]
+
+NOTHING_RESIDENT = {"stage3_param_persistence_threshold": 0}
+ALL = {"lora": False}
+SGD = {"optimizer": "sgd"}
+GATHERED = {"cp": 2}
+ULYSSES = {"cp": 2, "cp_method": "ulysses"}
+TWO = [
+    Case(strategy="ddp"),
+    Case(strategy="ddp", **ALL, **SGD),
+    Case(strategy="ddp", dtype="bfloat16"),
+    Case(strategy="fsdp"),
+    Case(strategy="fsdp", recomputed=True, **SGD),
+    Case(strategy="fsdp", **ALL, **SGD),
+    Case(strategy="fsdp", options={"gather": "step"}),
+    Case(strategy="fsdp", options={"offload": "both"}),
+    Case(strategy="fsdp", dtype="bfloat16"),
+    Case(strategy="ddp", packed=True, **SGD),
+    Case(strategy="ddp", options=GATHERED, packed=True, **SGD),
+    Case(strategy="ddp", options=ULYSSES, **ALL, **SGD),
+    Case(strategy="fsdp", options=GATHERED, recomputed=True, **SGD),
+    Case(strategy="fsdp", options=GATHERED, **ALL, **SGD),
+    Case(strategy="fsdp", options=ULYSSES, packed=True, recomputed=True, **SGD),
+    Case(strategy="zero", packed=True, **SGD),
+    *(Case(strategy="zero", options={"stage": stage}) for stage in range(4)),
+    *(Case(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
+    Case(strategy="zero", options={"stage": 3, "options": NOTHING_RESIDENT}, recomputed=True),
+    Case(strategy="zero", options={"stage": 2, "offload": "optimizer"}, **ALL, **SGD),
+    Case(strategy="zero", options={"stage": 3, "offload": "both"}),
+]
+FOUR = [
+    Case(strategy="ddp", **SGD),
+    Case(strategy="fsdp", **SGD),
+    Case(strategy="fsdp", options={"dp_replicate": 2}, **SGD),
+    Case(strategy="fsdp", options={"dp_replicate": 2}, recomputed=True, **ALL, **SGD),
+    Case(strategy="fsdp", options={"dp_replicate": 2, "gather": "step"}),
+    Case(strategy="fsdp", options={"dp_shard": 4, "offload": "both"}, **ALL),
+    Case(strategy="ddp", options=GATHERED, **SGD),
+    Case(strategy="fsdp", options=GATHERED, packed=True, **ALL, **SGD),
+    Case(strategy="fsdp", options={"cp": 2, "dp_replicate": 2}, **SGD),
+    Case(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
+    Case(strategy="zero", options={"stage": 3, "options": {"zero_hpz_partition_size": 2}}, **SGD),
+    Case(
+        strategy="zero",
+        options={"stage": 3, "options": {"zero_hpz_partition_size": 2, **NOTHING_RESIDENT}},
+        **ALL,
+        **SGD,
+    ),
+    Case(strategy="zero", options={"stage": 3, "offload": "parameters"}, **ALL, **SGD),
+]
+A_FEW_NUMBERS = 64
+"""Bytes of norms and flags in a step, which no footprint speaks of."""
+
+
+def results(world: int, cases: Sequence[Case], folder: Path) -> list[Result]:
+    output = folder / f"{world}.json"
+    run_ranks(
+        "tests.strategies.parity_rank",
+        [str(output), json.dumps([dataclasses.asdict(case) for case in cases])],
+        world=world,
+        folder=folder,
+    )
+    found: list[Result] = json.loads(output.read_text())
+    return found
+
+
+class Matrix:
+    """The results of cases, and those of the reference on the same rows."""
+
+    def __init__(self, world: int, cases: Sequence[Case], folder: Path) -> None:
+        alone = list(dict.fromkeys(json.dumps(dataclasses.asdict(c.alone())) for c in cases))
+        references = results(1, [Case(**json.loads(each)) for each in alone], folder)
+        self._references = dict(zip(alone, references, strict=True))
+        self._found = dict(
+            zip([case.name for case in cases], results(world, cases, folder), strict=True)
+        )
+
+    def pair(self, case: Case) -> tuple[Result, Result]:
+        """(Of the case, of the reference.)"""
+        alone = json.dumps(dataclasses.asdict(case.alone()))
+        return self._found[case.name], self._references[alone]
+
+
+def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def table(steps: int) -> list[str]:
+    """Lines of a table in Markdown."""
+    lines = [
+        "| strategy | ranks | losses | norm of step 1 | norms | sent in a step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for world, given in ((2, TWO), (4, FOUR)):
+        cases = [dataclasses.replace(case, steps=steps) for case in given]
+        with tempfile.TemporaryDirectory() as folder:
+            matrix = Matrix(world, cases, Path(folder))
+        for case in cases:
+            found, wanted = matrix.pair(case)
+            first = apart(found["norms"][:1], wanted["norms"][:1])
+            sent = ", ".join(f"{k} {v:,}" for k, v in found["bytes"].items() if v > A_FEW_NUMBERS)
+            cells = [case.name, str(world), f"{apart(found['losses'], wanted['losses']):.0e}"]
+            cells += [f"{first:.0e}", f"{apart(found['norms'], wanted['norms']):.0e}", sent]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--steps", type=int, default=20)
+    asked = parser.parse_args()
+    if asked.rows is not None:
+        os.environ["PARITY_ROWS"] = str(asked.rows.resolve())
+    print("\n".join(table(asked.steps)))
+
+
+if __name__ == "__main__":
+    main()
