@@ -68,17 +68,29 @@ FOUR = [
     ),
     Case(strategy="zero", options={"stage": 3, "offload": "parameters"}, **ALL, **SGD),
 ]
+CARDS = [
+    Case(strategy="ddp", **SGD),
+    Case(strategy="fsdp", recomputed=True, **SGD),
+    Case(strategy="fsdp", options={"offload": "both"}, **ALL, **SGD),
+    Case(strategy="fsdp", options=GATHERED, packed=True, **SGD),
+    Case(strategy="fsdp", options=ULYSSES, **SGD),
+]
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
 
 
-def results(world: int, cases: Sequence[Case], folder: Path) -> list[Result]:
-    output = folder / f"{world}.json"
+def results(world: int, cases: Sequence[Case], folder: Path, backend: str = "cpu") -> list[Result]:
+    output = folder / f"{backend}{world}.json"
     run_ranks(
         "tests.strategies.parity_rank",
         [str(output), json.dumps([dataclasses.asdict(case) for case in cases])],
         world=world,
         folder=folder,
+        environment={
+            "PARITY_BACKEND": backend,
+            "ANYGAUGE_SIM_LOCKS": "",
+            "ANYGAUGE_SIM_CARDS": "4",
+        },
     )
     found: list[Result] = json.loads(output.read_text())
     return found
@@ -87,12 +99,14 @@ def results(world: int, cases: Sequence[Case], folder: Path) -> list[Result]:
 class Matrix:
     """The results of cases, and those of the reference on the same rows."""
 
-    def __init__(self, world: int, cases: Sequence[Case], folder: Path) -> None:
+    def __init__(
+        self, world: int, cases: Sequence[Case], folder: Path, backend: str = "cpu"
+    ) -> None:
         alone = list(dict.fromkeys(json.dumps(dataclasses.asdict(c.alone())) for c in cases))
         references = results(1, [Case(**json.loads(each)) for each in alone], folder)
         self._references = dict(zip(alone, references, strict=True))
         self._found = dict(
-            zip([case.name for case in cases], results(world, cases, folder), strict=True)
+            zip([case.name for case in cases], results(world, cases, folder, backend), strict=True)
         )
 
     def pair(self, case: Case) -> tuple[Result, Result]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.strategies.matrix import A_FEW_NUMBERS, FOUR, TWO, Matrix, Result
+from tests.strategies.matrix import A_FEW_NUMBERS, CARDS, FOUR, TWO, Matrix, Result
 from tests.strategies.parity_rank import Case
 
 
@@ -16,6 +16,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(4, FOUR, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module")
+def cards(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    return Matrix(2, CARDS, tmp_path_factory.mktemp("cards"), "sim")
 
 
 def is_the_references(case: Case, found: Result, wanted: Result) -> None:
@@ -60,3 +66,12 @@ def test_on_four_ranks(case: Case, four: Matrix) -> None:
     sends_what_it_says(case, found)
     if case.strategy != "zero":
         assert found["held"] == found["footprint"]["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CARDS, ids=lambda case: case.name)
+def test_on_simulated_cards(case: Case, cards: Matrix) -> None:
+    """The reference is the host's."""
+    found, wanted = cards.pair(case)
+    is_the_references(case, found, wanted)
+    sends_what_it_says(case, found)
