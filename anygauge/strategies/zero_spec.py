@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def check(run: StrategyRun) -> None:
             f"strategy.offload: {options.offload}: DeepSpeed's stage 0 offloads nothing. Set "
             "strategy.stage: 1 or higher, or leave it out"
         )
+    if options.offload == "optimizer" and options.stage in (1, 2) and run.ranks_run_here:
+        _check_adds_offloaded(options.stage)
     if options.offload in ("parameters", "both") and options.stage < 3:
         raise UnsupportedError(
             f"strategy.offload: {options.offload}: stage {options.stage} keeps all weights on "
@@ -80,6 +83,28 @@ ZERO = StrategySpec(
     takes_update_kernel=lambda options: _BY_ITSELF,
     check=check,
 )
+
+
+OFFLOADS_GRADIENTS_SINCE = (0, 19, 8)
+"""First version here that trains as without offloading in stages 1 and 2; 0.16.9 does not."""
+
+
+def offloads_gradients() -> bool:
+    """Whether the installed DeepSpeed adds micro-batches up as it should while it offloads."""
+    try:
+        words = metadata.version(ENGINE).split("+")[0].split(".")
+    except metadata.PackageNotFoundError:
+        return True  # that it is missing is told elsewhere
+    return tuple(int(word) for word in words if word.isdigit())[:3] >= OFFLOADS_GRADIENTS_SINCE
+
+
+def _check_adds_offloaded(stage: int) -> None:
+    if not offloads_gradients():
+        raise UnsupportedError(
+            f"strategy.offload: optimizer: DeepSpeed {metadata.version(ENGINE)} gives other losses "
+            f"in stage {stage} than without it, seen in 0.16.9; 0.19.8 does not. Set "
+            "strategy.stage: 3, or leave it out"
+        )
 
 
 def _check_known(options: dict[str, Any]) -> None:

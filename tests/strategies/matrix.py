@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from anygauge.strategies.zero_spec import offloads_gradients
 from tests.helpers.ranks import run_ranks
 from tests.strategies.parity_rank import Case
 
@@ -45,7 +46,10 @@ TWO = [
     *(Case(strategy="zero", options={"stage": stage}) for stage in range(4)),
     *(Case(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
     Case(strategy="zero", options={"stage": 3, "options": NOTHING_RESIDENT}, recomputed=True),
-    Case(strategy="zero", options={"stage": 2, "offload": "optimizer"}, **ALL, **SGD),
+    *(
+        Case(strategy="zero", options={"stage": 2, "offload": "optimizer"}, **ALL, **SGD)
+        for _ in range(offloads_gradients())
+    ),
     Case(strategy="zero", options={"stage": 3, "offload": "both"}),
 ]
 FOUR = [

@@ -44,7 +44,7 @@ def sends_what_it_says(case: Case, found: Result) -> None:
     assert sent.keys() == said.keys()
     for name, size in sent.items():
         # DeepSpeed keeps some gathered weights from forward to backward.
-        least = 0.5 * said[name] if "options" in case.options else said[name]
+        least = 0.4 * said[name] if "options" in case.options else said[name]
         assert least <= size <= said[name] + A_FEW_NUMBERS, name
 
 

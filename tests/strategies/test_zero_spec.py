@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import Precision, RunFileError, StrategyRun, UnsupportedError
+from anygauge.strategies import zero_spec
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_spec import ZERO, zero_fields
 
@@ -49,6 +50,19 @@ def test_a_stage_that_has_nothing_to_offload_is_refused(
     with pytest.raises(UnsupportedError, match=said):
         check(stage=stage, offload=offload)
     check(stage=3, offload=offload)
+
+
+@pytest.mark.parametrize(("version", "sound"), [("0.16.9", False), ("0.19.8+cpu", True)])
+def test_a_version_that_offloads_wrongly_is_refused(
+    version: str, sound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero_spec.metadata, "version", lambda name: version)
+    check(stage=3, offload="optimizer")
+    if sound:
+        check(stage=2, offload="optimizer")
+    else:
+        with pytest.raises(UnsupportedError, match=r"DeepSpeed 0\.16\.9 gives other losses"):
+            check(stage=2, offload="optimizer")
 
 
 def test_options_that_move_no_optimizer_pass() -> None:
