@@ -316,7 +316,7 @@ class Engine(Protocol):
 class SequencePart:
     """Which positions of each of its sequences a rank computes: those of part `index` of `count`.
 
-    Parts are of equal length; sequences are padded to a multiple of `count`.
+    Parts are of equal length: see `Share.multiple`.
 
     Attributes:
         all_queries: attention sees the queries of all positions, and needs masks for them.
@@ -339,6 +339,7 @@ class Share:
             the same part do.
         sequence: the positions of its rows that it computes; None: all. With a part, masks say for
             each pair of positions who sees whom.
+        multiple: lengths of sequences are padded to a multiple of it.
     """
 
     index: int
@@ -346,6 +347,7 @@ class Share:
     leads: bool = True
     stream: int | None = None
     sequence: SequencePart | None = None
+    multiple: int = 1
 
     @property
     def random_stream(self) -> int:

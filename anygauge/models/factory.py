@@ -14,6 +14,7 @@ from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.interface import ModelError, UnsupportedError
 from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.install import ModelKernels, install
+from anygauge.kernels.loss import base_of
 from anygauge.models.adapter import add_adapter, external_parameters
 from anygauge.models.files import WeightFiles, check_shape, match_names
 from anygauge.models.source import load_config, local_folder
@@ -188,7 +189,11 @@ class CausalModelFactory:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:  # the name before transformers 5.23
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        if reentrant and self.adapter is not None:
+        if not reentrant:
+            # transformers asks it in any case, which costs the gradient of the first layer's input.
+            if getattr(base_of(model), "_require_grads_hooks", None):
+                model.disable_input_require_grads()
+        elif self.adapter is not None:
             # A reentrant region passes no gradient unless an input of it asks for one.
             model.enable_input_require_grads()
 

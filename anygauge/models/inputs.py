@@ -45,6 +45,8 @@ def padded(tensors: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
     """
     length = next(iter(tensors.values())).shape[1]
     more = -length % multiple
+    if not more:
+        return dict(tensors)
     return {
         name: torch.nn.functional.pad(t, (0, more), value=IGNORE if name == "labels" else 0)
         for name, t in tensors.items()

@@ -15,7 +15,7 @@ from anygauge.interface.strategy import BuildContext, Engine, Footprint, Strateg
 from anygauge.registry import Registry
 from anygauge.registry.factories import load_options
 from anygauge.strategies.ddp import Ddp
-from anygauge.strategies.degrees import ContextParallel
+from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.footprint import numbers, trained_numbers
 from anygauge.strategies.single import Single
 
@@ -39,7 +39,7 @@ def chosen(workload: Workload, memory: int | None) -> tuple[Strategy, str]:
     needed += BYTES_PER_TRAINED * trained_numbers(workload.skeleton)
     compared = f"weights and optimizer take {needed / GIB:.2f} GiB, of {memory / GIB:.1f} GiB"
     if 2 * needed < memory:
-        return Ddp(ContextParallel()), f"{compared} that each rank has, less than half"
+        return Ddp(Degrees()), f"{compared} that each rank has, less than half"
     return _default(), f"{compared} that each rank has, more than half"
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from anygauge.interface import UnsupportedError
 from anygauge.interface.strategy import BuildContext, Workload
 from anygauge.strategies.degrees import ContextParallel
+from anygauge.strategies.exchanges import Exchange, Gather
 from anygauge.strategies.footprint import item_bytes
 from anygauge.strategies.materialise import decoder_layers
 
@@ -30,46 +31,6 @@ EAGER = "eager"
 Attention = Callable[..., Any]
 """transformers' attention function: (module, query, key, value, mask, ...) -> (output, weights);
 query (B, heads, T, D); output (B, T, heads, D)."""
-
-
-class GatherPositions(torch.autograd.Function):
-    """(B, H, T / n, D) of each rank -> (B, H, T, D); gradients are summed, and divided again."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: D102
-        ctx.group = group
-        ranks = dist.get_world_size(group)
-        first = part.movedim(2, 0).contiguous()
-        whole = first.new_empty((ranks * first.shape[0], *first.shape[1:]))
-        dist.all_gather_into_tensor(whole, first, group=group)
-        return whole.movedim(0, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        ranks = dist.get_world_size(ctx.group)
-        first = gradients[0].movedim(2, 0).contiguous()
-        part = first.new_empty((first.shape[0] // ranks, *first.shape[1:]))
-        dist.reduce_scatter_tensor(part, first, group=ctx.group)
-        return part.movedim(0, 2), None
-
-
-class Exchange(torch.autograd.Function):
-    """Divide one dimension over ranks and put another together; backward does the reverse."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, divide: int, join: int
-    ) -> Tensor:
-        ctx.given = (group, divide, join)
-        sent = torch.stack(x.chunk(dist.get_world_size(group), dim=divide)).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(received.unbind(0), dim=join)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        group, divide, join = ctx.given
-        return Exchange.apply(gradients[0], group, join, divide), None, None, None
 
 
 def attend_in_parts(model: nn.Module, group: dist.ProcessGroup, method: str) -> None:
@@ -118,7 +79,7 @@ def _gathered(attention: Attention, group: dist.ProcessGroup) -> Attention:
     ) -> Any:
         # One message for both.
         heads = key.shape[1]
-        both = GatherPositions.apply(torch.cat([key, value], dim=1), group)
+        both = Gather.apply(torch.cat([key, value], dim=1), group, 2)
         return attention(module, query, both[:, :heads], both[:, heads:], mask, **more)
 
     return forward
@@ -144,11 +105,6 @@ def _exchanged(attention: Attention, group: dist.ProcessGroup) -> Attention:
         return Exchange.apply(output, group, 1, 2), weights
 
     return forward
-
-
-def in_words(options: ContextParallel) -> str:
-    """For a strategy's description."""
-    return "" if options.cp == 1 else f", sequences over {options.cp} ranks ({options.cp_method})"
 
 
 def divide_sequences(

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Footprint, Workload
-from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.common import compile_regions, torch_dtype
 from anygauge.strategies.context_parallel import (
     attention_bytes,
     divide_sequences,
-    in_words,
     joined,
 )
-from anygauge.strategies.degrees import ContextParallel
+from anygauge.strategies.degrees import Degrees, in_words
 from anygauge.strategies.footprint import added, item_bytes, trained_numbers, whole_model
-from anygauge.strategies.gradients import LocalGradients
+from anygauge.strategies.gradients import Gradients, LocalGradients
+from anygauge.strategies.layout import Whole
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.shards import fill
 from anygauge.strategies.single import build_whole
+from anygauge.strategies.tensor_footprint import in_tensor_parts
+from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
 
 
@@ -83,9 +87,9 @@ class SummedOverRanks(LocalGradients):
 
 
 class Ddp:
-    """The whole model on every rank."""
+    """The whole model on every rank, or a part of every layer."""
 
-    def __init__(self, options: ContextParallel) -> None:
+    def __init__(self, options: Degrees) -> None:
         self.options = options
         self.description = f"ddp{in_words(options)}"
 
@@ -95,24 +99,22 @@ class Ddp:
 
     def footprint(self, workload: Workload) -> Footprint:
         """See `Strategy.footprint`."""
-        assert workload.skeleton is not None
+        sent: Mapping[str, int] = attention_bytes(self.options, workload)
+        if self.options.tp > 1:
+            workload, sent = in_tensor_parts(self.options, workload)
+        assert workload.skeleton is not None, "a footprint is counted from the model"
         sums = trained_numbers(workload.skeleton) * item_bytes(workload.precision.reduce_dtype)
-        sent = {"all_reduce": sums} if workload.world_size > 1 else {}
-        sent = added(sent, attention_bytes(self.options, workload))
+        if workload.world_size > self.options.tp:
+            sent = added(sent, {"all_reduce": sums})
         return dataclasses.replace(whole_model(workload), sent=sent)
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
+        if self.options.tp > 1:
+            return self._build_divided(context)
         model = build_whole(context)
         group = divide_sequences(model, self.options, context)
-        wrapper = DistributedDataParallel(
-            model,
-            init_sync=False,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            # An expert to which no token went has no gradient; to look for such costs a message.
-            find_unused_parameters=has_experts(model),
-        )
+        wrapper = wrapped(model, None)
         dtype = torch_dtype(context.precision.reduce_dtype)
         return TorchEngine(
             model,
@@ -121,6 +123,51 @@ class Ddp:
             gradients=lambda trained: SummedOverRanks(wrapper, trained, dtype),
             join_logits=joined(group),
         )
+
+    def _build_divided(self, context: BuildContext) -> TorchEngine:
+        factory, precision = context.factory, context.precision
+        device = context.backend.placement.device
+        replicas = context.workload.world_size // self.options.tp
+        mesh = init_device_mesh(
+            device.type, (replicas, self.options.tp), mesh_dim_names=("dp", "tp")
+        )
+        model, names = factory.adapted_on_meta()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
+        factory.checkpoint_activations(model)
+        compile_regions(model, context.backend)
+        parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
+        fill(model, names, factory, device, cuts=parallel.division.cuts)
+        wrapper = wrapped(model, mesh.get_group("dp")) if replicas > 1 else None
+        dtype = torch_dtype(precision.reduce_dtype)
+        layout = parallel.layout(Whole(context.clip_grad_norm), model)
+
+        def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
+            if wrapper is None:
+                return parallel.gradients(LocalGradients(trained, dtype), layout, model)
+            return parallel.gradients(SummedOverRanks(wrapper, trained, dtype), layout, model)
+
+        return TorchEngine(
+            model,
+            context,
+            call=wrapper,
+            gradients=gradients,
+            layout=layout,
+            join_logits=joined(parallel.group),
+        )
+
+
+def wrapped(model: nn.Module, group: dist.ProcessGroup | None) -> DistributedDataParallel:
+    """The model in torch's DDP over a group, None for all ranks."""
+    return DistributedDataParallel(
+        model,
+        process_group=group,
+        init_sync=False,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        # An expert to which no token went has no gradient; to look for such costs a message.
+        find_unused_parameters=has_experts(model),
+    )
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from anygauge.interface import API_VERSION, Requirement, StrategyRun, StrategySpec
-from anygauge.strategies.degrees import check_divides, check_heads, share
+from typing import Any
+
+from anygauge.interface import (
+    API_VERSION,
+    FULL,
+    Level,
+    Requirement,
+    StrategyRun,
+    StrategySpec,
+    Support,
+)
+from anygauge.strategies.degrees import (
+    check_adapter,
+    check_divides,
+    check_model,
+    check_optimizer,
+    share,
+)
+
+IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has a part of the gradients alone")
 
 
 def check(run: StrategyRun) -> None:
-    """Raises: RunFileError: the degrees do not fit the ranks."""
+    """Refuse what the degrees cannot do.
+
+    Raises:
+        RunFileError: they do not fit the ranks, or the optimizer needs whole matrices.
+        UnsupportedError: the adapter's first values depend on whole weights.
+    """
     check_divides(run.options, run.world_size)
+    if run.options.tp > 1:
+        check_optimizer(run, "strategy.tp")
+        check_adapter(run, "strategy.tp")
+
+
+def takes_clip_kernel(options: Any) -> Support:
+    """See `StrategySpec.takes_clip_kernel`."""
+    return FULL if options.tp == 1 else IN_PARTS
 
 
 DDP = StrategySpec(
@@ -16,9 +47,11 @@ DDP = StrategySpec(
     factory="anygauge.strategies.ddp:Ddp",
     api_version=API_VERSION,
     summary="torch's DDP: the whole model on every rank, gradients summed over ranks.",
-    options="anygauge.strategies.degrees:ContextParallel",
+    options="anygauge.strategies.degrees:Degrees",
     needs=(Requirement(capability="collectives", because="DDP sums gradients"),),
     share=share,
+    takes_clip_kernel=takes_clip_kernel,
+    shorthands={"tensor": lambda nodes, devices: {"tp": nodes * devices}},
     check=check,
-    check_model=check_heads,
+    check_model=check_model,
 )

@@ -1,4 +1,4 @@
-"""Fields of a run file that several strategies share: over what ranks are divided besides rows."""
+"""Fields of a run file that several strategies share: what ranks divide besides rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from anygauge.interface import RunFileError, SequencePart, Share, UnsupportedError
+from anygauge.interface import (
+    RunFileError,
+    SequencePart,
+    Share,
+    StrategyRun,
+    UnsupportedError,
+)
+from anygauge.strategies.tensor_plans import check_model_divides
 
 
 class ContextParallel(BaseModel):
@@ -20,9 +27,32 @@ class ContextParallel(BaseModel):
     )
 
 
+class Degrees(ContextParallel):
+    """Fields for layers that are divided over ranks, too."""
+
+    tp: Annotated[int, Field(ge=1)] = Field(
+        1, description="Neighbouring ranks that each compute a part of every layer."
+    )
+    sequence_parallel: bool = Field(
+        True,
+        description="With tp: between layers, each of these ranks has a part of the positions.",
+    )
+
+
+def in_words(options: Degrees) -> str:
+    """For a strategy's description."""
+    if options.tp > 1:
+        parts = " and positions" if options.sequence_parallel else ""
+        return f", layers{parts} over {options.tp} ranks"
+    return "" if options.cp == 1 else f", sequences over {options.cp} ranks ({options.cp_method})"
+
+
 def share(options: Any, rank: int, world_size: int) -> Share:
     """Which rows, and which part of them, a rank reads."""
-    cp = options.cp
+    cp, tp = options.cp, options.tp
+    if tp > 1 and world_size % tp == 0:
+        leads = rank % tp == 0
+        return Share(rank // tp, world_size // tp, leads=leads, multiple=tp)
     if cp == 1 or world_size % cp:
         return Share(rank, world_size)
     return Share(
@@ -31,6 +61,7 @@ def share(options: Any, rank: int, world_size: int) -> Share:
         leads=rank % cp == 0,
         stream=rank,
         sequence=SequencePart(rank % cp, cp, all_queries=options.cp_method == "ulysses"),
+        multiple=cp,
     )
 
 
@@ -47,10 +78,54 @@ def check_heads(options: Any, config: Any) -> None:
 
 
 def check_divides(options: Any, world_size: int) -> None:
-    """Raises: RunFileError: the ranks cannot be divided into groups of `cp`."""
-    if world_size % options.cp:
-        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+    """Raises: RunFileError: the ranks cannot be divided into groups as the degrees ask."""
+    asked = {name: getattr(options, name) for name in ("cp", "tp") if getattr(options, name) > 1}
+    if len(asked) > 1:
         raise RunFileError(
-            f"strategy.cp: {world_size} ranks (--devices times --nodes) are no multiple of "
-            f"{options.cp}. Set strategy.cp to one of {', '.join(divisors)}"
+            f"strategy: {' and '.join(f'{k} {v}' for k, v in asked.items())} cannot be combined "
+            f"yet. Set one of strategy.{' and strategy.'.join(asked)} to 1"
         )
+    for name, degree in asked.items():
+        if world_size % degree:
+            divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+            raise RunFileError(
+                f"strategy.{name}: {world_size} ranks (--devices times --nodes) are no multiple "
+                f"of {degree}. Set strategy.{name} to one of {', '.join(divisors)}"
+            )
+
+
+def check_optimizer(run: StrategyRun, because: str) -> None:
+    """Refuse an optimizer that needs whole matrices.
+
+    Args:
+        because: the field under which a rank has parts of them.
+
+    Raises:
+        RunFileError: names one that does not.
+    """
+    if run.optimizer == "adafactor":
+        raise RunFileError(
+            "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
+            f"under {because} a rank has a part of it alone. Use train.optimizer.name: "
+            "adamw_8bit, or strategy.name: ddp or single without degrees"
+        )
+
+
+def check_adapter(run: StrategyRun, because: str) -> None:
+    """Refuse an adapter whose first values depend on whole weights.
+
+    Raises:
+        UnsupportedError: names strategies that read them first.
+    """
+    if run.adapter == "dora":
+        raise UnsupportedError(
+            f"adapter.dora: DoRA's magnitudes begin as norms of whole weights, which {because} "
+            "divides before it reads them. Leave it out, or use strategy.name: zero, ddp or single "
+            "without degrees"
+        )
+
+
+def check_model(options: Any, config: Any) -> None:
+    """Raises: UnsupportedError: the model cannot be divided as the degrees ask."""
+    check_heads(options, config)
+    check_model_divides(options, config)

@@ -26,6 +26,11 @@ def trained_numbers(model: nn.Module) -> int:
     return numbers(p for p in model.parameters() if p.requires_grad)
 
 
+def rows_of(parameter: nn.Parameter, ranks: int) -> int:
+    """Numbers in the first rank's rows of a parameter."""
+    return -(-parameter.shape[0] // ranks) * (parameter.numel() // parameter.shape[0])
+
+
 def added(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     """The bytes of two sets of collectives together."""
     return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,19 @@ from anygauge.strategies.common import compile_regions, torch_dtype
 from anygauge.strategies.context_parallel import (
     attention_bytes,
     divide_sequences,
-    in_words,
     joined,
 )
+from anygauge.strategies.degrees import in_words
 from anygauge.strategies.footprint import added
 from anygauge.strategies.fsdp_footprint import fsdp_footprint
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.fsdp_spec import shards
+from anygauge.strategies.gradients import Gradients
+from anygauge.strategies.layout import Layout
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.shards import Sharded, fill, set_types
+from anygauge.strategies.tensor_footprint import in_tensor_parts
+from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
 
 
@@ -122,9 +126,12 @@ class Fsdp:
 
     def footprint(self, workload: Workload) -> Footprint:
         """See `Strategy.footprint`."""
-        found = fsdp_footprint(self.options, shards(self.options, workload.world_size), workload)
-        sent = added(found.sent, attention_bytes(self.options, workload))
-        return dataclasses.replace(found, sent=sent)
+        sent: Mapping[str, int] = attention_bytes(self.options, workload)
+        ranks = shards(self.options, workload.world_size)
+        if self.options.tp > 1:
+            workload, sent = in_tensor_parts(self.options, workload, ranks)
+        found = fsdp_footprint(self.options, ranks, workload)
+        return dataclasses.replace(found, sent=added(found.sent, sent))
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
@@ -136,39 +143,53 @@ class Fsdp:
         factory.checkpoint_activations(model)
         compile_regions(model, context.backend)
         group = divide_sequences(model, self.options, context)
+        parallel = None
+        if self.options.tp > 1:
+            parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
         self._shard(model, mesh, context)
         host = torch.device(HOST_DEVICE)
         storage = None if self.options.offload == "none" else host
-        fill(model, names, factory, device, storage=storage)
+        cuts = {} if parallel is None else parallel.division.cuts
+        fill(model, names, factory, device, storage=storage, cuts=cuts)
         assert isinstance(model, FSDPModule)
         wrapped: FSDPModule = model
         everything = all(p.requires_grad for p in model.parameters())
-        return TorchEngine(
-            model,
-            context,
-            gradients=lambda trained: ReducedByFsdp(
+        layout: Layout = Sharded(mesh.get_group("dp_shard"), device)
+        if parallel is not None:
+            layout = parallel.layout(layout, model)
+
+        def gradients(trained: Sequence[nn.Parameter]) -> Gradients:
+            reduced = ReducedByFsdp(
                 wrapped,
                 trained,
                 every_time=everything,
                 keeps_weights=self.options.gather == "step",
-                ranks=context.workload.world_size,
-            ),
-            layout=Sharded(mesh.get_group("dp_shard"), device),
-            join_logits=joined(group),
+                ranks=context.workload.world_size // self.options.tp,
+            )
+            return reduced if parallel is None else parallel.gradients(reduced, layout, model)
+
+        return TorchEngine(
+            model,
+            context,
+            gradients=gradients,
+            layout=layout,
+            join_logits=joined(group if parallel is None else parallel.group),
         )
 
     def _mesh(self, device_type: str, world_size: int) -> DeviceMesh:
-        shard = shards(self.options, world_size)
-        if shard == world_size:
-            return init_device_mesh(device_type, (shard,), mesh_dim_names=("dp_shard",))
-        return init_device_mesh(
-            device_type,
-            (self.options.dp_replicate, shard),
-            mesh_dim_names=("dp_replicate", "dp_shard"),
-        )
+        sizes = {
+            "dp_replicate": self.options.dp_replicate,
+            "dp_shard": shards(self.options, world_size),
+            "tp": self.options.tp,
+        }
+        asked = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        return init_device_mesh(device_type, tuple(asked.values()), mesh_dim_names=tuple(asked))
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh, context: BuildContext) -> None:
         precision = context.precision
+        if self.options.tp > 1:
+            outer = ("dp_replicate", "dp_shard") if self.options.dp_replicate > 1 else ("dp_shard",)
+            mesh = mesh[outer]
         policy = MixedPrecisionPolicy(
             param_dtype=torch_dtype(precision.param_dtype),
             reduce_dtype=torch_dtype(precision.reduce_dtype),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from anygauge.interface.strategy import Footprint, Workload
-from anygauge.strategies.footprint import item_bytes
+from anygauge.strategies.footprint import item_bytes, rows_of
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.materialise import decoder_layers
 
@@ -28,8 +28,8 @@ def fsdp_footprint(options: FsdpOptions, ranks: int, workload: Workload) -> Foot
     layers = {id(p): p for layer in decoder_layers(model) for p in layer.parameters()}
     in_layers = _padded(layers.values(), ranks)
     in_root = _padded((p for p in everything if id(p) not in layers), ranks)
-    part = sum(map(lambda p: _rows(p, ranks), trained))
-    frozen = sum(_rows(p, ranks) for p in everything if not p.requires_grad)
+    part = sum(map(lambda p: rows_of(p, ranks), trained))
+    frozen = sum(rows_of(p, ranks) for p in everything if not p.requires_grad)
     turns = workload.accumulation
     once = options.gather == "step"
     gathers = in_layers + in_root if once else turns * (2 * in_layers + in_root)
@@ -47,11 +47,6 @@ def fsdp_footprint(options: FsdpOptions, ranks: int, workload: Workload) -> Foot
     )
 
 
-def _rows(parameter: nn.Parameter, ranks: int) -> int:
-    """Numbers in the first rank's rows of a parameter."""
-    return -(-parameter.shape[0] // ranks) * (parameter.numel() // parameter.shape[0])
-
-
 def _padded(parameters: Iterable[nn.Parameter], ranks: int) -> int:
     """Numbers of parameters whose rows are made a multiple of the ranks."""
-    return sum(_rows(p, ranks) * ranks for p in parameters)
+    return sum(rows_of(p, ranks) * ranks for p in parameters)

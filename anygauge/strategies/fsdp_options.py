@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from anygauge.strategies.degrees import ContextParallel
+from anygauge.strategies.degrees import Degrees
 
 
-class FsdpOptions(ContextParallel):
+class FsdpOptions(Degrees):
     """Fields of ``strategy`` besides its name."""
 
     dp_replicate: Annotated[int, Field(ge=1)] = Field(

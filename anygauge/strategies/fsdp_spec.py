@@ -13,9 +13,14 @@ from anygauge.interface import (
     StrategyRun,
     StrategySpec,
     Support,
-    UnsupportedError,
 )
-from anygauge.strategies.degrees import check_divides, check_heads, share
+from anygauge.strategies.degrees import (
+    check_adapter,
+    check_divides,
+    check_model,
+    check_optimizer,
+    share,
+)
 
 IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has a part of the gradients alone")
 ON_THE_HOST = Support(
@@ -30,14 +35,16 @@ def shards(options: Any, world_size: int) -> int:
         RunFileError: the degrees do not make up the ranks.
     """
     check_divides(options, world_size)
-    replicate, shard, rows = options.dp_replicate, options.dp_shard, world_size // options.cp
+    others = {name: getattr(options, name) for name in ("cp", "tp")}
+    replicate, shard = options.dp_replicate, options.dp_shard
+    rows = world_size // (options.cp * options.tp)
     if shard == -1 and rows % replicate == 0:
         shard = rows // replicate
     if shard > 0 and replicate * shard == rows:
         return int(shard * options.cp)
     divisors = [str(n) for n in range(1, rows + 1) if rows % n == 0]
     product = f"{replicate} x {shard}" if shard != -1 else f"{replicate} x what is left"
-    over = "" if options.cp == 1 else f" divided by strategy.cp {options.cp}"
+    over = "".join(f" divided by strategy.{name} {n}" for name, n in others.items() if n > 1)
     raise RunFileError(
         f"strategy.dp_replicate and dp_shard: {product} is not {rows}, the number of ranks "
         f"(--devices times --nodes){over}. Leave dp_shard out, and make dp_replicate one of "
@@ -53,17 +60,8 @@ def check(run: StrategyRun) -> None:
         UnsupportedError: the adapter's first values depend on whole weights.
     """
     shards(run.options, run.world_size)
-    if run.optimizer == "adafactor":
-        raise RunFileError(
-            "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
-            "under strategy fsdp a rank has some of the rows alone. Use train.optimizer.name: "
-            "adamw_8bit, or strategy.name: ddp or single"
-        )
-    if run.adapter == "dora":
-        raise UnsupportedError(
-            "adapter.dora: DoRA's magnitudes begin as norms of whole weights, which strategy fsdp "
-            "divides before it reads them. Leave it out, or use strategy.name: zero, ddp or single"
-        )
+    check_optimizer(run, "strategy fsdp")
+    check_adapter(run, "strategy fsdp")
 
 
 FSDP = StrategySpec(
@@ -79,5 +77,5 @@ FSDP = StrategySpec(
     # The layout of DeepSpeed's MiCS, which DeepSpeed no longer has: each machine holds the model.
     shorthands={"mics": lambda nodes, devices: {"dp_replicate": nodes}},
     check=check,
-    check_model=check_heads,
+    check_model=check_model,
 )

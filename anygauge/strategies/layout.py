@@ -17,6 +17,12 @@ class Layout(Protocol):
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
         """This rank's part of a parameter, as a plain one that shares its memory."""
 
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The whole shape of a parameter, trained or not."""
+
+    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
+        """The sum of squares of the gradients of some parts, over all ranks; ()."""
+
     def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Scale gradients of parts so that all ranks' together have a norm of `max_norm` at most.
 
@@ -34,6 +40,21 @@ class Layout(Protocol):
         """This rank's part of a tensor of `parameter`'s shape."""
 
 
+def local_square(parts: Sequence[nn.Parameter]) -> Tensor:
+    """The sum of squares of gradients on this rank, (); zero without any."""
+    gradients = [p.grad for p in parts if p.grad is not None and p.grad.numel()]
+    if not gradients:
+        return torch.zeros(())
+    return torch.nn.utils.get_total_norm(gradients).square()
+
+
+def scale_to(parts: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> Tensor:
+    """Scale gradients to a norm of `max_norm` at most, of all ranks' together; returns `norm`."""
+    if max_norm != torch.inf and any(p.grad is not None and p.grad.numel() for p in parts):
+        torch.nn.utils.clip_grads_with_norm_(parts, max_norm, norm)
+    return norm
+
+
 class Whole:
     """Every rank holds everything; see `Layout`.
 
@@ -47,6 +68,14 @@ class Whole:
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
         """See `Layout.local`."""
         return parameter
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `Layout.shape`."""
+        return tuple(parameter.shape)
+
+    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
+        """See `Layout.square`."""
+        return local_square(parts)
 
     def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See `Layout.clip`."""

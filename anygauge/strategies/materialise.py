@@ -41,6 +41,15 @@ def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
             yield from decoder_layers(child)
 
 
+def owners_of(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """For each parameter the modules that have it, and its name there; a tied one has several."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            found.setdefault(id(parameter), []).append((module, name))
+    return list(found.values())
+
+
 def materialise(
     model: nn.Module,
     factory: ModelFactory,
@@ -56,11 +65,7 @@ def materialise(
         read: False leaves the values undefined: `place` will bring them from another rank.
         place: called with each unit once it is real; may shard it.
     """
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append((module, name))
-
+    owners = {id(group[0][0]._parameters[group[0][1]]): group for group in owners_of(model)}
     for path, unit in units(model):
         waiting = {name: p for name, p in unit.named_parameters() if p.is_meta}
         if not waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from anygauge.interface.strategy import ModelFactory, Precision
 from anygauge.strategies.common import torch_dtype
-from anygauge.strategies.materialise import units
+from anygauge.strategies.layout import local_square, scale_to
+from anygauge.strategies.materialise import owners_of, units
+from anygauge.strategies.tensor_division import Cut
 
 
 class Sharded:
@@ -31,17 +34,19 @@ class Sharded:
         assert isinstance(parameter, DTensor)
         return nn.Parameter(parameter.to_local().detach())
 
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `Layout.shape`; a DTensor shows the whole one."""
+        return tuple(parameter.shape)
+
+    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
+        """See `Layout.square`."""
+        square = local_square(parts).to(self._device)
+        dist.all_reduce(square, group=self._group)
+        return square
+
     def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See `Layout.clip`."""
-        gradients = [p.grad for p in parts if p.grad is not None and p.grad.numel()]
-        square = torch.zeros((), device=self._device)
-        if gradients:
-            square += torch.nn.utils.get_total_norm(gradients).to(self._device).square()
-        dist.all_reduce(square, group=self._group)
-        norm = square.sqrt()
-        if max_norm != torch.inf and gradients:
-            torch.nn.utils.clip_grads_with_norm_(parts, max_norm, norm)
-        return norm
+        return scale_to(parts, self.square(parts).sqrt(), max_norm)
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """See `Layout.whole`."""
@@ -61,8 +66,11 @@ class Sharded:
         return whole[part_of(parameter)]
 
 
-def part_of(parameter: Tensor) -> tuple[slice, ...]:
+def part_of(parameter: Tensor, cut: Cut | None = None) -> tuple[slice, ...]:
     """Where this rank's part of a DTensor lies in the whole; of a plain tensor, all of it.
+
+    Args:
+        cut: made before, of which the tensor is a part.
 
     torch divides a dimension into pieces of equal size, of which the last ones may be shorter, or
     empty; the outer dimension of a mesh comes first.
@@ -77,6 +85,9 @@ def part_of(parameter: Tensor) -> tuple[slice, ...]:
                 piece = -(-(end - start) // parameter.device_mesh.size(dimension))
                 first = min(start + place[dimension] * piece, end)
                 ends[placement.dim] = (first, min(first + piece, end))
+    if cut is not None:
+        before = cut.index * parameter.shape[cut.dim]
+        ends[cut.dim] = (before + ends[cut.dim][0], before + ends[cut.dim][1])
     return tuple(slice(start, end) for start, end in ends)
 
 
@@ -98,6 +109,7 @@ def fill(
     device: torch.device,
     *,
     storage: torch.device | None = None,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> None:
     """Make a sharded model real, and give this rank's parts their values, unit by unit.
 
@@ -105,9 +117,14 @@ def fill(
         model, names: of `ModelFactory.adapted_on_meta`; parameters have become DTensors since.
         device: that computes.
         storage: where parts lie; None: there.
+        cuts: by name, of parameters that were cut before they became DTensors.
     """
     place = storage or device
+    tied = owners_of(model)
     model._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
+    for (first, name), *others in tied:
+        for module, key in others:
+            module._parameters[key] = first._parameters[name]
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
@@ -115,24 +132,33 @@ def fill(
     adapted = {inner: name for name, inner in names.items()}
 
     def wanted(name: str, shape: Sequence[int]) -> tuple[slice, ...] | None:
-        part = part_of(at[adapted[name]])
+        part = part_of(at[adapted[name]], cuts.get(adapted[name]))
         return None if any(piece.start == piece.stop for piece in part) else part
 
     skeleton = factory.skeleton()
+    owners = owners_of(skeleton)
     with torch.no_grad():
         for path, unit in units(skeleton):
+            if not any(parameter.is_meta for parameter in unit.parameters()):
+                continue
             for name, value in factory.values(skeleton, path, wanted).items():
                 parameter = at[adapted[f"{path}.{name}" if path else name]]
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.copy_(value)
-            _leave_meta(unit)
+            _leave_meta(unit, owners)
 
 
-def _leave_meta(unit: nn.Module) -> None:
-    """Put something without memory in place of parameters that have served: a parent of a unit
-    looks at whether its own are the only ones left."""
-    for module in unit.modules():
-        for key, parameter in list(module._parameters.items()):
+def _leave_meta(unit: nn.Module, owners: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
+    """Put something without memory in place of parameters that have served, with all their owners.
+
+    A parent of a unit looks at whether its own are the only ones left; a tied one has its values.
+    """
+    served = {id(module) for module in unit.modules()}
+    for group in owners:
+        if not any(id(module) in served for module, _ in group):
+            continue
+        for module, key in group:
+            parameter = module._parameters[key]
             if parameter is not None and parameter.is_meta:
                 nothing = torch.zeros(()).expand(parameter.shape)
                 module._parameters[key] = nn.Parameter(nothing, requires_grad=False)

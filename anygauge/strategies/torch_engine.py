@@ -137,8 +137,8 @@ class TorchEngine:
         return logits.to(HOST_DEVICE, torch.float32)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See `Engine.parameter_shape`; a DTensor shows the whole one."""
-        return tuple(parameter.shape)
+        """See `Engine.parameter_shape`."""
+        return self._layout.shape(parameter)
 
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""

@@ -32,7 +32,6 @@ from anygauge.interface.strategy import (
     DeviceBatch,
     Engine,
     Precision,
-    SequencePart,
     Share,
     Strategy,
     StrategySpec,
@@ -148,14 +147,14 @@ class Placer:
         *,
         packed: MaskPlan,
         progress: Progress,
-        part: SequencePart | None = None,
+        share: Share,
     ) -> None:
         """Args:
         packed: masks of packed rows, and of parts of sequences.
         progress: told of each micro-batch.
-        part: the positions that this rank computes.
+        share: what this rank computes of its sequences, and their lengths.
         """
-        self._part = part
+        self._share = share
         self._progress = progress
         self._placement = backend.placement
         self._packed = packed
@@ -165,10 +164,9 @@ class Placer:
     def __call__(self, batch: MicroBatch) -> DeviceBatch:
         """One micro-batch on the device."""
         self._progress.batch()
-        part = self._part
+        part = self._share.sequence
         tensors = {**batch.tensors(), "labels": shift_labels(batch.labels)}
-        if part is not None:
-            tensors = padded(tensors, part.count)
+        tensors = padded(tensors, self._share.multiple)
         moved = dataclasses.replace(batch, **self._placement.to_device(tensors))
         inputs = model_inputs(moved, self._dtype, self._packed, part)
         self.shapes.add(tuple(inputs["input_ids"].shape))
@@ -276,7 +274,7 @@ def prepare_run(
         precision.param_dtype,
         packed=packed,
         progress=rank.progress,
-        part=share.sequence,
+        share=share,
     )
     if rank.index == 0:
         put_in_place(job.start_directory, Path(job.run_directory))

@@ -1,6 +1,6 @@
 """One rank that loads a model under a strategy, and says what it read and held.
 
-``python -m tests.strategies.loading_rank OUTPUT MODEL STRATEGY BACKEND``
+``python -m tests.strategies.loading_rank OUTPUT MODEL STRATEGY BACKEND OPTIONS``, the last in JSON
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def counted(self: LazyTensor, part: tuple[Any, ...]) -> torch.Tensor:
     return value  # type: ignore[no-any-return]
 
 
-def main(output: Path, model: str, name: str, backend_name: str) -> None:
+def main(output: Path, model: str, name: str, backend_name: str, options: str) -> None:
     LazyTensor.read = counted  # type: ignore[method-assign]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     registry = Registry.load()
@@ -43,7 +43,7 @@ def main(output: Path, model: str, name: str, backend_name: str) -> None:
     )
     provided = registry.find_strategy(name)
     kind = load_options(provided)
-    strategy = registry.strategy(name)(None if kind is None else kind())
+    strategy = registry.strategy(name)(None if kind is None else kind(**json.loads(options)))
     context = build_context(
         factory=CausalModelFactory(
             ModelSection(name=model),

@@ -26,6 +26,8 @@ ALL = {"lora": False}
 SGD = {"optimizer": "sgd"}
 GATHERED = {"cp": 2}
 ULYSSES = {"cp": 2, "cp_method": "ulysses"}
+TENSOR = {"tp": 2}
+WITHOUT_SP = {"tp": 2, "sequence_parallel": False}
 TWO = [
     Case(strategy="ddp"),
     Case(strategy="ddp", **ALL, **SGD),
@@ -42,6 +44,12 @@ TWO = [
     Case(strategy="fsdp", options=GATHERED, recomputed=True, **SGD),
     Case(strategy="fsdp", options=GATHERED, **ALL, **SGD),
     Case(strategy="fsdp", options=ULYSSES, packed=True, recomputed=True, **SGD),
+    Case(strategy="ddp", options=TENSOR, **SGD),
+    Case(strategy="ddp", options=TENSOR, packed=True, recomputed=True),
+    Case(strategy="ddp", options=TENSOR, recomputed=True, **ALL, **SGD),
+    Case(strategy="ddp", options=TENSOR, dtype="bfloat16"),
+    Case(strategy="ddp", options=WITHOUT_SP, recomputed=True, **SGD),
+    Case(strategy="ddp", options=WITHOUT_SP, packed=True, **ALL, **SGD),
     Case(strategy="zero", packed=True, **SGD),
     *(Case(strategy="zero", options={"stage": stage}) for stage in range(4)),
     *(Case(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
@@ -62,6 +70,10 @@ FOUR = [
     Case(strategy="ddp", options=GATHERED, **SGD),
     Case(strategy="fsdp", options=GATHERED, packed=True, **ALL, **SGD),
     Case(strategy="fsdp", options={"cp": 2, "dp_replicate": 2}, **SGD),
+    Case(strategy="ddp", options=TENSOR, **ALL, **SGD),
+    Case(strategy="fsdp", options=TENSOR, packed=True, recomputed=True, **SGD),
+    Case(strategy="fsdp", options=TENSOR, **ALL, **SGD),
+    Case(strategy="fsdp", options={"tp": 2, "dp_replicate": 2, "dp_shard": 1}, **SGD),
     Case(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
     Case(strategy="zero", options={"stage": 3, "options": {"zero_hpz_partition_size": 2}}, **SGD),
     Case(
@@ -78,6 +90,8 @@ CARDS = [
     Case(strategy="fsdp", options={"offload": "both"}, **ALL, **SGD),
     Case(strategy="fsdp", options=GATHERED, packed=True, **SGD),
     Case(strategy="fsdp", options=ULYSSES, **SGD),
+    Case(strategy="ddp", options=TENSOR, packed=True, **SGD),
+    Case(strategy="fsdp", options=WITHOUT_SP, **ALL, **SGD),
 ]
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""

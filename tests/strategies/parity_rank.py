@@ -55,6 +55,7 @@ class Case:
         options: of the section ``strategy``.
         lora: an adapter is trained; otherwise all weights.
         packed: each row is several documents.
+        model: fields of the model's configuration in place of those of `CONFIG`.
     """
 
     strategy: str
@@ -65,6 +66,8 @@ class Case:
     optimizer: str = "adamw"
     dtype: str = "float32"
     steps: int = 4
+    model: dict[str, Any] = field(default_factory=dict)
+    attention: str = "sdpa"
 
     @property
     def name(self) -> str:
@@ -73,6 +76,7 @@ class Case:
         words += ["recomputed"] * self.recomputed + ["packed"] * self.packed
         words += [self.optimizer] * (self.optimizer != "adamw")
         words += [self.dtype] * (self.dtype != "float32")
+        words += [self.model["model_type"]] if self.model else []
         return " ".join(words)
 
     def alone(self) -> Case:
@@ -162,9 +166,9 @@ def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, 
     share = provided.spec.share(options, rank, world)
     context = build_context(
         factory=CausalModelFactory(
-            ModelSection(config=CONFIG, tokenizer="none"),
+            ModelSection(config=case.model or CONFIG, tokenizer="none"),
             AdapterSection(r=4) if case.lora else None,
-            attention="sdpa",
+            attention=case.attention,
             kernels=ModelKernels(),
             dtype=getattr(torch, case.dtype),
             seed=0,

@@ -26,7 +26,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.ddp import Ddp
-from anygauge.strategies.degrees import ContextParallel
+from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.fsdp import Fsdp
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.single import Single
@@ -45,6 +45,15 @@ CONFIG = {
     "vocab_size": 37,
     "tie_word_embeddings": False,
 }
+EVEN = {
+    "hidden_size": 20,
+    "intermediate_size": 22,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 38,
+}
+"""What two ranks can divide."""
+
 UPDATES = 7
 
 
@@ -57,6 +66,10 @@ class Case:
     optimizer: str = "adamw"
 
     @property
+    def config(self) -> dict[str, Any]:
+        return {**CONFIG, **EVEN} if "tensor" in self.strategy else CONFIG
+
+    @property
     def name(self) -> str:
         return f"{self.strategy}-{self.ranks}-{self.optimizer}"
 
@@ -64,7 +77,9 @@ class Case:
         name, stage = self.strategy.rstrip("0123"), self.strategy[-1:]
         return {
             "single": Single,
-            "ddp": lambda: Ddp(ContextParallel()),
+            "ddp": lambda: Ddp(Degrees()),
+            "tensor": lambda: Ddp(Degrees(tp=2)),
+            "tensor-fsdp": lambda: Fsdp(FsdpOptions(tp=2)),
             "fsdp": lambda: Fsdp(FsdpOptions()),
             "hsdp": lambda: Fsdp(FsdpOptions(dp_replicate=2)),
             "zero-offloading": lambda: Zero(ZeroOptions(stage=int(stage), offload="optimizer")),
@@ -76,7 +91,8 @@ CASES = (
     Case(strategy="single", ranks=1),
     *(Case(strategy=f"zero{stage}", ranks=ranks) for stage in (0, 1, 2, 3) for ranks in (1, 3)),
     *(Case(strategy=name, ranks=3) for name in ("ddp", "fsdp")),
-    *(Case(strategy=name, ranks=4) for name in ("zero3", "hsdp")),
+    *(Case(strategy=name, ranks=4) for name in ("zero3", "hsdp", "tensor-fsdp")),
+    *(Case(strategy="tensor", ranks=ranks) for ranks in (2, 4)),
     *(Case(strategy=f"zero-offloading{stage}", ranks=3) for stage in (2, 3)),
     *(Case(strategy=name, ranks=3, optimizer="lion") for name in ("zero3", "fsdp")),
     *(
@@ -126,7 +142,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
             device=device,
         )
     factory = CausalModelFactory(
-        ModelSection(config=CONFIG, tokenizer="none"),
+        ModelSection(config=case.config, tokenizer="none"),
         AdapterSection(r=5),
         attention="sdpa",
         dtype=torch.float32,

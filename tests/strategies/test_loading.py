@@ -38,16 +38,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
     return folder, size, of_layer
 
 
-def loaded(folder: Path, model: Path, strategy: str, backend: str) -> list[dict[str, Any]]:
+def loaded(
+    folder: Path, model: Path, strategy: str, backend: str, ranks: int = RANKS, **options: Any
+) -> list[dict[str, Any]]:
     output = folder / f"{strategy}-{backend}"
     run_ranks(
         "tests.strategies.loading_rank",
-        [str(output), str(model), strategy, backend],
-        world=RANKS,
+        [str(output), str(model), strategy, backend, json.dumps(options)],
+        world=ranks,
         folder=folder,
         environment=SIM,
     )
-    return [json.loads((folder / f"{output.name}.{r}.json").read_text()) for r in range(RANKS)]
+    return [json.loads((folder / f"{output.name}.{r}.json").read_text()) for r in range(ranks)]
 
 
 def test_each_rank_of_fsdp_reads_its_part_of_the_files(
@@ -74,3 +76,28 @@ def test_a_card_holds_its_part_of_the_model_and_never_much_more(
         factors = 2**16
         assert rank["held"] <= 0.26 * size + factors
         assert rank["peak"] <= 0.26 * size + 2 * layer + factors
+
+
+def whole_on_each(model: Path) -> int:
+    """Bytes of what tensor parallelism does not divide: norms and the output layer."""
+    config = json.loads((model / "config.json").read_text())
+    norms = 2 * config["num_hidden_layers"] + 1
+    return 4 * config["hidden_size"] * (norms + config["vocab_size"])
+
+
+def test_each_rank_of_a_group_reads_its_part_of_every_layer(
+    model: tuple[Path, int, int], tmp_path: Path
+) -> None:
+    folder, size, _ = model
+    both = whole_on_each(folder)
+    read = [rank["read"] for rank in loaded(tmp_path, folder, "ddp", "cpu", 2, tp=2)]
+    assert read == [(size - both) / 2 + both] * 2
+
+
+def test_a_card_holds_its_part_of_every_layer(model: tuple[Path, int, int], tmp_path: Path) -> None:
+    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    folder, size, layer = model
+    for rank in loaded(tmp_path, folder, "ddp", "sim", 2, tp=2):
+        factors = 2**17
+        assert rank["held"] <= 0.53 * size + factors
+        assert rank["peak"] <= 0.53 * size + 2 * layer + factors

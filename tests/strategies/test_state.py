@@ -18,6 +18,8 @@ NEEDS = {"adamw_8bit": "bitsandbytes"}
 SLOW = {
     "hsdp-4-adamw",
     "fsdp-3-lion",
+    "tensor-4-adamw",
+    "tensor-fsdp-4-adamw",
     "zero0-1-adamw",
     "zero1-1-adamw",
     "zero2-1-adamw",
@@ -58,7 +60,7 @@ def test_what_went_in_comes_out(case: Case, folder: Folder) -> None:
     assert path.exists(), path.with_name("rank0.log").read_text()[-4000:]
     found: dict[str, Any] = json.loads(path.read_text())
     assert found["tensors"] == found["expected"] > 0
-    if case.ranks > 1:
+    if case.ranks > 1 and case.strategy != "tensor":
         assert any(size % case.ranks for size in found["sizes"]), "so padding is among the cases"
     if case.optimizer == "adamw_8bit":
         # Codes cannot hold any digits; what they hold comes out as it went in.

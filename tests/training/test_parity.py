@@ -80,6 +80,17 @@ SLOW_CASES: dict[str, tuple[int, dict[str, Any]]] = {
         )
         for method in ("gather", "ulysses")
     },
+    **{
+        f"layers over 2 ranks, {how}": (
+            2,
+            {
+                "strategy": {"name": name, "tp": 2},
+                "train": {"micro_batch_size": 1},
+                "data": {"streaming": how == "streamed"},
+            },
+        )
+        for name, how in (("ddp", "in memory"), ("ddp", "streamed"), ("fsdp", "alone in its group"))
+    },
     "groups of ranks": (
         4,
         {"strategy": {"name": "fsdp", "dp_replicate": 2}, "train": {"micro_batch_size": 1}},

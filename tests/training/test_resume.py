@@ -81,6 +81,7 @@ LAYOUTS = {
     "ddp2": (2, {"name": "ddp"}),
     "fsdp2": (2, {"name": "fsdp"}),
     "hsdp4": (4, {"name": "fsdp", "dp_replicate": 2}),
+    "tp2": (2, {"name": "ddp", "tp": 2}),
     "zero3": (2, {"name": "zero"}),
 }
 

@@ -1,0 +1,141 @@
+"""What a rank sends under tensor parallelism, counted from the model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from anygauge.interface.strategy import Workload
+from anygauge.strategies.common import trained_parameters
+from anygauge.strategies.degrees import Degrees
+from anygauge.strategies.footprint import item_bytes, rows_of
+from anygauge.strategies.tensor_division import (
+    DividedLayer,
+    Division,
+    causal_of,
+    divide,
+    partial_gradients,
+)
+from anygauge.strategies.tensor_plans import all_positions_after
+
+
+def in_tensor_parts(
+    options: Degrees, workload: Workload, ranks: int = 1
+) -> tuple[Workload, dict[str, int]]:
+    """A workload of the first rank's part of the model, and what it sends its group in a step.
+
+    Args:
+        ranks: that divide the rows of each of the parts, under FSDP.
+    """
+    assert workload.skeleton is not None, "a footprint is counted from the model"
+    model, division = divided_skeleton(workload.skeleton, options.tp)
+    trained = trained_parameters(model)
+    partial = partial_gradients(model, division, options, [name for name, _ in trained])
+    numbers = sum(rows_of(p, ranks) for (_, p), part in zip(trained, partial, strict=True) if part)
+    sent = tensor_bytes(options, workload, model, division, numbers)
+    return dataclasses.replace(workload, skeleton=model), sent
+
+
+def divided_skeleton(model: nn.Module, count: int) -> tuple[nn.Module, Division]:
+    """A copy of a model on the meta device, with the parameters of the first rank."""
+    model = copy.deepcopy(model)
+    return model, divide(model, count, 0)
+
+
+@dataclass
+class Passes:
+    """Of one micro-batch: entries of blocks and ends of rows that are passed, each way.
+
+    A gradient flows back through those alone behind which something is trained.
+    """
+
+    entries: int = 0
+    rows: int = 0
+    back_entries: int = 0
+    back_rows: int = 0
+    flows: bool = False
+
+    def through(self, layer: DividedLayer, recomputes: bool) -> None:
+        """Add one layer's."""
+        entries, rows = len(layer.entries), len(layer.rows)
+        # Recomputation ends when backward has what it needs: before the last sum, unless a norm
+        # follows it.
+        again = rows if hasattr(layer.module, "post_feedforward_layernorm") else rows - 1
+        self.entries += entries * (2 if recomputes else 1)
+        self.rows += rows + (again if recomputes else 0)
+        blocks = list(_blocks(layer))
+        inner = {id(p) for _, _, parameters in blocks for p in parameters}
+        around = [p for p in layer.module.parameters() if id(p) not in inner]
+        self.flows = self.flows or any(p.requires_grad for p in around)
+        before = self.flows
+        for begins, ends, parameters in blocks:
+            self.back_entries += begins if (before if _parallel(layer) else self.flows) else 0
+            self.flows = self.flows or any(p.requires_grad for p in parameters)
+            self.back_rows += ends if self.flows else 0
+
+
+def _parallel(layer: DividedLayer) -> bool:
+    """Whether all blocks of a layer have the layer's own input."""
+    norms = [m for m in layer.module.children() if "norm" in type(m).__name__.lower()]
+    alone: bool = getattr(layer.module, "use_parallel_residual", len(norms) < len(layer.entries))
+    return alone
+
+
+def _blocks(layer: DividedLayer) -> Iterator[tuple[int, int, list[nn.Parameter]]]:
+    """(Entries, rows, parameters) of each block, in the order of the layer."""
+    within: set[int] = set()
+    for entry in layer.entries:
+        modules = {id(module) for module in entry.modules()}
+        within |= modules
+        yield 1, sum(id(row) in modules for row in layer.rows), list(entry.parameters())
+    for row in layer.rows:
+        if id(row) not in within:
+            yield 0, 1, list(row.parameters())
+
+
+def tensor_bytes(
+    options: Degrees, workload: Workload, model: nn.Module, division: Division, partial: int
+) -> dict[str, int]:
+    """What one rank gives to its group in a step, by collective.
+
+    Args:
+        model, division: of `divided_skeleton`.
+        partial: numbers of this rank's gradients that are parts of sums.
+    """
+    length = math.ceil(workload.length / options.tp) * options.tp
+    config = causal_of(model).config
+    width = config.get_text_config().hidden_size
+    unit = workload.micro_batch * length * width * item_bytes(workload.precision.param_dtype)
+    embedding = division.embedding
+    begins = embedding is not None and any(p.requires_grad for p in embedding.parameters())
+    passes = Passes(flows=begins or _any_trained_before(model, division.layers))
+    for layer in division.layers:
+        passes.through(layer, workload.recomputes)
+    embedded = 0 if embedding is None else 1
+    if options.sequence_parallel:
+        gathers = passes.entries + passes.back_rows + (1 if begins else 0)
+        gathers += 0 if all_positions_after(config) is None else 2
+        sent = {
+            "all_gather": gathers * unit,
+            "reduce_scatter": (passes.rows + passes.back_entries) * unit,
+            "all_reduce": embedded * unit,
+        }
+    else:
+        sent = {
+            "all_gather": unit if passes.flows else 0,
+            "all_reduce": (embedded + passes.rows + passes.back_entries) * unit,
+        }
+    sent = {name: size * workload.accumulation for name, size in sent.items()}
+    sent["all_reduce"] += partial * item_bytes(workload.precision.reduce_dtype)
+    return {name: size for name, size in sent.items() if size}
+
+
+def _any_trained_before(model: nn.Module, layers: Sequence[DividedLayer]) -> bool:
+    inside = {id(p) for layer in layers for p in layer.module.parameters()}
+    embedding = causal_of(model).get_input_embeddings()
+    return any(p.requires_grad for p in embedding.parameters() if id(p) not in inside)

@@ -1,0 +1,147 @@
+"""Where the parts of a model's parameters are, and its sums, under tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anygauge.strategies.gradients import Gradients
+from anygauge.strategies.layout import Layout, scale_to
+from anygauge.strategies.tensor_division import Cut
+
+
+class TensorParts:
+    """This rank's parts of cut parameters, themselves laid out by another layout; see `Layout`.
+
+    Args:
+        inner: of what is cut already.
+        cuts: by the identity of a parameter, trained or not.
+        trained: in the engine's order.
+    """
+
+    def __init__(
+        self,
+        inner: Layout,
+        cuts: Mapping[int, Cut],
+        trained: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._inner = inner
+        self._cuts = cuts
+        self._cut = [id(parameter) in cuts for parameter in trained]
+        self._group = group
+        self._device = device
+
+    def local(self, parameter: nn.Parameter) -> nn.Parameter:
+        """See `Layout.local`."""
+        return self._inner.local(parameter)
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """See `Layout.shape`."""
+        shape = list(self._inner.shape(parameter))
+        cut = self._cuts.get(id(parameter))
+        if cut is not None:
+            shape[cut.dim] *= cut.count
+        return tuple(shape)
+
+    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
+        """See `Layout.square`; what every rank of the group has counts once."""
+        cut = [part for part, is_cut in zip(parts, self._cut, strict=True) if is_cut]
+        whole = [part for part, is_cut in zip(parts, self._cut, strict=True) if not is_cut]
+        total = self._inner.square(cut).to(self._device)
+        dist.all_reduce(total, group=self._group)
+        return total + self._inner.square(whole).to(self._device)
+
+    def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """See `Layout.clip`."""
+        return scale_to(parts, self.square(parts).sqrt(), max_norm)
+
+    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """See `Layout.whole`."""
+        mine = self._inner.whole(parameter, part).to(self._device)
+        cut = self._cuts.get(id(parameter))
+        if cut is None:
+            return mine
+        parts = [torch.empty_like(mine) for _ in range(cut.count)]
+        dist.all_gather(parts, mine.contiguous(), group=self._group)
+        return torch.cat(parts, dim=cut.dim)
+
+    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """See `Layout.part`."""
+        cut = self._cuts.get(id(parameter))
+        if cut is not None:
+            at = (*(slice(None),) * cut.dim, cut.place(whole.shape[cut.dim]))
+            whole = whole[at]
+        return self._inner.part(parameter, whole)
+
+
+class SummedOverParts:
+    """Gradients of which some are parts of sums over a group; see `Gradients`.
+
+    Args:
+        inner: finds this rank's gradients.
+        parts: those of them, by their place, that are summed, in one message.
+        shapes: of all.
+    """
+
+    def __init__(
+        self,
+        inner: Gradients,
+        parts: Sequence[int],
+        held: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._inner = inner
+        self._parts = parts
+        self._held = held
+        self._group = group
+        self._device = device
+
+    def during(self, last: bool) -> AbstractContextManager[None]:
+        """See `Gradients.during`."""
+        return self._inner.during(last)
+
+    def collect(self) -> None:
+        """See `Gradients.collect`."""
+        self._inner.collect()
+
+    def take(self) -> list[Tensor | None]:
+        """See `Gradients.take`."""
+        found = self._inner.take()
+        sum_at(found, self._parts, self._held, self._group, self._device)
+        return found
+
+
+def sum_at(
+    gradients: list[Tensor | None],
+    places: Sequence[int],
+    held: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Sum some of the gradients over a group, in place, in one message.
+
+    Args:
+        gradients: None counts as zero.
+        held: what each gradient is of, on this rank.
+        device: on which ranks speak with each other.
+    """
+    dtype = next((g.dtype for g in gradients if g is not None), torch.float32)
+    flat = [
+        torch.zeros(held[at].numel(), dtype=dtype, device=device)
+        if (gradient := gradients[at]) is None
+        else gradient.to(device).flatten()
+        for at in places
+    ]
+    if not flat:
+        return
+    total = torch.cat(flat)
+    dist.all_reduce(total, group=group)
+    for at, piece in zip(places, total.split([len(one) for one in flat]), strict=True):
+        gradients[at] = piece.view(held[at].shape).to(held[at].device)

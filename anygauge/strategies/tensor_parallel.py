@@ -1,0 +1,182 @@
+"""Tensor parallelism: the ranks of a group each compute some heads and some inner numbers.
+
+Parameters are plain tensors, this rank's parts, so that kernels and optimizers take them as they
+are; what ranks hand to each other is at the edges of blocks (https://arxiv.org/abs/1909.08053).
+With sequence parallelism (https://arxiv.org/abs/2205.05198) a rank has its part of the positions
+between blocks. The output layer is whole on each rank, which has the loss of its own positions:
+that sends less than logits or sums of a divided vocabulary would, and takes any loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anygauge.strategies.common import trained_parameters
+from anygauge.strategies.degrees import Degrees
+from anygauge.strategies.exchanges import (
+    Gather,
+    Group,
+    Own,
+    OwnGradient,
+    Rejoin,
+    Scatter,
+    Sum,
+    SumGradient,
+    own,
+)
+from anygauge.strategies.gradients import Gradients
+from anygauge.strategies.layout import Layout
+from anygauge.strategies.tensor_division import (
+    Division,
+    causal_of,
+    decoder_of,
+    divide,
+    partial_gradients,
+)
+from anygauge.strategies.tensor_layout import SummedOverParts, TensorParts
+from anygauge.strategies.tensor_plans import all_positions_after
+
+HIDDEN = "hidden_states"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """A model of which this rank computes a part.
+
+    Attributes:
+        group: the ranks that together compute all of it.
+    """
+
+    division: Division
+    options: Degrees
+    group: Group
+    device: torch.device
+
+    def layout(self, inner: Layout, model: nn.Module) -> TensorParts:
+        """Of the whole model's tensors, where `inner` is that of the parts."""
+        at = dict(model.named_parameters())
+        cuts = {id(at[name]): cut for name, cut in self.division.cuts.items()}
+        trained = [parameter for _, parameter in trained_parameters(model)]
+        return TensorParts(inner, cuts, trained, self.group, self.device)
+
+    def gradients(self, inner: Gradients, layout: Layout, model: nn.Module) -> Gradients:
+        """Those that `inner` finds, summed over the group where they are parts of sums."""
+        trained = trained_parameters(model)
+        partial = partial_gradients(model, self.division, self.options, [n for n, _ in trained])
+        places = [at for at, is_part in enumerate(partial) if is_part]
+        held = [layout.local(parameter) for _, parameter in trained]
+        return SummedOverParts(inner, places, held, self.group, self.device)
+
+
+def divide_layers(
+    model: nn.Module, options: Degrees, group: Group, device: torch.device
+) -> TensorParallel:
+    """Give this rank its part of every layer of an adapted model, which may be on meta."""
+    division = divide(model, options.tp, dist.get_rank(group))
+    connect(model, division, options, group)
+    return TensorParallel(division, options, group, device)
+
+
+def connect(model: nn.Module, division: Division, options: Degrees, group: Group) -> None:
+    """Let a divided model compute what the whole one does, together with the group's ranks.
+
+    With ``shift_labels`` it returns the loss of this rank's positions, without them their logits.
+
+    Args:
+        model: adapted; its length of sequences is a multiple of the group's ranks.
+    """
+    parts = options.sequence_parallel
+    for layer in division.layers:
+        for entry in layer.entries:
+            into = _gather if parts else SumGradient.apply
+            _on_input(entry, functools.partial(_over, into, group))
+        for row in layer.rows:
+            _on_output(row, group, parts)
+    if division.embedding is not None:
+        _divide_vocabulary(division.embedding, group)
+    # What comes before the layers is whole: where the output layer shares its weight, the gradient
+    # is a part of a sum on each rank, as that of the output layer is.
+    first = division.layers[0].module
+    whole = division.embedding is not None
+    if parts:
+        _on_input(first, lambda x: Own.apply(x, group, 1, whole))
+    elif not whole:
+        _on_input(first, lambda x: OwnGradient.apply(x, group, 1))
+    causal = causal_of(model)
+    last = all_positions_after(causal.config)
+    if parts and last is not None:
+        end = decoder_of(causal).get_submodule(last)
+        end.register_forward_hook(lambda _, args, output: Rejoin.apply(output, group, 1))
+    if not parts or last is not None:
+        _on_input(causal.get_output_embeddings(), lambda x: Own.apply(x, group, 1, True))
+    model.register_forward_pre_hook(functools.partial(_own_labels, group), with_kwargs=True)
+
+
+def _gather(x: Tensor, group: Group) -> Tensor:
+    found: Tensor = Gather.apply(x, group, x.dim() - 2)
+    return found
+
+
+def _over(function: Callable[[Tensor, Group], Tensor], group: Group, x: Tensor) -> Tensor:
+    return function(x, group)
+
+
+def _on_input(module: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the hidden states that a module is called with."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, HIDDEN: change(kwargs[HIDDEN])}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _on_output(row: Any, group: Group, parts: bool) -> None:
+    """Sum a layer's output over ranks, and add its bias once."""
+    base = getattr(row, "base_layer", row)
+    bias = base.bias is not None
+    if bias:
+        base.forward = lambda x: nn.functional.linear(x, base.weight)
+
+    def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        summed = (
+            Scatter.apply(output, group, output.dim() - 2) if parts else Sum.apply(output, group)
+        )
+        found: Tensor = summed + base.bias.to(summed.dtype) if bias else summed
+        return found
+
+    row.register_forward_hook(after)
+
+
+def _divide_vocabulary(embedding: Any, group: Group) -> None:
+    """Look up this rank's rows of the vocabulary, and sum over ranks."""
+
+    def forward(ids: Tensor) -> Tensor:
+        weight = embedding.weight
+        start = dist.get_rank(group) * weight.shape[0]
+        inside = (ids >= start) & (ids < start + weight.shape[0])
+        padding = embedding.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < start + weight.shape[0] else None
+        local = torch.where(inside, ids - start, 0)
+        # Rows of others are looked up as row 0, and give it no gradient.
+        found = nn.functional.embedding(local, weight, padding) * inside[..., None].to(weight.dtype)
+        total: Tensor = Sum.apply(found, group)
+        return total
+
+    embedding.forward = forward
+
+
+def _own_labels(group: Group, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    labels = kwargs.get("shift_labels")
+    if labels is not None:
+        kwargs = {**kwargs, "shift_labels": own(labels, group, 1).contiguous()}
+    return args, kwargs

@@ -1,0 +1,145 @@
+"""Tensor parallelism: architectures other than Llama, and what is refused of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from anygauge.interface import RunFileError, UnsupportedError
+from anygauge.strategies.degrees import Degrees, check_model, share
+from tests.strategies.matrix import ALL, SGD, WITHOUT_SP, Matrix
+from tests.strategies.parity_rank import Case
+from tests.strategies.test_matrix import is_the_references, sends_what_it_says
+
+SMALL = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        **SMALL,
+        "model_type": "qwen3",
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": {
+        **SMALL,
+        "model_type": "gpt_neox",
+        "intermediate_size": 96,
+        "max_position_embeddings": 64,
+    },
+    "gptj": {
+        "model_type": "gptj",
+        "vocab_size": 256,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": 96,
+        "n_positions": 64,
+        "rotary_dim": 8,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "starcoder2": {
+        **SMALL,
+        "model_type": "starcoder2",
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    "gemma2": {
+        **SMALL,
+        "model_type": "gemma2",
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "query_pre_attn_scalar": 16,
+    },
+}
+CASES = [
+    Case(
+        strategy="ddp",
+        options=options,
+        model=model,
+        attention="eager",
+        recomputed=recomputed,
+        **SGD,
+        **weights,
+    )
+    for model in MODELS.values()
+    for options, weights, recomputed in (({"tp": 2}, {}, True), (WITHOUT_SP, ALL, False))
+]
+TIED = [
+    Case(strategy="fsdp", model=MODELS["qwen3"], **SGD),
+    Case(strategy="fsdp", model=MODELS["qwen3"], **ALL, **SGD),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(2, [*CASES, *TIED], tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_architectures(case: Case, models: Matrix) -> None:
+    found, wanted = models.pair(case)
+    is_the_references(case, found, wanted)
+    sends_what_it_says(case, found)
+    assert found["held"] == found["footprint"]["weights"]
+
+
+@pytest.mark.parametrize("case", TIED, ids=lambda case: case.name)
+def test_a_weight_with_two_owners_stays_one(case: Case, models: Matrix) -> None:
+    found, wanted = models.pair(case)
+    is_the_references(case, found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_type": "phi3"}, "several matrices in one"),
+        ({"model_type": "mixtral"}, "experts"),
+        ({"model_type": "gpt2"}, "gpt2 models is not known"),
+        (
+            {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3},
+            "3 key-value",
+        ),
+        ({"model_type": "llama", "num_attention_heads": 3}, "3 attention heads"),
+        ({"model_type": "llama", "intermediate_size": 97}, "97 inner numbers"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(fields: dict[str, Any], said: str) -> None:
+    kind = fields.pop("model_type")
+    config = AutoConfig.for_model(kind, **{"num_attention_heads": 4, "hidden_size": 96, **fields})
+    with pytest.raises(UnsupportedError, match=said) as refused:
+        check_model(Degrees(tp=2), config)
+    assert "Set strategy.tp" in str(refused.value)
+
+
+def test_degree_one_asks_nothing_of_a_model() -> None:
+    check_model(Degrees(), AutoConfig.for_model("gpt2"))
+
+
+def test_ranks_of_a_group_read_the_same_rows() -> None:
+    shares = [share(Degrees(tp=2), rank, 4) for rank in range(4)]
+    assert [(s.index, s.count, s.leads, s.random_stream) for s in shares] == [
+        (0, 2, True, 0),
+        (0, 2, False, 0),
+        (1, 2, True, 1),
+        (1, 2, False, 1),
+    ]
+    assert {s.multiple for s in shares} == {2}
+
+
+def test_two_degrees_at_once_are_refused() -> None:
+    from anygauge.strategies.degrees import check_divides
+
+    with pytest.raises(RunFileError, match=r"cp 2 and tp 2 cannot be combined yet"):
+        check_divides(Degrees(tp=2, cp=2), 4)
