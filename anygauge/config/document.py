@@ -288,13 +288,23 @@ class _Builder:
         return Node(None, origin, "null")
 
 
+WORDS = ("strategy",)
+"""Sections for which a word may stand."""
+
+
 def merge(base: Node, over: Node) -> Node:
-    """`over` laid upon `base`: mappings are merged key by key, everything else is replaced."""
+    """`over` laid upon `base`: mappings are merged key by key, everything else is replaced.
+
+    Fields that are set one by one join a section for which a word stands: it is their ``name``.
+    """
     if not (base.is_mapping and over.is_mapping):
         return over
     merged = dict(base.value)
     for key, node in over.value.items():
-        merged[key] = merge(merged[key], node) if key in merged else node
+        below = merged.get(key)
+        if below is not None and key in WORDS and node.is_mapping and node.implied:
+            below = below if below.is_mapping else replace(below, value={"name": below}, text="")
+        merged[key] = node if below is None else merge(below, node)
     origin = base.origin if over.implied else over.origin
     return Node(merged, origin, implied=base.implied and over.implied)
 

@@ -96,18 +96,23 @@ def spelled_out(root: Node, *, words: bool = True) -> Node:
     Args:
         words: also strategies' shorthands, which depend on the numbers of nodes and devices.
     """
-    node = root.get("strategy")
+    section = root.get("strategy")
+    if section is None:
+        return root
+    given: dict[Any, Any] = dict(section.value) if section.is_mapping else {"name": section}
+    node = given.get("name")
     if node is None or not isinstance(node.value, str):
         return root
     found = next((p.spec for p in registry().strategies if node.value in p.spec.shorthands), None)
-    if found is not None and not words:
+    if (found is None and section.is_mapping) or (found is not None and not words):
         return root
     fields = {"name": node}
     if found is not None:
         made = found.shorthands[node.value](_count(root, "nodes"), _count(root, "devices"))
         fields["name"] = replace(node, value=found.name)
         fields |= {name: replace(node, value=value) for name, value in made.items()}
-    return replace(root, value=root.value | {"strategy": replace(node, value=fields, text="")})
+    fields = {**given, **fields, **{k: v for k, v in given.items() if k != "name"}}
+    return replace(root, value=root.value | {"strategy": replace(section, value=fields, text="")})
 
 
 def _count(root: Node, field: str) -> int:

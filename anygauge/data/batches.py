@@ -7,6 +7,7 @@ step, they do not decide what is in it. Which part a rank reads is its strategy'
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.collate import MicroBatch, collate
+from anygauge.data.collate import MicroBatch, collate, tokens_of
 from anygauge.data.order import Order
 from anygauge.data.rows import Tokens
 from anygauge.interface import RunFileError, ShapePolicy, Share
@@ -67,10 +68,21 @@ class Layout:
     packing: bool = False
     shapes: ShapePolicy = field(default_factory=ShapePolicy)
 
-    def batch(self, sequences: Sequence[Sequence[Tokens]]) -> MicroBatch:
-        """The tensors of one micro-batch."""
+    def step(self, turns: Sequence[Sequence[Sequence[Tokens]]]) -> list[MicroBatch]:
+        """The tensors of a step's micro-batches."""
+        width = None
+        if self.share.one_width:
+            lengths = (tokens_of(sequence) for sequences in turns for sequence in sequences)
+            width = self.shapes.padded_length(max(1, *lengths), self.max_length)
+            rounded = math.ceil(width / self.share.one_width) * self.share.one_width
+            width = max(width, min(rounded, self.max_length))
+        return [self.batch(sequences, width) for sequences in turns]
+
+    def batch(self, sequences: Sequence[Sequence[Tokens]], width: int | None = None) -> MicroBatch:
+        """The tensors of one micro-batch; see `collate`."""
         return collate(
             sequences,
+            width=width,
             packed=self.packing,
             shapes=self.shapes,
             max_length=self.max_length,

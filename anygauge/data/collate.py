@@ -58,6 +58,11 @@ class MicroBatch:
         return named
 
 
+def tokens_of(sequence: Sequence[Tokens]) -> int:
+    """Of all the documents that a sequence holds."""
+    return sum(len(document.ids) for document in sequence)
+
+
 def collate(
     sequences: Sequence[Sequence[Tokens]],
     *,
@@ -65,6 +70,7 @@ def collate(
     shapes: ShapePolicy,
     max_length: int,
     pad_id: int,
+    width: int | None = None,
 ) -> MicroBatch:
     """Lay out sequences side by side.
 
@@ -75,11 +81,13 @@ def collate(
             sequence hold several.
         shapes: decides the padded length.
         max_length: most tokens of a sequence.
+        width: the padded length; None: as `shapes` says.
     """
     import torch
 
-    longest = max(sum(len(document.ids) for document in sequence) for sequence in sequences)
-    width = shapes.padded_length(max(1, longest), max_length)
+    if width is None:
+        longest = max(map(tokens_of, sequences))
+        width = shapes.padded_length(max(1, longest), max_length)
     shape = (len(sequences), width)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)

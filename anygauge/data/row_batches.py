@@ -70,13 +70,16 @@ class _Sequences:
         """The rows of a sequence."""
         return [sequence] if self._packs is None else self._packs.group(sequence).tolist()
 
-    def batch(self, sequences: Sequence[int]) -> MicroBatch:
-        """The tensors of sequences; `DUMMY` stands for none."""
-        documents: list[list[Tokens]] = [
+    def documents(self, sequences: Sequence[int]) -> list[list[Tokens]]:
+        """What sequences hold; `DUMMY` stands for one that holds nothing."""
+        return [
             [] if each == DUMMY else [self.rows.tokens(row) for row in self.members(each)]
             for each in sequences
         ]
-        return self.layout.batch(documents)
+
+    def batch(self, sequences: Sequence[int]) -> MicroBatch:
+        """The tensors of sequences."""
+        return self.layout.batch(self.documents(sequences))
 
 
 class RowBatches(OrderedBatches):
@@ -99,7 +102,8 @@ class RowBatches(OrderedBatches):
     def step(self, index: int) -> list[MicroBatch]:
         """See `Batches`."""
         items = self._items(index)[self._places()]
-        return [self._sequences.batch(turn.tolist()) for turn in items]
+        documents = [self._sequences.documents(turn.tolist()) for turn in items]
+        return self.layout.step(documents)
 
     def supervised_tokens(self, index: int) -> int:
         """See `Batches`; needs no communication."""

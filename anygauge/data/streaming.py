@@ -98,9 +98,9 @@ class StreamedBatches(OrderedBatches):
             DataError: a row cannot be used, or no row of the step holds anything to learn.
         """
         sequences, size = self._step(index).sequences, self.layout.micro_batch
-        return [
-            self.layout.batch(sequences[at : at + size]) for at in range(0, len(sequences), size)
-        ]
+        return self.layout.step(
+            [sequences[at : at + size] for at in range(0, len(sequences), size)]
+        )
 
     def supervised_tokens(self, index: int) -> int:
         """See `Batches`."""
@@ -186,7 +186,7 @@ class PackedStream(Batches):
             DataError: a row cannot be used, or no row of the step holds anything to learn.
         """
         sequences = self._sequences(index)
-        return [self.layout.batch([sequences[at] for at in turn]) for turn in self._places()]
+        return self.layout.step([[sequences[at] for at in turn] for turn in self._places()])
 
     def supervised_tokens(self, index: int) -> int:
         """See `Batches`."""

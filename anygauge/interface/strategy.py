@@ -340,6 +340,8 @@ class Share:
         sequence: the positions of its rows that it computes; None: all. With a part, masks say for
             each pair of positions who sees whom.
         multiple: lengths of sequences are padded to a multiple of it.
+        one_width: above 0, all micro-batches of a step are padded to the width of its longest one,
+            rounded up to a multiple of this where the longest sequence allows it.
     """
 
     index: int
@@ -348,6 +350,7 @@ class Share:
     stream: int | None = None
     sequence: SequencePart | None = None
     multiple: int = 1
+    one_width: int = 0
 
     @property
     def random_stream(self) -> int:
@@ -366,7 +369,8 @@ class Workload:
 
     Attributes:
         skeleton: the adapted model on the meta device; None leaves out what depends on it.
-        share: of the rank that is asked about; see `StrategySpec.share`.
+        rank: that is asked about.
+        share: of that rank; see `StrategySpec.share`.
         micro_batch: sequences per forward of a rank.
         accumulation: micro-batches of a rank in one step.
         length: places for tokens in each sequence, padding among them.
@@ -378,6 +382,7 @@ class Workload:
     precision: Precision
     skeleton: nn.Module | None
     world_size: int
+    rank: int = 0
     share: Share
     micro_batch: int
     accumulation: int
@@ -392,7 +397,6 @@ class BuildContext:
     """What a strategy is given to build with.
 
     Attributes:
-        rank: of this process in the run.
         workload: of this rank, with the opened backend and without a skeleton.
         clip_grad_norm: for strategies that clip whole gradients on the device.
     """
@@ -400,8 +404,12 @@ class BuildContext:
     factory: ModelFactory
     optimizer: OptimizerFactory
     workload: Workload
-    rank: int
     clip_grad_norm: ClipFunction = clip_grad_norm
+
+    @property
+    def rank(self) -> int:
+        """See `Workload`."""
+        return self.workload.rank
 
     @property
     def backend(self) -> Backend:
@@ -470,6 +478,8 @@ class StrategyRun:
 
     Attributes:
         options: the run file's section, of the class that `StrategySpec.options` names.
+        micro_batches: of a rank in one step; 0 where the global batch cannot be divided so, which
+            is refused elsewhere.
         precision: None while the opened device decides it.
         optimizer: ``train.optimizer.name``.
         adapter: ``lora``, ``dora``, or empty where all weights are trained.
@@ -480,6 +490,7 @@ class StrategyRun:
     world_size: int
     optimizer: str
     adapter: str = ""
+    micro_batches: int = 1
     precision: Precision | None = None
     ranks_run_here: bool = True
 

@@ -44,12 +44,13 @@ def summed_losses(
     return sums
 
 
-def logits_of(model: nn.Module, batch: DeviceBatch) -> Tensor:
+def logits_of(model: nn.Module, backend: Backend, batch: DeviceBatch) -> Tensor:
     """Logits of a model for all positions of a batch that it is given, on the device."""
     model.eval()
     inputs = {name: value for name, value in batch.inputs.items() if name != "shift_labels"}
     with torch.no_grad():
         logits: Tensor = model(**inputs).logits
+    backend.graph.mark_step(Phase.FORWARD)
     return logits
 
 

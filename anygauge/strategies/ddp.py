@@ -29,6 +29,8 @@ from anygauge.strategies.footprint import added, item_bytes, trained_numbers, wh
 from anygauge.strategies.gradients import Gradients, LocalGradients
 from anygauge.strategies.layout import Whole
 from anygauge.strategies.materialise import decoder_layers
+from anygauge.strategies.pipeline import build_pipeline
+from anygauge.strategies.pipeline_footprint import pipeline_footprint
 from anygauge.strategies.shards import fill
 from anygauge.strategies.single import build_whole
 from anygauge.strategies.tensor_footprint import in_tensor_parts
@@ -99,6 +101,8 @@ class Ddp:
 
     def footprint(self, workload: Workload) -> Footprint:
         """See `Strategy.footprint`."""
+        if self.options.pp > 1:
+            return pipeline_footprint(self.options, workload)
         sent: Mapping[str, int] = attention_bytes(self.options, workload)
         if self.options.tp > 1:
             workload, sent = in_tensor_parts(self.options, workload)
@@ -110,6 +114,8 @@ class Ddp:
 
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
+        if self.options.pp > 1:
+            return build_pipeline(context, self.options)
         if self.options.tp > 1:
             return self._build_divided(context)
         model = build_whole(context)

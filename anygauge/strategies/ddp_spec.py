@@ -16,6 +16,7 @@ from anygauge.interface import (
 from anygauge.strategies.degrees import (
     check_adapter,
     check_divides,
+    check_micro_batches,
     check_model,
     check_optimizer,
     share,
@@ -34,12 +35,15 @@ def check(run: StrategyRun) -> None:
     check_divides(run.options, run.world_size)
     if run.options.tp > 1:
         check_optimizer(run, "strategy.tp")
-        check_adapter(run, "strategy.tp")
+    for name in ("tp", "pp"):
+        if getattr(run.options, name) > 1:
+            check_adapter(run, f"strategy.{name}")
+    check_micro_batches(run)
 
 
 def takes_clip_kernel(options: Any) -> Support:
     """See `StrategySpec.takes_clip_kernel`."""
-    return FULL if options.tp == 1 else IN_PARTS
+    return FULL if options.tp == options.pp == 1 else IN_PARTS
 
 
 DDP = StrategySpec(
@@ -51,7 +55,10 @@ DDP = StrategySpec(
     needs=(Requirement(capability="collectives", because="DDP sums gradients"),),
     share=share,
     takes_clip_kernel=takes_clip_kernel,
-    shorthands={"tensor": lambda nodes, devices: {"tp": nodes * devices}},
+    shorthands={
+        "tensor": lambda nodes, devices: {"tp": nodes * devices},
+        "pipeline": lambda nodes, devices: {"pp": nodes * devices},
+    },
     check=check,
     check_model=check_model,
 )

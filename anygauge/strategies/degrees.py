@@ -38,9 +38,22 @@ class Degrees(ContextParallel):
         description="With tp: between layers, each of these ranks has a part of the positions.",
     )
 
+    pp: Annotated[int, Field(ge=1)] = Field(
+        1, description="Stages of neighbouring layers, each on ranks of its own."
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = Field(
+        None, description="With pp: the order of forwards and backwards; 1f1b if left out."
+    )
+
+
+WIDTH = 64
+"""A pipeline has one shape of micro-batches: their widths are multiples of this."""
+
 
 def in_words(options: Degrees) -> str:
     """For a strategy's description."""
+    if options.pp > 1:
+        return f", {options.pp} stages ({options.schedule or '1f1b'})"
     if options.tp > 1:
         parts = " and positions" if options.sequence_parallel else ""
         return f", layers{parts} over {options.tp} ranks"
@@ -49,7 +62,12 @@ def in_words(options: Degrees) -> str:
 
 def share(options: Any, rank: int, world_size: int) -> Share:
     """Which rows, and which part of them, a rank reads."""
-    cp, tp = options.cp, options.tp
+    cp, tp, pp = options.cp, options.tp, options.pp
+    if pp > 1 and world_size % pp == 0:
+        rows = world_size // pp
+        # Ranks of one stage are neighbours: stages send little, once a micro-batch.
+        leads = rank < rows
+        return Share(rank % rows, rows, leads=leads, stream=rank, one_width=WIDTH)
     if tp > 1 and world_size % tp == 0:
         leads = rank % tp == 0
         return Share(rank // tp, world_size // tp, leads=leads, multiple=tp)
@@ -79,7 +97,8 @@ def check_heads(options: Any, config: Any) -> None:
 
 def check_divides(options: Any, world_size: int) -> None:
     """Raises: RunFileError: the ranks cannot be divided into groups as the degrees ask."""
-    asked = {name: getattr(options, name) for name in ("cp", "tp") if getattr(options, name) > 1}
+    degrees = {name: getattr(options, name) for name in ("cp", "tp", "pp")}
+    asked = {name: degree for name, degree in degrees.items() if degree > 1}
     if len(asked) > 1:
         raise RunFileError(
             f"strategy: {' and '.join(f'{k} {v}' for k, v in asked.items())} cannot be combined "
@@ -92,6 +111,12 @@ def check_divides(options: Any, world_size: int) -> None:
                 f"strategy.{name}: {world_size} ranks (--devices times --nodes) are no multiple "
                 f"of {degree}. Set strategy.{name} to one of {', '.join(divisors)}"
             )
+
+    if options.schedule and options.pp == 1:
+        raise RunFileError(
+            f"strategy.schedule: {options.schedule}: there is one stage, so there is nothing to "
+            "order. Leave it out, or set strategy.pp to the number of stages"
+        )
 
 
 def check_optimizer(run: StrategyRun, because: str) -> None:
@@ -125,7 +150,54 @@ def check_adapter(run: StrategyRun, because: str) -> None:
         )
 
 
+def stages_per_rank(options: Any) -> int:
+    """How many stages of a pipeline each rank has."""
+    return 2 if options.schedule in ("interleaved", "zero_bubble") else 1
+
+
+def check_layers(options: Any, config: Any) -> None:
+    """Raises: UnsupportedError: there are more stages than layers."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    stages = options.pp * stages_per_rank(options)
+    if options.pp == 1 or layers is None or layers >= stages:
+        return
+    most = layers // stages_per_rank(options)
+    raise UnsupportedError(
+        f"strategy.pp: {options.pp} ranks with schedule {options.schedule or '1f1b'} are {stages} "
+        f"stages, but the model has {layers} layers. Set strategy.pp to {most} at most"
+    )
+
+
+def check_micro_batches(run: StrategyRun) -> None:
+    """Refuse a step that a schedule cannot order.
+
+    Raises:
+        RunFileError: names numbers of micro-batches that it can.
+    """
+    options, given = run.options, run.micro_batches
+    schedule = options.schedule or "1f1b"
+    if options.pp == 1 or not given:
+        return
+    good = {
+        "1f1b": given >= options.pp,
+        "interleaved": given % max(1, given // options.pp) == 0,
+    }
+    if good.get(schedule, True):
+        return
+    wanted = (
+        f"at least {options.pp}"
+        if schedule == "1f1b"
+        else f"a multiple of {options.pp}, or fewer than {2 * options.pp}"
+    )
+    raise RunFileError(
+        f"strategy.schedule: {schedule} on {options.pp} ranks orders {wanted} micro-batches, but "
+        f"a rank has {given} in a step. Change train.global_batch_size or train.micro_batch_size, "
+        "or set strategy.schedule: gpipe"
+    )
+
+
 def check_model(options: Any, config: Any) -> None:
     """Raises: UnsupportedError: the model cannot be divided as the degrees ask."""
     check_heads(options, config)
     check_model_divides(options, config)
+    check_layers(options, config)

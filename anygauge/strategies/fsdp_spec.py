@@ -35,6 +35,11 @@ def shards(options: Any, world_size: int) -> int:
         RunFileError: the degrees do not make up the ranks.
     """
     check_divides(options, world_size)
+    if options.pp > 1:
+        raise RunFileError(
+            f"strategy.pp: {options.pp}: stages whose weights are sharded are not written yet. Set "
+            "strategy.name: ddp to have stages, or strategy.pp: 1 to shard"
+        )
     others = {name: getattr(options, name) for name in ("cp", "tp")}
     replicate, shard = options.dp_replicate, options.dp_shard
     rows = world_size // (options.cp * options.tp)

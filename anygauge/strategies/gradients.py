@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -46,17 +47,51 @@ class LocalGradients:
 
     def collect(self) -> None:
         """See `Gradients.collect`."""
-        for index, parameter in enumerate(self._trained):
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                continue
-            total = self._sums[index]
-            if total is None:
-                self._sums[index] = gradient.to(self._dtype)
-            else:
-                total.add_(gradient)
+        for index in range(len(self._trained)):
+            self._add(index)
+
+    def _add(self, index: int) -> None:
+        """Take one parameter's gradient, if it has one."""
+        parameter = self._trained[index]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        total = self._sums[index]
+        if total is None:
+            self._sums[index] = gradient.to(self._dtype)
+        else:
+            total.add_(gradient)
 
     def take(self) -> list[Tensor | None]:
         """See `Gradients.take`."""
         taken, self._sums = self._sums, [None] * len(self._trained)
         return taken
+
+
+def sum_at(
+    gradients: list[Tensor | None],
+    places: Sequence[int],
+    held: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Sum some of the gradients over a group, in place, in one message.
+
+    Args:
+        gradients: None counts as zero.
+        held: what each gradient is of, on this rank.
+        device: on which ranks speak with each other.
+    """
+    dtype = next((g.dtype for g in gradients if g is not None), torch.float32)
+    flat = [
+        torch.zeros(held[at].numel(), dtype=dtype, device=device)
+        if (gradient := gradients[at]) is None
+        else gradient.to(device).flatten()
+        for at in places
+    ]
+    if not flat:
+        return
+    total = torch.cat(flat)
+    dist.all_reduce(total, group=group)
+    for at, piece in zip(places, total.split([len(one) for one in flat]), strict=True):
+        gradients[at] = piece.view(held[at].shape).to(held[at].device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -109,6 +109,7 @@ def fill(
     device: torch.device,
     *,
     storage: torch.device | None = None,
+    foreign: Container[int] = (),
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> None:
     """Make a sharded model real, and give this rank's parts their values, unit by unit.
@@ -117,14 +118,10 @@ def fill(
         model, names: of `ModelFactory.adapted_on_meta`; parameters have become DTensors since.
         device: that computes.
         storage: where parts lie; None: there.
+        foreign: parameters that this rank does not hold, by identity: they are on meta afterwards.
         cuts: by name, of parameters that were cut before they became DTensors.
     """
-    place = storage or device
-    tied = owners_of(model)
-    model._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
-    for (first, name), *others in tied:
-        for module, key in others:
-            module._parameters[key] = first._parameters[name]
+    _make_real(model, storage or device, foreign)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
@@ -132,20 +129,52 @@ def fill(
     adapted = {inner: name for name, inner in names.items()}
 
     def wanted(name: str, shape: Sequence[int]) -> tuple[slice, ...] | None:
-        part = part_of(at[adapted[name]], cuts.get(adapted[name]))
-        return None if any(piece.start == piece.stop for piece in part) else part
+        parameter = at[adapted[name]]
+        part = part_of(parameter, cuts.get(adapted[name]))
+        empty = any(piece.start == piece.stop for piece in part)
+        return None if parameter.is_meta or empty else part
 
     skeleton = factory.skeleton()
     owners = owners_of(skeleton)
     with torch.no_grad():
         for path, unit in units(skeleton):
-            if not any(parameter.is_meta for parameter in unit.parameters()):
+            waiting = [
+                f"{path}.{name}" if path else name
+                for name, parameter in unit.named_parameters()
+                if parameter.is_meta
+            ]
+            if not waiting or all(at[adapted[name]].is_meta for name in waiting):
+                _leave_meta(unit, owners)
                 continue
             for name, value in factory.values(skeleton, path, wanted).items():
                 parameter = at[adapted[f"{path}.{name}" if path else name]]
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.copy_(value)
             _leave_meta(unit, owners)
+
+
+def _make_real(model: nn.Module, place: torch.device, foreign: Container[int]) -> None:
+    """Give parameters memory at a place, without values; those of others keep or get none."""
+    tied = owners_of(model)
+    if not foreign:
+        # As FSDP2 wants it done.
+        model._apply(_moved_to(place))
+        for (first, name), *others in tied:
+            for module, key in others:
+                module._parameters[key] = first._parameters[name]
+        return
+    for group in tied:
+        owner, name = group[0]
+        parameter = owner._parameters[name]
+        assert parameter is not None
+        here = torch.device("meta") if id(parameter) in foreign else place
+        real = nn.Parameter(_moved_to(here)(parameter.detach()), parameter.requires_grad)
+        for module, key in group:
+            module._parameters[key] = real
+
+
+def _moved_to(place: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place)
 
 
 def _leave_meta(unit: nn.Module, owners: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
@@ -157,8 +186,11 @@ def _leave_meta(unit: nn.Module, owners: Sequence[Sequence[tuple[nn.Module, str]
     for group in owners:
         if not any(id(module) in served for module, _ in group):
             continue
-        for module, key in group:
-            parameter = module._parameters[key]
-            if parameter is not None and parameter.is_meta:
-                nothing = torch.zeros(()).expand(parameter.shape)
-                module._parameters[key] = nn.Parameter(nothing, requires_grad=False)
+        left = [(m, k) for m, k in group if (p := m._parameters[k]) is not None and p.is_meta]
+        if left:
+            module, key = left[0]
+            shape = module.get_parameter(key).shape
+            # One for all: who lists names sees that they share it.
+            nothing = nn.Parameter(torch.zeros(()).expand(shape), requires_grad=False)
+            for module, key in left:
+                module._parameters[key] = nothing

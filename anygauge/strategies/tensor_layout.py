@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anygauge.strategies.gradients import Gradients
+from anygauge.strategies.gradients import Gradients, sum_at
 from anygauge.strategies.layout import Layout, scale_to
 from anygauge.strategies.tensor_division import Cut
 
@@ -116,32 +116,3 @@ class SummedOverParts:
         found = self._inner.take()
         sum_at(found, self._parts, self._held, self._group, self._device)
         return found
-
-
-def sum_at(
-    gradients: list[Tensor | None],
-    places: Sequence[int],
-    held: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
-    """Sum some of the gradients over a group, in place, in one message.
-
-    Args:
-        gradients: None counts as zero.
-        held: what each gradient is of, on this rank.
-        device: on which ranks speak with each other.
-    """
-    dtype = next((g.dtype for g in gradients if g is not None), torch.float32)
-    flat = [
-        torch.zeros(held[at].numel(), dtype=dtype, device=device)
-        if (gradient := gradients[at]) is None
-        else gradient.to(device).flatten()
-        for at in places
-    ]
-    if not flat:
-        return
-    total = torch.cat(flat)
-    dist.all_reduce(total, group=group)
-    for at, piece in zip(places, total.split([len(one) for one in flat]), strict=True):
-        gradients[at] = piece.view(held[at].shape).to(held[at].device)

@@ -133,7 +133,7 @@ class TorchEngine:
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
-        logits = self._join_logits(logits_of(self.model, batch))
+        logits = self._join_logits(logits_of(self.model, self._backend, batch))
         return logits.to(HOST_DEVICE, torch.float32)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:

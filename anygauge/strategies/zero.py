@@ -116,7 +116,7 @@ class ZeroEngine:
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
-        return logits_of(self._engine, batch).to(HOST_DEVICE, torch.float32)
+        return logits_of(self._engine, self._backend, batch).to(HOST_DEVICE, torch.float32)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """See `Engine.parameter_shape`."""

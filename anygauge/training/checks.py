@@ -22,7 +22,7 @@ from anygauge.models.start import refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
-from anygauge.training.strategy import create_strategy, share_of, workload_of
+from anygauge.training.strategy import create_strategy, workload_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,7 +283,6 @@ def engine_settings(
         )
     if skeleton is None:
         notes.append("settings that depend on the model's sizes are left out")
-    share = share_of(run, registry, 0, world_size)
-    workload = workload_of(run, backend, precision, share, world_size, skeleton)
+    workload = workload_of(run, registry, backend, precision, 0, world_size, skeleton)
     settings = create_strategy(registry, run).settings(workload)
     return list(settings), "\n  ".join(notes)

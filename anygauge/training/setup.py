@@ -206,7 +206,7 @@ def prepare_run(
     rank.say(f"data: {data.report}")
     if short := advice(data.train, run.data):
         rank.warn(short)
-    workload = workload_of(run, backend, precision, share, rank.world_size)
+    workload = workload_of(run, registry, backend, precision, rank.index, rank.world_size)
     layout = Layout(
         micro_batch=workload.micro_batch,
         max_length=run.data.max_length,
@@ -250,7 +250,6 @@ def prepare_run(
             factory=factory if start is None else ResumedFactory(factory, start),
             optimizer=optimizer_factory(run.train.optimizer, plan.adamw),
             workload=workload,
-            rank=rank.index,
             clip_grad_norm=plan.clip_grad_norm,
         )
     )

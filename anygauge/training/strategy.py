@@ -100,11 +100,20 @@ def check_strategy(
             world_size=world_size,
             optimizer=run.train.optimizer.name,
             adapter="" if run.adapter is None else "dora" if run.adapter.dora else "lora",
+            micro_batches=_micro_batches(run, registry, world_size),
             precision=precision,
             ranks_run_here=ranks_run_here,
         )
     )
     check_backend(spec, backend)
+
+
+def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:
+    parts = share_of(run, registry, 0, world_size).count
+    try:
+        return accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
+    except RunFileError:
+        return 0
 
 
 def create_strategy(registry: Registry, run: RunFile) -> Strategy:
@@ -130,9 +139,10 @@ def check_batch(run: RunFile, registry: Registry, world_size: int) -> None:
 
 def workload_of(
     run: RunFile,
+    registry: Registry,
     backend: Backend,
     precision: Precision,
-    share: Share,
+    rank: int,
     world_size: int,
     skeleton: Any = None,
 ) -> Workload:
@@ -141,12 +151,14 @@ def workload_of(
     Raises:
         RunFileError: see `check_batch`.
     """
+    share = share_of(run, registry, rank, world_size)
     micro_batch = run.train.sequences_at_once(share.count)
     return Workload(
         backend=backend,
         precision=precision,
         skeleton=skeleton,
         world_size=world_size,
+        rank=rank,
         share=share,
         micro_batch=micro_batch,
         accumulation=accumulation(run.train.global_batch_size, micro_batch, share.count),

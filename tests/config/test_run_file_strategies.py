@@ -89,3 +89,16 @@ def test_a_layout_that_has_a_name_of_its_own(folder, minimal):
     strategy = folder.load(minimal + "strategy: mics" + launch, "launch.nodes=4").run.strategy
     assert strategy.dp_replicate == 4
     assert "mics" not in dump_run(folder.load(minimal + "strategy: mics").run)
+
+
+def test_fields_join_a_word_wherever_it_was_said(folder, minimal):
+    """A later word takes the place of the whole section, fields before it among them."""
+    launch = "\nlaunch: {nodes: 2, devices: 4}"
+    run = folder.load(minimal + "strategy: zero", "strategy=fsdp", "strategy.tp=2").run
+    assert (run.strategy.name, run.strategy.tp) == ("fsdp", 2)
+    run = folder.load(minimal + "strategy: pipeline" + launch, "strategy.schedule=gpipe").run
+    assert (run.strategy.name, run.strategy.pp, run.strategy.schedule) == ("ddp", 8, "gpipe")
+    run = folder.load(minimal + launch, "strategy=tensor", "strategy.tp=4").run
+    assert (run.strategy.name, run.strategy.tp) == ("ddp", 4)
+    run = folder.load(minimal, "strategy.cp=2", "strategy=ddp").run
+    assert (run.strategy.name, run.strategy.cp) == ("ddp", 1)

@@ -56,6 +56,7 @@ def build_context(
             backend,
             precision,
             world_size=world_size,
+            rank=rank,
             share=share or Share(rank, world_size),
             micro_batch=micro_batch,
             accumulation=accumulation,
@@ -63,15 +64,14 @@ def build_context(
             max_norm=max_norm,
             recomputes=factory.recomputes,
         ),
-        rank=rank,
         **more,
     )
 
 
 def on_one_rank(context: BuildContext) -> BuildContext:
     """The same for a rank that is alone."""
-    workload = dataclasses.replace(context.workload, world_size=1, share=Share(0, 1))
-    return dataclasses.replace(context, workload=workload, rank=0)
+    workload = dataclasses.replace(context.workload, world_size=1, rank=0, share=Share(0, 1))
+    return dataclasses.replace(context, workload=workload)
 
 
 def batch_of(ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> DeviceBatch:

@@ -30,16 +30,15 @@ NAMES = {
     "alltoall_": "all_to_all",
     "all_to_all_single": "all_to_all",
     "send": "send",
-    "recv_": "recv",
 }
 """torch's operators, of c10d and functional; others are refused."""
 
-QUIET = {"wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd"}
+QUIET = {"recv_", "wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd"}
 NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """While it is entered: what goes into a reduction or an exchange, what comes out of a gather.
+    """While it is entered: what goes into a reduction, an exchange or a send, what a gather gives.
 
     Attributes:
         calls, bytes: by operation.

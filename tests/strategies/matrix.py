@@ -28,6 +28,8 @@ GATHERED = {"cp": 2}
 ULYSSES = {"cp": 2, "cp_method": "ulysses"}
 TENSOR = {"tp": 2}
 WITHOUT_SP = {"tp": 2, "sequence_parallel": False}
+PIPELINE = {"pp": 2}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 TWO = [
     Case(strategy="ddp"),
     Case(strategy="ddp", **ALL, **SGD),
@@ -50,6 +52,13 @@ TWO = [
     Case(strategy="ddp", options=TENSOR, dtype="bfloat16"),
     Case(strategy="ddp", options=WITHOUT_SP, recomputed=True, **SGD),
     Case(strategy="ddp", options=WITHOUT_SP, packed=True, **ALL, **SGD),
+    *(Case(strategy="ddp", options={"pp": 2, "schedule": s}, **SGD) for s in SCHEDULES),
+    *(
+        Case(strategy="ddp", options={"pp": 2, "schedule": s}, recomputed=True, **ALL, **SGD)
+        for s in SCHEDULES
+    ),
+    Case(strategy="ddp", options=PIPELINE, packed=True, recomputed=True),
+    Case(strategy="ddp", options=PIPELINE, dtype="bfloat16"),
     Case(strategy="zero", packed=True, **SGD),
     *(Case(strategy="zero", options={"stage": stage}) for stage in range(4)),
     *(Case(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
@@ -74,6 +83,9 @@ FOUR = [
     Case(strategy="fsdp", options=TENSOR, packed=True, recomputed=True, **SGD),
     Case(strategy="fsdp", options=TENSOR, **ALL, **SGD),
     Case(strategy="fsdp", options={"tp": 2, "dp_replicate": 2, "dp_shard": 1}, **SGD),
+    Case(strategy="ddp", options=PIPELINE, packed=True, **SGD),
+    Case(strategy="ddp", options={"pp": 2, "schedule": "gpipe"}, **ALL, **SGD),
+    Case(strategy="ddp", options={"pp": 4}, recomputed=True, **SGD),
     Case(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
     Case(strategy="zero", options={"stage": 3, "options": {"zero_hpz_partition_size": 2}}, **SGD),
     Case(
@@ -92,6 +104,8 @@ CARDS = [
     Case(strategy="fsdp", options=ULYSSES, **SGD),
     Case(strategy="ddp", options=TENSOR, packed=True, **SGD),
     Case(strategy="fsdp", options=WITHOUT_SP, **ALL, **SGD),
+    Case(strategy="ddp", options=PIPELINE, packed=True, **SGD),
+    Case(strategy="ddp", options={"pp": 2, "schedule": "zero_bubble"}, **ALL, **SGD),
 ]
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""

@@ -82,6 +82,7 @@ LAYOUTS = {
     "fsdp2": (2, {"name": "fsdp"}),
     "hsdp4": (4, {"name": "fsdp", "dp_replicate": 2}),
     "tp2": (2, {"name": "ddp", "tp": 2}),
+    "pp2": (2, {"name": "ddp", "pp": 2}),
     "zero3": (2, {"name": "zero"}),
 }
 

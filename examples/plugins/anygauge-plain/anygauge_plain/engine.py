@@ -87,7 +87,7 @@ class PlainEngine:
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
-        return logits_of(self.model, batch).to(HOST_DEVICE, torch.float32)
+        return logits_of(self.model, self._backend, batch).to(HOST_DEVICE, torch.float32)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """See `Engine.parameter_shape`."""

@@ -1,0 +1,245 @@
+"""Pipeline parallelism: stages of neighbouring layers on ranks of their own, by torch's schedules.
+
+Every rank of a pipeline reads the same rows and makes their masks; hidden states alone travel.
+Shapes are given to torch, which otherwise sends them in a form that runs code where it is read: one
+schedule for each width of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from anygauge.interface import HOST_DEVICE, Phase
+from anygauge.interface.strategy import (
+    BuildContext,
+    DeviceBatch,
+    LossFunction,
+    StepResult,
+)
+from anygauge.strategies.common import compile_regions, torch_dtype, trained_parameters
+from anygauge.strategies.degrees import Degrees
+from anygauge.strategies.pipeline_cut import StagePart, rank_of_stage, stage_parts, stages_at
+from anygauge.strategies.pipeline_layout import Staged, StageGradients, receive, send
+from anygauge.strategies.pipeline_stage import PipelineModel, Stage, owned
+from anygauge.strategies.shards import fill
+from anygauge.strategies.torch_engine import TorchEngine
+
+SCHEDULES: dict[str, type[Any]] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleZBVZeroBubble,
+}
+
+
+class PipelineEngine(TorchEngine):
+    """See `Engine`.
+
+    Args:
+        stages: of a pipeline, in their order; those that this rank has are `mine`.
+        mesh: of pipelines by rows.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineModel,
+        context: BuildContext,
+        options: Degrees,
+        stages: Sequence[StagePart],
+        mesh: DeviceMesh,
+        **more: Any,
+    ) -> None:
+        super().__init__(pipeline.model, context, **more)
+        self._pipeline = pipeline
+        self._options = options
+        self._group = mesh.get_group("pp")
+        self._place = mesh.get_local_rank("pp")
+        self._ranks = [rank_of_stage(part.index, options) for part in stages]
+        self._stages = stages
+        self._mine = [part for part in stages if self._ranks[part.index] == self._place]
+        self._device = context.backend.placement.device
+        self._hidden = pipeline.causal.config.get_text_config().hidden_size
+        self._dtype = torch_dtype(context.precision.param_dtype)
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._batches: Sequence[DeviceBatch] = ()
+        self._taken: dict[int, DeviceBatch] = {}
+        self._loss_function: LossFunction | None = None
+        self._sums: dict[int, Tensor] = {}
+        self._factor = 1.0
+
+    def run_step(
+        self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
+    ) -> StepResult:
+        """See `Engine.run_step`; losses are zero but on ranks that have the last stage."""
+        self.model.train()
+        self._batches, self._loss_function, self._sums = batches, loss_function, {}
+        self._factor = self._scale.factor / normalizer
+        turns = torch.arange(len(batches))
+        schedule = self._schedule(self._take(0, None).inputs["input_ids"].shape, len(batches))
+        first, last = self._stages[0] in self._mine, self._stages[-1] in self._mine
+        schedule.step(
+            *((turns,) if first else ()),
+            turn=turns,
+            target=turns if last else None,
+            return_outputs=False,
+        )
+        self._gradients.collect()
+        self._graph.mark_step(Phase.BACKWARD)
+        self._batches, self._taken = (), {}
+        nothing = torch.zeros((), device=self._device)
+        return StepResult([self._sums.get(number, nothing) for number in range(len(batches))])
+
+    def evaluate(
+        self, batches: Iterable[DeviceBatch], loss_function: LossFunction
+    ) -> Sequence[Tensor]:
+        """See `Engine.evaluate`; one batch after another goes through the stages."""
+        self.model.eval()
+        sums = []
+        with torch.no_grad():
+            for batch in batches:
+                outputs = self._forward(batch)
+                self._graph.mark_step(Phase.FORWARD)
+                sums.append(
+                    torch.zeros((), device=self._device)
+                    if outputs is None
+                    else loss_function(outputs)
+                )
+        return sums
+
+    def logits(self, batch: DeviceBatch) -> Tensor | None:
+        """See `Engine.logits`."""
+        self.model.eval()
+        inputs = {name: value for name, value in batch.inputs.items() if name != "shift_labels"}
+        with torch.no_grad():
+            outputs = self._forward(DeviceBatch(inputs))
+        self._graph.mark_step(Phase.FORWARD)
+        last = self._ranks[-1]
+        logits: Tensor | None = None if outputs is None else outputs.logits.float().contiguous()
+        if last == 0:
+            return None if logits is None else logits.to(HOST_DEVICE)
+        if logits is not None:
+            send(logits, self._group, 0)
+        if self._place != 0:
+            return None
+        vocabulary = self._pipeline.causal.get_output_embeddings().weight.shape[0]
+        shape = (*batch.inputs["input_ids"].shape, vocabulary)
+        found = receive(torch.empty(shape, device=self._device), self._group, last)
+        return found.to(HOST_DEVICE)
+
+    def _forward(self, batch: DeviceBatch) -> Any:
+        """What the model returns of a batch, on the rank of the last stage; None on others."""
+        shape = (*batch.inputs["input_ids"].shape, self._hidden)
+        given: Any = None
+        for part in self._mine:
+            before = self._ranks[part.index - 1]
+            if not part.begins and before != self._place:
+                given = torch.empty(shape, dtype=self._dtype, device=self._device)
+                receive(given, self._group, before)
+            given = self._pipeline.call(part, None if part.begins else given, batch.inputs)
+            if part.ends:
+                return given
+            after = self._ranks[part.index + 1]
+            if after != self._place:
+                send(given, self._group, after)
+        return None
+
+    def _take(self, number: int, part: StagePart | None) -> DeviceBatch:
+        """A micro-batch on the device; kept until this rank's last stage has had it."""
+        if number not in self._taken:
+            self._taken[number] = self._batches[number]
+        batch = self._taken[number]
+        if part is self._mine[-1]:
+            del self._taken[number]
+        return batch
+
+    def _loss(self, number: int, outputs: Any) -> Tensor:
+        assert self._loss_function is not None
+        loss = self._loss_function(outputs)
+        self._sums[number] = loss.detach()
+        return loss * self._factor
+
+    def _schedule(self, shape: Sequence[int], count: int) -> Any:
+        """For micro-batches of a shape, (B, T)."""
+        key = (*shape, count)
+        if key not in self._schedules:
+            hidden = torch.empty(
+                (*shape, self._hidden), dtype=self._dtype, device="meta", requires_grad=True
+            )
+            turn = torch.empty(1, dtype=torch.int64, device="meta")
+            loss = torch.empty((), device="meta", requires_grad=True)
+            stages = [
+                pipelining.PipelineStage(
+                    Stage(self._pipeline, part, self._take, self._loss),
+                    part.index,
+                    part.count,
+                    self._device,
+                    input_args=turn if part.begins else hidden,
+                    output_args=loss if part.ends else hidden,
+                    group=self._group,
+                )
+                for part in self._mine
+            ]
+            kind = SCHEDULES[self._options.schedule or "1f1b"]
+            several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
+            self._schedules[key] = kind(
+                stages if several else stages[0],
+                count,
+                loss_fn=lambda loss, _: loss,
+                # Losses are divided by the step's tokens already.
+                scale_grads=False,
+            )
+        return self._schedules[key]
+
+
+def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
+    """This rank's stages on the opened device; the rest of the model stays on meta."""
+    factory, precision = context.factory, context.precision
+    device = context.backend.placement.device
+    rows = context.workload.world_size // options.pp
+    mesh = init_device_mesh(device.type, (options.pp, rows), mesh_dim_names=("pp", "dp"))
+    model, names = factory.adapted_on_meta()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
+    factory.checkpoint_activations(model)
+    compile_regions(model, context.backend)
+    pipeline = PipelineModel(model)
+    stages = stage_parts(model, options)
+    place = mesh.get_local_rank("pp")
+    mine = owned(pipeline, stages_at(stages, options, place))
+    foreign = {id(p) for p in model.parameters()} - mine
+    fill(model, names, factory, device, foreign=foreign)
+    owners = [owned(pipeline, stages_at(stages, options, at)) for at in range(options.pp)]
+    trained = [parameter for _, parameter in trained_parameters(model)]
+    shared = [at for at, p in enumerate(trained) if sum(id(p) in ids for ids in owners) > 1]
+    replicas = mesh.get_group("dp") if rows > 1 else None
+    ends = _ends(mesh, rank_of_stage(len(stages) - 1, options)) if shared else None
+    dtype = torch_dtype(precision.reduce_dtype)
+    return PipelineEngine(
+        pipeline,
+        context,
+        options,
+        stages,
+        mesh,
+        gradients=lambda trained: StageGradients(
+            trained, dtype, device, replicas=replicas, ends=ends, shared=shared
+        ),
+        layout=Staged(owners, trained, mesh.get_group("pp"), device),
+    )
+
+
+def _ends(mesh: DeviceMesh, last: int) -> dist.ProcessGroup | None:
+    """The ranks of the first and the last stage in this rank's pipeline; None in between."""
+    found = None
+    for pair in mesh.mesh[[0, last]].T.tolist():
+        # Every rank makes every group.
+        group = dist.new_group(pair)
+        if dist.get_rank() in pair:
+            found = group
+    return found

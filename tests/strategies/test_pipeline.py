@@ -1,0 +1,154 @@
+"""Pipelines: where they are cut, other architectures, widths that change, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from anygauge.config.schema import ModelSection
+from anygauge.interface import RunFileError, StrategyRun, UnsupportedError
+from anygauge.models.factory import CausalModelFactory
+from anygauge.strategies.ddp_spec import check
+from anygauge.strategies.degrees import Degrees, check_model, share
+from anygauge.strategies.fsdp_options import FsdpOptions
+from anygauge.strategies.fsdp_spec import check as check_fsdp
+from anygauge.strategies.pipeline_cut import cut, rank_of_stage
+from anygauge.strategies.pipeline_stage import PipelineModel
+from tests.strategies.matrix import ALL, SGD, Matrix
+from tests.strategies.parity_rank import Case
+from tests.strategies.test_matrix import is_the_references, sends_what_it_says
+from tests.strategies.test_tensor import MODELS
+
+CASES = [
+    Case(
+        strategy="ddp",
+        options={"pp": 2},
+        model=MODELS[name],
+        attention="eager",
+        recomputed=bool(weights),
+        **SGD,
+        **weights,
+    )
+    for name in ("qwen3", "gpt_neox", "gptj", "gemma2")
+    for weights in ({}, ALL)
+]
+"""Qwen3's and Gemma's embedding is the output layer, too: two stages have it."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(2, CASES, tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_architectures(case: Case, models: Matrix) -> None:
+    found, wanted = models.pair(case)
+    is_the_references(case, found, wanted)
+    sends_what_it_says(case, found)
+    assert found["held"] == found["footprint"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("costs", "count", "last", "ends"),
+    [
+        ([1] * 4, 2, 0, [2, 4]),
+        ([1] * 5, 2, 0, [2, 5]),
+        ([1] * 4, 2, 2, [3, 4]),
+        ([1] * 4, 2, 100, [3, 4]),
+        ([5, 1, 1, 1], 2, 0, [1, 4]),
+        ([1, 1, 1, 5], 4, 0, [1, 2, 3, 4]),
+    ],
+)
+def test_the_costliest_part_costs_least(
+    costs: list[int], count: int, last: int, ends: list[int]
+) -> None:
+    assert cut(costs, count, last) == ends
+
+
+def test_both_ends_of_a_zero_bubble_pipeline_are_on_its_first_rank() -> None:
+    there_and_back = Degrees(pp=3, schedule="zero_bubble")
+    assert [rank_of_stage(n, there_and_back) for n in range(6)] == [0, 1, 2, 2, 1, 0]
+    in_turn = Degrees(pp=3, schedule="interleaved")
+    assert [rank_of_stage(n, in_turn) for n in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_ranks_of_a_pipeline_read_the_same_rows_at_one_width() -> None:
+    shares = [share(Degrees(pp=2), rank, 4) for rank in range(4)]
+    assert [(s.index, s.count, s.leads) for s in shares] == [
+        (0, 2, True),
+        (1, 2, True),
+        (0, 2, False),
+        (1, 2, False),
+    ]
+    assert len({s.random_stream for s in shares}) == 4
+    assert {s.one_width for s in shares} == {64}
+
+
+def a_run(options: Any, **changes: Any) -> StrategyRun:
+    run = StrategyRun(options=options, world_size=2, optimizer="adamw", micro_batches=4)
+    return dataclasses.replace(run, **changes)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (a_run(Degrees(pp=3)), r"no multiple of 3\. Set strategy\.pp to one of 1, 2"),
+        (a_run(Degrees(pp=2, tp=2)), "tp 2 and pp 2 cannot be combined yet"),
+        (a_run(Degrees(schedule="gpipe")), "nothing to order"),
+        (a_run(Degrees(pp=2), micro_batches=1), "at least 2 micro-batches, but a rank has 1"),
+        (
+            a_run(Degrees(pp=2, schedule="interleaved"), micro_batches=5),
+            "a multiple of 2, or fewer than 4 micro-batches",
+        ),
+    ],
+)
+def test_what_cannot_be_ordered_is_refused(run: StrategyRun, said: str) -> None:
+    with pytest.raises(RunFileError, match=said):
+        check(run)
+
+
+def test_adapters_that_read_whole_weights_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"DoRA.*strategy\.pp divides"):
+        check(a_run(Degrees(pp=2), adapter="dora"))
+
+
+def test_sharded_stages_are_refused_with_what_can() -> None:
+    with pytest.raises(RunFileError, match=r"not written yet\. Set strategy\.name: ddp"):
+        check_fsdp(a_run(FsdpOptions(pp=2)))
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    config = AutoConfig.for_model("llama", num_hidden_layers=3)
+    check_model(Degrees(pp=3), config)
+    with pytest.raises(UnsupportedError, match=r"4 stages, but .* 3 layers.*to 1 at most"):
+        check_model(Degrees(pp=2, schedule="interleaved"), config)
+
+
+def test_a_decoder_that_does_more_than_call_its_layers_is_refused() -> None:
+    """GPT-2 adds positions to whatever embeddings it is given: each stage would do so again."""
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+    factory = CausalModelFactory(
+        ModelSection(config=config, tokenizer="none"),
+        None,
+        dtype=torch.float32,
+        seed=0,
+        gradient_checkpointing=False,
+    )
+    with pytest.raises(UnsupportedError, match="to its embeddings before its first layer"):
+        PipelineModel(factory.skeleton())
+
+
+def test_dropout_of_embeddings_would_be_drawn_by_every_stage() -> None:
+    factory = CausalModelFactory(
+        ModelSection(config={**MODELS["gptj"], "embd_pdrop": 0.5}, tokenizer="none"),
+        None,
+        dtype=torch.float32,
+        seed=0,
+        gradient_checkpointing=False,
+    )
+    with pytest.raises(UnsupportedError, match="to its embeddings before its first layer"):
+        PipelineModel(factory.skeleton())
