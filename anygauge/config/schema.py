@@ -17,6 +17,7 @@ from anygauge.config.section import NonNegative, Positive, Seconds, Section
 from anygauge.config.section_data import DataSection, SourceSection
 from anygauge.config.section_model import AdapterGroup, AdapterSection, ModelSection
 from anygauge.config.section_train import (
+    CheckpointingSection,
     CheckpointSection,
     OptimizerSection,
     ScheduleSection,
@@ -29,6 +30,7 @@ __all__ = [
     "AdapterGroup",
     "AdapterSection",
     "CheckpointSection",
+    "CheckpointingSection",
     "DataSection",
     "LaunchSection",
     "ModelSection",

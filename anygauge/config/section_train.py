@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -17,6 +18,7 @@ from anygauge.config.section import (
     Seconds,
     Section,
 )
+from anygauge.interface import Activations
 
 _Ratio = Annotated[float, Field(ge=1, le=LARGEST_NUMBER, allow_inf_nan=False)]
 _SEEDS = 2**63 - 1
@@ -71,6 +73,25 @@ class ScheduleSection(Section):
         return self
 
 
+class CheckpointingSection(Section):
+    """Which decoder layers recompute their activations in backward, and what of them."""
+
+    every: Positive = Field(
+        1, description="One of so many layers recomputes, beginning with the first; 1: each."
+    )
+    selective: bool = Field(
+        False,
+        description="Keep the results of matrix products and attention; recompute the rest.",
+    )
+
+
+def recomputation(given: bool | CheckpointingSection) -> Activations:
+    """What ``train.gradient_checkpointing`` says of decoder layers."""
+    if isinstance(given, bool):
+        return Activations(every=int(given))
+    return Activations(every=given.every, selective=given.selective)
+
+
 class TrainSection(Section):
     """The loop."""
 
@@ -88,8 +109,15 @@ class TrainSection(Section):
     max_grad_norm: NonNegativeNumber = Field(
         1.0, description="Largest gradient norm; 0 for no clipping."
     )
-    gradient_checkpointing: bool = Field(
-        True, description="Recompute activations in backward to save memory."
+    gradient_checkpointing: bool | CheckpointingSection = Field(
+        True,
+        description="Recompute activations in backward to save memory: all layers, none, or as "
+        "the section says.",
+    )
+    activation_offloading: bool = Field(
+        False,
+        description="What layers keep for backward lies in the host's memory meanwhile; weights "
+        "stay where they are.",
     )
     seed: Annotated[int, Field(ge=0, le=_SEEDS)] = Field(
         0, description="Order, initial weights and dropout."
@@ -102,6 +130,21 @@ class TrainSection(Section):
     system_every_s: NonNegativeNumber = Field(
         10.0, description="Seconds between samples of host, process and device; 0: none."
     )
+
+    @model_validator(mode="after")
+    def _can_be_offloaded(self) -> TrainSection:
+        if self.activation_offloading and self.activations.selective:
+            raise ValueError(
+                "'activation_offloading' does not reach what 'gradient_checkpointing' keeps with "
+                "selective: true, since torch holds it elsewhere; remove one of them"
+            )
+        return self
+
+    @property
+    def activations(self) -> Activations:
+        """What decoder layers keep for backward, and where."""
+        found = recomputation(self.gradient_checkpointing)
+        return dataclasses.replace(found, offload=self.activation_offloading)
 
     def sequences_at_once(self, parts: int) -> int:
         """Sequences per forward on one rank: `micro_batch_size`, or its part if that is less.

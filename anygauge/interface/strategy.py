@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PARAMETER",
+    "Activations",
     "BuildContext",
     "ClipFunction",
     "Counters",
@@ -68,6 +69,30 @@ class Precision:
         return self.param_dtype == "float16"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """What decoder layers keep between forward and backward, and where.
+
+    Attributes:
+        every: one of so many layers, the first of each, recomputes its activations in backward;
+            0: none does.
+        selective: such a layer keeps the results of matrix products and attention.
+        offload: what layers keep lies in the host's memory meanwhile.
+    """
+
+    every: int = 0
+    selective: bool = False
+    offload: bool = False
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, does."""
+        return bool(self.every) and layer % self.every == 0
+
+    def recomputed(self, layers: int) -> int:
+        """How many of so many layers do."""
+        return sum(map(self.recomputes, range(layers)))
+
+
 # -- the model -------------------------------------------------------------------------------------
 
 
@@ -75,8 +100,8 @@ class ModelFactory(Protocol):
     """Makes the model in the pieces that a strategy needs, in the order it decides."""
 
     @property
-    def recomputes(self) -> bool:
-        """Whether `checkpoint_activations` has activations recomputed: what the run asks for."""
+    def activations(self) -> Activations:
+        """What `checkpoint_activations` does of it: what the run asks for, without `offload`."""
 
     def skeleton(self) -> nn.Module:
         """The architecture: parameters on the meta device, buffers real and in their own types."""
@@ -121,10 +146,13 @@ class ModelFactory(Protocol):
         """Of an adapted model: parameters that a module reads though another one owns them."""
 
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
-        """Recompute activations in backward, if the run asks for it.
+        """Have layers recompute their activations in backward, as the run asks for it.
 
         Args:
             reentrant: by torch's older form, for engines that need it.
+
+        Raises:
+            UnsupportedError: the architecture, or the older form, has no such way.
         """
 
 
@@ -374,7 +402,7 @@ class Workload:
         micro_batch: sequences per forward of a rank.
         accumulation: micro-batches of a rank in one step.
         length: places for tokens in each sequence, padding among them.
-        recomputes: whether decoder layers recompute their activations in backward.
+        activations: what decoder layers keep for backward.
         state_bytes: what the optimizer keeps for each trained number, in bytes.
     """
 
@@ -388,7 +416,7 @@ class Workload:
     accumulation: int
     length: int
     max_norm: float
-    recomputes: bool
+    activations: Activations
     state_bytes: float = 8.0
 
 
@@ -483,6 +511,7 @@ class StrategyRun:
         precision: None while the opened device decides it.
         optimizer: ``train.optimizer.name``.
         adapter: ``lora``, ``dora``, or empty where all weights are trained.
+        activations: what decoder layers keep for backward.
         ranks_run_here: the packages of this machine are those that ranks will have.
     """
 
@@ -491,6 +520,7 @@ class StrategyRun:
     optimizer: str
     adapter: str = ""
     micro_batches: int = 1
+    activations: Activations = Activations()
     precision: Precision | None = None
     ranks_run_here: bool = True
 

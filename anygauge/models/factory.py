@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.interface import ModelError, UnsupportedError
+from anygauge.config.schema import AdapterSection, CheckpointingSection, ModelSection
+from anygauge.config.section_train import recomputation
+from anygauge.interface import Activations, ModelError, UnsupportedError
 from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.install import ModelKernels, install
-from anygauge.kernels.loss import base_of
 from anygauge.models.adapter import add_adapter, external_parameters
 from anygauge.models.files import WeightFiles, check_shape, match_names
+from anygauge.models.recompute import recompute
 from anygauge.models.source import load_config, local_folder
 
 NO_KERNELS = ModelKernels()
@@ -34,7 +35,7 @@ class CausalModelFactory:
         kernels: ModelKernels | None = NO_KERNELS,
         dtype: torch.dtype,
         seed: int,
-        gradient_checkpointing: bool,
+        gradient_checkpointing: bool | CheckpointingSection,
     ) -> None:
         """Args:
         attention: a resolved implementation.
@@ -49,7 +50,7 @@ class CausalModelFactory:
         self._dtype = dtype
         self._kernels = kernels
         self._seed = seed
-        self._recomputes = gradient_checkpointing
+        self._activations = recomputation(gradient_checkpointing)
         self._files: WeightFiles | None = None
         self._names: dict[str, str] | None = None
 
@@ -60,9 +61,9 @@ class CausalModelFactory:
         return other
 
     @property
-    def recomputes(self) -> bool:
-        """See `ModelFactory.recomputes`."""
-        return self._recomputes
+    def activations(self) -> Activations:
+        """See `ModelFactory.activations`."""
+        return self._activations
 
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`; buffers are float32, as the architecture computes them."""
@@ -180,22 +181,13 @@ class CausalModelFactory:
         """See `ModelFactory.external_parameters`."""
         return () if self.adapter is None else external_parameters(model)
 
-    def checkpoint_activations(self, model: Any, *, reentrant: bool = False) -> None:
+    def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
         """See `ModelFactory.checkpoint_activations`."""
-        if not self._recomputes:
-            return
-        options = {"use_reentrant": reentrant}
-        if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-        else:  # the name before transformers 5.23
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        if not reentrant:
-            # transformers asks it in any case, which costs the gradient of the first layer's input.
-            if getattr(base_of(model), "_require_grads_hooks", None):
-                model.disable_input_require_grads()
-        elif self.adapter is not None:
+        recompute(model, self._activations, reentrant=reentrant)
+        if reentrant and self._activations.every and self.adapter is not None:
             # A reentrant region passes no gradient unless an input of it asks for one.
-            model.enable_input_require_grads()
+            adapted: Any = model
+            adapted.enable_input_require_grads()
 
 
 def _with_zeros(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:

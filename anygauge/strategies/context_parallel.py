@@ -146,11 +146,12 @@ def attention_bytes(options: ContextParallel, workload: Workload) -> dict[str, i
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     length = -(-workload.length // options.cp)
     layers = len(list(decoder_layers(model)))
-    size = layers * workload.accumulation * workload.micro_batch * width
+    size = workload.accumulation * workload.micro_batch * width
     size *= item_bytes(workload.precision.param_dtype)
-    forwards = 2 if workload.recomputes else 1
+    # What selective recomputation keeps comes after the exchanges, which it makes again.
+    forwards = layers + workload.activations.recomputed(layers)
     if options.cp_method == "gather":
         keys = 2 * kv_heads * length * options.cp * size
-        return {"all_gather": forwards * keys, "reduce_scatter": keys}
+        return {"all_gather": forwards * keys, "reduce_scatter": layers * keys}
     each = kv_heads if kv_heads % options.cp == 0 else heads
-    return {"all_to_all": (forwards + 1) * (2 * heads + 2 * each) * length * size}
+    return {"all_to_all": (forwards + layers) * (2 * heads + 2 * each) * length * size}

@@ -114,8 +114,8 @@ def tensor_bytes(
     embedding = division.embedding
     begins = embedding is not None and any(p.requires_grad for p in embedding.parameters())
     passes = Passes(flows=begins or _any_trained_before(model, division.layers))
-    for layer in division.layers:
-        passes.through(layer, workload.recomputes)
+    for index, layer in enumerate(division.layers):
+        passes.through(layer, workload.activations.recomputes(index))
     embedded = 0 if embedding is None else 1
     if options.sequence_parallel:
         gathers = passes.entries + passes.back_rows + (1 if begins else 0)

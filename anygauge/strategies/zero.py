@@ -42,12 +42,12 @@ from anygauge.strategies.zero_runtime import (
     gather_by_block,
     gathered_by_peft,
     import_deepspeed,
-    needs_reentrant_checkpointing,
     one_partition_group,
     refuse_unserved_type,
     synchronise_before_release,
 )
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_spec import needs_reentrant_checkpointing
 from anygauge.strategies.zero_state import ZeroState, whole_shape
 
 

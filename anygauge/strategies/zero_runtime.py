@@ -18,8 +18,6 @@ from anygauge.interface import HOST_DEVICE, Backend, UnsupportedError
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.zero_spec import ENGINE
 
-NON_REENTRANT_SINCE = Version("0.19.6")
-"""First version whose ZeRO-3 keeps frozen weights whole in non-reentrant recomputation (#8148)."""
 WAITS_FOR_EACH_SINCE = Version("0.19.8")
 """First version here whose gathering of several weights waits for each of them (#8539)."""
 
@@ -75,11 +73,6 @@ def refuse_unserved_type(compute: str) -> None:
             f"precision.param_dtype: DeepSpeed does not train in {compute} on "
             f"{accelerator.device_name()!r} devices. Use one of {others}, or strategy.name: single."
         )
-
-
-def needs_reentrant_checkpointing() -> bool:
-    """Whether the installed DeepSpeed loses frozen weights in non-reentrant recomputation."""
-    return _version() < NON_REENTRANT_SINCE
 
 
 def _version() -> Version:

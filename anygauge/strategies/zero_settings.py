@@ -93,6 +93,7 @@ def zero_settings(
             "default; all gradients fit in this one",
             "DeepSpeed's stage3.py and stage_1_and_2.py",
         )
+    all_recompute = workload.activations.every == 1
     if stage == 3:
         add(
             "zero_optimization.stage3_prefetch_bucket_size",
@@ -102,9 +103,9 @@ def zero_settings(
         )
         add(
             "zero_optimization.memory_efficient_linear",
-            not workload.recomputes,
+            not all_recompute,
             "layers are recomputed, so torch's own linear keeps one layer's weights, not all"
-            if workload.recomputes
+            if all_recompute
             else "torch's own linear would keep every gathered weight until its backward",
             "DeepSpeed's LinearFunctionForZeroStage3",
         )

@@ -52,6 +52,12 @@ def check(run: StrategyRun) -> None:
             f"strategy.offload: {options.offload}: stage {options.stage} keeps all weights on "
             "every device. Set strategy.stage: 3, or strategy.offload: optimizer"
         )
+    if run.activations.selective and run.ranks_run_here and needs_reentrant_checkpointing():
+        raise UnsupportedError(
+            f"train.gradient_checkpointing.selective: DeepSpeed {metadata.version(ENGINE)} needs "
+            "torch's reentrant form, which recomputes whole layers alone; that ended with "
+            f"{'.'.join(map(str, NON_REENTRANT_SINCE))}. Leave it out, or use strategy.name: fsdp"
+        )
     if run.optimizer == "adafactor" and options.stage > 0:
         raise RunFileError(
             "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
@@ -89,13 +95,26 @@ OFFLOADS_GRADIENTS_SINCE = (0, 19, 8)
 """First version here that trains as without offloading in stages 1 and 2; 0.16.9 does not."""
 
 
+NON_REENTRANT_SINCE = (0, 19, 6)
+"""First version whose ZeRO-3 keeps frozen weights whole in non-reentrant recomputation (#8148)."""
+
+
 def offloads_gradients() -> bool:
     """Whether the installed DeepSpeed adds micro-batches up as it should while it offloads."""
+    return _is_at_least(OFFLOADS_GRADIENTS_SINCE)
+
+
+def needs_reentrant_checkpointing() -> bool:
+    """Whether the installed DeepSpeed loses frozen weights in non-reentrant recomputation."""
+    return not _is_at_least(NON_REENTRANT_SINCE)
+
+
+def _is_at_least(version: tuple[int, ...]) -> bool:
     try:
         words = metadata.version(ENGINE).split("+")[0].split(".")
     except metadata.PackageNotFoundError:
         return True  # that it is missing is told elsewhere
-    return tuple(int(word) for word in words if word.isdigit())[:3] >= OFFLOADS_GRADIENTS_SINCE
+    return tuple(int(word) for word in words if word.isdigit())[:3] >= version
 
 
 def _check_adds_offloaded(stage: int) -> None:

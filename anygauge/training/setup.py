@@ -47,6 +47,7 @@ from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.registry import Registry
+from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.identity import identity_of, settings_of
@@ -253,6 +254,8 @@ def prepare_run(
             clip_grad_norm=plan.clip_grad_norm,
         )
     )
+    if run.train.activation_offloading:
+        offload_activations(engine.model, backend.placement)
     if strategy.description != announced:
         rank.say(f"strategy: {strategy.description}")
     seed_dropout(backend, run.train.seed, rank, share, start)

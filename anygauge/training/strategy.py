@@ -99,6 +99,7 @@ def check_strategy(
             options=run.strategy,
             world_size=world_size,
             optimizer=run.train.optimizer.name,
+            activations=run.train.activations,
             adapter="" if run.adapter is None else "dora" if run.adapter.dora else "lora",
             micro_batches=_micro_batches(run, registry, world_size),
             precision=precision,
@@ -106,6 +107,20 @@ def check_strategy(
         )
     )
     check_backend(spec, backend)
+    check_offloading(run, backend)
+
+
+def check_offloading(run: RunFile, backend: Backend) -> None:
+    """Raises: UnsupportedError: layers' activations are not to be had one by one on this device."""
+    graph = backend.graph
+    if run.train.activation_offloading and (graph.accumulates or graph.compiler is not None):
+        how = "gathers operations into graphs, which each copy to the host would end"
+        if graph.compiler is not None:
+            how = "compiles layers, and what they keep for backward with them"
+        raise UnsupportedError(
+            f"train.activation_offloading: backend {backend.name!r} {how}. Leave it out, and set "
+            "train.gradient_checkpointing: true"
+        )
 
 
 def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:
@@ -164,6 +179,6 @@ def workload_of(
         accumulation=accumulation(run.train.global_batch_size, micro_batch, share.count),
         length=run.data.max_length,
         max_norm=run.train.max_grad_norm,
-        recomputes=run.train.gradient_checkpointing,
+        activations=run.train.activations,
         state_bytes=_STATE_BYTES[run.train.optimizer.name],
     )

@@ -208,7 +208,8 @@ def out_of_memory_advice(backend: Backend) -> Iterator[None]:
         raise AnygaugeError(
             f"out of memory on {backend.placement.device}: {stats.in_use / GIB:.1f} GiB in use, "
             f"peak {stats.peak / GIB:.1f} GiB{limit}. Lower train.micro_batch_size or "
-            "data.max_length, switch train.gradient_checkpointing on, or shard over more --devices"
+            "data.max_length, switch train.gradient_checkpointing or activation_offloading on, or "
+            "shard over more --devices"
         ) from error
 
 

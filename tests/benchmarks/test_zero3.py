@@ -10,6 +10,7 @@ import pytest
 
 from anygauge.config.precision import resolve_precision
 from anygauge.config.schema import PrecisionSection
+from anygauge.interface import Activations
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
 from anygauge_cpu.backend import CpuBackend
@@ -42,7 +43,7 @@ def test_settings_by_hand_are_those_of_a_dry_run(
                 precision,
                 micro_batch=given.micro_batch,
                 max_norm=given.max_norm,
-                recomputes=given.checkpointing,
+                activations=Activations(every=int(given.checkpointing)),
             ),
             ModelSizes(trained=10**6, largest_factor=factor, largest_block=3_000_000),
         )

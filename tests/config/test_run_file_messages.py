@@ -115,7 +115,22 @@ ADAPTER = names(AdapterSection)
         ("launch: {options: 3}", "launch.options: got 3 (int), expected a mapping"),
         (
             "train: {gradient_checkpointing: 1}",
-            "train.gradient_checkpointing: got 1 (int), expected true or false",
+            "train.gradient_checkpointing: got 1 (int), expected true or false or a mapping of "
+            "every, selective",
+        ),
+        (
+            "train: {gradient_checkpointing: {every: 0}}",
+            "train.gradient_checkpointing.every: got 0 (int), expected a whole number > 0",
+        ),
+        (
+            "train: {gradient_checkpointing: {layers: 2}}",
+            "train.gradient_checkpointing.layers: no such field; valid here: every, selective",
+        ),
+        (
+            "train: {gradient_checkpointing: {selective: true}, activation_offloading: true}",
+            "train: 'activation_offloading' does not reach what 'gradient_checkpointing' keeps "
+            "with selective: true, since torch holds it elsewhere; remove one of them "
+            "(activation_offloading: run.yaml:3, gradient_checkpointing: run.yaml:3)",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import (
+    Activations,
     BuildContext,
     DeviceBatch,
     ModelFactory,
@@ -28,7 +29,7 @@ def a_workload(backend: Backend, precision: Precision, **changes: Any) -> Worklo
         "accumulation": 1,
         "length": 32,
         "max_norm": 1.0,
-        "recomputes": True,
+        "activations": Activations(every=1),
     }
     return Workload(backend=backend, precision=precision, **(fields | changes))
 
@@ -46,9 +47,14 @@ def build_context(
     share: Share | None = None,
     accumulation: int = 1,
     length: int = 32,
+    offload: bool = False,
     **more: Any,
 ) -> BuildContext:
-    """Of a rank that reads rows of its own, unless `share` says otherwise."""
+    """Of a rank that reads rows of its own, unless `share` says otherwise.
+
+    Args:
+        offload: of activations.
+    """
     return BuildContext(
         factory=factory,
         optimizer=optimizer,
@@ -62,7 +68,7 @@ def build_context(
             accumulation=accumulation,
             length=length,
             max_norm=max_norm,
-            recomputes=factory.recomputes,
+            activations=dataclasses.replace(factory.activations, offload=offload),
         ),
         **more,
     )

@@ -161,7 +161,8 @@ def anygauge_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tens
 def by_hand_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tensor], float]:
     """A plain DeepSpeed loop: its own context, its own engine, the model's own loss."""
     from anygauge.strategies.materialise import materialise
-    from anygauge.strategies.zero_runtime import import_deepspeed, needs_reentrant_checkpointing
+    from anygauge.strategies.zero_runtime import import_deepspeed
+    from anygauge.strategies.zero_spec import needs_reentrant_checkpointing
 
     deepspeed = import_deepspeed(context.backend)
     skeleton = context.factory.adapt(context.factory.skeleton())

@@ -15,15 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from anygauge.strategies.zero_spec import offloads_gradients
+from anygauge.strategies.zero_spec import needs_reentrant_checkpointing, offloads_gradients
 from tests.helpers.ranks import run_ranks
 from tests.strategies.parity_rank import Case
 
 Result = dict[str, Any]
 
+EVERY_SECOND = {"recomputed": True, "every": 2}
+SELECTIVE = {"recomputed": True, "selective": True}
 NOTHING_RESIDENT = {"stage3_param_persistence_threshold": 0}
 ALL = {"lora": False}
 SGD = {"optimizer": "sgd"}
+STAGE3 = {"stage": 3, "options": NOTHING_RESIDENT}
 GATHERED = {"cp": 2}
 ULYSSES = {"cp": 2, "cp_method": "ulysses"}
 TENSOR = {"tp": 2}
@@ -51,6 +54,7 @@ TWO = [
     Case(strategy="ddp", options=TENSOR, recomputed=True, **ALL, **SGD),
     Case(strategy="ddp", options=TENSOR, dtype="bfloat16"),
     Case(strategy="ddp", options=WITHOUT_SP, recomputed=True, **SGD),
+    Case(strategy="ddp", options=TENSOR, offloaded=True, **EVERY_SECOND, **SGD),
     Case(strategy="ddp", options=WITHOUT_SP, packed=True, **ALL, **SGD),
     *(Case(strategy="ddp", options={"pp": 2, "schedule": s}, **SGD) for s in SCHEDULES),
     *(
@@ -58,6 +62,7 @@ TWO = [
         for s in SCHEDULES
     ),
     Case(strategy="ddp", options=PIPELINE, packed=True, recomputed=True),
+    Case(strategy="ddp", options=PIPELINE, offloaded=True, **SELECTIVE, **SGD),
     Case(strategy="ddp", options=PIPELINE, dtype="bfloat16"),
     Case(strategy="zero", packed=True, **SGD),
     *(Case(strategy="zero", options={"stage": stage}) for stage in range(4)),
@@ -68,6 +73,11 @@ TWO = [
         for _ in range(offloads_gradients())
     ),
     Case(strategy="zero", options={"stage": 3, "offload": "both"}),
+    Case(strategy="ddp", options=GATHERED, **EVERY_SECOND, **SGD),
+    Case(strategy="fsdp", **SELECTIVE, **ALL, **SGD),
+    Case(strategy="fsdp", options=ULYSSES, offloaded=True, **SGD),
+    Case(strategy="zero", options=STAGE3, **EVERY_SECOND, **SGD),
+    Case(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
 ]
 FOUR = [
     Case(strategy="ddp", **SGD),
@@ -86,6 +96,7 @@ FOUR = [
     Case(strategy="ddp", options=PIPELINE, packed=True, **SGD),
     Case(strategy="ddp", options={"pp": 2, "schedule": "gpipe"}, **ALL, **SGD),
     Case(strategy="ddp", options={"pp": 4}, recomputed=True, **SGD),
+    Case(strategy="fsdp", options=TENSOR, **SELECTIVE, **ALL, **SGD),
     Case(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
     Case(strategy="zero", options={"stage": 3, "options": {"zero_hpz_partition_size": 2}}, **SGD),
     Case(
@@ -95,6 +106,16 @@ FOUR = [
         **SGD,
     ),
     Case(strategy="zero", options={"stage": 3, "offload": "parameters"}, **ALL, **SGD),
+    Case(strategy="ddp", options=ULYSSES, recomputed=True, every=3, **SGD),
+    Case(strategy="ddp", options=GATHERED, **SELECTIVE, **SGD),
+    Case(strategy="ddp", offloaded=True, **ALL, **SGD),
+    Case(strategy="fsdp", offloaded=True, **EVERY_SECOND, **ALL, **SGD),
+    Case(strategy="zero", options=STAGE3, offloaded=True, recomputed=True, **SGD),
+    Case(strategy="zero", options={**STAGE3, "gather": "module"}, offloaded=True, **SGD),
+    *(
+        Case(strategy="zero", options=STAGE3, **SELECTIVE, **SGD)
+        for _ in range(not needs_reentrant_checkpointing())
+    ),
 ]
 CARDS = [
     Case(strategy="ddp", **SGD),
@@ -106,6 +127,9 @@ CARDS = [
     Case(strategy="fsdp", options=WITHOUT_SP, **ALL, **SGD),
     Case(strategy="ddp", options=PIPELINE, packed=True, **SGD),
     Case(strategy="ddp", options={"pp": 2, "schedule": "zero_bubble"}, **ALL, **SGD),
+    Case(strategy="fsdp", offloaded=True, **EVERY_SECOND, **SGD),
+    Case(strategy="ddp", offloaded=True, **ALL, **SGD),
+    Case(strategy="ddp", **SELECTIVE, **SGD),
 ]
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""

@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import (
+    AdapterSection,
+    CheckpointingSection,
+    ModelSection,
+    OptimizerSection,
+)
 from anygauge.data import MicroBatch
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import DeviceBatch, Engine
@@ -29,6 +34,7 @@ from anygauge.models.inputs import model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan
 from anygauge.registry import Registry
 from anygauge.registry.factories import load_options
+from anygauge.strategies.activations import offload_activations
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context
 from tests.helpers.collective_bytes import CollectiveBytes
@@ -54,6 +60,8 @@ class Case:
     Attributes:
         options: of the section ``strategy``.
         lora: an adapter is trained; otherwise all weights.
+        every, selective: which layers recompute, and what, if any do.
+        offloaded: what layers keep for backward is on the host.
         packed: each row is several documents.
         model: fields of the model's configuration in place of those of `CONFIG`.
     """
@@ -62,6 +70,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     lora: bool = True
     recomputed: bool = False
+    every: int = 1
+    selective: bool = False
+    offloaded: bool = False
     packed: bool = False
     optimizer: str = "adamw"
     dtype: str = "float32"
@@ -73,15 +84,27 @@ class Case:
     def name(self) -> str:
         words = [self.strategy, *(f"{k}={v}" for k, v in self.options.items())]
         words += ["LoRA" if self.lora else "all weights"]
-        words += ["recomputed"] * self.recomputed + ["packed"] * self.packed
+        words += ["recomputed"] * self.recomputed + [f"every {self.every}"] * (self.every > 1)
+        words += ["selective"] * self.selective + ["activations offloaded"] * self.offloaded
+        words += ["packed"] * self.packed
         words += [self.optimizer] * (self.optimizer != "adamw")
         words += [self.dtype] * (self.dtype != "float32")
         words += [self.model["model_type"]] if self.model else []
         return " ".join(words)
 
     def alone(self) -> Case:
-        """The same run under the reference."""
-        return dataclasses.replace(self, strategy="single", options={})
+        """The same run under the reference, on the host, where activations stay as they are."""
+        plain = {"every": 1, "selective": False, "offloaded": False}
+        if self.every > 1 or self.selective or self.offloaded:
+            plain["recomputed"] = False
+        return dataclasses.replace(self, strategy="single", options={}, **plain)
+
+    @property
+    def checkpointing(self) -> bool | CheckpointingSection:
+        """``train.gradient_checkpointing``."""
+        if not self.recomputed:
+            return False
+        return CheckpointingSection(every=self.every, selective=self.selective)
 
 
 @functools.cache
@@ -172,7 +195,7 @@ def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, 
             kernels=ModelKernels(),
             dtype=getattr(torch, case.dtype),
             seed=0,
-            gradient_checkpointing=case.recomputed,
+            gradient_checkpointing=case.checkpointing,
         ),
         optimizer=optimizer_factory(
             OptimizerSection(
@@ -189,10 +212,14 @@ def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, 
         share=share,
         accumulation=GLOBAL // (MICRO * share.count),
         length=LENGTH,
+        offload=case.offloaded,
     )
     skeleton = context.factory.adapt(context.factory.skeleton())
     footprint = strategy.footprint(dataclasses.replace(context.workload, skeleton=skeleton))
-    return strategy.build(context), dataclasses.asdict(footprint), share
+    engine = strategy.build(context)
+    if case.offloaded:
+        offload_activations(engine.model, backend.placement)
+    return engine, dataclasses.asdict(footprint), share
 
 
 def trained(case: Case, backend: Backend, rank: int, world: int) -> dict[str, Any]:

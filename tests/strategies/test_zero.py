@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import Backend, Precision, Setting, UnsupportedError
+from anygauge.interface import Activations, Backend, Precision, Setting, UnsupportedError
+from anygauge.strategies import zero_spec
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
 from tests.helpers.build import a_workload
@@ -107,7 +108,9 @@ def test_the_buffer_of_gradients_is_no_larger_than_they_are(stage: int) -> None:
 def test_linear_layers_are_torchs_own_where_recomputation_bounds_what_they_keep() -> None:
     name = "memory_efficient_linear"
     assert config()["zero_optimization"][name] is False
-    assert config(recomputes=False)["zero_optimization"][name] is True
+    assert config(activations=Activations())["zero_optimization"][name] is True
+    # The layers between would keep theirs.
+    assert config(activations=Activations(every=2))["zero_optimization"][name] is True
     assert name not in config(stage=2)["zero_optimization"]
     wanted = config(options={name: True})
     assert wanted["zero_optimization"][name] is True
@@ -140,7 +143,5 @@ def test_stage_0_refuses_what_deepspeed_has_not() -> None:
 def test_checkpointing_is_reentrant_where_deepspeed_needs_it(
     version: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anygauge.strategies import zero_runtime
-
-    monkeypatch.setattr(zero_runtime.metadata, "version", lambda package: version)
-    assert zero_runtime.needs_reentrant_checkpointing() is reentrant
+    monkeypatch.setattr(zero_spec.metadata, "version", lambda package: version)
+    assert zero_spec.needs_reentrant_checkpointing() is reentrant

@@ -8,16 +8,26 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import Precision, RunFileError, StrategyRun, UnsupportedError
+from anygauge.interface import Activations, Precision, RunFileError, StrategyRun, UnsupportedError
 from anygauge.strategies import zero_spec
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_spec import ZERO, zero_fields
 
 
-def check(*, optimizer: str = "adamw", precision: Precision | None = None, **fields: Any) -> None:
+def check(
+    *,
+    optimizer: str = "adamw",
+    precision: Precision | None = None,
+    activations: Activations = Activations(),  # noqa: B008
+    **fields: Any,
+) -> None:
     ZERO.check(
         StrategyRun(
-            options=ZeroOptions(**fields), world_size=2, optimizer=optimizer, precision=precision
+            options=ZeroOptions(**fields),
+            world_size=2,
+            optimizer=optimizer,
+            precision=precision,
+            activations=activations,
         )
     )
 
@@ -63,6 +73,20 @@ def test_a_version_that_offloads_wrongly_is_refused(
     else:
         with pytest.raises(UnsupportedError, match=r"DeepSpeed 0\.16\.9 gives other losses"):
             check(stage=2, offload="optimizer")
+
+
+@pytest.mark.parametrize(("version", "can"), [("0.16.9", False), ("0.19.6", True)])
+def test_a_version_that_recomputes_whole_layers_alone(
+    version: str, can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero_spec.metadata, "version", lambda name: version)
+    check(activations=Activations(every=2))
+    selective = Activations(every=1, selective=True)
+    if can:
+        check(activations=selective)
+    else:
+        with pytest.raises(UnsupportedError, match=r"0\.16\.9 needs .*; that ended with 0\.19\.6"):
+            check(activations=selective)
 
 
 def test_options_that_move_no_optimizer_pass() -> None:

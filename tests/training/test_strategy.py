@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from anygauge.config.load import load_run_file
 from anygauge.interface import (
     API_VERSION,
     FULL,
+    Compiler,
+    Graph,
     Level,
     Requirement,
     RunFileError,
@@ -19,7 +23,21 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.registry import Registry
-from anygauge.training.strategy import check_backend, check_ranks
+from anygauge.strategies.activations import offload_activations
+from anygauge.strategies.materialise import decoder_layers
+from anygauge.training import setup
+from anygauge.training.strategy import check_backend, check_ranks, check_strategy
+from anygauge_cpu.backend import CpuBackend
+from tests.helpers.runs import run_file, trained_here
+
+
+class Accumulates(Graph):
+    accumulates = True
+
+
+class Compiles(Graph):
+    compiler = Compiler(backend="eager", regions="layer")
+
 
 SPEC = StrategySpec(
     name="mine",
@@ -50,6 +68,59 @@ def test_an_engine_that_a_device_cannot_run_is_named_with_the_reason() -> None:
         check_backend(SPEC, refusing)
     check_backend(dataclasses.replace(SPEC, engine="another"), refusing)
     check_backend(dataclasses.replace(SPEC, engine=""), refusing)
+
+
+@pytest.mark.parametrize(
+    ("graph", "told"),
+    [
+        (Graph(), ""),
+        (Accumulates(), "'cpu' gathers operations into graphs, which each copy to the host"),
+        (Compiles(), "'cpu' compiles layers, and what they keep"),
+    ],
+)
+def test_activations_of_a_device_with_graphs_are_not_offloaded(
+    graph: Graph, told: str, tmp_path: Path
+) -> None:
+    backend = CpuBackend()
+    backend.graph = graph
+    registry = Registry.load()
+
+    def check(offloads: bool) -> None:
+        file = run_file(tmp_path, train={"activation_offloading": offloads})
+        check_strategy(load_run_file(file).run, registry, backend, 1)
+
+    check(False)
+    if not told:
+        check(True)
+        return
+    with pytest.raises(UnsupportedError, match=rf"train\.activation_offloading: backend {told}"):
+        check(True)
+
+
+def test_a_run_keeps_activations_as_its_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def offload(model: Any, placement: Any) -> Any:
+        found = offload_activations(model, placement)
+        layers = list(decoder_layers(model))
+        made.append((found, [layer.gradient_checkpointing for layer in layers]))
+        return found
+
+    monkeypatch.setattr(setup, "offload_activations", offload)
+    plain = {"gradient_checkpointing": False}
+    other = {"gradient_checkpointing": {"every": 2}, "activation_offloading": True}
+    runs = []
+    for name, train in (("plain", plain), ("other", other)):
+        (tmp_path / name).mkdir()
+        file = run_file(tmp_path / name, strategy={"name": "single"}, train=train)
+        runs.append(trained_here(file))
+    wanted, found = (run.steps("loss") for run in runs)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    ((offloaded, recompute),) = made
+    assert recompute == [True, False]
+    assert offloaded.buffers.made > 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import AnygaugeError, Collectives, ModelError
+from anygauge.interface import Activations, AnygaugeError, Collectives, ModelError
 from anygauge.interface.strategy import PARAMETER, ModelFactory, PartFunction, TrainedState
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.finished import (
@@ -181,9 +181,9 @@ class ResumedFactory:
         return self._factory.external_parameters(model)
 
     @property
-    def recomputes(self) -> bool:
-        """See `ModelFactory.recomputes`."""
-        return self._factory.recomputes
+    def activations(self) -> Activations:
+        """See `ModelFactory.activations`."""
+        return self._factory.activations
 
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
         """See `ModelFactory.checkpoint_activations`."""

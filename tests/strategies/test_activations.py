@@ -1,0 +1,257 @@
+"""Which layers recompute, what they keep, and what of it lies on the host; see also the matrix."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anygauge.config.schema import CheckpointingSection
+from anygauge.interface import Activations, Backend, Share, UnsupportedError
+from anygauge.interface.strategy import Engine
+from anygauge.kernels.loss import model_loss
+from anygauge.models.recompute import recompute
+from anygauge.registry import Registry
+from anygauge.strategies.activations import HostBuffers, Offload, offload_activations
+from anygauge.strategies.materialise import decoder_layers
+from tests.helpers.ranks import run_ranks
+from tests.strategies.parity_rank import CONFIG, LENGTH, MICRO, Case, built, placed, rows
+
+LAYERS = CONFIG["num_hidden_layers"]
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    found = Registry.load().create_backend("cpu")
+    found.open(0)
+    return found
+
+
+def forward(engine: Engine) -> Tensor:
+    ids, labels = rows(0)
+    batch = placed(
+        Case(strategy="single"), ids[:MICRO], labels[:MICRO], Share(0, 1), torch.device("cpu")
+    )
+    engine.model.train()
+    return model_loss(engine.model(**batch.inputs))
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count[operation.name().partition(".")[0]] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("given", "computed"),
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"recomputed": True}, [2, 2, 2, 2]),
+        ({"recomputed": True, "every": 2}, [2, 1, 2, 1]),
+        ({"recomputed": True, "every": 3}, [2, 1, 1, 2]),
+        ({"recomputed": True, "every": 9}, [2, 1, 1, 1]),
+        ({"recomputed": True, "selective": True}, [2, 2, 2, 2]),
+        ({"recomputed": True, "every": 2, "offloaded": True}, [2, 1, 2, 1]),
+    ],
+)
+def test_layers_are_computed_again_as_the_run_says(
+    given: dict[str, Any], computed: list[int], backend: Backend
+) -> None:
+    case = Case(strategy="single", **given)
+    engine, _, _ = built(case, backend, 0, 1)
+    counts = [0] * LAYERS
+    for index, layer in enumerate(decoder_layers(engine.model)):
+
+        def count(*_: Any, index: int = index) -> None:
+            counts[index] += 1
+
+        layer.get_submodule("mlp").register_forward_pre_hook(count)
+    forward(engine).backward()
+    assert counts == computed
+    section = case.checkpointing
+    every = section.every if isinstance(section, CheckpointingSection) else int(section)
+    assert Activations(every=every).recomputed(LAYERS) == counts.count(2)
+
+
+def test_selective_recomputation_makes_no_attention_and_no_large_product_again(
+    backend: Backend,
+) -> None:
+    def in_backward(**given: Any) -> Counter[str]:
+        engine, _, _ = built(Case(strategy="single", **given), backend, 0, 1)
+        loss = forward(engine)
+        with Operations() as found:
+            loss.backward()
+        return found.count
+
+    kept = in_backward()
+    again = in_backward(recomputed=True)
+    selective = in_backward(recomputed=True, selective=True)
+    attention = [name for name in again if "scaled_dot_product" in name and "backward" not in name]
+    assert sum(again[name] for name in attention) == LAYERS, "the test sees attention"
+    assert sum(selective[name] for name in attention) == 0
+    # Of seven linear layers each, base and two factors; the last one's output nobody asks for.
+    assert again["aten::mm"] - kept["aten::mm"] >= LAYERS * (7 * 3 - 2)
+    assert 0 < selective["aten::mm"] - kept["aten::mm"] <= LAYERS * 7, "the adapter's second factor"
+    assert selective["aten::silu"] == LAYERS, "all else is recomputed"
+
+
+def test_a_card_keeps_less(tmp_path: Path) -> None:
+    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    output = tmp_path / "kept.json"
+    run_ranks(
+        "tests.strategies.activations_rank",
+        [str(output)],
+        world=1,
+        folder=tmp_path,
+        environment={"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": "1"},
+    )
+    found = json.loads(output.read_text())
+    assert all(each["left"] == 0 for each in found.values()), "nothing outlives backward"
+    kept = {name: each["kept"] for name, each in found.items()}
+    one_input = MICRO * LENGTH * CONFIG["hidden_size"] * 4
+    assert kept["recomputed"] < kept["every second"] < kept["selective"] < kept["all"]
+    half = (kept["all"] + kept["recomputed"]) / 2
+    assert kept["every second"] == pytest.approx(half, rel=0.05)
+    # The first layer's is a leaf, which torch holds; a layer's input is all that is kept of it.
+    assert kept["recomputed"] - kept["recomputed, offloaded"] == (LAYERS - 1) * one_input
+    assert kept["offloaded"] <= kept["recomputed, offloaded"] < 0.1 * kept["all"]
+
+
+class Layer(nn.Module):
+    """Autograd keeps its input twice, its weight, and two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin() * x.T.reshape(32, 32).cos()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def gradients(model: Model, times: int = 1) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 1024).reshape(32, 32).requires_grad_()
+    loss = model(x)
+    for turn in range(times):
+        loss.backward(retain_graph=turn < times - 1)
+    assert x.grad is not None
+    found = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_are_the_same_also_of_a_graph_that_is_retained(
+    times: int, backend: Backend
+) -> None:
+    wanted = gradients(Model(), times)
+    offloaded = Model()
+    offload_activations(offloaded, backend.placement)
+    for _ in range(2):  # the second time in memory that is used again
+        assert all(map(torch.equal, gradients(offloaded, times), wanted))
+
+
+def test_a_tensor_goes_to_the_host_once_and_a_weight_never(backend: Backend) -> None:
+    model = Model()
+    offload = offload_activations(model, backend.placement)
+    gradients(model)
+    # Of each layer: the input, of which two views are kept, the product, and the result's factors.
+    assert offload.buffers.made == 2 * 4
+    for _ in range(3):
+        gradients(model)
+    assert offload.buffers.made == 2 * 4, "buffers are used again"
+
+
+def test_what_changes_in_place_is_kept_as_it_was(backend: Backend) -> None:
+    class Changes(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            first = y.sin()
+            with torch.no_grad():
+                y.mul_(2)
+            return first * y.cos()
+
+    model = Model()
+    model.layers[0] = Changes()
+    x = torch.ones(32, 32, requires_grad=True)
+    expected = Changes()
+    expected.load_state_dict(model.layers[0].state_dict())
+    y = expected.linear(x)
+    (y.sin() * (y + y.detach()).cos()).sum().backward()
+    assert expected.linear.weight.grad is not None
+    offload_activations(model, backend.placement)
+    model.layers[0](x).sum().backward()
+    torch.testing.assert_close(model.layers[0].linear.weight.grad, expected.linear.weight.grad)
+
+
+def test_a_tensor_made_of_others_is_offloaded_by_its_parts(backend: Backend) -> None:
+    offload = Offload(backend.placement)
+    layer = nn.Identity()
+    parts = [torch.randn(32, 32, requires_grad=True) for _ in range(2)]
+    both = TwoTensor(*parts).requires_grad_()
+    offload.around(layer, torch.sin)(both).sum().backward()
+    assert offload.buffers.made == 2
+    assert isinstance(both.grad, TwoTensor)
+    torch.testing.assert_close(both.grad.b, parts[1].detach().cos())
+
+
+def test_without_gradients_nothing_moves(backend: Backend) -> None:
+    model = Model()
+    offload = offload_activations(model, backend.placement)
+    with torch.no_grad():
+        model(torch.ones(32, 32))
+    assert offload.buffers.made == 0
+
+
+def test_buffers_are_used_again_by_size() -> None:
+    buffers = HostBuffers(pinned=False)
+    first = buffers.take(3000)
+    assert first.numel() == 4096
+    buffers.give(first)
+    assert buffers.take(2049) is first
+    assert buffers.take(4096) is not first
+    assert buffers.take(100).numel() == 128
+
+
+def test_a_model_that_cannot_recompute_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"Model does not support it\. Set"):
+        recompute(Model(), Activations(every=1))
+    together = SimpleNamespace(
+        supports_gradient_checkpointing=True,
+        activation_checkpointing_enable=lambda **_: None,
+        modules=lambda: iter(()),
+    )
+    with pytest.raises(UnsupportedError, match="recompute together or not at all"):
+        recompute(together, Activations(every=2))
+
+
+def test_the_older_form_recomputes_whole_layers_alone() -> None:
+    with pytest.raises(UnsupportedError, match="reentrant form"):
+        recompute(Model(), Activations(every=1, selective=True), reentrant=True)
