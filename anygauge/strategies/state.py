@@ -28,11 +28,13 @@ def prime(optimizer: Any, parameters: Iterable[Tensor], step: Callable[[], Any])
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
+    # An engine may keep buffers there that it writes gradients into.
+    gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     step()
-    for parameter in parameters:
-        parameter.grad = None
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.interface.strategy import Counters, Engine, Precision, Strategy
+from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge.strategies.common import trained_parameters
@@ -32,7 +33,7 @@ from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
-from tests.helpers.build import build_context
+from tests.helpers.build import batch_of, build_context
 
 CONFIG = {
     "model_type": "llama",
@@ -188,9 +189,16 @@ def work(case: Case, rank: int, folder: Path) -> None:
         partial.rename(folder / f"{case.name}.pt")
     engine.import_state(state)
     second = exported(engine)
+    ids = torch.arange(8).reshape(1, 8) + rank
+    result = engine.run_step([batch_of(ids)], model_loss, 8 * case.ranks)
+    engine.update(1e-3, 1.0)
+    found["goes_on"] = bool(torch.stack(list(result.loss_sums)).isfinite().all())
     if rank == 0:
         found["not_stable"] = compare(second, first, torch.equal)
+        found["moved"] = compare(exported(engine), second, torch.equal)
         (folder / f"{case.name}.json").write_text(json.dumps(found))
+    else:
+        exported(engine)
     engine.close()
     backend.close()
 

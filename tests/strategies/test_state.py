@@ -71,3 +71,5 @@ def test_what_went_in_comes_out(case: Case, folder: Folder) -> None:
         # Lion corrects no bias, so it counts no steps.
         assert found["updates"] == (0 if case.optimizer == "lion" else UPDATES)
     assert found["not_stable"] == []
+    assert found["goes_on"]
+    assert len(found["moved"]) >= 0.9 * found["tensors"], "a step was made from there"
