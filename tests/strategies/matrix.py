@@ -1,13 +1,15 @@
 """Every strategy against `single` on the same rows: the cases, their results, and a table of them.
 
 ``python -m tests.strategies.matrix [--rows FILE.jsonl] [--steps N]`` prints the table that
-docs/training.md has, of rows with an ``answer`` in FILE (random ones without).
+docs/training.md has, of rows with an ``answer`` in FILE (random ones without): each strategy with an
+adapter and with all weights, recomputed and not, with packed rows and padded ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import tempfile
@@ -176,23 +178,64 @@ def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
+CROSSED: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    2: [
+        ("ddp", {}),
+        ("fsdp", {}),
+        ("fsdp", {"gather": "step"}),
+        ("fsdp", {"offload": "both"}),
+        ("ddp", TENSOR),
+        ("ddp", WITHOUT_SP),
+        *(("ddp", {"pp": 2, "schedule": schedule}) for schedule in SCHEDULES),
+        ("fsdp", GATHERED),
+        ("ddp", ULYSSES),
+        *(("zero", {"stage": stage}) for stage in range(4)),
+        ("zero", STAGE3),
+        *(("zero", {"stage": 2, "offload": "optimizer"}) for _ in range(offloads_gradients())),
+        ("zero", {"stage": 3, "offload": "both"}),
+    ],
+    4: [
+        ("fsdp", {}),
+        ("fsdp", {"dp_replicate": 2}),
+        ("fsdp", TENSOR),
+        ("ddp", PIPELINE),
+        ("ddp", GATHERED),
+        ("zero", {"stage": 3, "options": {"zero_hpz_partition_size": 2}}),
+    ],
+}
+"""Ranks -> strategies, and their options, of the table."""
+
+
+def variants(strategy: str, options: dict[str, Any], steps: int) -> list[Case]:
+    """A strategy in all ways; the last one by AdamW."""
+    usual = Case(strategy=strategy, options=options, optimizer="sgd", steps=steps)
+    flags = itertools.product((True, False), repeat=3)
+    return [
+        *(dataclasses.replace(usual, lora=a, recomputed=b, packed=c) for a, b, c in flags),
+        dataclasses.replace(usual, optimizer="adamw"),
+    ]
+
+
 def table(steps: int) -> list[str]:
-    """Lines of a table in Markdown."""
+    """Lines of a table in Markdown: the largest differences of each strategy."""
     lines = [
-        "| strategy | ranks | losses | norm of step 1 | norms | sent in a step |",
+        "| strategy | ranks | losses | norm of step 1 | norms | losses in AdamW |",
         "|---|---|---|---|---|---|",
     ]
-    for world, given in ((2, TWO), (4, FOUR)):
-        cases = [dataclasses.replace(case, steps=steps) for case in given]
+    for world, given in CROSSED.items():
+        rows = [variants(strategy, options, steps) for strategy, options in given]
         with tempfile.TemporaryDirectory() as folder:
-            matrix = Matrix(world, cases, Path(folder))
-        for case in cases:
-            found, wanted = matrix.pair(case)
-            first = apart(found["norms"][:1], wanted["norms"][:1])
-            sent = ", ".join(f"{k} {v:,}" for k, v in found["bytes"].items() if v > A_FEW_NUMBERS)
-            cells = [case.name, str(world), f"{apart(found['losses'], wanted['losses']):.0e}"]
-            cells += [f"{first:.0e}", f"{apart(found['norms'], wanted['norms']):.0e}", sent]
-            lines.append(f"| {' | '.join(cells)} |")
+            matrix = Matrix(world, [case for row in rows for case in row], Path(folder))
+        for (strategy, options), row in zip(given, rows, strict=True):
+            *pairs, (adamw, alone) = map(matrix.pair, row)
+            columns = [
+                max(apart(found["losses"], wanted["losses"]) for found, wanted in pairs),
+                max(apart(found["norms"][:1], wanted["norms"][:1]) for found, wanted in pairs),
+                max(apart(found["norms"], wanted["norms"]) for found, wanted in pairs),
+                apart(adamw["losses"], alone["losses"]),
+            ]
+            name = Case(strategy=strategy, options=options).name.removesuffix(" LoRA")
+            lines.append(f"| {name} | {world} | {' | '.join(f'{c:.0e}' for c in columns)} |")
     return lines
 
 

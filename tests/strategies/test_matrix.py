@@ -26,7 +26,7 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 def is_the_references(case: Case, found: Result, wanted: Result) -> None:
     exact = case.dtype == "float32"
-    noise = 2e-3 if "tp" in case.options else 1e-3  # bfloat16 sums parts of sums
+    noise = 5e-3 if "tp" in case.options else 1e-3  # bfloat16 sums parts of sums
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5 if exact else noise)
     assert found["evaluation"] == pytest.approx(wanted["evaluation"], rel=1e-5 if exact else noise)
     assert found["norms"][0] == pytest.approx(wanted["norms"][0], rel=1e-6 if exact else 1e-2)
