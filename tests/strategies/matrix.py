@@ -1,8 +1,8 @@
 """Every strategy against `single` on the same rows: the cases, their results, and a table of them.
 
 ``python -m tests.strategies.matrix [--rows FILE.jsonl] [--steps N]`` prints the table that
-docs/training.md has, of rows with an ``answer`` in FILE (random ones without): each strategy with an
-adapter and with all weights, recomputed and not, with packed rows and padded ones.
+docs/training.md has, of rows with an ``answer`` in FILE (random ones without): each strategy with
+an adapter and with all weights, recomputed and not, with packed rows and padded ones.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def results(world: int, cases: Sequence[Case], folder: Path, backend: str = "cpu
         [str(output), json.dumps([dataclasses.asdict(case) for case in cases])],
         world=world,
         folder=folder,
+        timeout_s=1800,
         environment={
             "PARITY_BACKEND": backend,
             "ANYGAUGE_SIM_LOCKS": "",
@@ -245,6 +246,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     asked = parser.parse_args()
+    os.environ["PARITY_WEIGHTS"] = "no"
     if asked.rows is not None:
         os.environ["PARITY_ROWS"] = str(asked.rows.resolve())
     print("\n".join(table(asked.steps)))
