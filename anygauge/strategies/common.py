@@ -25,6 +25,11 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
+def floating(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that are numbers to compute with, not codes of them."""
+    return [p for p in model.parameters() if p.is_floating_point()]
+
+
 def set_learning_rate(optimizer: Any, lr: float) -> None:
     """Give every parameter group the rate `lr`, times its own ``lr_scale`` if it has one."""
     for group in optimizer.param_groups:

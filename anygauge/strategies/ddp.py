@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Footprint, Workload
-from anygauge.strategies.common import compile_regions, torch_dtype
+from anygauge.strategies.common import compile_regions, floating, torch_dtype
 from anygauge.strategies.context_parallel import (
     attention_bytes,
     divide_sequences,
@@ -138,7 +138,7 @@ class Ddp:
             device.type, (replicas, self.options.tp), mesh_dim_names=("dp", "tp")
         )
         model, names = factory.adapted_on_meta()
-        for parameter in model.parameters():
+        for parameter in floating(model):
             parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
         factory.checkpoint_activations(model)
         compile_regions(model, context.backend)

@@ -73,9 +73,13 @@ def materialise(
         values = factory.values(model, path) if read else {}
         for name, meta in waiting.items():
             data: Tensor = (
-                values[name].to(device=device, dtype=dtype)
+                values[name].to(device=device, dtype=dtype if meta.is_floating_point() else None)
                 if read
-                else torch.empty(meta.shape, dtype=dtype, device=device)
+                else torch.empty(
+                    meta.shape,
+                    dtype=dtype if meta.is_floating_point() else meta.dtype,
+                    device=device,
+                )
             )
             real = nn.Parameter(data, requires_grad=meta.requires_grad)
             # A tied weight has several owners: all must go on sharing one parameter.

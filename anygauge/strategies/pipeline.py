@@ -23,7 +23,7 @@ from anygauge.interface.strategy import (
     LossFunction,
     StepResult,
 )
-from anygauge.strategies.common import compile_regions, torch_dtype, trained_parameters
+from anygauge.strategies.common import compile_regions, floating, torch_dtype, trained_parameters
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.pipeline_cut import StagePart, rank_of_stage, stage_parts, stages_at
 from anygauge.strategies.pipeline_layout import Staged, StageGradients, receive, send
@@ -205,7 +205,7 @@ def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     rows = context.workload.world_size // options.pp
     mesh = init_device_mesh(device.type, (options.pp, rows), mesh_dim_names=("pp", "dp"))
     model, names = factory.adapted_on_meta()
-    for parameter in model.parameters():
+    for parameter in floating(model):
         parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
     factory.checkpoint_activations(model)
     compile_regions(model, context.backend)

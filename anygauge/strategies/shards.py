@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from anygauge.interface.strategy import ModelFactory, Precision
-from anygauge.strategies.common import torch_dtype
+from anygauge.strategies.common import floating, torch_dtype
 from anygauge.strategies.layout import local_square, scale_to
 from anygauge.strategies.materialise import owners_of, units
 from anygauge.strategies.tensor_division import Cut
@@ -95,10 +95,10 @@ def set_types(model: nn.Module, precision: Precision) -> None:
     """Give each parameter the type that it is stored in.
 
     Frozen weights have that of arithmetic; trained ones are the optimizer's masters, and are
-    converted when they are gathered.
+    converted when they are gathered. Codes of quantised weights stay what they are.
     """
     frozen, trained = torch_dtype(precision.param_dtype), torch_dtype(precision.master_dtype)
-    for parameter in model.parameters():
+    for parameter in floating(model):
         parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
 
 
