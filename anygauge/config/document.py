@@ -96,7 +96,8 @@ class Node:
     Attributes:
         value: a scalar, a tuple of nodes, or a dict of nodes by key.
         origin: for an entry of a mapping, the line of its key.
-        text: a scalar as it was written; "" for a mapping, a list and a value left empty.
+        text: a scalar as it was written, and a mapping for which a word was; "" for others, and for a
+            value left empty.
         implied: a mapping that stands only on the way to a value: `train` in --set train.steps=1.
     """
 
@@ -303,10 +304,11 @@ def merge(base: Node, over: Node) -> Node:
     for key, node in over.value.items():
         below = merged.get(key)
         if below is not None and key in WORDS and node.is_mapping and node.implied:
-            below = below if below.is_mapping else replace(below, value={"name": below}, text="")
-        merged[key] = node if below is None else merge(below, node)
+            below = below if below.is_mapping else replace(below, value={"name": below})
+        # A word takes the place of a section, also with fields that joined it.
+        merged[key] = node if below is None or node.text else merge(below, node)
     origin = base.origin if over.implied else over.origin
-    return Node(merged, origin, implied=base.implied and over.implied)
+    return Node(merged, origin, base.text, implied=base.implied and over.implied)
 
 
 def plain(node: Node) -> Any:

@@ -50,7 +50,7 @@ from anygauge.registry import Registry
 from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.training.checkpoints.files import Checkpoint
-from anygauge.training.checkpoints.identity import identity_of, settings_of
+from anygauge.training.checkpoints.identity import identity_of, settings_of, usual_settings
 from anygauge.training.checkpoints.keeper import CheckpointKeeper
 from anygauge.training.checkpoints.resume import ResumedFactory, check_resumed, find_checkpoint
 from anygauge.training.checkpoints.stop import StopRequest
@@ -240,7 +240,7 @@ def prepare_run(
     start = resumed.checkpoint
     identity = identity_of(run, factory.config.to_dict(), batches.fingerprint())
     settings = settings_of(run)
-    changes = check_resumed(resumed, identity, settings, batches.steps)
+    changes = check_resumed(resumed, identity, settings, usual_settings(run), batches.steps)
     if start is not None:
         rank.say(f"resumed: {start.folder} ({start.step} steps done)")
     for change in changes:

@@ -9,7 +9,11 @@ import pytest
 import transformers
 
 from anygauge.config import load_run_file
-from anygauge.training.checkpoints.identity import changed_settings, settings_of
+from anygauge.training.checkpoints.identity import (
+    changed_settings,
+    settings_of,
+    usual_settings,
+)
 from anygauge.training.checkpoints.sound import read_record
 from tests.helpers.earlier import LOSSES_OF_5_AND_6, run_of_0_1
 from tests.helpers.runs import anygauge, trained_here
@@ -57,8 +61,10 @@ def test_it_resumes_from_its_checkpoint(run: Path) -> None:
 
 def test_only_what_changed_is_said_to_have_changed(run: Path) -> None:
     kept = read_record(run / "checkpoints/step-00000004")["settings"]
-    now = settings_of(load_run_file(run / "run.yaml", ["train.steps=6"]).run)
-    assert changed_settings(kept, now) == ["train.steps: 4 -> 6"]
+    file = load_run_file(run / "run.yaml", ["train.steps=6"]).run
+    assert changed_settings(kept, settings_of(file), usual_settings(file)) == [
+        "train.steps: 4 -> 6"
+    ]
 
 
 @WRITTEN_WITH_5

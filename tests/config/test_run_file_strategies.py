@@ -102,3 +102,6 @@ def test_fields_join_a_word_wherever_it_was_said(folder, minimal):
     assert (run.strategy.name, run.strategy.tp) == ("ddp", 4)
     run = folder.load(minimal, "strategy.cp=2", "strategy=ddp").run
     assert (run.strategy.name, run.strategy.cp) == ("ddp", 1)
+    file = minimal + "strategy: {name: zero, stage: 2}"
+    run = folder.load(file, "strategy=ddp", "strategy.pp=2").run
+    assert (run.strategy.name, run.strategy.pp) == ("ddp", 2)

@@ -101,3 +101,21 @@ def test_a_card_holds_its_part_of_every_layer(model: tuple[Path, int, int], tmp_
         factors = 2**17
         assert rank["held"] <= 0.53 * size + factors
         assert rank["peak"] <= 0.53 * size + 2 * layer + factors
+
+
+def test_each_stage_reads_its_own_layers(model: tuple[Path, int, int], tmp_path: Path) -> None:
+    folder, size, _ = model
+    read = [rank["read"] for rank in loaded(tmp_path, folder, "ddp", "cpu", 2, pp=2)]
+    assert sum(read) == size
+    assert max(read) < 0.6 * size
+
+
+def test_a_card_holds_its_stages(model: tuple[Path, int, int], tmp_path: Path) -> None:
+    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    folder, size, layer = model
+    config = json.loads((folder / "config.json").read_text())
+    embedding = 4 * config["vocab_size"] * config["hidden_size"]
+    for rank in loaded(tmp_path, folder, "ddp", "sim", 2, pp=2):
+        factors = 2**16
+        assert rank["held"] <= 0.5 * size + embedding + factors
+        assert rank["peak"] <= 0.5 * size + embedding + 2 * layer + factors

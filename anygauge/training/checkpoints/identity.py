@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from anygauge.config.renamed import translated_record
 from anygauge.config.schema import RunFile
 from anygauge.interface import RunFileError
@@ -65,6 +67,24 @@ def settings_of(run: RunFile) -> dict[str, Any]:
     return found
 
 
+def usual_settings(run: RunFile) -> dict[str, Any]:
+    """What the same fields would be if the run file left them out, where they may be left out."""
+    found: dict[str, Any] = {}
+
+    def collect(section: BaseModel, path: str) -> None:
+        for name, field in type(section).model_fields.items():
+            value = getattr(section, name)
+            if isinstance(value, BaseModel):
+                collect(value, f"{path}.{name}")
+            elif not field.is_required():
+                found[f"{path}.{name}"] = field.get_default(call_default_factory=True)
+
+    for name in _MAY_CHANGE:
+        if isinstance(section := getattr(run, name), BaseModel):
+            collect(section, name)
+    return found
+
+
 def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Refuse another run: the losses would not be what either would have given.
 
@@ -89,9 +109,18 @@ def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str,
         )
 
 
-def changed_settings(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Fields that may change when a run is resumed, and did: ``field: before -> now``."""
-    kept = translated_record(kept)
+def changed_settings(
+    kept: Mapping[str, Any], settings: Mapping[str, Any], usual: Mapping[str, Any]
+) -> list[str]:
+    """Fields that may change when a run is resumed, and did: ``field: before -> now``.
+
+    Args:
+        kept: of the run before; a field that there was not yet had its usual value.
+        settings: of this run; see `settings_of`.
+        usual: see `usual_settings`.
+    """
+    new = {name: usual[name] for name in settings if name in usual}
+    kept = {**new, **translated_record(kept)}
     # What another strategy had besides is no field of this one.
     gone = {name for name in kept.keys() - settings.keys() if name.startswith("strategy.")}
     names = sorted({*kept, *settings} - gone)

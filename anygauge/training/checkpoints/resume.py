@@ -92,13 +92,17 @@ def _search(resume: str, run_directory: Path) -> list[Any]:
 
 
 def check_resumed(
-    resumed: Resumed, identity: Mapping[str, Any], settings: Mapping[str, Any], steps: int
+    resumed: Resumed,
+    identity: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    usual: Mapping[str, Any],
+    steps: int,
 ) -> list[str]:
     """Accept what was found as a part of this run; returns which settings have changed since.
 
     Args:
         identity: see `identity_of`.
-        settings: see `settings_of`.
+        settings, usual: see `settings_of` and `usual_settings`.
         steps: of the whole run, now.
 
     Raises:
@@ -114,7 +118,7 @@ def check_resumed(
     if start is None:
         return []
     check_same_run(start.folder, start.record["identity"], identity)
-    return changed_settings(start.record["settings"], settings)
+    return changed_settings(start.record["settings"], settings, usual)
 
 
 class ResumedFactory:
