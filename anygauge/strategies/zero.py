@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from anygauge.strategies.common import (
 )
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.zero_footprint import zero_footprint
+from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
     gather_by_block,
@@ -54,7 +56,14 @@ from anygauge.strategies.zero_state import ZeroState, whole_shape
 class ZeroEngine:
     """A DeepSpeed engine behind anygauge's contract."""
 
-    def __init__(self, engine: Any, stage: int, context: BuildContext) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        stage: int,
+        context: BuildContext,
+        swapped: TemporaryDirectory[str] | None = None,
+    ) -> None:
+        """Args: swapped: where it keeps what is on a disk."""
         self._engine = engine
         self.model: nn.Module = engine.module
         self._stage = stage
@@ -64,6 +73,7 @@ class ZeroEngine:
         self._scales_loss = context.precision.scales_loss
         self._trained = trained_parameters(self.model)
         self._state = ZeroState(engine, stage, self._trained, writes=context.rank == 0)
+        self._swapped = swapped
         self._undo_release = (
             synchronise_before_release(context.backend.placement.synchronize)
             if stage == 3 and context.backend.graph.sync_on_release
@@ -124,18 +134,7 @@ class ZeroEngine:
 
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        whole: dict[str, Tensor] = {}
-        for name, parameter in self._trained:
-            value = safe_get_full_fp32_param(parameter)
-            if value is None and self._stage == 0:
-                value = parameter  # stage 0 keeps no master of its own in float32 and float16
-            if value is None:
-                raise RuntimeError(f"DeepSpeed returned no value for the trained parameter {name}")
-            if self._rank == 0:
-                whole[name] = value.detach().to(HOST_DEVICE, torch.float32, copy=True)
-        return whole
+        return {name: whole for name, whole in self._state.masters() if whole is not None}
 
     def checkpoint_support(self) -> Support:
         """See `Engine.checkpoint_support`."""
@@ -157,6 +156,8 @@ class ZeroEngine:
         """Take hooks off and free DeepSpeed's buffers."""
         self._undo_release()
         self._engine.destroy()
+        if self._swapped is not None:
+            self._swapped.cleanup()
 
 
 class Zero:
@@ -164,7 +165,8 @@ class Zero:
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options = options
-        offload = "" if options.offload == "none" else f", {options.offload} offloaded"
+        where = "" if options.nvme is None else " to a disk"
+        offload = "" if options.offload == "none" else f", {options.offload} offloaded{where}"
         self.description = f"zero, stage {options.stage}{offload}"
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
@@ -191,6 +193,14 @@ class Zero:
         skeleton = factory.adapt(factory.skeleton())
         config = as_config(self.settings(dataclasses.replace(context.workload, skeleton=skeleton)))
         deepspeed.init_distributed()
+        swapped = None
+        if self.options.nvme is not None:
+            found = self.footprint(dataclasses.replace(context.workload, skeleton=skeleton))
+            load_operator()
+            swapped = folder_of_rank(
+                self.options.nvme, found.masters + found.optimizer + found.gradients
+            )
+            config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
         def shard(unit: nn.Module) -> None:
             deepspeed.zero.Init(module=unit, config_dict_or_path=config)
@@ -219,4 +229,4 @@ class Zero:
         optimizer = context.optimizer(trained, {name: whole_shape(p) for name, p in trained})
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         restore_buffers(buffers)
-        return ZeroEngine(engine, self.options.stage, context)
+        return ZeroEngine(engine, self.options.stage, context, swapped)

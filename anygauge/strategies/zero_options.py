@@ -19,6 +19,11 @@ class ZeroOptions(BaseModel):
     offload: Literal["none", "optimizer", "parameters", "both"] = Field(
         "none", description="What lies in the host's memory between uses; parameters: stage 3."
     )
+    nvme: str | None = Field(
+        None,
+        description="With offload: optimizer and stage 3: a folder on a local disk of each "
+        "machine, where it lies in place of the host's memory.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="Fields of DeepSpeed's zero_optimization that win over ours.",

@@ -114,12 +114,16 @@ def zero_settings(
     pinned = workload.backend.device_type != HOST_DEVICE
     for place, field in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
         if options.offload in (place, "both"):
-            add(f"zero_optimization.{field}.device", HOST_DEVICE, "strategy.offload")
+            where = HOST_DEVICE if options.nvme is None else "nvme"
+            add(f"zero_optimization.{field}.device", where, "strategy.offload")
             add(
                 f"zero_optimization.{field}.pin_memory",
                 pinned,
                 "copies to the device need not wait",
             )
+    if options.nvme is not None:
+        path = "zero_optimization.offload_optimizer.nvme_path"
+        add(path, options.nvme, "strategy.nvme; each rank has a folder in it while it trains")
     if options.offload in ("optimizer", "both"):
         add("zero_force_ds_cpu_optimizer", False, "anygauge brings the optimizer, offloaded or not")
     for setting in workload.backend.engine_settings(ENGINE):

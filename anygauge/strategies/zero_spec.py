@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from anygauge.interface import (
     Support,
     UnsupportedError,
 )
+from anygauge.strategies.zero_nvme import check_nvme
 
 ENGINE = "deepspeed"
 
@@ -30,6 +32,7 @@ def check(run: StrategyRun) -> None:
     Raises:
         UnsupportedError: the optimizer would be off the device, or no such types are combined.
         RunFileError: there is no such field, or the optimizer cannot work on flat vectors.
+        NotAvailableError: what the run file asks for is not on this machine.
     """
     options = run.options
     for name, value in options.options.items():
@@ -37,8 +40,7 @@ def check(run: StrategyRun) -> None:
             raise UnsupportedError(
                 f"strategy.options.{name}: DeepSpeed takes only an optimizer of its own there, "
                 "unless a field is set that strategy.options does not reach. Leave it out, and set "
-                "strategy.offload: optimizer, parameters or both. To a disk, anygauge does not "
-                "offload yet"
+                "strategy.offload: optimizer, parameters or both; strategy.nvme for a disk"
             )
     if options.offload != "none" and options.stage == 0:
         raise UnsupportedError(
@@ -52,6 +54,7 @@ def check(run: StrategyRun) -> None:
             f"strategy.offload: {options.offload}: stage {options.stage} keeps all weights on "
             "every device. Set strategy.stage: 3, or strategy.offload: optimizer"
         )
+    check_nvme(run, os.environ)
     if run.activations.selective and run.ranks_run_here and needs_reentrant_checkpointing():
         raise UnsupportedError(
             f"train.gradient_checkpointing.selective: DeepSpeed {metadata.version(ENGINE)} needs "

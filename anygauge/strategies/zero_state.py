@@ -52,11 +52,6 @@ class ZeroState:
                 "strategy zero, stage 0, in 16 bits: DeepSpeed keeps no float32 masters there; set "
                 "strategy.stage: 1, or precision.param_dtype: float32",
             )
-        if getattr(self._optimizer, "swap_optimizer", False):
-            return Support(
-                Level.NOT_WRITTEN_YET,
-                "the optimizer's state is on NVMe, from where it is not put together",
-            )
         return FULL
 
     def export(self) -> Iterator[tuple[str, str, Tensor | None]]:
@@ -64,8 +59,6 @@ class ZeroState:
 
         All ranks must go through it together.
         """
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
         if self._plain:
             for name, key, value in export_plain(
                 self._optimizer, self._named, torch.device(HOST_DEVICE)
@@ -73,12 +66,26 @@ class ZeroState:
                 yield name, key, value if self._writes else None
             return
         with self._unpacked(written=False):
-            keys = self._keys()
-            for name, parameter in self._named:
-                yield name, PARAMETER, self._kept(safe_get_full_fp32_param(parameter))
-                for key in keys:
-                    value = safe_get_full_optimizer_state(parameter, key)
-                    yield name, key, self._kept(value)
+            keys = (PARAMETER, *self._keys())
+            for index, named in self._by_flat():
+                with self._in_memory(index, written=False):
+                    for name, parameter in named:
+                        for key in keys:
+                            yield name, key, self._kept(self._whole(parameter, key))
+
+    def masters(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Trained parameters, as `export` gives them.
+
+        Stage 0 keeps no master of its own in float32 and float16: there, the weights themselves.
+        """
+        for index, named in self._by_flat():
+            with self._in_memory(index, written=False):
+                for name, parameter in named:
+                    whole = self._whole(parameter, PARAMETER)
+                    yield (
+                        name,
+                        self._kept(parameter if whole is None and not self._stage else whole),
+                    )
 
     def load(self, state: TrainedState) -> None:
         """Take this rank's part of every tensor."""
@@ -87,10 +94,12 @@ class ZeroState:
             return
         self._prime()
         with self._unpacked(written=True), torch.no_grad():
-            keys = self._keys()
-            for name, parameter in self._named:
-                for key in (PARAMETER, *keys):
-                    self._put(parameter, key, state.tensor(name, key))
+            keys = (PARAMETER, *self._keys())
+            for index, named in self._by_flat():
+                with self._in_memory(index, written=True):
+                    for name, parameter in named:
+                        for key in keys:
+                            self._put(parameter, key, state.tensor(name, key))
         for kept in self._states():
             set_updates(kept, state.counters.updates)
         scaler: Any = getattr(self._optimizer, "loss_scaler", None)
@@ -135,6 +144,61 @@ class ZeroState:
         """Keys that the state of every flat partition has."""
         return state_keys(self._states()[0])
 
+    @property
+    def _on_disk(self) -> bool:
+        return bool(getattr(self._optimizer, "swap_optimizer", False))
+
+    def _by_flat(self) -> Iterator[tuple[int, Named]]:
+        """Trained parameters by the flat partition that they are in, where it matters."""
+        if not self._on_disk:
+            yield 0, self._named
+            return
+        for index in range(len(self._flats())):
+            yield index, [each for each in self._named if self._place(each[1])[0] == index]
+
+    def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
+        """Stage 3: (flat partition, first number in it, how many) of this rank's part."""
+        optimizer = self._optimizer
+        place: tuple[int, int, int] = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        return place
+
+    @contextlib.contextmanager
+    def _in_memory(self, index: int, *, written: bool) -> Iterator[None]:
+        """A flat partition that lies on a disk, with its state, in the host's memory meanwhile.
+
+        DeepSpeed's own functions read all of it from the disk for each tensor.
+        """
+        optimizer = self._optimizer
+        swapped = self._on_disk and optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        yield
+        if swapped and written:
+            optimizer._optimizer_states_and_gradient_swap_out(index)
+        elif swapped:
+            optimizer._release_swap_buffers(index)
+
+    def _part(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """This rank's part of a tensor that `_in_memory` has in memory."""
+        index, start, size = self._place(parameter)
+        flat = self._flats()[index]
+        kept = flat if key == PARAMETER else self._inner.state[flat][key]
+        return kept.detach().narrow(0, start, size)
+
+    def _whole(self, parameter: nn.Parameter, key: str) -> Tensor | None:
+        """One tensor, put together from the parts of all ranks."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        found: Tensor | None
+        if self._on_disk:
+            part = self._part(parameter, key)
+            found = self._optimizer._fp32_state_allgather(parameter, part)
+        elif key == PARAMETER:
+            found = safe_get_full_fp32_param(parameter)
+        else:
+            found = safe_get_full_optimizer_state(parameter, key)
+        return found
+
     def _kept(self, value: Tensor | None) -> Tensor | None:
         assert value is not None, "DeepSpeed knows no master of a trained parameter"
         if not self._writes:
@@ -151,7 +215,9 @@ class ZeroState:
 
         if self._stage == 3:
             part = own_part(parameter, whole)
-            if key == PARAMETER:
+            if self._on_disk:
+                self._part(parameter, key).copy_(part)
+            elif key == PARAMETER:
                 safe_set_local_fp32_param(parameter, part)
             else:
                 safe_set_local_optimizer_state(parameter, part, key)
@@ -170,9 +236,10 @@ class ZeroState:
         # DeepSpeed steps one flat partition at a time, and leaves the groups empty between.
         for index, flat in enumerate(self._flats()):
             group = inner.param_groups[self._optimizer.sub_group_to_group_id[index]]
-            group["params"] = [flat]
-            prime(inner, [flat], inner.step)
-            group["params"] = []
+            with self._in_memory(index, written=True):
+                group["params"] = [flat]
+                prime(inner, [flat], inner.step)
+                group["params"] = []
 
     @contextlib.contextmanager
     def _unpacked(self, *, written: bool) -> Iterator[None]:

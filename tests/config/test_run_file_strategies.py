@@ -32,7 +32,7 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
         (
             "strategy: {stag: 2}",
             "run.yaml:3: strategy.stag: strategy 'zero' has no such field; did you mean 'stage'? "
-            "valid here: name, stage, gather, offload, options",
+            "valid here: name, stage, gather, offload, nvme, options",
         ),
         (
             "strategy: {stage: 9}",
@@ -55,7 +55,7 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
         (
             "strategy: [zero]",
             "run.yaml:3: strategy: got a list of 1, expected a mapping of name, stage, gather, "
-            "offload, options",
+            "offload, nvme, options",
         ),
     ],
 )

@@ -1,0 +1,190 @@
+"""The optimizer of `zero` on a disk: what is refused before ranks start, and that it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from anygauge.interface import (
+    AnygaugeError,
+    NotAvailableError,
+    Precision,
+    RunFileError,
+    StrategyRun,
+    UnsupportedError,
+)
+from anygauge.strategies import zero_nvme
+from anygauge.strategies.zero_nvme import (
+    folder_of_rank,
+    installed_operators,
+    load_operator,
+    operator_lacks,
+)
+from anygauge.strategies.zero_options import ZeroOptions
+from anygauge.strategies.zero_settings import as_config, zero_settings
+from anygauge.strategies.zero_spec import ZERO
+from anygauge_cpu.backend import CpuBackend
+from tests.helpers.build import a_workload
+from tests.helpers.ranks import run_ranks
+
+
+@pytest.fixture
+def operator_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_nvme, "operator_lacks", lambda environment: "")
+
+
+def check(
+    folder: Path | str, *, optimizer: str = "adamw", here: bool = True, **fields: Any
+) -> None:
+    options = ZeroOptions(nvme=str(folder), **{"offload": "optimizer", **fields})
+    ZERO.check(StrategyRun(options=options, world_size=2, optimizer=optimizer, ranks_run_here=here))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "told"),
+    [
+        ({"offload": "none"}, RunFileError, r"offload is none\. Set strategy\.offload: optimizer"),
+        ({"offload": "both"}, UnsupportedError, r"weights would go to the disk too.*without a mes"),
+        ({"offload": "parameters"}, UnsupportedError, r"weights would go.*offload: optimizer"),
+        ({"stage": 2}, UnsupportedError, r"stage 2 leaves .* host's memory\. Set strategy\.stage"),
+        ({"optimizer": "adamw_8bit"}, UnsupportedError, r"32 bits alone.*adamw, lion or sgd"),
+    ],
+)
+@pytest.mark.usefixtures("operator_here")
+def test_options_that_do_not_go_together(
+    fields: dict[str, Any], kind: type[AnygaugeError], told: str, tmp_path: Path
+) -> None:
+    check(tmp_path)
+    with pytest.raises(kind, match=told):
+        check(tmp_path, **fields)
+
+
+@pytest.mark.usefixtures("operator_here")
+def test_the_folder_is_looked_at_where_ranks_run(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(RunFileError, match=r"'disk' is relative; give an absolute path"):
+        check("disk")
+    with pytest.raises(RunFileError, match=r"nothing does not exist on this machine; make it"):
+        check(tmp_path / "nothing")
+    with pytest.raises(RunFileError, match=r"file is no folder"):
+        check(file)
+    check(tmp_path / "nothing", here=False)
+
+
+@pytest.mark.usefixtures("operator_here")
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(RunFileError, match="cannot be written to; change its permissions"):
+        check(tmp_path)
+
+
+def test_a_missing_operator_is_told_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero_nvme, "operator_lacks", lambda environment: "ninja is")
+    with pytest.raises(NotAvailableError, match=r"not built here.*ninja is missing\. Install liba"):
+        check(tmp_path)
+    check(tmp_path, here=False)
+
+
+def test_what_building_the_operator_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_nvme, "installed_operators", dict)
+    tools = {"c++", "cc", "ninja"}
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in tools else None)
+
+    def lacks(compiles: bool, environment: Mapping[str, str] | None = None) -> str:
+        def run(command: list[str], **_: Any) -> Any:
+            commands.append(command)
+            return SimpleNamespace(returncode=int(not compiles))
+
+        commands: list[list[str]] = []
+        monkeypatch.setattr(zero_nvme.subprocess, "run", run)
+        found = operator_lacks(environment or {})
+        used.extend(commands)
+        return found
+
+    used: list[list[str]] = []
+    assert lacks(True) == ""
+    assert lacks(False) == "libaio with its headers is"
+    assert "-laio" in used[0]
+    lacks(True, {"CFLAGS": "-I/opt/include", "LDFLAGS": "-L/opt/lib"})
+    assert {"-I/opt/include", "-L/opt/lib"} <= set(used[-1]), "where DeepSpeed looks, too"
+    tools.remove("ninja")
+    assert lacks(False) == "libaio with its headers and ninja are"
+    assert lacks(True, {"CXX": "nobody"}) == "a C++ compiler and ninja are"
+    monkeypatch.setattr(zero_nvme, "installed_operators", lambda: {"async_io": True})
+    assert lacks(False) == "", "it was built ahead"
+
+
+def test_operators_are_read_from_deepspeeds_own_record() -> None:
+    from deepspeed.git_version_info import installed_ops
+
+    assert installed_operators() == installed_ops
+
+
+def test_an_operator_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops import op_builder
+
+    def load(self: Any, verbose: bool) -> None:
+        raise RuntimeError("Unable to JIT load the async_io op\nand more")
+
+    monkeypatch.setattr(op_builder, "AsyncIOBuilder", type("Builder", (), {"load": load}))
+    with pytest.raises(NotAvailableError, match=r"Unable to JIT load the async_io op\. Leave"):
+        load_operator()
+
+
+def test_each_rank_has_a_folder_of_its_own_while_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (folder_of_rank(str(tmp_path), 1000) for _ in range(2))
+    assert len({first.name, second.name}) == 2 == len(list(tmp_path.iterdir()))
+    first.cleanup()
+    second.cleanup()
+    assert not list(tmp_path.iterdir())
+    free = SimpleNamespace(free=2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(RunFileError, match=r"1\.00 GiB free, but each rank writes 1\.50 GiB"):
+        folder_of_rank(str(tmp_path), 3 * 2**29)
+
+
+def test_deepspeed_is_told_where() -> None:
+    options = ZeroOptions(offload="optimizer", nvme="/fast")
+    workload = a_workload(CpuBackend(), Precision(param_dtype="float32", reduce_dtype="float32"))
+    config = as_config(zero_settings(options, workload, None))
+    wanted = {"device": "nvme", "pin_memory": False, "nvme_path": "/fast"}
+    assert config["zero_optimization"]["offload_optimizer"] == wanted
+    assert config["zero_force_ds_cpu_optimizer"] is False
+
+
+@pytest.mark.slow
+def test_it_trains_and_resumes_as_in_the_hosts_memory(tmp_path: Path) -> None:
+    missing = operator_lacks(os.environ)
+    if missing:
+        pytest.skip(f"to build DeepSpeed's async_io, {missing} missing")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    output = tmp_path / "found.json"
+    run_ranks(
+        "tests.strategies.nvme_rank",
+        [str(output), str(disk)],
+        world=2,
+        folder=tmp_path,
+        timeout_s=900,
+    )
+    found = json.loads(output.read_text())
+    host, on_disk = found["host"], found["disk"]
+    assert host.pop("files") == []
+    sizes = on_disk.pop("files")
+    assert len(sizes) == 2 * 3 and min(sizes) > 2**20, "masters and two moments of each rank"
+    assert on_disk == host, "to the last digit"
+    assert host["same"] and host["left"] == [] and host["updates"] == 2
