@@ -23,6 +23,7 @@ from anygauge.interface.strategy import (
     DeviceBatch,
     Footprint,
     LossFunction,
+    OptimizerFactory,
     StepResult,
     TrainedState,
     UpdateResult,
@@ -226,7 +227,31 @@ class Zero:
         compile_regions(model, context.backend)
         buffers = buffers_of(model)
         trained = trained_parameters(model)
-        optimizer = context.optimizer(trained, {name: whole_shape(p) for name, p in trained})
+        shapes = {name: whole_shape(p) for name, p in trained}
+        on_host = self.options.offload in ("optimizer", "both")
+        optimizer: Any = (
+            on_the_host(context.optimizer, trained, shapes)
+            if on_host
+            else context.optimizer(trained, shapes)
+        )
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         restore_buffers(buffers)
         return ZeroEngine(engine, self.options.stage, context, swapped)
+
+
+def on_the_host(
+    factory: OptimizerFactory,
+    trained: Sequence[tuple[str, nn.Parameter]],
+    shapes: Mapping[str, Sequence[int]],
+) -> Any:
+    """The optimizer that the host would have: DeepSpeed steps it on tensors that it keeps there.
+
+    torch's AdamW is chosen by the device of what it is made with, and a fused one of the host is
+    several times as fast as its plain one.
+    """
+    there = {name: nn.Parameter(torch.empty(0)) for name, _ in trained}
+    optimizer: Any = factory(there.items(), shapes)
+    own = {id(there[name]): parameter for name, parameter in trained}
+    for group in optimizer.param_groups:
+        group["params"] = [own[id(parameter)] for parameter in group["params"]]
+    return optimizer

@@ -132,6 +132,8 @@ CARDS = [
     Case(strategy="fsdp", offloaded=True, **EVERY_SECOND, **SGD),
     Case(strategy="ddp", offloaded=True, **ALL, **SGD),
     Case(strategy="ddp", **SELECTIVE, **SGD),
+    Case(strategy="zero", options={"stage": 3, "offload": "optimizer"}),
+    Case(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
 ]
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""

@@ -6,11 +6,16 @@ import json
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from anygauge.config.schema import OptimizerSection
 from anygauge.interface import Activations, Backend, Precision, Setting, UnsupportedError
 from anygauge.strategies import zero_spec
+from anygauge.strategies.zero import on_the_host
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import a_workload
 from tests.helpers.ranks import run_ranks
 
@@ -145,3 +150,16 @@ def test_checkpointing_is_reentrant_where_deepspeed_needs_it(
 ) -> None:
     monkeypatch.setattr(zero_spec.metadata, "version", lambda package: version)
     assert zero_spec.needs_reentrant_checkpointing() is reentrant
+
+
+def test_an_offloaded_optimizer_is_the_hosts_fused_one() -> None:
+    meta = [("a.weight", nn.Parameter(torch.empty(2, 3, device="meta")))]
+    meta += [("b.bias", nn.Parameter(torch.empty(3, device="meta")))]
+    shapes = {name: tuple(p.shape) for name, p in meta}
+    factory = optimizer_factory(OptimizerSection(weight_decay=0.1))
+    assert {group["fused"] for group in factory(meta, shapes).param_groups} == {None}
+    groups = on_the_host(factory, meta, shapes).param_groups
+    assert [group["fused"] for group in groups] == [True, True]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    for group, (_, parameter) in zip(groups, meta, strict=True):
+        assert group["params"][0] is parameter
