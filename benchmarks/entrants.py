@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ class Entrant:
     Attributes:
         module: script of its ranks; None is anygauge's own command.
         independent: its ranks share nothing, so each has a speed of its own.
+        strategy: of anygauge's own command.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Entrant:
     layout: Layout = "padded"
     needs: Sequence[str] = ()
     independent: bool = False
+    strategy: Mapping[str, Any] = field(default_factory=lambda: {"name": "zero", "stage": 3})
 
     @property
     def missing(self) -> list[str]:
@@ -38,7 +40,8 @@ class Entrant:
 
 
 _SCRIPTS = "benchmarks.contenders."
-_ENGINE = ("torch", "transformers", "peft", "deepspeed")
+_TORCH = ("torch", "transformers", "peft")
+_ENGINE = (*_TORCH, "deepspeed")
 _TRL = (*_ENGINE, "accelerate", "trl", "datasets")
 
 ENTRANTS: Mapping[str, Entrant] = {
@@ -59,6 +62,22 @@ ENTRANTS: Mapping[str, Entrant] = {
             layout="packed",
             needs=_ENGINE,
         ),
+        Entrant(
+            name="anygauge-ddp",
+            title="anygauge, ddp",
+            module=None,
+            needs=_TORCH,
+            strategy={"name": "ddp"},
+        ),
+        Entrant(name="ddp", title="DDP, by hand", module=_SCRIPTS + "ddp_loop", needs=_TORCH),
+        Entrant(
+            name="anygauge-fsdp",
+            title="anygauge, fsdp",
+            module=None,
+            needs=_TORCH,
+            strategy={"name": "fsdp"},
+        ),
+        Entrant(name="fsdp", title="FSDP2, by hand", module=_SCRIPTS + "fsdp_loop", needs=_TORCH),
         Entrant(
             name="deepspeed",
             title="DeepSpeed, by hand",
@@ -98,7 +117,7 @@ ENTRANTS: Mapping[str, Entrant] = {
             name="unsharded",
             title="unsharded, no communication (bound)",
             module=_SCRIPTS + "unsharded",
-            needs=("torch", "transformers", "peft"),
+            needs=_TORCH,
             independent=True,
         ),
     )
@@ -114,7 +133,9 @@ def processes(entrant: Entrant, plan: Plan, environment: Mapping[str, str]) -> P
     output = Path(plan.output)
     if entrant.module is None:
         path = output / "run.yaml"
-        path.write_text(yaml.safe_dump(run_file(plan), sort_keys=False), encoding="utf-8")
+        path.write_text(
+            yaml.safe_dump(run_file(plan, entrant.strategy), sort_keys=False), encoding="utf-8"
+        )
         argv = [sys.executable, "-m", "anygauge.cli", "train", str(path)]
         return Processes(
             argv=argv, environments=[dict(environment)], logs=[output / "anygauge.log"]
@@ -129,7 +150,7 @@ def processes(entrant: Entrant, plan: Plan, environment: Mapping[str, str]) -> P
     )
 
 
-def run_file(plan: Plan) -> dict[str, Any]:
+def run_file(plan: Plan, strategy: Mapping[str, Any]) -> dict[str, Any]:
     """The plan as a run file; what is not named has its default."""
     source: dict[str, Any] = {"path": plan.rows}
     if plan.has_prompts:
@@ -160,6 +181,6 @@ def run_file(plan: Plan) -> dict[str, Any]:
             "seed": plan.seed,
         },
         "precision": {"param_dtype": plan.dtype},
-        "strategy": {"name": "zero", "stage": 3},
+        "strategy": dict(strategy),
         "launch": {"devices": plan.ranks},
     }

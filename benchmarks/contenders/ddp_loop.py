@@ -1,0 +1,22 @@
+"""torch's DDP by hand: see `torch_loop`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.contenders.torch_loop import Sync, train
+from benchmarks.plan import Plan
+
+
+def wrap(plan: Plan, model: Any) -> tuple[nn.Module, Sync]:
+    """The model in DDP."""
+    wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapper, lambda last: contextlib.nullcontext() if last else wrapper.no_sync()
+
+
+if __name__ == "__main__":
+    train(wrap)
