@@ -36,7 +36,7 @@ def title(workload: str, settings: Settings) -> str:
     classes = f"{settings.classes:,} classes, " if settings.classes else ""
     return (
         f"{workload}: {settings.layers} layers of {settings.hidden}, "
-        f"{classes}{settings.dtype}, ZeRO-3 + "
+        f"{classes}{settings.dtype}, "
         f"LoRA r16, {settings.ranks} ranks x {settings.micro_batch} rows x "
         f"{settings.accumulation} micro-batches, {settings.steps} steps ({settings.warmup} "
         f"warm-up), checkpointing {'on' if settings.checkpointing else 'off'}"

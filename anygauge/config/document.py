@@ -96,8 +96,8 @@ class Node:
     Attributes:
         value: a scalar, a tuple of nodes, or a dict of nodes by key.
         origin: for an entry of a mapping, the line of its key.
-        text: a scalar as it was written, and a mapping for which a word was; "" for others, and for a
-            value left empty.
+        text: a scalar as it was written, and a section for which a word was; "" for others, and
+            for a value left empty.
         implied: a mapping that stands only on the way to a value: `train` in --set train.steps=1.
     """
 

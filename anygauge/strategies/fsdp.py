@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from anygauge.interface import HOST_DEVICE, Setting
+from anygauge.interface import HOST_DEVICE, Setting, UnsupportedError
 from anygauge.interface.strategy import BuildContext, Footprint, Workload
 from anygauge.strategies.common import compile_regions, torch_dtype
 from anygauge.strategies.context_parallel import (
@@ -54,6 +55,7 @@ class ReducedByFsdp:
     Args:
         keeps_weights: whether weights stay gathered until the last backward.
         ranks: over which gradients are averaged where torch cannot be told to sum.
+        group, device: ranks that reduce, and on what.
     """
 
     def __init__(
@@ -64,12 +66,17 @@ class ReducedByFsdp:
         every_time: bool,
         keeps_weights: bool,
         ranks: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._model = model
         self._trained = trained
         self._every_time = every_time
         self._keeps_weights = keeps_weights
-        self._factor = 1 if _sums(model) else ranks
+        self._factor = 1
+        if not _sums(model):
+            check_average(group, device)
+            self._factor = ranks
 
     @contextlib.contextmanager
     def during(self, last: bool) -> Iterator[None]:
@@ -109,6 +116,27 @@ def _sums(model: FSDPModule) -> bool:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return True
+
+
+def check_average(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuse a group whose means are none: some libraries lack them, one gave sums.
+
+    Raises:
+        UnsupportedError: says what came of it.
+    """
+    ranks = dist.get_world_size(group)
+    value = torch.full((), float(dist.get_rank(group)), device=device)
+    try:
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
+        said = f"gives {float(value)} as the mean of 0 to {ranks - 1}"
+    except (RuntimeError, ValueError) as error:
+        said = f"says: {str(error).splitlines()[0]}"
+    if float(value) != (ranks - 1) / 2 or said.startswith("says"):
+        raise UnsupportedError(
+            "strategy.name: fsdp: torch before 2.8 takes means of gradients, and the collectives "
+            f"of this device have none: {dist.get_backend(group)} {said}. Use strategy.name: ddp "
+            "or zero, or torch 2.8 or later"
+        )
 
 
 class Fsdp:
@@ -165,6 +193,8 @@ class Fsdp:
                 every_time=everything,
                 keeps_weights=self.options.gather == "step",
                 ranks=context.workload.world_size // self.options.tp,
+                group=mesh.get_group("dp_shard"),
+                device=device,
             )
             return reduced if parallel is None else parallel.gradients(reduced, layout, model)
 

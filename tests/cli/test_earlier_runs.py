@@ -62,9 +62,8 @@ def test_it_resumes_from_its_checkpoint(run: Path) -> None:
 def test_only_what_changed_is_said_to_have_changed(run: Path) -> None:
     kept = read_record(run / "checkpoints/step-00000004")["settings"]
     file = load_run_file(run / "run.yaml", ["train.steps=6"]).run
-    assert changed_settings(kept, settings_of(file), usual_settings(file)) == [
-        "train.steps: 4 -> 6"
-    ]
+    changed = changed_settings(kept, settings_of(file), usual_settings(file))
+    assert changed == ["train.steps: 4 -> 6"]
 
 
 @WRITTEN_WITH_5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from anygauge.interface import AnygaugeError, StrategyRun
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.fsdp_spec import FSDP, shards
+from tests.helpers.ranks import run_ranks
 
 
 def check(
@@ -96,3 +98,13 @@ def test_nothing_of_it_needs_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_means_that_are_none_are_refused(tmp_path: Path) -> None:
+    """Where torch cannot be told to sum: asked once, with what real collectives have answered."""
+    output = tmp_path / "said"
+    run_ranks("tests.strategies.average_rank", [str(output)], world=2, folder=tmp_path)
+    right, wrong, lacking = output.read_text().splitlines()
+    assert right == "accepted"
+    assert "gloo gives 1.0 as the mean of 0 to 1. Use strategy.name: ddp" in wrong
+    assert "gloo says: no such operation" in lacking
