@@ -90,9 +90,14 @@ def main(
         network = fabric = ""
         cores: dict[int, tuple[int, ...]] = {}
         if rank_environment is None:
-            from anygauge.agent.environment import NodeEnvironment
+            from anygauge.agent.environment import (
+                NodeEnvironment,
+                provenance_file,
+                write_provenance,
+            )
 
             own = NodeEnvironment(job, node_rank, inherited)
+            write_provenance(provenance_file(job, node_rank), own.record())
             settings, rank_environment, cores = own.digests(), own.of_rank, own.cores
             fabric = own.fabric.name
             network = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"

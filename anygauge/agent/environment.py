@@ -6,16 +6,18 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from anygauge.agent.affinity import cores_of_ranks
 from anygauge.agent.node import inspect_node
 from anygauge.interface import Job, NotAvailableError, Scope, missing_fabric
 from anygauge.registry import Registry, ResolvedSetting, applied, resolve_environment
+from anygauge.registry.environment import USER
 from anygauge.util.files import write_text
 
 
 class NodeEnvironment:
-    """What each rank of this node gets; recorded with the run.
+    """What each rank of this node gets.
 
     Raises:
         PluginError: the backend cannot be found or made.
@@ -36,7 +38,18 @@ class NodeEnvironment:
             rank: resolve_environment(registry, backend, job, node, rank, inherited)
             for rank in range(job.launch.devices)
         }
-        write_provenance(job.start_directory / f"environment-node{node_rank}.json", self._by_rank)
+
+    def record(self) -> dict[str, Any]:
+        """What each local rank's environment is, why, and who won; see `write_provenance`."""
+        return provenance(self._by_rank)
+
+    def overruled(self, local_rank: int) -> list[ResolvedSetting]:
+        """What was set where this process began, against what somebody else would have set."""
+        return [
+            one
+            for one in self._by_rank[local_rank]
+            if one.origin == USER and any(value != one.value for _, value in one.overruled)
+        ]
 
     def of_rank(self, local_rank: int) -> dict[str, str]:
         """All variables of a rank, but for its identity."""
@@ -51,9 +64,18 @@ class NodeEnvironment:
         }
 
 
-def write_provenance(path: Path, by_rank: Mapping[int, Sequence[ResolvedSetting]]) -> None:
-    """Record what each local rank's environment was, why, and who won; secrets, and what the
-    run file sets, are hidden.
+def provenance(by_rank: Mapping[int, Sequence[ResolvedSetting]]) -> dict[str, Any]:
+    """What each local rank's environment was, why, and who won; secrets, and what the run file
+    sets, are hidden.
     """
-    records = {str(rank): [one.record() for one in found] for rank, found in by_rank.items()}
+    return {str(rank): [one.record() for one in found] for rank, found in by_rank.items()}
+
+
+def write_provenance(path: Path, records: Mapping[str, Any]) -> None:
+    """Record it with the run: what `provenance` gave, for its owner alone."""
     write_text(path, json.dumps(records, indent=2) + "\n", 0o600)
+
+
+def provenance_file(job: Job, node_rank: int) -> Path:
+    """Where a node's is written."""
+    return job.start_directory / f"environment-node{node_rank}.json"

@@ -144,7 +144,7 @@ def _listen(host: str, port: int) -> list[socket.socket]:
     """
     found: list[socket.socket] = []
     try:
-        for address in _addresses(host):
+        for address in own_addresses(host):
             try:
                 listener = listen_at(address, port)
             except OSError as error:
@@ -163,7 +163,8 @@ def _listen(host: str, port: int) -> list[socket.socket]:
     return found
 
 
-def _addresses(host: str) -> list[str]:
+def own_addresses(host: str) -> list[str]:
+    """Addresses of a name at which others can reach it; none of a loopback, but for localhost."""
     with contextlib.suppress(OSError, UnicodeError):
         known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         found = list(dict.fromkeys(str(each[4][0]) for each in known))

@@ -155,11 +155,7 @@ def settle(reports: Sequence[Report]) -> Verdict:
         return Verdict(state="ok", exit_status=0)
     if all(report.stopped is not None for report in reports):
         event = next((r.stopped for r in reports if r.stopped and "checkpoint" in r.stopped), {})
-        text = (
-            f"stopped at request after step {event.get('step')}; checkpoint: "
-            f"{event.get('checkpoint')}"
-        )
-        return Verdict(state="stopped", exit_status=STOPPED, cause=text)
+        return Verdict(state="stopped", exit_status=STOPPED, cause=stopped_words(event))
     if request is not None and not (
         first is not None and first.time < (request.signalled_at or 0.0)
     ):
@@ -174,6 +170,13 @@ def settle(reports: Sequence[Report]) -> Verdict:
         return Verdict(state="lost", exit_status=LOST, cause=first.text)
     return Verdict(
         state="failed", exit_status=first.exit_status, cause=first.text, final=first.final
+    )
+
+
+def stopped_words(event: Mapping[str, Any]) -> str:
+    """A ``stopped`` event in words."""
+    return (
+        f"stopped at request after step {event.get('step')}; checkpoint: {event.get('checkpoint')}"
     )
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     """Entry point: an error meant for the user is one message, without a traceback."""
     _open_standard_streams()
     try:
-        status = run(sys.argv[1:])
+        status = run(sys.argv[1:], own_process=True)
         sys.stdout.flush()
         sys.exit(status)
     except BrokenPipeError as error:
@@ -84,8 +84,12 @@ def _unread() -> bool:
     return any(event & select.POLLERR for _, event in output.poll(0))
 
 
-def run(arguments: list[str]) -> int:
-    """Run one command line; returns the exit status."""
+def run(arguments: list[str], *, own_process: bool = False) -> int:
+    """Run one command line; returns the exit status.
+
+    Args:
+        own_process: nothing follows in this process: a command may put another in its place.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(help_text())
         return 0 if arguments else 2
@@ -106,10 +110,10 @@ def run(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    return run_command(name, rest)
+    return run_command(name, rest, own_process=own_process)
 
 
-def run_command(name: str, arguments: list[str]) -> int:
+def run_command(name: str, arguments: list[str], *, own_process: bool = False) -> int:
     """Import the command's file and hand its arguments to typer."""
     import importlib
 
@@ -124,7 +128,7 @@ def run_command(name: str, arguments: list[str]) -> int:
     app.command(name)(getattr(importlib.import_module(f"anygauge.cli.{name}"), name))
     command = typer.main.get_command(app)
     try:
-        command.main(args=arguments, prog_name=f"anygauge {name}")
+        command.main(args=arguments, prog_name=f"anygauge {name}", obj=own_process)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from anygauge.cli.plan import (
     read_intent,
     rendered,
 )
-from anygauge.interface import PlannedFile
+from anygauge.interface import PlannedFile, UsageError
 
 
 def launch(
@@ -55,6 +56,8 @@ def launch(
         "checkpoint.resume": resume,
     }
     described = dry_run or render is not None
+    if not described:
+        _refuse_a_rank()
     intent = read_intent(run_file, set_, flags, need_device=not described)
     if render is not None:
         write_plan(intent, render)
@@ -66,6 +69,22 @@ def launch(
         from anygauge.cli.train import start
 
         raise typer.Exit(start(intent, quiet=quiet, detach=detach))
+
+
+def _refuse_a_rank() -> None:
+    """Ranks that were started must not start a job each.
+
+    Raises:
+        UsageError: this process is a rank of another launcher's.
+    """
+    from anygauge.agent.foreign import find_launch
+
+    foreign = find_launch(os.environ)
+    if foreign is not None:
+        raise UsageError(
+            f"this is rank {foreign.rank} of {foreign.world_size} that {foreign.launcher} started: "
+            "there is nothing left to launch. `anygauge train` joins as that rank"
+        )
 
 
 def write_plan(intent: Intent, folder: Path) -> None:
@@ -82,7 +101,6 @@ def write_plan(intent: Intent, folder: Path) -> None:
     import json
 
     from anygauge.cli.run_folder import RESOLVED, write_run
-    from anygauge.interface import UsageError
     from anygauge.util.files import write_text
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

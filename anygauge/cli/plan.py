@@ -14,6 +14,7 @@ import typer
 from anygauge.interface import Job, RunFileError, named_fabric
 
 if TYPE_CHECKING:
+    from anygauge.agent.foreign import ForeignLaunch
     from anygauge.config import LoadedRun
     from anygauge.interface import Plan
     from anygauge.registry import Registry, Selection
@@ -65,12 +66,15 @@ def read_intent(
     flags: Mapping[str, Any],
     *,
     need_device: bool,
+    foreign: ForeignLaunch | None = None,
 ) -> Intent:
     """Read the run file, choose the backend, and describe the job.
 
     Args:
         flags: dotted path -> value of a dedicated option; None where it was not given.
         need_device: ranks will be started here, so the device must be there.
+        foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
+            alone chooses the run directory; the others' is a guess.
     """
     from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
     from anygauge.config import check_paths, load_run_file, run_json
@@ -81,6 +85,10 @@ def read_intent(
     from anygauge.training.trackers.checks import check_trackers
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
+    if foreign is not None:
+        from anygauge.cli.join import as_launched
+
+        loaded = as_launched(loaded, foreign)
     run = loaded.run
     registry = Registry.load()
     launcher = registry.find_launcher(run.launch.launcher).spec
@@ -105,7 +113,9 @@ def read_intent(
     backend = registry.create_backend(selection.spec.name, run.backend_options)
     here = selection.probe.available and not launcher.remote
     check_strategy(run, registry, backend, ranks, ranks_run_here=here)
-    folder = run_folder(Path(run.output) / run.name, resume=run.checkpoint.resume == "auto")
+    folder = (Path(run.output) / run.name).absolute()
+    if foreign is None or foreign.rank == 0:
+        folder = run_folder(folder, resume=run.checkpoint.resume == "auto")
     job = Job(
         name=run.name,
         run_directory=str(folder),

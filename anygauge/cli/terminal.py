@@ -53,7 +53,7 @@ def follow(
     """
     console = console or Console(force_terminal=sys.stdout.isatty(), emoji=False, highlight=False)
     errors = errors or Console(stderr=True, emoji=False, highlight=False)
-    view = _View(console, quiet)
+    view = View(console, quiet)
     endings: list[Event] = []
     told = len(asked)
     with _interruptible(running, asked) as signals:
@@ -78,23 +78,22 @@ def follow(
     if signals and all(event.get("state") == "cancelled" for event in endings):
         when = "" if view.began else " before the first step; there was nothing to save"
         errors.print(f"ended by request{when}; the ranks have ended", soft_wrap=True)
-        _logs(errors, run_directory)
+        show_where_logs_are(errors, run_directory)
         return 128 + signals[0]
     if not endings:
         log = settled(Path(run_directory) / START / "logs" / "agent0.log")
-        _fail(errors, f"the agent died before it could report (exit status {status}); see {log}")
+        fail(errors, f"the agent died before it could report (exit status {status}); see {log}")
         return 1
     stopped = next((event for event in endings if event.get("state") == "stopped"), None)
     if stopped is not None and all(e.get("state") == "stopped" for e in endings):
-        errors.print(Text(str(stopped.get("cause")), style="yellow"), soft_wrap=True)
-        errors.print(Text("to resume: the same command with --resume auto"), soft_wrap=True)
+        show_stopped(errors, str(stopped.get("cause")))
         return STOPPED
     worst = next((event for event in endings if event.get("state") != "ok"), endings[-1])
     if worst.get("state") == "ok":
         view.summary()
         return 0
-    _fail(errors, str(worst.get("cause") or "the run ended early, and no cause was reported"))
-    _logs(errors, run_directory)
+    fail(errors, str(worst.get("cause") or "the run ended early, and no cause was reported"))
+    show_where_logs_are(errors, run_directory)
     return int(worst.get("exit_status") or 1)
 
 
@@ -125,7 +124,7 @@ _KILLING = "killing the ranks"
 _GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
 
 
-def _leave(running: RunningJob, signals: list[int], view: _View) -> bool:
+def _leave(running: RunningJob, signals: list[int], view: View) -> bool:
     """What a signal means for a job that can go on by itself: True to leave it."""
     if signals[-1] == signal.SIGTERM:
         return True
@@ -147,7 +146,7 @@ def _end_of_input(signum: int, frame: FrameType | None) -> None:
     raise EOFError
 
 
-class _View:
+class View:
     """Turns events into lines, and on a terminal into a bar below them.
 
     Attributes:
@@ -322,11 +321,19 @@ def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[i
             signal.signal(number, handler)
 
 
-def _fail(errors: Console, text: str) -> None:
+def show_stopped(errors: Console, how: str) -> None:
+    """Show where a run stopped at request, and how it goes on."""
+    errors.print(Text(how, style="yellow"), soft_wrap=True)
+    errors.print(Text("to resume: the same command with --resume auto"), soft_wrap=True)
+
+
+def fail(errors: Console, text: str) -> None:
+    """Show why a run failed."""
     errors.print(Text("error: ", style="bold red") + Text(text, style="red"), soft_wrap=True)
 
 
-def _logs(errors: Console, run_directory: str | Path) -> None:
+def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:
+    """Name the folder of a run's logs, or what would show them."""
     home = Path(run_directory)
     folder = logs_of(home)
     elsewhere = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))

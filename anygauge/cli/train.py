@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ from anygauge.cli.plan import (
 
 
 def train(
+    context: typer.Context,
     run_file: RunFileArgument,
     backend: BackendOption = None,
     devices: DevicesOption = None,
@@ -48,6 +50,21 @@ def train(
         "output": output,
         "checkpoint.resume": resume,
     }
+    if not dry_run:
+        from anygauge.agent.foreign import find_launch
+        from anygauge.interface import AnygaugeError
+
+        foreign = find_launch(os.environ)
+        if foreign is not None:
+            from anygauge.cli.join import join
+
+            try:
+                intent = read_intent(run_file, set_, flags, need_device=True, foreign=foreign)
+                status = join(intent, foreign, quiet=quiet, own_process=bool(context.obj))
+            except AnygaugeError as error:
+                foreign.report(str(error))
+                raise
+            raise typer.Exit(status)
     intent = read_intent(run_file, set_, flags, need_device=not dry_run)
     if dry_run:
         from anygauge.cli.dry_run import show
@@ -97,7 +114,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     notes = [*plan.notes, *preflight(intent, quiet=quiet).notes]
     chosen = run.model_copy(update={"backend": job.backend})
     unused = not folder.exists() or not any(folder.iterdir())
-    _refuse_second(intent, folder)
+    refuse_second(intent, folder)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     if not quiet:
@@ -130,7 +147,7 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         return status
 
 
-def _refuse_second(intent: Intent, folder: Path) -> None:
+def refuse_second(intent: Intent, folder: Path) -> None:
     """A run that goes on must not have two jobs.
 
     Raises:

@@ -56,7 +56,8 @@ class Collectives:
         """Join all ranks of the run in the default process group.
 
         Args:
-            rendezvous: ``file:///path``, the path as it is; or ``tcp://host:port``.
+            rendezvous: ``file:///path``, the path as it is; ``tcp://host:port``; or
+                ``served://host:port``, where a store is served already.
             timeout_s: seconds after which a collective that hangs raises.
             secret: what all ranks of the job know, and nobody else; needed where they meet at a
                 port.

@@ -68,7 +68,8 @@ class Job:
         strategy: name of the strategy; empty where nothing is trained.
         launch: how many ranks there are, and how they are started and watched.
         rendezvous: where the ranks of one machine meet: ``file:///path``, the path as it is, or
-            ``tcp://host:port``. Those of several meet where the agents agree.
+            ``tcp://host:port``; those that another launcher started meet at ``served://host:port``.
+            Those of several machines meet where the agents agree.
         working_directory: absolute path that relative ones in the run file start from; every node
             sees it. Empty: that of the agent.
         id: tells this start of the run from others, in what they share: the cache of rows.

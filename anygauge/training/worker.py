@@ -49,7 +49,11 @@ def main() -> int:
     if arguments.resume:
         job = replace(job, resume=True)
     index = int(os.environ["RANK"])
-    events = EventWriter.of_rank(index)
+    return reported(job, index, EventWriter.of_rank(index))
+
+
+def reported(job: Job, index: int, events: EventWriter) -> int:
+    """Run a rank whose environment is decided, and report how it ended; returns the exit status."""
     opened = contextlib.ExitStack()
     try:
         outcome = run_rank(job, index, events, opened)

@@ -17,7 +17,7 @@ from anygauge.util.exchange import derived_key
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_FILE, _TCP = "file://", "tcp://"
+_FILE, _TCP, _SERVED = "file://", "tcp://", "served://"
 
 STORE_FD = "ANYGAUGE_STORE_FD"
 """Environment variable of rank 0: the socket on which its store listens, if its agent opened it."""
@@ -31,6 +31,42 @@ def file_of(rendezvous: str) -> str | None:
 def tcp_address(host: str, port: int) -> str:
     """The meeting point at an address."""
     return f"{_TCP}[{host}]:{port}" if ":" in host else f"{_TCP}{host}:{port}"
+
+
+def served_address(host: str, port: int) -> str:
+    """The meeting point at an address where a store is served already."""
+    return tcp_address(host, port).replace(_TCP, _SERVED, 1)
+
+
+def serve(host: str, port: int, listener: int, timeout: datetime.timedelta) -> dist.Store:
+    """Serve a store for as long as the result is kept.
+
+    Args:
+        listener: descriptor of a socket that listens there; the store takes it over.
+    """
+    import torch.distributed as dist
+
+    return dist.TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listener, use_libuv=False,
+    )  # fmt: skip
+
+
+def reach(host: str, port: int, timeout: datetime.timedelta) -> dist.Store:
+    """A store that is served, by a rank of this job or by whoever started it.
+
+    Raises:
+        AnygaugeError: nobody has served one there in time.
+    """
+    import torch.distributed as dist
+
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise AnygaugeError(
+            f"no store answers at {host}, port {port}, where the ranks meet (MASTER_ADDR, "
+            f"MASTER_PORT): {str(error).splitlines()[0]}"
+        ) from error
 
 
 def open_store(
@@ -48,11 +84,12 @@ def open_store(
     store can read it there.
 
     Args:
-        rendezvous: ``file://PATH`` or ``tcp://HOST:PORT``.
+        rendezvous: ``file://PATH``, ``tcp://HOST:PORT``, or ``served://HOST:PORT`` where a store is
+            there already.
         listener: descriptor of a socket that listens there, for rank 0; the store takes it over.
 
     Raises:
-        AnygaugeError: it is neither of the two, or a port is to be used without a secret.
+        AnygaugeError: it is none of them, or a port is to be used without a secret.
     """
     import torch.distributed as dist
 
@@ -67,18 +104,21 @@ def open_store(
                 f"ranks cannot meet at {rendezvous} without a secret: anyone could join. The job "
                 "file has no token; start the run with anygauge train or launch, which draw one"
             )
-        if rank == 0 and listener is None:
-            listener = listen_at(host, port).detach()
-        store = dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=rank == 0,
-            timeout=timeout,
-            master_listen_fd=listener if rank == 0 else None,
-            # Torch's newer server takes no socket of others before its release 2.8.
-            use_libuv=False,
-        )
+        if rendezvous.startswith(_SERVED):
+            store = reach(host, port, timeout)
+        else:
+            if rank == 0 and listener is None:
+                listener = listen_at(host, port).detach()
+            store = dist.TCPStore(
+                host,
+                port,
+                world_size,
+                is_master=rank == 0,
+                timeout=timeout,
+                master_listen_fd=listener if rank == 0 else None,
+                # Torch's newer server takes no socket of others before its release 2.8.
+                use_libuv=False,
+            )
     store.set_timeout(timeout)
     return dist.PrefixStore(derived_key(secret, "keys of the store").hex()[:32], store)
 
@@ -94,8 +134,9 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
 
 
 def _host_and_port(rendezvous: str) -> tuple[str, int]:
-    host, _, port = rendezvous.removeprefix(_TCP).rpartition(":")
-    if not rendezvous.startswith(_TCP) or not host or not port.isdecimal():
+    scheme = _SERVED if rendezvous.startswith(_SERVED) else _TCP
+    host, _, port = rendezvous.removeprefix(scheme).rpartition(":")
+    if not rendezvous.startswith(scheme) or not host or not port.isdecimal():
         raise AnygaugeError(
             f"ranks cannot meet at {rendezvous!r}: file:///path and tcp://host:port are known"
         )

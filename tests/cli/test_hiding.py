@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.agent.delivery import bring_run_file
-from anygauge.agent.environment import write_provenance
+from anygauge.agent.environment import provenance, write_provenance
 from anygauge.cli import dry_run, run
 from anygauge.config import load_run_file
 from anygauge.interface import Job, RunFileError
@@ -69,7 +69,7 @@ def test_what_is_recorded_hides_it_and_is_for_its_owner(path: Path, tmp_path: Pa
     for known in (record, Path(job.run_file)):
         known.write_text("of an earlier part of the run")
         known.chmod(0o644)
-    write_provenance(record, {0: _resolve(Registry.load(), job, 0)})
+    write_provenance(record, provenance({0: _resolve(Registry.load(), job, 0)}))
     bring_run_file(job)
     assert VALUE not in record.read_text()
     assert {s["name"] for s in json.loads(record.read_text())["0"]} >= set(VARIABLES)

@@ -62,7 +62,7 @@ def test_a_reader_that_goes_away_is_no_error(arguments: list[str]) -> None:
 def test_another_pipe_that_breaks_is_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(arguments: list[str]) -> int:
+    def broken(arguments: list[str], *, own_process: bool) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(cli, "run", broken)

@@ -1,0 +1,272 @@
+"""``anygauge train`` as a rank of somebody else's launch: torchrun, srun, mpirun and their like.
+
+Nothing is started. This process decides its environment by the rules that an agent has, and becomes
+the rank: it puts a fresh interpreter in its own place (`anygauge.cli.joined`), so that every
+variable is there before anything is imported. Rank 0 chooses and claims the run directory first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from anygauge.agent.foreign import ALONE, ForeignLaunch
+from anygauge.agent.inherited import scrub
+from anygauge.interface import AnygaugeError, UsageError
+
+if TYPE_CHECKING:
+    from anygauge.agent.environment import NodeEnvironment
+    from anygauge.cli.plan import Intent
+    from anygauge.config import LoadedRun
+
+_FOR_AGENTS = ("pass_environment", "options", "port", "lost_after_s")
+"""Fields of ``launch`` that only launchers and agents of ours read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What a rank takes with it into its fresh interpreter; plain values.
+
+    Attributes:
+        launch: which rank it is.
+        answer: of rank 0, for all: which run this is, or why there is none.
+        introduction: what must be alike on all machines.
+        provenance: of this machine's environment, from the first rank on it.
+        run_directory: where the run would be, as this rank read its arguments.
+    """
+
+    launch: ForeignLaunch
+    answer: Mapping[str, Any] | None
+    introduction: Mapping[str, Any]
+    provenance: Mapping[str, Any] | None
+    run_directory: str
+    join_timeout_s: float
+    quiet: bool
+
+    @classmethod
+    def read(cls, text: str) -> Part:
+        """The part that was written as JSON of its fields."""
+        fields = json.loads(text)
+        return cls(**{**fields, "launch": ForeignLaunch(**fields["launch"])})
+
+
+def as_launched(loaded: LoadedRun, foreign: ForeignLaunch) -> LoadedRun:
+    """A run with the ranks that there are.
+
+    Raises:
+        RunFileError, UsageError: it asks for other ranks, or for what only anygauge's own launchers
+            do.
+    """
+    launch, by = loaded.run.launch, foreign.launcher
+    for name, there in (("devices", foreign.devices), ("nodes", foreign.nodes)):
+        asked = getattr(launch, name)
+        if f"launch.{name}" in loaded.sources and asked != there:
+            raise loaded.error(
+                f"launch.{name}",
+                f"{asked}, but {by} started {foreign.world_size} ranks, {foreign.devices} on each "
+                f"of {foreign.nodes} machines: leave it out, or give {there}. To have anygauge "
+                f"start the ranks itself: {ALONE}",
+            )
+    where = loaded.sources.get("launch.launcher")
+    if where is not None and (launch.launcher != "local" or where.label.startswith("--launcher")):
+        raise loaded.error(
+            "launch.launcher",
+            f"{launch.launcher} would start ranks, and {by} has started them: leave it out "
+            "(--set launch.launcher=local over a run file). To have anygauge start the ranks "
+            f"itself: {ALONE}",
+        )
+    if launch.max_restarts:
+        raise loaded.error(
+            "launch.max_restarts",
+            f"{launch.max_restarts}, but the ranks that {by} started only it can start again "
+            "(torchrun --max-restarts, with --resume auto): give 0 here",
+        )
+    if foreign.restarts and loaded.run.checkpoint.resume != "auto":
+        raise UsageError(
+            f"{by} is to start the ranks again after a failure ({foreign.restarts} times), and a "
+            "run that begins again goes on in its own folder only with --resume auto: add it"
+        )
+    changed = {"launcher": "local", "devices": foreign.devices, "nodes": foreign.nodes}
+    run = loaded.run.model_copy(update={"launch": launch.model_copy(update=changed)})
+    return replace(loaded, run=run)
+
+
+def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bool) -> int:
+    """Become the rank; returns the exit status, unless another interpreter takes over.
+
+    Args:
+        own_process: nothing else is to follow in this process.
+
+    Raises:
+        AnygaugeError: what any rank would refuse.
+    """
+    from importlib.metadata import version
+
+    from anygauge.agent.environment import NodeEnvironment
+    from anygauge.agent.nodes import Introduction
+    from anygauge.agent.supervisor import rank_numbers
+    from anygauge.training.checks import check_settings
+
+    run, job = intent.run, intent.job
+    backend = intent.registry.create_backend(job.backend, run.backend_options)
+    check_settings(run, backend, intent.registry, ranks_run_here=True)
+    own = NodeEnvironment(job, foreign.node_rank, scrub(os.environ))
+    leads = foreign.rank == 0
+    if leads:
+        for note in _notes(intent, foreign, own):
+            typer.echo(f"note: {note}", err=True)
+    introduction = asdict(
+        Introduction(
+            node_rank=foreign.node_rank,
+            host=socket.gethostname(),
+            nodes=foreign.nodes,
+            devices_per_node=foreign.devices,
+            version=version("anygauge"),
+            fabric=own.fabric.name,
+            settings=own.digests(),
+        )
+    )
+    with contextlib.ExitStack() as held:
+        answer = _answer(intent, foreign, held, quiet) if leads else None
+        part = Part(
+            launch=foreign,
+            answer=answer and {**answer, "introduction": introduction},
+            introduction=introduction,
+            provenance=own.record() if foreign.local_rank == 0 else None,
+            run_directory=job.run_directory,
+            join_timeout_s=job.launch.join_timeout_s,
+            quiet=quiet,
+        )
+        environment = {
+            **own.of_rank(foreign.local_rank),
+            **rank_numbers(job, foreign.node_rank, foreign.local_rank),
+        }
+        if own_process:
+            _bind(own.cores.get(foreign.local_rank, ()))
+            _become(part, environment)
+        from anygauge.cli.joined import take_part
+
+        with _set_late(environment):
+            return take_part(part, own_process=False)
+
+
+def _answer(
+    intent: Intent, foreign: ForeignLaunch, held: contextlib.ExitStack, quiet: bool
+) -> dict[str, Any]:
+    """What rank 0 tells all: the job, that it is done already, or why there is none."""
+    from anygauge.cli.resume import gone_on_with
+    from anygauge.cli.run_folder import claimed, made_ready, write_run
+    from anygauge.cli.train import refuse_second
+    from anygauge.util.files import write_text
+    from anygauge.util.rendezvous import served_address
+    from anygauge.util.start import START
+
+    job = replace(intent.job, rendezvous=served_address(foreign.host, foreign.port))
+    folder = Path(job.run_directory)
+    try:
+        staged, finished = gone_on_with(intent)
+        if finished is not None:
+            return {"id": job.id, "done": finished.describe()}
+        if staged:
+            job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
+        refuse_second(intent, folder)
+        # The interpreter that takes over keeps the claim, to the end of the rank.
+        os.set_inheritable(held.enter_context(claimed(folder)), True)
+        made_ready(folder, staged=staged)
+        write_run(Path(job.run_file), intent.run.model_copy(update={"backend": job.backend}))
+        path, text = Path(job.run_file).with_name("job.json"), job.dump()
+        write_text(path, text, 0o600)
+    except (AnygaugeError, OSError) as error:
+        status = error.exit_status if isinstance(error, AnygaugeError) else 1
+        return {"id": job.id, "refused": str(error), "exit_status": status}
+    if not quiet:
+        typer.echo(f"run: {folder}")
+    return {"id": job.id, "job": str(path), "digest": digest(text)}
+
+
+def digest(text: str) -> str:
+    """By which the others know that they read the same job file."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _notes(intent: Intent, foreign: ForeignLaunch, own: NodeEnvironment) -> list[str]:
+    notes = [
+        f"started by {foreign.launcher}, which also ends the ranks and, if asked to, restarts them"
+    ]
+    launch = intent.run.launch
+    unused = [
+        name
+        for name in _FOR_AGENTS
+        if getattr(launch, name)
+        != type(launch).model_fields[name].get_default(call_default_factory=True)
+    ]
+    if unused:
+        notes.append(f"not used here: {', '.join(f'launch.{name}' for name in unused)}")
+    for one in own.overruled(foreign.local_rank):
+        origin, value = one.overruled[0]
+        if not one.secret and not one.private:
+            notes.append(
+                f"{one.name}={one.value} was set where the ranks were started, by you or by "
+                f"{foreign.launcher}, and stays; the {origin} would set {value}"
+            )
+        else:
+            notes.append(f"{one.name} was set where the ranks were started, and stays")
+    return notes
+
+
+def _bind(cores: tuple[int, ...]) -> None:
+    """Bind this process, unless its launcher has done so."""
+    if cores and len(os.sched_getaffinity(0)) == os.cpu_count():
+        os.sched_setaffinity(0, cores)
+
+
+def _become(part: Part, environment: Mapping[str, str]) -> None:
+    """Put a fresh interpreter in this process's place."""
+    with tempfile.TemporaryFile() as handover:
+        handover.write(json.dumps(asdict(part)).encode())
+        handover.seek(0)
+        os.set_inheritable(handover.fileno(), True)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.execve(
+            sys.executable,
+            [sys.executable, "-u", "-m", "anygauge.cli.joined", str(handover.fileno())],
+            dict(environment),
+        )
+
+
+@contextlib.contextmanager
+def _set_late(environment: Mapping[str, str]) -> Iterator[None]:
+    """Have these variables meanwhile, in a process that goes on afterwards; name those that may
+    come too late.
+    """
+    before = dict(os.environ)
+    late = sorted(name for name, value in environment.items() if before.get(name) != value)
+    if "torch" in sys.modules and late:
+        typer.echo(
+            f"note: torch was imported before {', '.join(late)} could be set: what has read them "
+            "already goes by their earlier values. Run `anygauge train` in a process of its own",
+            err=True,
+        )
+    try:
+        _replace_environment(environment)
+        yield
+    finally:
+        _replace_environment(before)
+
+
+def _replace_environment(environment: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)

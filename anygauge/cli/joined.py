@@ -1,0 +1,335 @@
+"""A rank of somebody else's launch, from its fresh interpreter on (`anygauge.cli.join`).
+
+The ranks meet at the launcher's address. Rank 0 says which run this is; the others read its job
+file, which only their user can. From there on a rank is what an agent would have started, but that
+it shows its own events, and that its launcher watches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from anygauge.cli.join import Part, digest
+from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
+from anygauge.interface import AnygaugeError, Job
+from anygauge.util.events import EventWriter
+from anygauge.util.processes import tie_to_parent
+from anygauge.util.start import START, settled
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from anygauge.agent.foreign import ForeignLaunch
+
+_SEEN_S = 30.0
+"""Until a file that rank 0 has written is seen on other machines."""
+_TURN_S = 0.05
+_SHOWN = 8
+
+
+def main() -> int:
+    """Read what came before (its descriptor is the argument), and be the rank."""
+    with os.fdopen(int(sys.argv[1]), "rb") as handover:
+        part = Part.read(handover.read().decode())
+    if part.launch.tied:
+        # torchrun's ranks, for one, would outlive a torchrun that is killed.
+        tie_to_parent(signal.SIGKILL)
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    # Ctrl-C reaches ranks directly here, and schedulers warn with SIGUSR1: both mean SIGTERM.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, ask)
+    try:
+        return take_part(part, own_process=True)
+    except AnygaugeError as error:
+        print(f"error: {error}\n(rank {part.launch.rank})", file=sys.stderr)
+        part.launch.report(str(error))
+        return error.exit_status
+
+
+def take_part(part: Part, *, own_process: bool) -> int:
+    """Meet the other ranks and train; returns the exit status.
+
+    Args:
+        own_process: what this process prints may go to the rank's log.
+
+    Raises:
+        AnygaugeError: the ranks do not find each other, or do not belong together.
+    """
+    import torch.distributed as dist
+
+    from anygauge.training.worker import reported
+
+    launch = part.launch
+    if dist.is_available() and dist.is_initialized():
+        raise AnygaugeError(
+            "this process is in a process group of torch already, and anygauge makes one of its "
+            "own: run `anygauge train` in a process of its own (subprocess.run)"
+        )
+    timeout = datetime.timedelta(seconds=part.join_timeout_s)
+    store = _store(launch, timeout)
+    answer = _agreed(store, launch, part.answer, part.join_timeout_s)
+    if "refused" in answer:
+        launch.report(answer["refused"])
+        if launch.rank == 0:
+            print(f"error: {answer['refused']}", file=sys.stderr)
+        return int(answer["exit_status"])
+    if "done" in answer:
+        if launch.rank == 0:
+            print(answer["done"])
+        return 0
+    job = _job(part, answer)
+    if part.provenance is not None:
+        from anygauge.agent.environment import provenance_file, write_provenance
+
+        write_provenance(provenance_file(job, launch.node_rank), part.provenance)
+    os.chdir(job.working_directory)
+    with _terminal(part, job, own_process=own_process) as terminal:
+        try:
+            status = reported(job, launch.rank, terminal.events)
+        except SystemExit:
+            status = 1
+    terminal.conclude(part, job)
+    staged = Path(job.run_file).parent.name == START
+    if launch.rank == 0 and status == 0 and staged:
+        import shutil
+
+        shutil.rmtree(Path(job.run_file).parent, ignore_errors=True)  # the run was done before
+    return status
+
+
+def _store(launch: ForeignLaunch, timeout: datetime.timedelta) -> dist.Store:
+    """Where the ranks meet; rank 0 serves it, unless the launcher does."""
+    from anygauge.agent.listening import own_addresses
+    from anygauge.util.rendezvous import listen_at, reach, serve
+
+    if launch.served or launch.rank != 0:
+        return reach(launch.host, launch.port, timeout)
+    # Every address where this machine does not know the one by which the others reach it.
+    for address in (*own_addresses(launch.host), ""):
+        try:
+            listener = listen_at(address, launch.port).detach()
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            raise AnygaugeError(
+                f"rank 0 cannot listen at {launch.host}, port {launch.port}, where the ranks of "
+                f"{launch.launcher} meet: {error.strerror or error}. Another job may have it: set "
+                "MASTER_PORT to a free one for all ranks; or TORCHELASTIC_USE_AGENT_STORE=True, if "
+                "your launcher serves torch's store there"
+            ) from error
+        return serve(address or launch.host, launch.port, listener, timeout)
+    raise AnygaugeError(f"rank 0 cannot listen at {launch.host}: it is no address of this machine")
+
+
+def _agreed(
+    store: dist.Store, launch: ForeignLaunch, own: Mapping[str, Any] | None, patience_s: float
+) -> Mapping[str, Any]:
+    """Rank 0's answer. Each rank asks with a number that it draws: a launcher's store may hold what
+    an earlier attempt has left.
+
+    Raises:
+        AnygaugeError: some ranks did not come.
+    """
+    if launch.rank == 0:
+        assert own is not None
+        _answer_all(store, launch, own, patience_s)
+        return own
+    number = secrets.token_hex(16)
+    store.set(f"anygauge/ask/{launch.rank}", number)
+    try:
+        answer: dict[str, Any] = json.loads(store.get(f"anygauge/answer/{number}"))
+    except RuntimeError as error:
+        raise AnygaugeError(
+            f"rank 0 did not say within {patience_s:g} s which run this is "
+            f"(launch.join_timeout_s): {str(error).splitlines()[0]}"
+        ) from error
+    store.set(f"anygauge/heard/{answer['id']}/{launch.rank}", "")
+    return answer
+
+
+def _answer_all(
+    store: dist.Store, launch: ForeignLaunch, own: Mapping[str, Any], patience_s: float
+) -> None:
+    text = json.dumps(own)
+    answered: set[bytes] = set()
+    missing = set(range(1, launch.world_size))
+    deadline = time.monotonic() + patience_s
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"anygauge/heard/{own['id']}/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"anygauge/ask/{rank}"]):
+                number = store.get(f"anygauge/ask/{rank}")
+                if number not in answered:
+                    answered.add(number)
+                    store.set(f"anygauge/answer/{number.decode()}", text)
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(map(str, sorted(missing)[:_SHOWN]))
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise AnygaugeError(
+                f"of {launch.world_size} ranks, {names}{more} did not come within {patience_s:g} s "
+                f"(launch.join_timeout_s) to {launch.host}, port {launch.port}"
+            )
+        time.sleep(_TURN_S)
+
+
+def _job(part: Part, answer: Mapping[str, Any]) -> Job:
+    """The job that rank 0 has written.
+
+    Raises:
+        AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
+    """
+    from anygauge.agent.admission import check_introduction, read_introduction
+    from anygauge.agent.nodes import Introduction
+
+    path, wanted = Path(answer["job"]), Path(part.run_directory)
+    home = path.parent.parent if path.parent.name == START else path.parent
+    # The store knows no authentication: what it names must be a run of one's own.
+    same = re.fullmatch(re.escape(wanted.name) + r"(-\d+)?", home.name)
+    if home.parent != wanted.parent or not same:
+        raise AnygaugeError(
+            f"rank 0 goes to {home}, and this rank's arguments name {wanted}: start all ranks with "
+            "the same arguments, in the same folder, under one path of shared storage"
+        )
+    deadline = time.monotonic() + _SEEN_S
+    while True:
+        with contextlib.suppress(OSError):
+            if digest(path.read_text()) == answer["digest"]:
+                break
+        if time.monotonic() > deadline:
+            raise AnygaugeError(
+                f"{path}, which rank 0 has written, is not seen on {socket.gethostname()}. The "
+                "folder of a run must be on storage that all its machines share (--output)"
+            )
+        time.sleep(_TURN_S)
+    if part.launch.node_rank:
+        head = read_introduction(answer["introduction"])
+        check_introduction(head, Introduction(**part.introduction), {})
+    return Job.load(path)
+
+
+class _Shown(EventWriter):
+    """Shows a rank's events instead of writing them.
+
+    Attributes:
+        ending: its last event: ``finished``, ``stopped`` or ``failed``.
+    """
+
+    def __init__(self, rank: int, view: View) -> None:
+        super().__init__(None, rank)
+        self._number = rank
+        self._view = view
+        self.ending: Mapping[str, Any] = {}
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Show one event. A reader that has gone away is ignored: the run's files tell all."""
+        record = {"event": event, "time": time.time(), "rank": self._number, **fields}
+        with self._lock, contextlib.suppress(OSError):
+            if event in ("finished", "stopped", "failed"):
+                self.ending = record
+            self._view.show(record)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Terminal:
+    """Where a rank is shown.
+
+    Attributes:
+        log: of what it prints; None where that stays where it is.
+        log_offset: where this start begins in it, in bytes.
+    """
+
+    events: _Shown
+    view: View
+    errors: Console
+    log: Path | None
+    log_offset: int = 0
+
+    def conclude(self, part: Part, job: Job) -> None:
+        """How it ended: by rank 0 for all, or why this rank failed."""
+        from anygauge.agent.failures import cause, from_event
+        from anygauge.agent.verdict import stopped_words
+
+        launch, ending = part.launch, self.events.ending
+        kind = ending.get("event")
+        if kind == "failed":
+            failure = from_event(launch.rank, ending, time.time())
+            text = f"{failure.what}\n(rank {launch.rank} on {socket.gethostname()})"
+            if self.log is not None:
+                text = cause(
+                    failure,
+                    host=socket.gethostname(),
+                    world_size=job.world_size,
+                    log=settled(self.log),
+                    log_offset=self.log_offset,
+                )
+            if failure.for_user:
+                # Not a connection that broke because another rank was killed: there the launcher
+                # goes by who ended first.
+                launch.report(text, failure.time)
+            if not failure.for_user and job.world_size > 1:
+                text += (
+                    "\nif another rank ended before, this may be what follows from it: "
+                    f"{launch.launcher} can tell, or that rank's log"
+                )
+            fail(self.errors, text)
+            if self.log is not None:
+                show_where_logs_are(self.errors, job.run_directory)
+        elif launch.rank == 0 and kind == "stopped":
+            show_stopped(self.errors, stopped_words(ending))
+        elif launch.rank == 0:
+            self.view.summary()
+
+
+@contextlib.contextmanager
+def _terminal(part: Part, job: Job, *, own_process: bool) -> Iterator[_Terminal]:
+    """Show the rank meanwhile; what libraries print goes to its log, as in any run."""
+    rank = part.launch.rank
+    if not own_process:
+        view, errors = View(_plain_console(), part.quiet), _plain_console(sys.stderr)
+        yield _Terminal(events=_Shown(rank, view), view=view, errors=errors, log=None)
+        return
+    out, err = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    log = job.start_directory / "logs" / f"rank{rank}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        offset = file.seek(0, 2)
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    view = View(_plain_console(out), part.quiet)
+    yield _Terminal(
+        events=_Shown(rank, view),
+        view=view,
+        errors=_plain_console(err),
+        log=log,
+        log_offset=offset,
+    )
+
+
+def _plain_console(file: IO[str] | None = None) -> Console:
+    """Lines, and no bar: the terminal is shared with other ranks and with the launcher."""
+    return Console(file=file, force_terminal=False, emoji=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
