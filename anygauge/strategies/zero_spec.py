@@ -54,6 +54,11 @@ def check(run: StrategyRun) -> None:
             f"strategy.offload: {options.offload}: stage {options.stage} keeps all weights on "
             "every device. Set strategy.stage: 3, or strategy.offload: optimizer"
         )
+    if options.nvme is not None and run.ranks_run_here and not _is_at_least(DISK_SINCE):
+        raise UnsupportedError(
+            f"strategy.nvme: tried with DeepSpeed {'.'.join(map(str, DISK_SINCE))}, not with "
+            f"{metadata.version(ENGINE)}. Leave it out: the optimizer is then in the host's memory"
+        )
     check_nvme(run, os.environ)
     if run.activations.selective and run.ranks_run_here and needs_reentrant_checkpointing():
         raise UnsupportedError(
@@ -100,6 +105,9 @@ OFFLOADS_GRADIENTS_SINCE = (0, 19, 8)
 
 NON_REENTRANT_SINCE = (0, 19, 6)
 """First version whose ZeRO-3 keeps frozen weights whole in non-reentrant recomputation (#8148)."""
+
+DISK_SINCE = (0, 19, 8)
+"""First version here whose optimizer's state is read from a disk and written there as we do."""
 
 
 def offloads_gradients() -> bool:

@@ -23,6 +23,7 @@ from anygauge.registry import Registry
 from anygauge.strategies.activations import HostBuffers, Offload, offload_activations
 from anygauge.strategies.materialise import decoder_layers
 from tests.helpers.ranks import run_ranks
+from tests.strategies.activations_rank import WAYS
 from tests.strategies.parity_rank import CONFIG, LENGTH, MICRO, Case, built, placed, rows
 
 LAYERS = CONFIG["num_hidden_layers"]
@@ -89,6 +90,25 @@ def test_layers_are_computed_again_as_the_run_says(
     assert Activations(every=every).recomputed(LAYERS) == counts.count(2)
 
 
+@pytest.mark.parametrize("given", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("lora", [True, False])
+def test_losses_and_gradients_are_those_of_a_run_that_keeps_all(
+    given: dict[str, Any], lora: bool, backend: Backend
+) -> None:
+    def of(**ways: Any) -> tuple[float, dict[str, Tensor]]:
+        engine, _, _ = built(Case(strategy="single", lora=lora, **ways), backend, 0, 1)
+        loss = forward(engine)
+        loss.backward()
+        named = engine.model.named_parameters()
+        return float(loss.detach()), {name: p.grad for name, p in named if p.grad is not None}
+
+    (loss, found), (expected, wanted) = of(**given), of()
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-7)
+
+
 def test_selective_recomputation_makes_no_attention_and_no_large_product_again(
     backend: Backend,
 ) -> None:
@@ -111,6 +131,7 @@ def test_selective_recomputation_makes_no_attention_and_no_large_product_again(
     assert selective["aten::silu"] == LAYERS, "all else is recomputed"
 
 
+@pytest.mark.slow
 def test_a_card_keeps_less(tmp_path: Path) -> None:
     pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
     output = tmp_path / "kept.json"
