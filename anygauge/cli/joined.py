@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from anygauge.agent.wakeup import SIGNALS
 from anygauge.cli.join import Part, digest
 from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
@@ -55,9 +56,11 @@ def main() -> int:
     def ask(signum: int, frame: FrameType | None) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    # Ctrl-C reaches ranks directly here, and schedulers warn with SIGUSR1: both mean SIGTERM.
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, ask)
+    # What an agent would take for a request reaches ranks directly here.
+    for number in SIGNALS:
+        left_alone = number == signal.SIGTERM or signal.getsignal(number) == signal.SIG_IGN  # nohup
+        if not left_alone:
+            signal.signal(number, ask)
     try:
         return take_part(part, own_process=True)
     except AnygaugeError as error:

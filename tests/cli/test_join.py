@@ -19,7 +19,7 @@ import pytest
 
 from anygauge.agent.foreign import ForeignLaunch
 from anygauge.cli.joined import _agreed
-from anygauge.interface import AnygaugeError
+from anygauge.interface import STOPPED, AnygaugeError
 from tests.helpers.forked import Part, finished
 from tests.helpers.processes import end
 from tests.helpers.runs import Run, anygauge, run_file, train
@@ -301,6 +301,32 @@ def test_two_processes_with_variables_set_by_hand_and_one_alone(tmp_path: Path) 
     assert one.status == 0 and "on 1 rank" in one.out, one.err
     losses = Run(folder=tmp_path / "out" / "tiny-2", status=0, out="", err="").steps("loss")
     assert losses == pytest.approx(one.steps("loss"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGUSR1])
+def test_what_terminals_and_schedulers_send_asks_for_a_checkpoint(
+    tmp_path: Path, signum: int
+) -> None:
+    path = run_file(tmp_path, strategy={"name": "single"}, train={"steps": 5000})
+    folder = tmp_path / "out" / "tiny"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anygauge", "train", path],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **by_hand(0, 1, free_port()), "OMP_NUM_THREADS": "3"},
+    )
+    try:
+        until(lambda: steps_taken(folder) > 3, process, "steps")
+        process.send_signal(signum)
+        status, _, err = ended(process)
+    finally:
+        end(process)
+    assert status == STOPPED and "stopped at request after step" in err, err
+    assert list((folder / "checkpoints").iterdir())
+    assert "OMP_NUM_THREADS=3 was set where the ranks were started" in err
 
 
 WORKER = """
