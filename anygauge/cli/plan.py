@@ -108,11 +108,11 @@ def read_intent(
     need_device = need_device and not launcher.remote
     check_optimizer(run, need_software=need_device)
     check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
-    check_batch(run, registry, ranks)
     selection = select_backend(registry, run.backend, need_device=need_device)
     backend = registry.create_backend(selection.spec.name, run.backend_options)
     here = selection.probe.available and not launcher.remote
     check_strategy(run, registry, backend, ranks, ranks_run_here=here)
+    check_batch(run, registry, ranks)
     folder = (Path(run.output) / run.name).absolute()
     if foreign is None or foreign.rank == 0:
         folder = run_folder(folder, resume=run.checkpoint.resume == "auto")

@@ -1,0 +1,101 @@
+"""``--set strategy=WORD`` alone: what would run on Gaudi, what is refused before a rank starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.gaudi import standin_environment, standin_site
+from tests.helpers.runs import TINY, anygauge, run_file
+
+WORDS = {
+    "zero": ("strategy=zero",),
+    "ddp": ("strategy=ddp",),
+    "fsdp": ("strategy=fsdp",),
+    "mics": ("strategy=mics",),
+    "tensor": ("strategy=tensor",),
+    "pipeline": ("strategy=pipeline",),
+    "sequences": ("strategy=fsdp", "strategy.cp=2"),
+    "auto": ("strategy=auto",),
+}
+
+
+def sets(*overrides: str) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_dry_run_on_the_stand_in_for_gaudi(word: str, tmp_path: Path) -> None:
+    site = standin_site(tmp_path)
+    done = anygauge(
+        [
+            *("train", run_file(tmp_path, train={"micro_batch_size": 1}), "--dry-run"),
+            *("--backend", "hpu", "--devices", "2"),
+            *sets(*WORDS[word]),
+        ],
+        environment=standin_environment(site, tmp_path / "record"),
+    )
+    assert done.returncode == 0, done.stderr
+    named = {"tensor": "ddp", "pipeline": "ddp", "mics": "fsdp", "sequences": "fsdp"}
+    assert f"strategy {named.get(word, word)}, 1 x 2 ranks" in done.stdout
+    assert "PT_HPU_LAZY_MODE" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED: list[tuple[int, tuple[str, ...], dict[str, Any], str]] = [
+    (3, ("strategy=tensor",), {}, "3 ranks cannot share 4 attention heads evenly"),
+    (4, ("strategy=tensor",), {}, "cannot share 2 key-value heads evenly. Set strategy.tp to one"),
+    (3, ("strategy=ddp", "strategy.tp=2"), {}, "no multiple of 2. Set strategy.tp to one of 1, 3"),
+    (4, ("strategy=ddp", "strategy.pp=2", "strategy.tp=2"), {}, "cannot be combined yet"),
+    (2, ("strategy=ddp", "strategy.schedule=gpipe"), {}, "nothing to order"),
+    (2, ("strategy=fsdp", "strategy.pp=2"), {}, "Set strategy.name: ddp to have stages"),
+    (2, ("strategy=pipeline",), {"train": {"micro_batch_size": 4}}, "at least 2 micro-batches"),
+    (
+        2,
+        ("strategy=pipeline", "strategy.schedule=interleaved"),
+        {},
+        "4 stages, but the model has 2",
+    ),
+    (2, ("strategy=tensor",), {"adapter": {"dora": True}}, "Leave it out, or use strategy.name"),
+    (
+        2,
+        ("strategy=tensor",),
+        {"train": {"optimizer": {"name": "adafactor"}}},
+        "Use train.optimizer.name: adamw_8bit",
+    ),
+    (
+        2,
+        ("strategy=tensor",),
+        {"model": {"config": {**TINY, "model_type": "gpt2"}}},
+        "how to divide the layers of gpt2 models is not known",
+    ),
+    (2, ("strategy=zero", "strategy.tp=2"), {}, "it is a field of strategy 'ddp'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("devices", "words", "changes", "said"), REFUSED, ids=[each[3][:40] for each in REFUSED]
+)
+def test_what_cannot_be_is_refused_before_a_rank_starts(
+    devices: int, words: tuple[str, ...], changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    fields = {"train": {"micro_batch_size": 1}, **changes}
+    if "model" in fields:
+        fields["model"] = {**fields["model"], "tokenizer": str(tmp_path / "tokenizer")}
+    done = anygauge(
+        ["train", run_file(tmp_path, **fields), "--devices", str(devices), *sets(*words)]
+    )
+    assert done.returncode in (1, 2), done.stdout
+    assert said in " ".join(done.stderr.split()), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "out").glob("*/logs/*")), "no rank was started"
+
+
+def test_the_fields_of_each_are_listed() -> None:
+    listed = json.loads(anygauge(["strategies", "--json"]).stdout)
+    fields = {one["name"]: one["fields"] for one in listed["strategies"]}
+    for name in ("ddp", "fsdp"):
+        assert {"tp", "sequence_parallel", "cp", "cp_method", "pp", "schedule"} <= {*fields[name]}
