@@ -186,6 +186,23 @@ def test_the_padded_length_follows_the_policy(tokenized, shapes, allowed):
     assert len(widths) > 1 or len(allowed) == 1
 
 
+@pytest.mark.parametrize("multiple", [16, 48, 64])
+def test_micro_batches_of_a_step_may_have_one_width(tokenized, multiple):
+    """That of the longest, rounded up where a sequence may be as long."""
+    usual = make(tokenized)
+    batches = make(tokenized, share=Share(0, 1, one_width=multiple))
+    differ = 0
+    for index in range(usual.steps):
+        before = [batch.input_ids.shape[1] for batch in usual.step(index)]
+        step = batches.step(index)
+        (width,) = {batch.input_ids.shape[1] for batch in step}
+        assert width == min(-(-max(before) // multiple) * multiple, MAX)
+        differ += len(set(before)) > 1
+        for batch in step:
+            check(batch, tokenized, packed=False)
+    assert differ, "rows are of several lengths"
+
+
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("micro", "world"), [(1, 1), (2, 3), (5, 4), (40, 2)])
 def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micro, world):
