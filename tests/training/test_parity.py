@@ -91,6 +91,14 @@ SLOW_CASES: dict[str, tuple[int, dict[str, Any]]] = {
         )
         for name, how in (("ddp", "in memory"), ("ddp", "streamed"), ("fsdp", "alone in its group"))
     },
+    "stages on 2 ranks, streamed": (
+        2,
+        {
+            "strategy": {"name": "ddp", "pp": 2},
+            "train": {"micro_batch_size": 1},
+            "data": {"streaming": True},
+        },
+    ),
     "groups of ranks": (
         4,
         {"strategy": {"name": "fsdp", "dp_replicate": 2}, "train": {"micro_batch_size": 1}},
