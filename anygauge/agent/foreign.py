@@ -134,7 +134,7 @@ def _of_torch(environ: Mapping[str, str]) -> ForeignLaunch:
         )
     known = {**environ, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": devices}
     return ForeignLaunch(
-        launcher="torchrun" if elastic else "a launcher that set RANK and WORLD_SIZE",
+        launcher="torchrun" if elastic else "another launcher",
         rank=_number(known, "RANK"),
         world_size=_number(known, "WORLD_SIZE"),
         local_rank=_number(known, "LOCAL_RANK"),

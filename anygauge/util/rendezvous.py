@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import socket
+import time
 from typing import TYPE_CHECKING
 
 from anygauge.util.errors import AnygaugeError
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _FILE, _TCP, _SERVED = "file://", "tcp://", "served://"
+
+_ATTEMPT_S, _PAUSE_S = 5.0, 0.1
 
 STORE_FD = "ANYGAUGE_STORE_FD"
 """Environment variable of rank 0: the socket on which its store listens, if its agent opened it."""
@@ -60,13 +63,25 @@ def reach(host: str, port: int, timeout: datetime.timedelta) -> dist.Store:
     """
     import torch.distributed as dist
 
+    nothing = f"no store answers at {host}, port {port}, where the ranks meet"
+    # Torch would wait as well, and print a stack of its own for each attempt.
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_ATTEMPT_S).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise AnygaugeError(
+                    f"{nothing} (MASTER_ADDR, MASTER_PORT), within {timeout.total_seconds():g} s "
+                    f"(launch.join_timeout_s): {error.strerror or error}. Rank 0 has not come, or "
+                    "is not to be reached at that address"
+                ) from error
+        time.sleep(_PAUSE_S)
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    except (dist.DistError, RuntimeError) as error:
-        raise AnygaugeError(
-            f"no store answers at {host}, port {port}, where the ranks meet (MASTER_ADDR, "
-            f"MASTER_PORT): {str(error).splitlines()[0]}"
-        ) from error
+    except RuntimeError as error:  # all of torch's own are
+        raise AnygaugeError(f"{nothing}: {str(error).splitlines()[0]}") from error
 
 
 def open_store(

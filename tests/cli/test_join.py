@@ -144,7 +144,7 @@ def test_the_losses_under_torchrun_are_those_of_devices_2(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--devices", "4"], "launch.devices: 4, but a launcher .* started 2 ranks, 2 on each"),
+        (["--devices", "4"], "launch.devices: 4, but another launcher started 2 ranks, 2 on each"),
         (["--nodes", "2"], "launch.nodes: 2, but"),
         (["--launcher", "local"], "launch.launcher: local would start ranks"),
         (["--set", "launch.launcher=ssh"], "launch.launcher: ssh would start ranks"),
@@ -203,6 +203,26 @@ def test_what_an_earlier_attempt_left_in_the_launchers_store_answers_nobody(
 
     assert agree("first") == [{"id": "first"}] * 3
     assert agree("second") == [{"id": "second"}] * 3
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
+def test_a_rank_without_rank_0_says_where_it_has_waited(tmp_path: Path, host: str) -> None:
+    path = run_file(tmp_path)
+    alone = {**by_hand(1, 2, free_port()), "MASTER_ADDR": host}
+    done = train(path, "--set", "launch.join_timeout_s=1", environment=alone)
+    assert done.status == 1
+    assert f"no store answers at {host}" in done.err and "(rank 1)" in done.err
+    assert "frame #" not in done.err
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    path = run_file(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = train(path, environment=by_hand(0, 1, port))
+    assert done.status == 1
+    assert f"rank 0 cannot listen at 127.0.0.1, port {port}" in done.err
+    assert "set MASTER_PORT" in done.err
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
