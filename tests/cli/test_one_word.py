@@ -27,7 +27,12 @@ def sets(*overrides: str) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
-@pytest.mark.parametrize("word", WORDS)
+USUAL = ("tensor", "pipeline", "fsdp")
+
+
+@pytest.mark.parametrize(
+    "word", [*USUAL, *(pytest.param(w, marks=pytest.mark.slow) for w in WORDS if w not in USUAL)]
+)
 def test_a_dry_run_on_the_stand_in_for_gaudi(word: str, tmp_path: Path) -> None:
     site = standin_site(tmp_path)
     done = anygauge(
@@ -76,8 +81,16 @@ REFUSED: list[tuple[int, tuple[str, ...], dict[str, Any], str]] = [
 ]
 
 
+EACH = 3
+"""One of so many runs by default: tests/strategies tries what refuses the others, without a run."""
+
+
 @pytest.mark.parametrize(
-    ("devices", "words", "changes", "said"), REFUSED, ids=[each[3][:40] for each in REFUSED]
+    ("devices", "words", "changes", "said"),
+    [
+        pytest.param(*each, marks=() if n % EACH == 0 else pytest.mark.slow, id=each[3][:40])
+        for n, each in enumerate(REFUSED)
+    ],
 )
 def test_what_cannot_be_is_refused_before_a_rank_starts(
     devices: int, words: tuple[str, ...], changes: dict[str, Any], said: str, tmp_path: Path

@@ -53,19 +53,12 @@ TWO = [
     Case(strategy="fsdp", options=ULYSSES, packed=True, recomputed=True, **SGD),
     Case(strategy="ddp", options=TENSOR, **SGD),
     Case(strategy="ddp", options=TENSOR, packed=True, recomputed=True),
-    Case(strategy="ddp", options=TENSOR, recomputed=True, **ALL, **SGD),
     Case(strategy="ddp", options=TENSOR, dtype="bfloat16"),
     Case(strategy="ddp", options=WITHOUT_SP, recomputed=True, **SGD),
     Case(strategy="ddp", options=TENSOR, offloaded=True, **EVERY_SECOND, **SGD),
     Case(strategy="ddp", options=WITHOUT_SP, packed=True, **ALL, **SGD),
     *(Case(strategy="ddp", options={"pp": 2, "schedule": s}, **SGD) for s in SCHEDULES),
-    *(
-        Case(strategy="ddp", options={"pp": 2, "schedule": s}, recomputed=True, **ALL, **SGD)
-        for s in SCHEDULES
-    ),
     Case(strategy="ddp", options=PIPELINE, packed=True, recomputed=True),
-    Case(strategy="ddp", options=PIPELINE, offloaded=True, **SELECTIVE, **SGD),
-    Case(strategy="ddp", options=PIPELINE, dtype="bfloat16"),
     Case(strategy="zero", packed=True, **SGD),
     *(Case(strategy="zero", options={"stage": stage}) for stage in range(4)),
     *(Case(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
@@ -75,10 +68,20 @@ TWO = [
         for _ in range(offloads_gradients())
     ),
     Case(strategy="zero", options={"stage": 3, "offload": "both"}),
+    Case(strategy="zero", options=STAGE3, **EVERY_SECOND, **SGD),
+    Case(strategy="ddp", options=PIPELINE, recomputed=True, **ALL, **SGD),
+]
+MORE_ON_TWO = [
+    Case(strategy="ddp", options=TENSOR, recomputed=True, **ALL, **SGD),
+    *(
+        Case(strategy="ddp", options={"pp": 2, "schedule": s}, recomputed=True, **ALL, **SGD)
+        for s in SCHEDULES
+    ),
+    Case(strategy="ddp", options=PIPELINE, offloaded=True, **SELECTIVE, **SGD),
+    Case(strategy="ddp", options=PIPELINE, dtype="bfloat16"),
     Case(strategy="ddp", options=GATHERED, **EVERY_SECOND, **SGD),
     Case(strategy="fsdp", **SELECTIVE, **ALL, **SGD),
     Case(strategy="fsdp", options=ULYSSES, offloaded=True, **SGD),
-    Case(strategy="zero", options=STAGE3, **EVERY_SECOND, **SGD),
     Case(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
 ]
 FOUR = [

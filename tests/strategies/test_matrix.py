@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.strategies.matrix import A_FEW_NUMBERS, CARDS, FOUR, TWO, Matrix, Result
+from tests.strategies.matrix import A_FEW_NUMBERS, CARDS, FOUR, MORE_ON_TWO, TWO, Matrix, Result
 from tests.strategies.parity_rank import Case
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(2, TWO, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def more_on_two(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(2, MORE_ON_TWO, tmp_path_factory.mktemp("more"))
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +54,8 @@ def sends_what_it_says(case: Case, found: Result) -> None:
         assert least <= size <= said[name] + A_FEW_NUMBERS, name
 
 
-@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
-def test_on_two_ranks(case: Case, two: Matrix) -> None:
-    found, wanted = two.pair(case)
+def is_right(case: Case, matrix: Matrix) -> None:
+    found, wanted = matrix.pair(case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
     if case.strategy != "zero":  # whose parameters show no shards
@@ -59,14 +63,21 @@ def test_on_two_ranks(case: Case, two: Matrix) -> None:
         assert found["held"] == found["footprint"]["weights"]
 
 
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
+def test_on_two_ranks(case: Case, two: Matrix) -> None:
+    is_right(case, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_ON_TWO, ids=lambda case: case.name)
+def test_more_on_two_ranks(case: Case, more_on_two: Matrix) -> None:
+    is_right(case, more_on_two)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
 def test_on_four_ranks(case: Case, four: Matrix) -> None:
-    found, wanted = four.pair(case)
-    is_the_references(case, found, wanted)
-    sends_what_it_says(case, found)
-    if case.strategy != "zero":
-        assert found["held"] == found["footprint"]["weights"]
+    is_right(case, four)
 
 
 @pytest.mark.slow

@@ -39,13 +39,33 @@ CASES = [
 """Qwen3's and Gemma's embedding is the output layer, too: two stages have it."""
 
 
+USUAL = ("gemma2", "gptj")
+FEW = [case for case in CASES if case.model["model_type"] in USUAL]
+MANY = [case for case in CASES if case not in FEW]
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(2, CASES, tmp_path_factory.mktemp("models"))
+    return Matrix(2, FEW, tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.fixture(scope="module")
+def more_models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(2, MANY, tmp_path_factory.mktemp("more"))
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_architectures(case: Case, models: Matrix) -> None:
+    is_cut(case, models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
+def test_more_architectures(case: Case, more_models: Matrix) -> None:
+    is_cut(case, more_models)
+
+
+def is_cut(case: Case, models: Matrix) -> None:
     found, wanted = models.pair(case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)

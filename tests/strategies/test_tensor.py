@@ -76,6 +76,9 @@ CASES = [
     for model in MODELS.values()
     for options, weights, recomputed in (({"tp": 2}, {}, True), (WITHOUT_SP, ALL, False))
 ]
+USUAL = ("qwen3", "gptj")
+FEW = [case for case in CASES if case.model["model_type"] in USUAL]
+MANY = [case for case in CASES if case not in FEW]
 TIED = [
     Case(strategy="fsdp", model=MODELS["qwen3"], **SGD),
     Case(strategy="fsdp", model=MODELS["qwen3"], **ALL, **SGD),
@@ -84,11 +87,26 @@ TIED = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(2, [*CASES, *TIED], tmp_path_factory.mktemp("models"))
+    return Matrix(2, [*FEW, *TIED], tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.fixture(scope="module")
+def more_models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(2, MANY, tmp_path_factory.mktemp("more"))
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_architectures(case: Case, models: Matrix) -> None:
+    is_divided(case, models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
+def test_more_architectures(case: Case, more_models: Matrix) -> None:
+    is_divided(case, more_models)
+
+
+def is_divided(case: Case, models: Matrix) -> None:
     found, wanted = models.pair(case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
