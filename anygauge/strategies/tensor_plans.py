@@ -32,9 +32,12 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {"gptj": GPTJ}
 ALL_POSITIONS_AFTER = {"gptj": "ln_f"}
 """``model_type`` -> the last module of a decoder that then shapes its result by all positions."""
 
+WHOLE_OUTPUT = "layers whose outputs every rank needs whole (several matrices in one, routers)"
 NOT_WRITTEN = {
-    "colwise_gather_output": "layers that hold several matrices in one, or norms over all heads",
-    "rowwise_split_input": "layers that hold several matrices in one, or norms over all heads",
+    "colwise_gather_output": WHOLE_OUTPUT,
+    "colwise_rep": WHOLE_OUTPUT,  # its name before transformers 5
+    "rowwise_split_input": WHOLE_OUTPUT,
+    "rowwise_rep": WHOLE_OUTPUT,
     "moe_tp_experts": "experts",
     "packed_colwise": "experts",
     "packed_rowwise": "experts",

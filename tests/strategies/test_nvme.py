@@ -35,6 +35,11 @@ from tests.helpers.build import a_workload
 from tests.helpers.ranks import run_ranks
 
 
+@pytest.fixture(autouse=True)
+def a_version_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_spec.metadata, "version", lambda name: "0.19.8")
+
+
 @pytest.fixture
 def operator_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero_nvme, "operator_lacks", lambda environment: "")
