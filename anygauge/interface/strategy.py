@@ -106,6 +106,13 @@ class ModelFactory(Protocol):
     def skeleton(self) -> nn.Module:
         """The architecture: parameters on the meta device, buffers real and in their own types."""
 
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Give the buffers that are stored with the weights their stored values, on every rank.
+
+        Args:
+            model: a `skeleton`, before it was adapted.
+        """
+
     def values(
         self, model: nn.Module, unit: str, part: PartFunction | None = None
     ) -> Mapping[str, Tensor]:

@@ -155,10 +155,11 @@ def save_model(
     dtype: torch.dtype,
     generation: Any = None,
 ) -> None:
-    """Write weights in `dtype`, the configuration and the tokenizer to `folder`.
+    """Write weights, the configuration and the tokenizer to `folder`.
 
     Args:
-        state: parameter name -> tensor, as the model's own ``named_parameters`` has them.
+        state: tensors as they are to be stored, by name.
+        dtype: what the configuration calls the type of the weights.
         generation: the model's generation configuration, if it has one of its own.
 
     Raises:
@@ -170,7 +171,7 @@ def save_model(
         raise ModelError(f"{folder}: the model to save is empty; nothing was written")
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(
-        {name: tensor.to(dtype).contiguous() for name, tensor in state.items()},
+        {name: tensor.contiguous() for name, tensor in state.items()},
         folder,
         metadata={"format": "pt"},
     )

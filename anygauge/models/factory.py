@@ -16,7 +16,9 @@ from anygauge.interface import Activations, ModelError, UnsupportedError
 from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.install import ModelKernels, install
 from anygauge.models.adapter import add_adapter, external_parameters
-from anygauge.models.files import WeightFiles, check_shape, match_names
+from anygauge.models.conversion import Weights, in_published_form, stored_buffers
+from anygauge.models.files import WeightFiles, check_shape
+from anygauge.models.formats import dequantiser
 from anygauge.models.recompute import recompute
 from anygauge.models.source import load_config, local_folder
 
@@ -51,8 +53,8 @@ class CausalModelFactory:
         self._kernels = kernels
         self._seed = seed
         self._activations = recomputation(gradient_checkpointing)
-        self._files: WeightFiles | None = None
-        self._names: dict[str, str] | None = None
+        self._quantizer = dequantiser(self.config)
+        self._weights: Weights | None = None
 
     def having(self, attention: str, kernels: ModelKernels | None) -> CausalModelFactory:
         """The same model, built with these."""
@@ -85,8 +87,41 @@ class CausalModelFactory:
             ) from error
         model.tie_weights()
         model.config.use_cache = False
-        refuse_persistent_buffers(model)
         return model
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """See `ModelFactory.fill_buffers`."""
+        here = dict(stored_buffers(model))
+        if not here or self.section.name is None:
+            return
+        weights = self.weights()
+        for name, value in weights.values(here).items():
+            check_shape(weights.folder, name, value.shape, tuple(here[name].shape))
+            here[name].copy_(value.read((...,)))
+
+    def weights(self) -> Weights:
+        """What the model's files have for its parameters; they are opened at the first call.
+
+        Raises:
+            ModelError: they do not fit the model, or cannot be read.
+        """
+        # Only now: a dry run needs the configuration, not gigabytes of weights.
+        if self._weights is None:
+            files = WeightFiles(local_folder(self.section))
+            self._weights = Weights(self.skeleton(), files, self._quantizer)
+        return self._weights
+
+    def published(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """A trained model's tensors, and its stored buffers, in the form that it is published in.
+
+        Args:
+            state: parameters, by the model's own names.
+            dtype: of the parameters that are returned.
+        """
+        model = self.skeleton()
+        self.fill_buffers(model)
+        files = None if self.section.name is None else self.weights().files
+        return in_published_form(model, state, files, dtype)
 
     def values(
         self, model: nn.Module, unit: str, part: PartFunction | None = None
@@ -98,18 +133,15 @@ class CausalModelFactory:
         if self.section.name is None:
             drawn = self._drawn(model, unit, names)
             return drawn if part is None else parts_of(drawn, prefix, part)
-        # Only now: a dry run needs the configuration, not gigabytes of weights.
-        if self._files is None or self._names is None:
-            self._files = WeightFiles(local_folder(self.section))
-            self._names = match_names(model, self._files)
+        weights = self.weights()
         found = {}
-        for name in names:
+        for full, value in weights.values(prefix + name for name in names).items():
+            name = full.removeprefix(prefix)
             expected = tuple(module.get_parameter(name).shape)
-            tensor = self._files.lazily(self._names[prefix + name])
-            check_shape(self._files.folder, prefix + name, tensor.shape, expected)
-            wanted = (...,) if part is None else part(prefix + name, expected)
+            check_shape(weights.folder, full, value.shape, expected)
+            wanted = (...,) if part is None else part(full, expected)
             if wanted is not None:
-                found[name] = tensor.read(wanted)
+                found[name] = value.read(wanted)
         return found
 
     def _drawn(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
@@ -163,6 +195,7 @@ class CausalModelFactory:
                 "strategy shards before they are read. Leave it out, or use a strategy that reads "
                 "them first (zero, ddp, single)"
             )
+        self.fill_buffers(model)
         names = {id(module): name for name, module in model.named_modules()}
         kept = _with_zeros(model)
         adapted = self.adapt(model)
@@ -219,22 +252,6 @@ def parts_of(values: Mapping[str, Tensor], prefix: str, part: PartFunction) -> d
         for name, piece in wanted.items()
         if piece is not None
     }
-
-
-def refuse_persistent_buffers(model: nn.Module) -> None:
-    """Refuse a model that stores more than parameters: such buffers are not loaded or saved yet.
-
-    Raises:
-        UnsupportedError: names the buffers.
-    """
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    stored = sorted(set(model.state_dict()) - known)
-    if stored:
-        raise UnsupportedError(
-            f"model: {type(model).__name__} stores {len(stored)} buffers beside its parameters, "
-            f"first {stored[0]!r}; anygauge neither loads nor saves these yet, so training would "
-            "start from wrong values. Use an architecture without them"
-        )
 
 
 def dtype_name() -> str:

@@ -93,9 +93,12 @@ class WeightFiles:
         """One tensor of which parts can be read."""
         handle = self._handle(self._file_of[name])
         if isinstance(handle, Mapping):
-            return LazyTensor(handle[name], tuple(handle[name].shape))
+            tensor = handle[name]
+            return LazyTensor(tensor, tuple(tensor.shape), tensor.dtype)
         part = handle.get_slice(name)
-        return LazyTensor(part, tuple(part.get_shape()))
+        return LazyTensor(
+            part, tuple(part.get_shape()), _type_of(part.get_dtype(), self._file_of[name])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +107,31 @@ class LazyTensor:
 
     source: Any
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
     def read(self, part: tuple[Any, ...]) -> Tensor:
         """A part of it, on the host, in the type it has on disk; nothing else is read."""
         # A scalar has no part, and safetensors refuses to be asked for one.
         return cast("Tensor", self.source[part] if self.shape else self.source[()])
+
+
+_TYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
+    **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+}
+"""What safetensors and torch call a type."""
+
+
+def _type_of(name: str, file: str) -> torch.dtype:
+    import torch
+
+    if name not in _TYPES:
+        raise ModelError(
+            f"{file}: tensors of type {name} cannot be read; known are {', '.join(_TYPES)}"
+        )
+    return cast("torch.dtype", getattr(torch, _TYPES[name]))
 
 
 def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:
@@ -239,35 +262,3 @@ def _weight_map(index: Path) -> Mapping[str, str]:
                 f"{index} names {file!r}, which is not a file beside it; fetch the model again"
             )
     return files
-
-
-def match_names(model: torch.nn.Module, files: WeightFiles) -> dict[str, str]:
-    """Parameter name -> tensor name in the files.
-
-    A checkpoint of the bare model lacks the prefix that the model with its output layer has.
-
-    Raises:
-        ModelError: a parameter has no tensor; names the architecture's conversion if it needs one.
-    """
-    there = files.names()
-    prefix = getattr(model, "base_model_prefix", "") + "."
-    found: dict[str, str] = {}
-    missing: list[str] = []
-    for name, _ in model.named_parameters():
-        for candidate in (name, name.removeprefix(prefix)):
-            if candidate in there:
-                found[name] = candidate
-                break
-        else:
-            missing.append(name)
-    if missing:
-        unused = sorted(there - set(found.values()))
-        raise ModelError(
-            f"{files.folder}: {len(missing)} of the model's {len(found) + len(missing)} parameters "
-            f"have no tensor of that name, first {missing[0]!r}; tensors not used: "
-            + (", ".join(repr(n) for n in unused[:3]) or "none")
-            + ". If config.json is of this model, its weights are stored in another layout, which "
-            "anygauge cannot convert yet: load and save it once with transformers' "
-            "save_pretrained(..., save_original_format=False)"
-        )
-    return found

@@ -13,7 +13,8 @@ from anygauge.interface import ModelError
 from anygauge.models.adapter import load_adapter
 from anygauge.models.factory import dtype_name
 from anygauge.models.files import NOT_PLAIN, is_pickle_refused
-from anygauge.models.source import local_folder
+from anygauge.models.formats import plain_weights
+from anygauge.models.source import load_config, local_folder
 
 
 def load_for_inference(
@@ -42,6 +43,7 @@ def load_for_inference(
             **{dtype_name(): dtype},
             attn_implementation=attention,
             trust_remote_code=section.trust_remote_code,
+            **plain_weights(load_config(section)),
         )
     except Exception as error:
         if is_pickle_refused(error):

@@ -13,8 +13,11 @@ from torch import nn
 from anygauge.config.schema import ModelSection
 from anygauge.interface import HOST_DEVICE, ModelError
 from anygauge.models import card
+from anygauge.models.conversion import in_published_form
 from anygauge.models.export import completed, save_model
+from anygauge.models.files import WeightFiles
 from anygauge.models.generate import load_for_inference
+from anygauge.models.source import local_folder
 from anygauge.models.verify import probe_tokens, relative_difference
 from anygauge.util.files import write_text
 
@@ -83,7 +86,12 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
     _check(report, relative_difference(merged, base), adapter, stored)
     with completed(output) as part:
         save_model(
-            dict(merged_model.named_parameters()),
+            in_published_form(
+                merged_model,
+                dict(merged_model.named_parameters()),
+                WeightFiles(local_folder(section)),
+                stored,
+            ),
             merged_model.config,
             tokenizer,
             part,

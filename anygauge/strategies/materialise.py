@@ -88,6 +88,7 @@ def materialise(
         if place is not None:
             place(unit)
 
+    factory.fill_buffers(model)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)

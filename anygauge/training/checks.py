@@ -15,7 +15,7 @@ from typing import Any
 from anygauge.config.schema import ModelSection, RunFile
 from anygauge.interface import Backend, ModelError, NotAvailableError, PluginError, Setting
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
-from anygauge.models.files import WeightFiles, check_shape, check_weights, match_names
+from anygauge.models.files import check_weights
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.source import cached_file, check_positions, load_config
 from anygauge.models.start import refuse_no_adapter
@@ -240,9 +240,7 @@ def _build(
     )
     skeleton = factory.skeleton()
     if folder is not None and shapes is not None:
-        sizes = dict(skeleton.named_parameters())
-        for name, tensor in match_names(skeleton, WeightFiles(folder)).items():
-            check_shape(folder, name, shapes[tensor], tuple(sizes[name].shape))
+        factory.weights().check_shapes()
     adapted = factory.adapt(skeleton)
     if question.engine:
         _settings(question, run, adapted, found)

@@ -56,7 +56,8 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
     with completed(folder) as part:
         if run.adapter is None:
             check_whole(trained, shapes)
-            save_model(trained, prepared.factory.config, prepared.tokenizer, part, dtype=compute)
+            whole = prepared.factory.published(trained, compute)
+            save_model(whole, prepared.factory.config, prepared.tokenizer, part, dtype=compute)
         else:
             save_adapter(prepared.engine.model, trained, part, shapes=shapes, base=run.model)
         with proving(folder.name):

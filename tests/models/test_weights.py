@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from anygauge.config.schema import ModelSection
-from anygauge.interface import ModelError, UnsupportedError
+from anygauge.interface import ModelError
 from anygauge.models.export import save_model
-from anygauge.models.factory import CausalModelFactory, refuse_persistent_buffers
+from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles, is_pickle_refused
 from anygauge.models.generate import load_for_inference
 from anygauge.strategies.materialise import materialise, units
@@ -209,13 +209,3 @@ def test_an_index_that_names_no_files_beside_it_is_refused(
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=said):
         WeightFiles(tmp_path)
-
-
-def test_a_model_that_stores_more_than_parameters_is_refused() -> None:
-    model = torch.nn.Linear(2, 2)
-    refuse_persistent_buffers(model)
-    model.register_buffer("scratch", torch.zeros(1), persistent=False)
-    refuse_persistent_buffers(model)
-    model.register_buffer("bias_correction", torch.zeros(1))
-    with pytest.raises(UnsupportedError, match="bias_correction"):
-        refuse_persistent_buffers(model)

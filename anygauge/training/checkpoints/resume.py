@@ -137,6 +137,10 @@ class ResumedFactory:
         """See `ModelFactory.skeleton`."""
         return self._factory.skeleton()
 
+    def fill_buffers(self, model: nn.Module) -> None:
+        """See `ModelFactory.fill_buffers`."""
+        self._factory.fill_buffers(model)
+
     def values(
         self, model: nn.Module, unit: str, part: PartFunction | None = None
     ) -> Mapping[str, Tensor]:

@@ -1,0 +1,79 @@
+"""Formats of few bits in which publishers store weights, and how they become plain numbers."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from packaging.version import Version
+
+from anygauge.interface import UnsupportedError
+
+
+def described(config: Any) -> dict[str, Any] | None:
+    """What a configuration says of the format of its weights; None for plain ones."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    return dict(found if isinstance(found, dict) else found.to_dict())
+
+
+SERVED = ("mxfp4", "fp8", "mxfp8")
+"""Formats that transformers' operations turn into plain numbers on any host."""
+
+
+def refuse_format(config: Any) -> None:
+    """Refuse weights in a format that is not read here. Imports no torch.
+
+    Raises:
+        UnsupportedError: names the format, and what to do.
+    """
+    format_ = described(config)
+    if format_ is None:
+        return
+    method = str(format_.get("quant_method"))
+    old = Version(metadata.version("transformers")) < Version("5")
+    if method in SERVED and not old:
+        return
+    served = f"of such formats, {', '.join(SERVED)} are read"
+    if old:
+        served += f", by transformers 5 and newer; {metadata.version('transformers')} is installed"
+    raise UnsupportedError(
+        f"model: its weights are stored in the format {method!r} (quantization_config in its "
+        f"config.json); {served}. Give the model that they were made from, which its model card "
+        "names"
+    )
+
+
+def plain_weights(config: Any) -> dict[str, Any]:
+    """What transformers' ``from_pretrained`` is to be told, so that the weights become plain.
+
+    Raises:
+        UnsupportedError: the format is not read here.
+    """
+    format_ = described(config)
+    if format_ is None:
+        return {}
+    refuse_format(config)
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    chosen = AutoQuantizationConfig.from_dict(format_)
+    chosen.dequantize = True
+    return {"quantization_config": chosen}
+
+
+def dequantiser(config: Any) -> Any:
+    """transformers' own reader of a format, set to give plain numbers; None for plain weights.
+
+    Takes the format out of the configuration: what is trained and saved is plain.
+
+    Raises:
+        UnsupportedError: the format is not read here.
+    """
+    told = plain_weights(config)
+    if not told:
+        return None
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    del config.quantization_config
+    return AutoHfQuantizer.from_config(told["quantization_config"], pre_quantized=True)
