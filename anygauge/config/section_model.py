@@ -44,7 +44,9 @@ class AdapterGroup(Section):
     alpha: PositiveNumber | None = Field(None, description="Left out: adapter.alpha.")
 
 
-_DECIDED_BY_START = frozenset({"r", "alpha", "rslora", "dora", "targets", "groups"})
+_DECIDED_BY_START = frozenset(
+    {"r", "alpha", "rslora", "dora", "targets", "groups", "target_parameters"}
+)
 
 
 class AdapterSection(Section):
@@ -69,6 +71,11 @@ class AdapterSection(Section):
     groups: list[AdapterGroup] = Field(
         default_factory=list,
         description="Further layers, or some of `targets`, with a rank and scale of their own.",
+    )
+    target_parameters: list[str] = Field(
+        default_factory=list,
+        description="Tensors that belong to no layer of their own, by the last parts of their "
+        "names, such as experts.gate_up_proj of a mixture of experts.",
     )
     start_from: str | None = Field(
         None,

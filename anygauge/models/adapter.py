@@ -14,7 +14,16 @@ from torch import nn
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError
 from anygauge.models.start import check_given, fill, read_config, refuse_no_adapter
-from anygauge.models.targets import Factors, patterns, planned_layers, short_names
+from anygauge.models.targets import (
+    Factors,
+    divided,
+    is_layer,
+    patterns,
+    planned_layers,
+    planned_parameters,
+    short_names,
+    short_parameter_names,
+)
 
 ADAPTER_NAME = "default"
 
@@ -35,8 +44,8 @@ def add_adapter(
     folder = None if section.start_from is None else Path(section.start_from)
     on_meta = any(p.is_meta for p in model.parameters())
     asked = None
-    if folder is None or {"targets", "groups"} & section.given:
-        asked = planned_layers(model, section)
+    if folder is None or {"targets", "groups", "target_parameters"} & section.given:
+        asked = planned_layers(model, section) | planned_parameters(model, section)
     if folder is None:
         assert asked is not None
         config = lora_config(model, section, asked)
@@ -53,8 +62,11 @@ def add_adapter(
     built = adapted_layers(adapted)
     if folder is not None:
         check_given(section, config, asked, built, folder)
-    elif built != asked:
-        raise ModelError(f"adapter: peft built {len(built)} layers other than those asked for")
+    elif asked is not None and built != asked:
+        other = next(iter(built.keys() ^ asked.keys()), None) or next(
+            name for name in asked if built[name] != asked[name]
+        )
+        raise ModelError(f"adapter: peft built other layers than those asked for, first {other!r}")
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -68,6 +80,7 @@ def lora_config(model: nn.Module, section: AdapterSection, plan: dict[str, Facto
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
+    layers, parameters = divided(model, plan)
     ranks = {name: float(factors.rank) for name, factors in plan.items()}
     alphas = {name: factors.alpha for name, factors in plan.items()}
     return LoraConfig(
@@ -78,8 +91,10 @@ def lora_config(model: nn.Module, section: AdapterSection, plan: dict[str, Facto
         use_rslora=section.rslora,
         use_dora=section.dora,
         lora_dropout=section.dropout,
-        target_modules=short_names(model, plan),
-        fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in plan),
+        target_modules=short_names(model, layers),
+        target_parameters=short_parameter_names(model, parameters) or None,
+        fan_in_fan_out=bool(layers)
+        and all(isinstance(model.get_submodule(name), Conv1D) for name in layers),
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -114,11 +129,20 @@ def _lora_layers(adapted: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def adapted_layers(adapted: nn.Module) -> dict[str, Factors]:
-    """The layers that carry an adapter, by the names they had before, and their factors."""
+    """The layers and tensors that carry an adapter, by the names they had, and their factors."""
     return {
-        name: Factors(module.r[ADAPTER_NAME], float(module.lora_alpha[ADAPTER_NAME]))
+        _before(name, module): Factors(
+            module.r[ADAPTER_NAME], float(module.lora_alpha[ADAPTER_NAME])
+        )
         for name, module in _lora_layers(adapted)
     }
+
+
+def _before(name: str, module: Any) -> str:
+    """What peft put an adapter around, by the name it had before."""
+    tensor = getattr(module, "parameter_name", None)
+    name = name.replace(".base_layer", "")
+    return name if tensor is None or is_layer(module.get_base_layer()) else f"{name}.{tensor}"
 
 
 def external_parameters(adapted: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
@@ -137,6 +161,9 @@ def external_parameters(adapted: nn.Module) -> list[tuple[nn.Module, nn.Paramete
         ]
         if len(layer.lora_embedding_A):
             found += [(layer, parameter) for parameter in factors]
+        if hasattr(layer, "parameter_name"):
+            # It adds the factors' product to the tensor while the owner computes.
+            found += [(layer, parameter) for parameter in (*factors, layer.get_param())]
         for norm in layer.lora_magnitude_vector.values():
             found += [(norm, p) for p in (*layer.get_base_layer().parameters(), *factors)]
     return found

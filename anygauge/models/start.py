@@ -16,7 +16,13 @@ CONFIG_FILE = "adapter_config.json"
 
 KEPT = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *(
+        "target_modules",
+        "exclude_modules",
+        "target_parameters",
+        "layers_to_transform",
+        "layers_pattern",
+    ),
     *("fan_in_fan_out", "task_type"),
 }
 """What a saved configuration decides."""

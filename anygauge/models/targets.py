@@ -46,11 +46,41 @@ class Factors:
 
 def adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Layers that can carry an adapter, by whole name: linear ones and embeddings."""
+    return {name: module for name, module in model.named_modules() if is_layer(module)}
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether peft has a layer of its own to put around it."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    kinds = (nn.Linear, nn.Embedding, Conv1D)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return isinstance(module, nn.Linear | nn.Embedding | Conv1D)
+
+
+def divided(model: Any, plan: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(layers, tensors) that peft is to be told of.
+
+    On transformers 5, peft takes certain names of layers for those of experts that were layers
+    before, and adapts the experts in their place. Such layers' weights are named as tensors.
+    """
+    layers = adaptable_layers(model)
+    taken = _taken_for_experts(model, _last_parts(layers))
+    chosen = [name for name in plan if name in layers]
+    apart = [name for name in chosen if name.rpartition(".")[2] in taken]
+    tensors = [name for name in plan if name not in layers]
+    return [n for n in chosen if n not in apart], tensors + [f"{name}.weight" for name in apart]
+
+
+def _taken_for_experts(model: Any, last_parts: list[str]) -> set[str]:
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # transformers before 5, which renames nothing
+        return set()
+    from peft import LoraConfig
+
+    config = LoraConfig(target_modules=list(last_parts))
+    convert_peft_config_for_transformers(config, model=model, conversions=None)
+    return set(last_parts) - set(config.target_modules or ())
 
 
 def planned_layers(model: Any, section: AdapterSection) -> dict[str, Factors]:
@@ -74,6 +104,35 @@ def planned_layers(model: Any, section: AdapterSection) -> dict[str, Factors]:
             group_of[name] = index
             plan[name] = factors
     return {name: plan[name] for name in adaptable_layers(model) if name in plan}
+
+
+def planned_parameters(model: Any, section: AdapterSection) -> dict[str, Factors]:
+    """Every tensor that `target_parameters` names, with its factors, in the model's order.
+
+    Raises:
+        ModelError: a name matches nothing, or only a layer's own weight.
+    """
+    field = "adapter.target_parameters"
+    layers = adaptable_layers(model)
+    tensors = dict(model.named_parameters())
+    # Shapes tell nothing here: a strategy may have sharded the tensors.
+    free = [name for name in tensors if name.rpartition(".")[0] not in layers]
+    found: set[str] = set()
+    for target in section.target_parameters:
+        matches = {name for name in free if _ends_with(name, target)}
+        if not matches:
+            owned = next((name for name in tensors if _ends_with(name, target)), None)
+            why = (
+                f"no tensor is called {target!r}"
+                if owned is None
+                else f"{target!r} belongs to the layer {owned.rpartition('.')[0]!r}; name that in "
+                "adapter.targets"
+            )
+            short = sorted({".".join(n.split(".")[-2:]) for n in free if tensors[n].dim() > 1})
+            raise ModelError(f"{field}: {why}. Tensors here: {', '.join(short) or 'none'}")
+        found |= matches
+    usual = Factors(section.r, section.alpha)
+    return {name: usual for name in free if name in found}
 
 
 def matching_layers(model: Any, targets: str | list[str], field: str) -> list[str]:
@@ -113,7 +172,7 @@ def surely_match(section: AdapterSection, shapes: Mapping[str, tuple[int, ...]] 
     Args:
         shapes: tensor name -> shape; None where they are not known.
     """
-    if section.start_from is not None or section.groups:
+    if section.start_from is not None or section.groups or section.target_parameters:
         return False
     if section.targets == ALL_LINEAR:
         return True
@@ -221,6 +280,17 @@ def short_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     for last in _last_parts(wanted):
         called = {name for name in everything if _ends_with(name, last)}
         short |= {last} if called <= wanted else called & wanted
+    return sorted(short)
+
+
+def short_parameter_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The shortest list that selects exactly `names`: two last parts where all so named are in."""
+    wanted = set(names)
+    short: set[str] = set()
+    for name in wanted:
+        last = ".".join(name.split(".")[-2:])
+        called = {other for other, _ in model.named_parameters() if _ends_with(other, last)}
+        short.add(last if called <= wanted else name)
     return sorted(short)
 
 

@@ -77,10 +77,10 @@ def _gathered(attention: Attention, group: dist.ProcessGroup) -> Attention:
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
     ) -> Any:
-        # One message for both.
-        heads = key.shape[1]
-        both = Gather.apply(torch.cat([key, value], dim=1), group, 2)
-        return attention(module, query, both[:, :heads], both[:, heads:], mask, **more)
+        # One message for both, whose heads may differ in width.
+        both = Gather.apply(torch.cat([key, value], dim=-1), group, 2)
+        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        return attention(module, query, key, value, mask, **more)
 
     return forward
 
@@ -143,15 +143,21 @@ def attention_bytes(options: ContextParallel, workload: Workload) -> dict[str, i
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    of_key = getattr(config, "head_dim", None) or config.hidden_size // heads
+    of_value = of_key
+    if getattr(config, "kv_lora_rank", None):  # keys and values of all heads, of one latent vector
+        kv_heads = heads
+        of_key = config.qk_nope_head_dim + config.qk_rope_head_dim
+        of_value = config.v_head_dim
+    both = of_key + of_value
     length = -(-workload.length // options.cp)
     layers = len(list(decoder_layers(model)))
-    size = workload.accumulation * workload.micro_batch * width
+    size = workload.accumulation * workload.micro_batch * both
     size *= item_bytes(workload.precision.param_dtype)
     # What selective recomputation keeps comes after the exchanges, which it makes again.
     forwards = layers + workload.activations.recomputed(layers)
     if options.cp_method == "gather":
-        keys = 2 * kv_heads * length * options.cp * size
+        keys = kv_heads * length * options.cp * size
         return {"all_gather": forwards * keys, "reduce_scatter": layers * keys}
     each = kv_heads if kv_heads % options.cp == 0 else heads
-    return {"all_to_all": (forwards + layers) * (2 * heads + 2 * each) * length * size}
+    return {"all_to_all": (forwards + layers) * (heads + each) * length * size}

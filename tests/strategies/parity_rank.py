@@ -64,6 +64,7 @@ class Case:
         offloaded: what layers keep for backward is on the host.
         packed: each row is several documents.
         model: fields of the model's configuration in place of those of `CONFIG`.
+        tensors: an adapter's `target_parameters`.
     """
 
     strategy: str
@@ -79,6 +80,7 @@ class Case:
     steps: int = 4
     model: dict[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
+    tensors: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -90,6 +92,7 @@ class Case:
         words += [self.optimizer] * (self.optimizer != "adamw")
         words += [self.dtype] * (self.dtype != "float32")
         words += [self.model["model_type"]] if self.model else []
+        words += ["experts"] * bool(self.tensors)
         return " ".join(words)
 
     def alone(self) -> Case:
@@ -190,7 +193,7 @@ def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, 
     context = build_context(
         factory=CausalModelFactory(
             ModelSection(config=case.model or CONFIG, tokenizer="none"),
-            AdapterSection(r=4) if case.lora else None,
+            AdapterSection(r=4, target_parameters=case.tensors) if case.lora else None,
             attention=case.attention,
             kernels=ModelKernels(),
             dtype=getattr(torch, case.dtype),
