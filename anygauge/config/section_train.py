@@ -119,6 +119,10 @@ class TrainSection(Section):
         description="What layers keep for backward lies in the host's memory meanwhile; weights "
         "stay where they are.",
     )
+    router_aux_loss_coef: NonNegativeNumber = Field(
+        0.0,
+        description="Weight of the loss that keeps a mixture of experts in balance; 0: none.",
+    )
     seed: Annotated[int, Field(ge=0, le=_SEEDS)] = Field(
         0, description="Order, initial weights and dropout."
     )

@@ -519,6 +519,7 @@ class StrategyRun:
         optimizer: ``train.optimizer.name``.
         adapter: ``lora``, ``dora``, or empty where all weights are trained.
         activations: what decoder layers keep for backward.
+        router_aux_loss: a mixture's routers have a loss of their own, made of a whole micro-batch.
         ranks_run_here: the packages of this machine are those that ranks will have.
     """
 
@@ -529,6 +530,7 @@ class StrategyRun:
     micro_batches: int = 1
     activations: Activations = Activations()
     precision: Precision | None = None
+    router_aux_loss: bool = False
     ranks_run_here: bool = True
 
 

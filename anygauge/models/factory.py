@@ -20,6 +20,7 @@ from anygauge.models.conversion import Weights, in_published_form, stored_buffer
 from anygauge.models.files import WeightFiles, check_shape
 from anygauge.models.formats import dequantiser
 from anygauge.models.recompute import recompute
+from anygauge.models.routers import add_router_loss
 from anygauge.models.source import load_config, local_folder
 
 NO_KERNELS = ModelKernels()
@@ -38,12 +39,14 @@ class CausalModelFactory:
         dtype: torch.dtype,
         seed: int,
         gradient_checkpointing: bool | CheckpointingSection,
+        router_aux_loss_coef: float = 0.0,
     ) -> None:
         """Args:
         attention: a resolved implementation.
         kernels: those that the model can have, see `plan_kernels`; None puts nothing into it,
             not even what makes its loss.
         dtype: type of the adapter's factors.
+        router_aux_loss_coef: of the loss that a mixture's routers have; 0: none.
         """
         self.section = section
         self.adapter = adapter
@@ -53,6 +56,7 @@ class CausalModelFactory:
         self._kernels = kernels
         self._seed = seed
         self._activations = recomputation(gradient_checkpointing)
+        self._router_aux_loss_coef = router_aux_loss_coef
         self._quantizer = dequantiser(self.config)
         self._weights: Weights | None = None
 
@@ -184,6 +188,8 @@ class CausalModelFactory:
             model = add_adapter(model, self.adapter, dtype=self._dtype, seed=self._seed)
         if self._kernels is not None:
             install(model, self._kernels)
+            if self._router_aux_loss_coef:
+                add_router_loss(model, self._router_aux_loss_coef)
         return model
 
     def adapted_on_meta(self) -> tuple[nn.Module, Mapping[str, str]]:

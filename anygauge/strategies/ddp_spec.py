@@ -19,6 +19,7 @@ from anygauge.strategies.degrees import (
     check_micro_batches,
     check_model,
     check_optimizer,
+    check_routers,
     share,
 )
 
@@ -38,6 +39,7 @@ def check(run: StrategyRun) -> None:
     for name in ("tp", "pp"):
         if getattr(run.options, name) > 1:
             check_adapter(run, f"strategy.{name}")
+    check_routers(run)
     check_micro_batches(run)
 
 

@@ -119,6 +119,18 @@ def check_divides(options: Any, world_size: int) -> None:
         )
 
 
+def check_routers(run: StrategyRun) -> None:
+    """Raises: UnsupportedError: no rank has what the routers' loss is made of."""
+    degrees = {name: getattr(run.options, name) for name in ("cp", "tp", "pp")}
+    asked = next((name for name, degree in degrees.items() if degree > 1), None)
+    if run.router_aux_loss and asked is not None:
+        raise UnsupportedError(
+            "train.router_aux_loss_coef: the routers' loss is made of all layers and tokens of a "
+            f"micro-batch, and under strategy.{asked} no rank has them. Set strategy.{asked}: 1, "
+            "or leave train.router_aux_loss_coef out"
+        )
+
+
 def check_optimizer(run: StrategyRun, because: str) -> None:
     """Refuse an optimizer that needs whole matrices.
 

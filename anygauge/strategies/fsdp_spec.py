@@ -19,6 +19,7 @@ from anygauge.strategies.degrees import (
     check_divides,
     check_model,
     check_optimizer,
+    check_routers,
     share,
 )
 
@@ -67,6 +68,7 @@ def check(run: StrategyRun) -> None:
     shards(run.options, run.world_size)
     check_optimizer(run, "strategy fsdp")
     check_adapter(run, "strategy fsdp")
+    check_routers(run)
 
 
 FSDP = StrategySpec(

@@ -66,6 +66,17 @@ def check(run: StrategyRun) -> None:
             "torch's reentrant form, which recomputes whole layers alone; that ended with "
             f"{'.'.join(map(str, NON_REENTRANT_SINCE))}. Leave it out, or use strategy.name: fsdp"
         )
+    if (
+        run.router_aux_loss
+        and run.activations.every
+        and run.ranks_run_here
+        and needs_reentrant_checkpointing()
+    ):
+        raise UnsupportedError(
+            f"train.router_aux_loss_coef: DeepSpeed {metadata.version(ENGINE)} needs torch's "
+            "reentrant form of recomputation, within which the routers' loss has no gradient. Set "
+            "train.gradient_checkpointing: false, or use strategy.name: fsdp"
+        )
     if run.optimizer == "adafactor" and options.stage > 0:
         raise RunFileError(
             "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "

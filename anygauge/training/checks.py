@@ -173,6 +173,7 @@ def _must_be_built(
         question.engine
         or run.model.attention != "auto"
         or run.model.trust_remote_code
+        or run.train.router_aux_loss_coef > 0
         or (run.adapter is not None and not surely_match(run.adapter, shapes))
     )
     if asked and importlib.util.find_spec("torch") is None:
@@ -237,6 +238,7 @@ def _build(
         dtype=torch_dtype("float32" if compute == "auto" else compute),
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
+        router_aux_loss_coef=run.train.router_aux_loss_coef,
     )
     skeleton = factory.skeleton()
     if folder is not None and shapes is not None:

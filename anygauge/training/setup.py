@@ -149,12 +149,15 @@ class Placer:
         packed: MaskPlan,
         progress: Progress,
         share: Share,
+        routed: bool = False,
     ) -> None:
         """Args:
         packed: masks of packed rows, and of parts of sequences.
         progress: told of each micro-batch.
         share: what this rank computes of its sequences, and their lengths.
+        routed: the model is told where tokens are, for its routers' loss.
         """
+        self._routed = routed
         self._share = share
         self._progress = progress
         self._placement = backend.placement
@@ -172,6 +175,8 @@ class Placer:
         inputs = model_inputs(moved, self._dtype, self._packed, part)
         self.shapes.add(tuple(inputs["input_ids"].shape))
         labels = moved.labels[:, positions(part, moved.labels.shape[1])]
+        if self._routed:
+            inputs["tokens"] = moved.attention_mask
         return DeviceBatch(inputs={**inputs, "shift_labels": labels})
 
 
@@ -191,6 +196,7 @@ def prepare_run(
         dtype=torch_dtype(precision.param_dtype),
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
+        router_aux_loss_coef=run.train.router_aux_loss_coef,
     )
     check_vocabulary(factory.config, tokenizer)
     check_positions(factory.config, run.data.max_length)
@@ -277,6 +283,7 @@ def prepare_run(
         packed=packed,
         progress=rank.progress,
         share=share,
+        routed=run.train.router_aux_loss_coef > 0,
     )
     if rank.index == 0:
         put_in_place(job.start_directory, Path(job.run_directory))

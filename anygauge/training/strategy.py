@@ -103,6 +103,7 @@ def check_strategy(
             adapter="" if run.adapter is None else "dora" if run.adapter.dora else "lora",
             micro_batches=_micro_batches(run, registry, world_size),
             precision=precision,
+            router_aux_loss=run.train.router_aux_loss_coef > 0,
             ranks_run_here=ranks_run_here,
         )
     )

@@ -65,6 +65,7 @@ class Case:
         packed: each row is several documents.
         model: fields of the model's configuration in place of those of `CONFIG`.
         tensors: an adapter's `target_parameters`.
+        routers: weight of the loss of a mixture's routers.
     """
 
     strategy: str
@@ -81,6 +82,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
     tensors: list[str] = field(default_factory=list)
+    routers: float = 0.0
 
     @property
     def name(self) -> str:
@@ -92,7 +94,7 @@ class Case:
         words += [self.optimizer] * (self.optimizer != "adamw")
         words += [self.dtype] * (self.dtype != "float32")
         words += [self.model["model_type"]] if self.model else []
-        words += ["experts"] * bool(self.tensors)
+        words += ["experts"] * bool(self.tensors) + ["routers' loss"] * bool(self.routers)
         return " ".join(words)
 
     def alone(self) -> Case:
@@ -168,6 +170,8 @@ def placed(
         tokens=0,
     )
     inputs = model_inputs(batch, torch.float32, MaskPlan("boolean"), share.sequence)
+    if case.routers:
+        inputs["tokens"] = batch.attention_mask
     mine = positions(share.sequence, ids.shape[1])
     return DeviceBatch({**inputs, "shift_labels": batch.labels[:, mine]})
 
@@ -199,6 +203,7 @@ def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, 
             dtype=getattr(torch, case.dtype),
             seed=0,
             gradient_checkpointing=case.checkpointing,
+            router_aux_loss_coef=case.routers,
         ),
         optimizer=optimizer_factory(
             OptimizerSection(

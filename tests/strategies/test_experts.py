@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from anygauge.interface import UnsupportedError
+from anygauge.interface import StrategyRun, UnsupportedError
+from anygauge.strategies.ddp_spec import check
 from anygauge.strategies.degrees import Degrees, check_model
 from tests.strategies.matrix import ALL, GATHERED, PIPELINE, SGD, STAGE3, ULYSSES, Matrix
 from tests.strategies.parity_rank import Case
@@ -50,7 +51,7 @@ FEW = [
     of(DEEPSEEK, "fsdp", recomputed=True),
     of(DEEPSEEK, "ddp", options=GATHERED, attention="sdpa"),
     of(MIXTRAL, "ddp", options=PIPELINE),
-    of(MIXTRAL, "fsdp", tensors=[], **ALL),
+    of(MIXTRAL, "fsdp", tensors=[], routers=0.1, **ALL),
 ]
 MANY = [
     *(of(model, "ddp") for model in (MIXTRAL, GPT_OSS, DEEPSEEK)),
@@ -62,6 +63,9 @@ MANY = [
     of(DEEPSEEK, "ddp", options=PIPELINE, recomputed=True),
     of(DEEPSEEK, "zero", options=STAGE3, tensors=[], **ALL),
     of(GPT_OSS, "ddp", options=PIPELINE, tensors=[], **ALL),
+    of(MIXTRAL, "ddp", packed=True, routers=0.1),
+    of(GPT_OSS, "zero", options=STAGE3, recomputed=True, routers=0.1),
+    of(MIXTRAL, "zero", options={"stage": 2}, tensors=[], routers=0.1, **ALL),
 ]
 
 
@@ -93,6 +97,14 @@ def trains(case: Case, matrix: Matrix) -> None:
     experts = [name for name in found["trained"] if ".experts." in name]
     assert experts, "the experts were trained"
     assert max(max(map(abs, found["trained"][name])) for name in experts) > 0
+
+
+@pytest.mark.parametrize("degree", ["cp", "tp", "pp"])
+def test_the_routers_loss_needs_whole_micro_batches(degree: str) -> None:
+    options = Degrees(**{degree: 2})
+    run = StrategyRun(options=options, world_size=2, optimizer="adamw", router_aux_loss=True)
+    with pytest.raises(UnsupportedError, match=f"router_aux_loss_coef.*strategy.{degree}: 1"):
+        check(dataclasses.replace(run, micro_batches=2))
 
 
 def test_experts_are_not_divided_by_tensor_parallelism() -> None:
