@@ -119,8 +119,9 @@ class ModelFactory(Protocol):
         """Values of every parameter below the submodule `unit`, on the host.
 
         Read from files, or drawn from a generator that depends on seed and `unit` alone. Keys are
-        names within the unit. May put host parameters in place of the model's meta ones. Every rank
-        may read, and all get the same.
+        names within the unit; a value may be read when it is looked up, each time anew. May put
+        host parameters in place of the model's meta ones. Every rank may read, and all get the
+        same.
 
         Args:
             model: a `skeleton`, before it was adapted.

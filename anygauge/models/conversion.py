@@ -12,7 +12,6 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,30 +54,41 @@ class Conversion:
     @property
     def stacked(self) -> bool:
         """Whether the result's first dimension numbers the sources, which can be read apart."""
-        from transformers.core_model_loading import Concatenate, MergeModulelist
-
-        first, *others = self.converter.operations
-        return (
-            isinstance(first, MergeModulelist)
-            and first.dim == 0
-            and all(isinstance(one, Concatenate) and one.dim > 0 for one in others)
+        kinds = [(type(one).__name__, getattr(one, "dim", -1)) for one in self._operations]
+        if kinds[:1] == [("Fp8Dequantize", -1)]:
+            kinds = kinds[1:]
+        return kinds[:1] == [("MergeModulelist", 0)] and all(
+            name == "Concatenate" and dim > 0 for name, dim in kinds[1:]
         )
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows of the result, in the first dimension, come of the sources' rows alone."""
+        return [type(one).__name__ for one in self._operations] == ["Mxfp4Dequantize"]
+
+    @property
+    def _operations(self) -> list[Any]:
+        return list(self.converter.operations)
+
     def apply(
-        self, model: nn.Module, read: Callable[[str], Tensor], chosen: slice = slice(None)
+        self,
+        model: nn.Module,
+        read: Callable[[str, tuple[Any, ...]], Tensor],
+        chosen: slice = slice(None),
     ) -> dict[str, Tensor]:
         """Parameter name -> its value.
 
         Args:
             model: the skeleton, whose configuration and shapes some operations ask for.
-            read: gives a tensor of the files.
-            chosen: of each pattern's sources.
+            read: gives a part of a tensor of the files.
+            chosen: of each pattern's sources, or of their rows.
         """
         converter = copy.deepcopy(self.converter)
+        some, part = (slice(None), (chosen,)) if self.by_rows else (chosen, ALL)
         for pattern, names in self.sources.items():
-            for name in names[chosen]:
+            for name in names[some]:
                 # Called by the operations one after the other, and not kept by them.
-                converter.add_tensor(self.first, name, pattern, lambda name=name: read(name))
+                converter.add_tensor(self.first, name, pattern, lambda name=name: read(name, part))
         made = converter.convert(self.first, model=model, config=model.config)
         return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
 
@@ -98,7 +108,7 @@ class Weights:
         self.files = files
         self._model = model
         self._plain: dict[str, str] = {}
-        self._conversions: dict[str, tuple[Conversion, tuple[int, ...]]] = {}
+        self._conversions: dict[str, tuple[Conversion, str, tuple[int, ...]]] = {}
         self._twins: dict[str, list[str]] = {}
         self._assign(quantizer)
 
@@ -129,7 +139,7 @@ class Weights:
         for conversion in pending.values():
             for name, value in self._outcome(conversion).items():
                 if name in places:
-                    self._conversions[places[name]] = (conversion, tuple(value.shape))
+                    self._conversions[places[name]] = (conversion, name, tuple(value.shape))
                 else:
                     strange.append(name)
         lacking = [n for n in one_name.values() if n not in self._plain | self._conversions]
@@ -146,7 +156,7 @@ class Weights:
                 "that of these weights?"
             ) from error
 
-    def _on_meta(self, name: str) -> Tensor:
+    def _on_meta(self, name: str, part: tuple[Any, ...]) -> Tensor:
         lazy = self.files.lazily(name)
         return torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
 
@@ -179,11 +189,11 @@ class Weights:
             if name in self._plain:
                 found[name] = self._tensor(name)
             else:
-                conversion, shape = self._conversions[name]
+                conversion, result, shape = self._conversions[name]
                 made = shared.setdefault(
                     id(conversion), _Converted(conversion, self._model, self.files)
                 )
-                found[name] = _OneOf(name, made, shape)
+                found[name] = _OneOf(result, made, shape)
         return found
 
     def check_shapes(self) -> None:
@@ -226,17 +236,22 @@ class _Tied:
         return value
 
 
+CHUNKS = 8
+"""So many parts of stacked tensors are made one after the other, and copied into the whole."""
+
+
 class _Converted:
-    """What a conversion makes of the files, made once for all parameters of a unit."""
+    """What a conversion makes of the files, made once for all parameters that come of it."""
 
     def __init__(self, conversion: Conversion, model: nn.Module, files: WeightFiles) -> None:
         self.conversion = conversion
         self._model = model
         self._files = files
+        self._waiting: dict[str, Tensor] = {}
 
     def made(self, chosen: slice) -> dict[str, Tensor]:
         try:
-            return self.conversion.apply(self._model, self._files.read, chosen)
+            return self.conversion.apply(self._model, self._read, chosen)
         except ModelError:
             raise
         except Exception as error:
@@ -245,9 +260,14 @@ class _Converted:
                 f"{_said(self.conversion)}: {_line(error)}"
             ) from error
 
-    @cached_property
-    def whole(self) -> dict[str, Tensor]:
-        return self.made(slice(None))
+    def _read(self, name: str, part: tuple[Any, ...]) -> Tensor:
+        return self._files.lazily(name).read(part)
+
+    def one(self, name: str) -> Tensor:
+        """One of the results; the others wait for their turn, if there are any."""
+        if name not in self._waiting:
+            self._waiting = self.made(slice(None))
+        return self._waiting.pop(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +280,24 @@ class _OneOf:
 
     def read(self, part: tuple[Any, ...]) -> Tensor:
         first, *others = part
-        if isinstance(first, slice) and self.all.conversion.stacked:
-            return self.all.made(first)[self.name][(slice(None), *others)].contiguous()
-        return self.all.whole[self.name][part].contiguous()
+        if self.all.conversion.stacked or self.all.conversion.by_rows:
+            return self._stacked(first if isinstance(first, slice) else slice(None), others)
+        return self.all.one(self.name)[part].contiguous()
+
+    def _stacked(self, chosen: slice, others: Sequence[Any]) -> Tensor:
+        """Some of the stacked tensors; in memory twice is never more than a few of them."""
+        start, stop, _ = chosen.indices(self.shape[0])
+        each = max(1, -(-(stop - start) // CHUNKS))
+        found: Tensor | None = None
+        for first in range(start, stop, each):
+            last = min(first + each, stop)
+            made = self.all.made(slice(first, last))[self.name][(slice(None), *others)]
+            if found is None:
+                found = made.new_empty(stop - start, *made.shape[1:])
+            found[first - start : last - start] = made
+        if found is None:
+            return self.all.made(slice(0, 1))[self.name][(slice(0, 0), *others)]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from anygauge.models.adapter import add_adapter, external_parameters
 from anygauge.models.conversion import Weights, in_published_form, stored_buffers
 from anygauge.models.files import WeightFiles, check_shape
 from anygauge.models.formats import dequantiser
+from anygauge.models.on_demand import OnDemand
 from anygauge.models.recompute import recompute
 from anygauge.models.routers import add_router_loss
 from anygauge.models.source import load_config, local_folder
@@ -145,8 +147,8 @@ class CausalModelFactory:
             check_shape(weights.folder, full, value.shape, expected)
             wanted = (...,) if part is None else part(full, expected)
             if wanted is not None:
-                found[name] = value.read(wanted)
-        return found
+                found[name] = functools.partial(value.read, wanted)
+        return OnDemand(found)
 
     def _drawn(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
         """Initial values by the architecture's own rule, from a generator of this unit's own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from anygauge.interface import Activations, AnygaugeError, Collectives, ModelError
 from anygauge.interface.strategy import PARAMETER, ModelFactory, PartFunction, TrainedState
+from anygauge.models.on_demand import OnDemand
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.finished import (
     Finished,
@@ -146,14 +148,17 @@ class ResumedFactory:
     ) -> Mapping[str, Tensor]:
         """See `ModelFactory.values`."""
         shapes = {n: tuple(p.shape) for n, p in model.get_submodule(unit).named_parameters()}
-        values = dict(self._factory.values(model, unit, part))
+        values = self._factory.values(model, unit, part)
         prefix = f"{unit}." if unit else ""
-        for name in values:
-            if prefix + name in self._names:
-                kept = self._value(prefix + name, shapes[name])
-                piece = (...,) if part is None else part(prefix + name, shapes[name])
-                values[name] = kept if piece is None else kept[piece]
-        return values
+
+        def value(name: str) -> Tensor:
+            if prefix + name not in self._names:
+                return values[name]
+            kept = self._value(prefix + name, shapes[name])
+            piece = (...,) if part is None else part(prefix + name, shapes[name])
+            return kept if piece is None else kept[piece]
+
+        return OnDemand({name: functools.partial(value, name) for name in values})
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """See `ModelFactory.adapt`."""
