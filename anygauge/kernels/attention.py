@@ -64,12 +64,12 @@ def unfit_attention(kernel: AttentionKernel, config: Any) -> str | None:
     if reason := never_called(model_class(config), kernel.mask):
         return reason
     dropouts = (
-        getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")
+        setting(config, name) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")
     )
     if not kernel.drops and any(isinstance(p, int | float) and p > 0 for p in dropouts):
         return "it drops attention weights in training, which the kernel cannot"
-    heads, hidden = (getattr(config, n, None) for n in ("num_attention_heads", "hidden_size"))
-    size = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+    heads, hidden = (setting(config, n) for n in ("num_attention_heads", "hidden_size"))
+    size = setting(config, "head_dim") or (hidden // heads if hidden and heads else None)
     if size is not None and size < kernel.smallest_head:
         return f"its heads of {size} are below the {kernel.smallest_head} that the kernel serves"
     return None
@@ -95,6 +95,14 @@ def never_called(kind: type | None, mask: str = "eager") -> str | None:
     if mask == "flex_attention" and not hasattr(module, "create_causal_mask"):
         return f"{kind.__name__} makes no masks by blocks"
     return None
+
+
+def setting(config: Any, name: str) -> Any:
+    """A field of a configuration; None where it has none, or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers 5.23 refuses to give what layers differ in
+        return None
 
 
 def model_class(config: Any) -> type | None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from anygauge.kernels.attention import setting
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFlops:
@@ -44,10 +46,10 @@ def step_flops(
             continue
         seen.add(id(weight))
         per_token += math.prod(shape_of(weight)) * (6 if weight.requires_grad else 4)
-    layers = getattr(config, "num_hidden_layers", 0)
-    heads = getattr(config, "num_attention_heads", 0)
-    size = getattr(config, "head_dim", None) or (
-        getattr(config, "hidden_size", 0) // heads if heads else 0
+    layers = setting(config, "num_hidden_layers") or 0
+    heads = setting(config, "num_attention_heads") or 0
+    size = setting(config, "head_dim") or (
+        (setting(config, "hidden_size") or 0) // heads if heads else 0
     )
     # Two products (scores, values) x 2 operations x half the row, three times (forward, backward).
     return StepFlops(per_token=per_token, per_token_and_position=6.0 * layers * heads * size)

@@ -85,10 +85,9 @@ def model_inputs(
             "position_ids": batch.position_ids[:, mine],
             "use_cache": False,
         }
-    mask = batch.attention_mask if segments is None else packed.masks(segments, dtype)
-    return {
-        "input_ids": batch.input_ids,
-        "attention_mask": mask,
-        "position_ids": batch.position_ids,
-        "use_cache": False,
-    }
+    inputs = {"input_ids": batch.input_ids, "use_cache": False}
+    if segments is None:
+        # Each row begins at its first position, wherever an architecture begins to count.
+        return {**inputs, "attention_mask": batch.attention_mask}
+    mask = packed.masks(segments, dtype)
+    return {**inputs, "attention_mask": mask, "position_ids": batch.position_ids}

@@ -6,6 +6,7 @@ a model library infers from position ids: it holds for every attention that take
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import UnsupportedError
-from anygauge.kernels.attention import model_class
+from anygauge.kernels.attention import model_class, setting
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -121,7 +122,7 @@ def plan_masks(
         )
     kinds = set(getattr(config, "layer_types", None) or ())
     other = sorted(kinds - {FULL, SLIDING}) + _recurrent(config)
-    if other or not getattr(config, "num_attention_heads", None):
+    if other or not setting(config, "num_attention_heads"):
         raise UnsupportedError(
             f"{field}: this model has layers of kind {', '.join(other) or 'no attention'}, which a "
             f"mask for each pair of positions does not reach; set {field}: {off}"
@@ -132,7 +133,26 @@ def plan_masks(
             f"way of their own, which one for each pair of positions does not fit; set {field}: "
             f"{off}"
         )
+    if reason := _counts_itself(config):
+        raise UnsupportedError(f"{field}: {reason}; set {field}: {off}")
     return MaskPlan(FORMS[masks_of], _windows(config, kinds, max_length))
+
+
+def _counts_itself(config: Any) -> str:
+    """Why a model would not take the positions of several documents in a row; "" if it does."""
+    kind: Any = model_class(config)
+    if kind is None:
+        return ""
+    module = sys.modules[kind.__module__]
+    # Biases by distance, as MPT has them, need no positions.
+    by_distance = any("alibi" in name for name in vars(module))
+    if not by_distance and "position_ids" not in inspect.signature(kind.forward).parameters:
+        return f"{kind.__name__} takes no positions, and would count through all documents of a row"
+    # As in RoBERTa: the first position is the one after the padding token's number.
+    parts = [part for part in vars(module).values() if isinstance(part, type)]
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in (module, *parts)):
+        return f"{kind.__name__} counts positions from its padding token's number, and not from 0"
+    return ""
 
 
 def _recurrent(config: Any) -> list[str]:
@@ -165,7 +185,7 @@ def _takes_masks(config: Any) -> bool:
 
 
 def _windows(config: Any, kinds: set[str], max_length: int) -> tuple[tuple[str, int | None], ...]:
-    window: int | None = getattr(config, "sliding_window", None)
+    window: int | None = setting(config, "sliding_window")
     if not window or window >= max_length or not getattr(config, "use_sliding_window", True):
         return (("", None),)
     by_kind: Mapping[str, int | None] = {FULL: None, SLIDING: window}

@@ -10,6 +10,7 @@ from typing import Any
 from anygauge.config.checks import LAYERS, MAY_BE_ZERO, SIZES
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
+from anygauge.kernels.attention import setting
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.py", "*.model"]
 
@@ -155,9 +156,11 @@ def check_sizes(config: Any, where: str) -> None:
         ModelError: names field and value.
     """
     for name in (*LAYERS, *SIZES):
-        value = getattr(config, name, None)
+        value = setting(config, name)
         if value is None or isinstance(value, list | tuple | dict):
             continue  # some architectures count by layer
+        if isinstance(getattr(type(config), name, None), property):
+            continue  # the architecture answers for it: -1 are positions without end
         least = 0 if name in MAY_BE_ZERO else 1
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ModelError(
@@ -172,7 +175,7 @@ def check_positions(config: Any, max_length: int) -> None:
         ModelError: names both.
     """
     positions = getattr(config, "max_position_embeddings", None)
-    if positions and max_length > positions:
+    if positions and 0 < positions < max_length:
         raise ModelError(
             f"data.max_length is {max_length}, but the model was made for {positions} "
             f"positions; set it to at most {positions}"
