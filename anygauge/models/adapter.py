@@ -180,6 +180,8 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
     refuse_no_adapter(folder)
     try:
         with _peft_quiet():
+            # Adapters are saved with all of their tensors: one that is lacking was renamed by peft.
+            warnings.filterwarnings("error", message="Found missing adapter keys")
             # Named, so that peft does not look for a device of its own choice to read it into.
             return PeftModel.from_pretrained(
                 model, str(folder), autocast_adapter_dtype=False, torch_device=HOST_DEVICE

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.checks import expression_complaint
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
+from anygauge.models.peft_limits import takes_no_adapter
 from anygauge.util.processes import describe_exit
 
 if TYPE_CHECKING:
@@ -246,7 +247,9 @@ def _all_linear(model: Any, layers: Mapping[str, nn.Module]) -> list[str]:
     return [
         name
         for name, module in layers.items()
-        if not isinstance(module, nn.Embedding) and module is not output
+        if not isinstance(module, nn.Embedding)
+        and module is not output
+        and not takes_no_adapter(model, name, module)
     ]
 
 

@@ -13,6 +13,7 @@ from anygauge.models import targets as targets_module
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.targets import Factors, patterns, planned_layers, short_names
 from tests.helpers.runs import TINY
+from tests.models.zoo_configs import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +127,21 @@ def test_what_is_stored_is_as_short_as_it_can_be(model: Any) -> None:
     assert "q_proj" in short and "model.layers.1.mlp.up_proj" in short
     assert patterns({"a.x": 4, "b.x": 4, "a.y": 2, "b.y": 4}, 4) == {"a.y": 2}
     assert patterns({"a.x": 2, "b.x": 2}, 4) == {"x": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out", "taken"),
+    [("llama4_text", "router", "q_proj"), ("mamba", "out_proj", "in_proj")],
+)
+def test_all_linear_leaves_out_what_can_carry_no_adapter(
+    family: str, left_out: str, taken: str
+) -> None:
+    """A router is a linear layer that returns two tensors; peft refuses those that Mamba's kernels
+    read without calling them."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+    assert any(name.endswith(f".{left_out}") for name, _ in model.named_modules())
+    lasts = {name.rpartition(".")[2] for name in names(model)}
+    assert taken in lasts and left_out not in lasts
