@@ -71,7 +71,7 @@ def _tried(model: Any) -> LogitsRule:
     _check_head(head, name)
     if "forward" in vars(model) or "forward" in vars(head):
         raise _NotServed(f"the forward of this {name} was replaced by something else")
-    decoder = _decoder(model, name)
+    decoder = _decoder(model, head, name)
     hidden = torch.linspace(-1.0, 1.0, 2 * 8).reshape(1, 2, 8)
     product = torch.linspace(-90.0, 90.0, 2 * 32).reshape(1, 2, 32)
     given: list[Tensor] = []
@@ -113,10 +113,11 @@ def _check_head(head: Any, name: str) -> None:
         raise _NotServed("DoRA on the output layer normalises its whole weight")
 
 
-def _decoder(model: Any, name: str) -> Any:
+def _decoder(model: Any, head: Any, name: str) -> Any:
     found = model.get_decoder() if hasattr(model, "get_decoder") else model
-    if found is model or found is None:
-        found = getattr(model, model.base_model_prefix, None)
+    if found is model or found is head or found is None:  # some call their output layer decoder
+        names = (model.base_model_prefix, "model")
+        found = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if not isinstance(found, nn.Module) or "forward" in vars(found):
         raise _NotServed(f"the decoder of {name} was not found")
     return found

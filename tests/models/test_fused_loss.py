@@ -20,6 +20,7 @@ from anygauge.kernels.loss import (
 )
 from anygauge.models.inputs import shift_labels
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+from tests.models.zoo_configs import tiny_config
 
 SMALL = {
     "vocab_size": 96,
@@ -252,3 +253,25 @@ def test_without_a_kernel_the_loss_is_made_of_the_logits(replaced: bool) -> None
     assert found[0] == wanted
     assert found[1].keys() == gradients.keys()
     assert all(torch.equal(found[1][name], gradients[name]) for name in gradients)
+
+
+def test_an_output_layer_called_decoder_is_not_taken_for_one() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config("modernbert-decoder"))
+    if getattr(model, "get_decoder", int)() is not model.get_output_embeddings():
+        pytest.skip("this version's is not")
+    _, served = logits_rule(model)
+    assert not served and "could not be followed" in served.reason
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    assert model(input_ids=ids).logits.shape[:2] == (1, 4), "as it was"
+
+
+def test_a_decoder_under_its_usual_name_is_found() -> None:
+    """Llama 4's prefix is that of the model with images."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama4_text"))
+    assert model.base_model_prefix == "language_model" and not hasattr(model, "language_model")
+    assert logits_rule(model)[1]
