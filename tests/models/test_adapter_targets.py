@@ -131,17 +131,21 @@ def test_what_is_stored_is_as_short_as_it_can_be(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("family", "left_out", "taken"),
-    [("llama4_text", "router", "q_proj"), ("mamba", "out_proj", "in_proj")],
+    [
+        ("llama4_text", "router", "q_proj"),
+        ("mamba", "out_proj", "in_proj"),
+        ("falcon", "lm_head", "dense_h_to_4h"),
+    ],
 )
 def test_all_linear_leaves_out_what_can_carry_no_adapter(
     family: str, left_out: str, taken: str
 ) -> None:
     """A router is a linear layer that returns two tensors; peft refuses those that Mamba's kernels
-    read without calling them."""
+    read without calling them. Falcon's own kind of linear layer is one like any other."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(family))
-    assert any(name.endswith(f".{left_out}") for name, _ in model.named_modules())
+    assert any(f".{name}".endswith(f".{left_out}") for name, _ in model.named_modules())
     lasts = {name.rpartition(".")[2] for name in names(model)}
     assert taken in lasts and left_out not in lasts
