@@ -16,6 +16,7 @@ from anygauge.config.schema import ModelSection, RunFile
 from anygauge.interface import Backend, ModelError, NotAvailableError, PluginError, Setting
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import check_weights
+from anygauge.models.formats import refuse_format
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.source import cached_file, check_positions, load_config
 from anygauge.models.start import refuse_no_adapter
@@ -118,6 +119,7 @@ def check_run(
     quiet_libraries()
     if here:
         config = load_config(run.model)
+        refuse_format(config)
         check_positions(config, run.data.max_length)
         Registry.load().find_strategy(run.strategy.name).spec.check_model(run.strategy, config)
     tokenizer = _tokenizer(run.model, question.has_files, found)

@@ -403,3 +403,11 @@ def test_what_the_hidden_torch_may_explain() -> None:
     assert misses_torch(caused(ImportError("x")))
     assert misses_torch(ModelError("AutoX requires the PyTorch library"))
     assert not misses_torch(caused(ValueError("hidden_size")))
+
+
+def test_weights_in_a_format_that_is_not_read(tmp_path: Path, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"'gptq'.*Give the model that they were made from"):
+        checked(of_folder(tmp_path, folder))
