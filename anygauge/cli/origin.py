@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection
 
 SHOWN = 8
+TOKENIZER_FILE = "tokenizer_config.json"
 
 MODEL_HELP = "A run directory, a model folder, or a hub name."
 
@@ -48,6 +49,8 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
             from anygauge.models.source import ask_hub
 
             ask_hub(model)
+        if tokenizer is None and adapter is not None and (adapter / TOKENIZER_FILE).is_file():
+            tokenizer = str(adapter)  # it has tokens that the model's own lacks
         section = ModelSection(name=model, tokenizer=tokenizer)
         return ModelOrigin(section=section, adapter=adapter, data=None)
     from anygauge.config import load_run_file

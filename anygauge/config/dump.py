@@ -67,7 +67,7 @@ def _at(values: Any, path: Place) -> Any:
 
 def _make_absolute(values: dict[str, Any], path: Place) -> None:
     text = _at(values, path)
-    if text is not None and not holds_template(path, text):
+    if isinstance(text, str) and not holds_template(path, text):
         # The reader replaces variables; a dollar sign that is part of the path is doubled.
         absolute = locate(path, text, Path.cwd()).replace("$", "$$")
         _at(values, path[:-1])[path[-1]] = absolute

@@ -32,7 +32,8 @@ TOKENIZER = ("model", "tokenizer")
 START = ("adapter", "start_from")
 CHECKPOINT = ("checkpoint", "resume")
 OUTPUT = ("output",)
-ALWAYS = (CHAT_TEMPLATE, CACHE, MODEL_FOLDER, TOKENIZER, START, CHECKPOINT, OUTPUT)
+TOKEN_LISTS = (("model", "new_tokens"), ("model", "new_special_tokens"))
+ALWAYS = (CHAT_TEMPLATE, CACHE, MODEL_FOLDER, TOKENIZER, START, CHECKPOINT, OUTPUT, *TOKEN_LISTS)
 
 _NO_FOLDER: Mapping[Place, tuple[str, ...]] = {
     CHECKPOINT: ("auto", "never"),
@@ -142,7 +143,10 @@ def locate(path: Place, text: str, folder: Path) -> str:
 
 def complaint_about(path: Place, text: str) -> str:
     """What is wrong with the file or folder that a resolved field names; "" if it can be used."""
-    is_file = (_is_source(path) and not names_data_set(text)) or path == CHAT_TEMPLATE
+    is_file = (_is_source(path) and not names_data_set(text)) or path in (
+        CHAT_TEMPLATE,
+        *TOKEN_LISTS,
+    )
     if path in (OUTPUT, CACHE) or holds_template(path, text):
         return ""
     target = Path(text)

@@ -22,6 +22,19 @@ class ModelSection(Section):
     )
     attention: str = Field("auto", description="Attention implementation; auto: the backend's.")
     trust_remote_code: bool = Field(False, description="Run model code that the hub ships.")
+    new_tokens: str | list[str] = Field(
+        default_factory=list,
+        description="Tokens to add to the vocabulary: a list, or a file with one a line.",
+    )
+    new_special_tokens: str | list[str] = Field(
+        default_factory=list,
+        description="Further ones that are special: marks of turns, which no answer shows.",
+    )
+    new_tokens_init: Literal["mean", "normal"] = Field(
+        "mean",
+        description="What rows of new tokens begin with: the mean of the rows before, or drawn "
+        "from the seed with their mean and covariance.",
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:

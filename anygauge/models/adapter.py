@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection
-from anygauge.interface import HOST_DEVICE, ModelError
+from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
 from anygauge.models.start import check_given, fill, read_config, refuse_no_adapter
 from anygauge.models.targets import (
     Factors,
@@ -24,12 +24,18 @@ from anygauge.models.targets import (
     short_names,
     short_parameter_names,
 )
+from anygauge.models.vocabulary import NewTokens, row_layers, trained_rows
 
 ADAPTER_NAME = "default"
 
 
 def add_adapter(
-    model: nn.Module, section: AdapterSection, *, dtype: torch.dtype, seed: int
+    model: nn.Module,
+    section: AdapterSection,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    new_tokens: NewTokens | None = None,
 ) -> nn.Module:
     """Freeze the base and add LoRA factors in `dtype`, drawn from `seed` on the host.
 
@@ -37,11 +43,19 @@ def add_adapter(
     parameters are on the meta device, the factors are there too. DoRA's magnitudes are norms of
     the base's weights: a strategy that shards them must let peft gather each.
 
+    Args:
+        new_tokens: whose rows are trained as well.
+
     Raises:
         ModelError: no layer matches the targets, or the adapter to start from cannot be used.
         UnsupportedError: the adapter to start from is of a kind that is not trained.
     """
     folder = None if section.start_from is None else Path(section.start_from)
+    if folder is not None and new_tokens is not None:
+        raise UnsupportedError(
+            "adapter.start_from: a saved adapter knows nothing of model.new_tokens. Merge it into "
+            "its base first (anygauge merge), and train a new one on the result"
+        )
     on_meta = any(p.is_meta for p in model.parameters())
     asked = None
     if folder is None or {"targets", "groups", "target_parameters"} & section.given:
@@ -49,10 +63,12 @@ def add_adapter(
     if folder is None:
         assert asked is not None
         config = lora_config(model, section, asked)
+        if new_tokens is not None:
+            config.trainable_token_indices = trained_rows(model, new_tokens, iter(asked))
     else:
         config = read_config(folder, dropout=section.dropout)
     try:
-        with torch.random.fork_rng(devices=[]), _peft_quiet():
+        with torch.random.fork_rng(devices=[]), _peft_quiet(), _rows_of_any_device():
             # The host's generator alone: torch.manual_seed would reset the devices' as well.
             torch.default_generator.manual_seed(seed)
             adapted = _get_peft_model(model, config, on_meta)
@@ -120,6 +136,24 @@ def _peft_quiet() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _rows_of_any_device() -> Iterator[None]:
+    """Let peft read rows of a sharded embedding wherever it lies: its own way is CUDA's alone."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.utils.integrations import gather_params_ctx
+
+    def collect(_: Any, weight: Tensor, rows: list[int], width: int) -> Tensor:
+        with gather_params_ctx([weight], modifier_rank=None):
+            return weight[rows].clone()
+
+    usual = TrainableTokensLayer._collect_token_weights
+    TrainableTokensLayer._collect_token_weights = collect
+    try:
+        yield
+    finally:
+        TrainableTokensLayer._collect_token_weights = usual
+
+
 def _lora_layers(adapted: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
@@ -149,7 +183,8 @@ def external_parameters(adapted: nn.Module) -> list[tuple[nn.Module, nn.Paramete
     """Parameters that a module reads in its forward though another owns them.
 
     DoRA's norm reads the base's weight and bias and both factors; an embedding's factors lie in a
-    dictionary that is never called. A strategy that releases weights must bring them back there.
+    dictionary that is never called; trained rows are put into the embedding's weight by the layer
+    around it. A strategy that releases weights must bring them back there.
     """
     found: list[tuple[nn.Module, nn.Parameter]] = []
     for _, layer in _lora_layers(adapted):
@@ -166,6 +201,9 @@ def external_parameters(adapted: nn.Module) -> list[tuple[nn.Module, nn.Paramete
             found += [(layer, parameter) for parameter in (*factors, layer.get_param())]
         for norm in layer.lora_magnitude_vector.values():
             found += [(norm, p) for p in (*layer.get_base_layer().parameters(), *factors)]
+    for _, rows in row_layers(adapted):
+        found.append((rows, rows.base_layer.weight))
+        found += [(rows, delta) for delta in rows.trainable_tokens_delta.values()]
     return found
 
 

@@ -110,6 +110,7 @@ def save_adapter(
     *,
     shapes: Mapping[str, tuple[int, ...]],
     base: ModelSection,
+    tokenizer: Any = None,
 ) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``; read the latter back.
 
@@ -117,6 +118,7 @@ def save_adapter(
         trained: parameter name -> whole float32 tensor.
         shapes: the whole shape of each trained parameter.
         base: what the adapter was trained on; its name is stored, for loading by peft alone.
+        tokenizer: goes along where the base's lacks tokens that the adapter knows.
 
     Raises:
         ModelError: there is nothing to write, or what was read back is not what was written.
@@ -144,6 +146,8 @@ def save_adapter(
         fields["target_modules"].sort()  # peft holds a set: its order is chance
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    if tokenizer is not None and (base.new_tokens or base.new_special_tokens):
+        tokenizer.save_pretrained(folder)
 
 
 def save_model(

@@ -24,6 +24,8 @@ from anygauge.models.on_demand import OnDemand
 from anygauge.models.recompute import recompute
 from anygauge.models.routers import add_router_loss
 from anygauge.models.source import load_config, local_folder
+from anygauge.models.tokenizer import load_tokenizer
+from anygauge.models.vocabulary import NewTokens, enlarge, new_tokens, row_layers
 
 NO_KERNELS = ModelKernels()
 
@@ -53,13 +55,18 @@ class CausalModelFactory:
         self.section = section
         self.adapter = adapter
         self.config = load_config(section)
+        self._quantizer = dequantiser(self.config)
+        self._stored_config = copy.deepcopy(self.config)
+        self.new_tokens: NewTokens | None = None
+        if section.new_tokens or section.new_special_tokens:
+            self.new_tokens = new_tokens(section, self.config, load_tokenizer(section), seed)
+            enlarge(self.config, self.new_tokens)
         self._attention = attention
         self._dtype = dtype
         self._kernels = kernels
         self._seed = seed
         self._activations = recomputation(gradient_checkpointing)
         self._router_aux_loss_coef = router_aux_loss_coef
-        self._quantizer = dequantiser(self.config)
         self._weights: Weights | None = None
 
     def having(self, attention: str, kernels: ModelKernels | None) -> CausalModelFactory:
@@ -75,13 +82,16 @@ class CausalModelFactory:
 
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`; buffers are float32, as the architecture computes them."""
+        return self._built(self.config)
+
+    def _built(self, config: Any) -> nn.Module:
         from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM
 
         try:
             with init_empty_weights(include_buffers=False), _no_initialisation():
                 model = AutoModelForCausalLM.from_config(
-                    copy.deepcopy(self.config),  # what is set on the model is not the user's
+                    copy.deepcopy(config),  # what is set on the model is not the user's
                     attn_implementation=self._attention,
                     trust_remote_code=self.section.trust_remote_code,
                     **{dtype_name(): torch.float32},
@@ -114,7 +124,7 @@ class CausalModelFactory:
         # Only now: a dry run needs the configuration, not gigabytes of weights.
         if self._weights is None:
             files = WeightFiles(local_folder(self.section))
-            self._weights = Weights(self.skeleton(), files, self._quantizer)
+            self._weights = Weights(self._built(self._stored_config), files, self._quantizer)
         return self._weights
 
     def published(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -144,6 +154,8 @@ class CausalModelFactory:
         for full, value in weights.values(prefix + name for name in names).items():
             name = full.removeprefix(prefix)
             expected = tuple(module.get_parameter(name).shape)
+            if self.new_tokens is not None:
+                value = self.new_tokens.enlarged(model, full, value)
             check_shape(weights.folder, full, value.shape, expected)
             wanted = (...,) if part is None else part(full, expected)
             if wanted is not None:
@@ -187,7 +199,13 @@ class CausalModelFactory:
     def adapt(self, model: nn.Module) -> nn.Module:
         """See `ModelFactory.adapt`."""
         if self.adapter is not None:
-            model = add_adapter(model, self.adapter, dtype=self._dtype, seed=self._seed)
+            model = add_adapter(
+                model,
+                self.adapter,
+                dtype=self._dtype,
+                seed=self._seed,
+                new_tokens=self.new_tokens,
+            )
         if self._kernels is not None:
             install(model, self._kernels)
             if self._router_aux_loss_coef:
@@ -216,7 +234,28 @@ class CausalModelFactory:
                     module._parameters[key] = meta
                     inner = names[id(module)]
                     found[_joined(path, key)] = _joined(inner, key)
+        self._fill_rows(adapted, names)
         return adapted, found
+
+    def _fill_rows(self, adapted: nn.Module, names: Mapping[int, str]) -> None:
+        """Give trained rows of a base without values what they have there.
+
+        Args:
+            names: of the base's modules, by identity.
+        """
+        if self.new_tokens is None:
+            return
+        rows = slice(self.new_tokens.first, self.new_tokens.first + self.new_tokens.count)
+        for _, layer in row_layers(adapted):
+            if layer.tied_adapter is not None:
+                continue
+            values = self.values(
+                self.skeleton(),
+                names[id(layer.base_layer)],
+                lambda _, shape: (rows, *(slice(0, size) for size in shape[1:])),
+            )
+            for delta in layer.trainable_tokens_delta.values():
+                delta.data.copy_(values["weight"])
 
     def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
         """See `ModelFactory.external_parameters`."""

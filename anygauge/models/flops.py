@@ -41,8 +41,9 @@ def step_flops(
     per_token = 0.0
     seen: set[int] = set()
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, nn.Linear) or weight is None or id(weight) in seen:
+        # peft's wrappers make a weight when they are asked for one.
+        weight = getattr(module, "weight", None) if isinstance(module, nn.Linear) else None
+        if weight is None or id(weight) in seen:
             continue
         seen.add(id(weight))
         per_token += math.prod(shape_of(weight)) * (6 if weight.requires_grad else 4)

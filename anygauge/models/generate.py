@@ -15,6 +15,8 @@ from anygauge.models.factory import dtype_name
 from anygauge.models.files import NOT_PLAIN, is_pickle_refused
 from anygauge.models.formats import plain_weights
 from anygauge.models.source import load_config, local_folder
+from anygauge.models.start import refuse_no_adapter
+from anygauge.models.vocabulary import fit_adapter
 
 
 def load_for_inference(
@@ -52,6 +54,8 @@ def load_for_inference(
             f"no model could be loaded from {section.name!r}: {str(error).splitlines()[0]}"
         ) from error
     if adapter is not None:
+        refuse_no_adapter(adapter)
+        fit_adapter(model, adapter)
         model = load_adapter(model, adapter)
     return model.to(device).eval()
 

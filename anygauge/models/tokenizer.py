@@ -7,15 +7,16 @@ from typing import Any
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
+from anygauge.models.vocabulary import add_tokens
 
 
 def load_tokenizer(section: ModelSection) -> Any:
-    """The run's tokenizer, with a pad token.
+    """The run's tokenizer, with a pad token and the run's new tokens.
 
     Where it has none, the end-of-text token pads: padded positions are masked and never learned.
 
     Raises:
-        ModelError: there is no usable tokenizer.
+        ModelError: there is no usable tokenizer, or a new token is none.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -47,6 +48,7 @@ def load_tokenizer(section: ModelSection) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
+    add_tokens(tokenizer, section)
     return tokenizer
 
 

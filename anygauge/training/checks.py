@@ -22,6 +22,7 @@ from anygauge.models.source import cached_file, check_positions, load_config
 from anygauge.models.start import refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
+from anygauge.models.vocabulary import described, enlarge, new_tokens
 from anygauge.registry import Registry
 from anygauge.training.strategy import create_strategy, workload_of
 
@@ -124,6 +125,9 @@ def check_run(
         Registry.load().find_strategy(run.strategy.name).spec.check_model(run.strategy, config)
     tokenizer = _tokenizer(run.model, question.has_files, found)
     if config is not None and tokenizer is not None:
+        if (added := new_tokens(run.model, config, tokenizer, run.train.seed)) is not None:
+            found.notes.append(described(added))
+            enlarge(config, added)
         check_vocabulary(config, tokenizer)
     if run.adapter is not None and run.adapter.start_from is not None and question.has_files:
         refuse_no_adapter(Path(run.adapter.start_from))
@@ -176,6 +180,7 @@ def _must_be_built(
         or run.model.attention != "auto"
         or run.model.trust_remote_code
         or run.train.router_aux_loss_coef > 0
+        or bool(run.model.new_tokens or run.model.new_special_tokens)
         or (run.adapter is not None and not surely_match(run.adapter, shapes))
     )
     if asked and importlib.util.find_spec("torch") is None:

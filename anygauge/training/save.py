@@ -59,7 +59,14 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
             whole = prepared.factory.published(trained, compute)
             save_model(whole, prepared.factory.config, prepared.tokenizer, part, dtype=compute)
         else:
-            save_adapter(prepared.engine.model, trained, part, shapes=shapes, base=run.model)
+            save_adapter(
+                prepared.engine.model,
+                trained,
+                part,
+                shapes=shapes,
+                base=run.model,
+                tokenizer=prepared.tokenizer,
+            )
         with proving(folder.name):
             verified = _verified(prepared, logits, part, folder.name)
             summary = _summary(job, prepared, folder, verified)

@@ -46,6 +46,7 @@ from anygauge.models.inputs import PLAIN, model_inputs, padded, positions, shift
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
+from anygauge.models.vocabulary import described as described_tokens
 from anygauge.registry import Registry
 from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.common import torch_dtype, trained_parameters
@@ -199,6 +200,8 @@ def prepare_run(
         router_aux_loss_coef=run.train.router_aux_loss_coef,
     )
     check_vocabulary(factory.config, tokenizer)
+    if factory.new_tokens is not None:
+        rank.say(described_tokens(factory.new_tokens))
     check_positions(factory.config, run.data.max_length)
     registry.find_strategy(run.strategy.name).spec.check_model(run.strategy, factory.config)
     plan = plan_kernels(run, backend, kernels, factory)
@@ -339,7 +342,12 @@ def prepare_run(
         if run.adapter is None
         # Not checked by a forward, unlike a run's result.
         else lambda folder, trained: save_adapter(
-            engine.model, trained, folder, shapes=trained_shapes(engine), base=run.model
+            engine.model,
+            trained,
+            folder,
+            shapes=trained_shapes(engine),
+            base=run.model,
+            tokenizer=tokenizer,
         ),
         say=rank.say,
         writing=lambda step: rank.progress.unlike_others(

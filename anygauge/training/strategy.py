@@ -107,8 +107,22 @@ def check_strategy(
             ranks_run_here=ranks_run_here,
         )
     )
+    check_new_rows(run)
     check_backend(spec, backend)
     check_offloading(run, backend)
+
+
+def check_new_rows(run: RunFile) -> None:
+    """Raises: UnsupportedError: rows of new tokens would be trained in divided layers."""
+    for field, what in (("tp", "divides layers"), ("pp", "gives them to several stages")):
+        if run.adapter is None or not (run.model.new_tokens or run.model.new_special_tokens):
+            return
+        if getattr(run.strategy, field, 1) > 1:
+            raise UnsupportedError(
+                f"model.new_tokens: with an adapter, peft puts the new tokens' rows into the whole "
+                f"embedding and output layer in every forward, and strategy.{field} {what}. Set "
+                f"strategy.{field}: 1, or train all weights (no adapter section)"
+            )
 
 
 def check_offloading(run: RunFile, backend: Backend) -> None:

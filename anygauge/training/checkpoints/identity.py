@@ -44,6 +44,10 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
         adapter = run.adapter.model_dump(mode="json", exclude=set(_FREE_IN_ADAPTER))
     return {
         "adapter": adapter,
+        "model.new_tokens": [
+            tokens for tokens in (run.model.new_tokens, run.model.new_special_tokens) if tokens
+        ]
+        or None,
         "train.seed": run.train.seed,
         "train.global_batch_size": run.train.global_batch_size,
         "train.optimizer.name": run.train.optimizer.name,
