@@ -36,6 +36,9 @@ def library_attention(backend: Backend, config: Any) -> AttentionChoice:
     flag = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}.get(name)
     if flag is not None and not getattr(model_class(config), flag, True):
         name, why = "eager", f"this architecture has no {name}"
+    elif name == "sdpa" and setting(config.get_text_config(), "attn_logit_softcapping"):
+        # Versions before 5 of the library compute such models without their cap there.
+        name, why = "eager", "sdpa would leave out the cap of this architecture's scores"
     return AttentionChoice(name=name, why=why, masks_of=name)
 
 

@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from anygauge import open_backend
 from anygauge.interface import AttentionKernel, UnsupportedError
-from anygauge.kernels.attention import model_class, never_called, register_attention
+from anygauge.kernels.attention import (
+    library_attention,
+    model_class,
+    never_called,
+    register_attention,
+)
 from anygauge.models.inputs import model_inputs
 from anygauge.models.masks import plan_masks
 from anygauge_kernels.attention import with_softmax
@@ -248,3 +254,10 @@ def test_without_a_mask_it_is_causal_unless_the_module_is_not() -> None:
                                             [True] * 5]  # fmt: skip
     module.is_causal = False  # type: ignore[assignment]
     assert (forward(module, q, k, v, None)[1] > 0).all()
+
+
+def test_scores_with_a_cap_are_never_sdpas() -> None:
+    """transformers 4.55 hands them to it all the same, and loses the cap."""
+    backend = open_backend("cpu")
+    assert library_attention(backend, config("gemma2, windows")).name == "eager"
+    assert library_attention(backend, config("llama")).name == "sdpa"
