@@ -2,7 +2,8 @@
 
 A block (attention, a feed-forward) begins with layers of which a rank has some outputs, and ends
 with one of which it has the matching inputs. An adapter's factors are cut with their layer: beside
-columns the second one, beside rows the first; the other is whole on every rank.
+columns the second one, beside rows the first; the other is whole on every rank. A mixture of
+experts is one block, whose output is a part of a sum; see `tensor_experts`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from torch import nn
 from anygauge.interface import UnsupportedError
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.tensor_plans import COLUMNS, REMEDY, ROWS, WHOLE, plan_of, starred
+from anygauge.strategies.tensor_experts import Mixture, divide_experts, inner_experts
+from anygauge.strategies.tensor_plans import (
+    COLUMNS,
+    EXPERTS,
+    REMEDY,
+    ROWS,
+    WHOLE,
+    plan_of,
+    starred,
+)
 
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 """What attention modules call the numbers of heads by which they shape their tensors."""
@@ -38,12 +48,20 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class DividedLayer:
-    """One decoder layer: `entries`, whose input all ranks need whole, and `rows`, whose output is
-    a part of a sum, in the order of the model."""
+    """One decoder layer, its parts in the order of the model.
+
+    Attributes:
+        entries: whose input all ranks need whole.
+        rows: whose output is a part of a sum.
+        whole: blocks that every rank has and computes alike, of all positions.
+        mixtures: among both `entries` and `rows`.
+    """
 
     module: nn.Module
     entries: list[nn.Module] = field(default_factory=list)
     rows: list[nn.Module] = field(default_factory=list)
+    whole: list[nn.Module] = field(default_factory=list)
+    mixtures: list[Mixture] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +115,15 @@ def divide(model: nn.Module, count: int, index: int) -> Division:
     inside: set[str] = set()
     layers = []
 
-    def cut(module: nn.Module, key: str, dim: int) -> None:
+    def cut(module: nn.Module, key: str, dim: int, what: str = "") -> None:
         parameter = module._parameters[key]
         if parameter is None:
             return
         if parameter.shape[dim] % count:
+            what = what or ("outputs" if dim == 0 else "inputs")
             raise UnsupportedError(
-                f"strategy.tp: {count} ranks cannot share the {parameter.shape[dim]} "
-                f"{'outputs' if dim == 0 else 'inputs'} of {names[id(module)]} evenly. {REMEDY}"
+                f"strategy.tp: {count} ranks cannot share the {parameter.shape[dim]} {what} of "
+                f"{names[id(module)]} evenly. {REMEDY}"
             )
         found = Cut(dim, index, count)
         piece = parameter.detach()[
@@ -115,8 +134,27 @@ def divide(model: nn.Module, count: int, index: int) -> Division:
 
     for layer in decoder_layers(decoder):
         divided = DividedLayer(layer)
+        mixed: dict[int, Mixture] = {}
+        for path, module in layer.named_modules():
+            if styles.get(paths[id(module)]) == EXPERTS:
+                mixture = Mixture(layer.get_submodule(path.rpartition(".")[0]), module)
+                mixed |= {id(inner): mixture for inner in mixture.block.modules()}
         for child_path, module in layer.named_modules():
             style = styles.get(paths[id(module)])
+            parent = layer.get_submodule(child_path.rpartition(".")[0])
+            mixture_of = mixed.get(id(module))
+            for key in module._parameters:
+                if plan.get(starred(f"{paths[id(module)]}.{key}")) == COLUMNS:
+                    cut(module, key, 0)
+            if style == EXPERTS:
+                assert mixture_of is not None, "experts are in a block"
+                experts = inner_experts(module, names[id(module)])
+                for key in experts._parameters:
+                    cut(experts, key, 0, "experts")
+                divide_experts(module, count, index)
+                divided.entries.append(parent)
+                divided.rows.append(parent)
+                divided.mixtures.append(mixture_of)
             if style not in (COLUMNS, ROWS):
                 continue
             base, first, second = _factors(module, names[id(module)])
@@ -125,9 +163,8 @@ def divide(model: nn.Module, count: int, index: int) -> Division:
                     cut(base, key, 0)
                 if second is not None:
                     cut(second, "weight", 0)
-                parent = layer.get_submodule(child_path.rpartition(".")[0])
                 entry = module if parent is layer else parent
-                if all(entry is not each for each in divided.entries):
+                if mixture_of is None and all(entry is not each for each in divided.entries):
                     divided.entries.append(entry)
                     if entry is parent:
                         _divide_heads(entry, count)
@@ -135,7 +172,8 @@ def divide(model: nn.Module, count: int, index: int) -> Division:
                 cut(base, "weight", 1)
                 if first is not None:
                     cut(first, "weight", 1)
-                divided.rows.append(module)
+                (divided if mixture_of is None else mixture_of).rows.append(module)
+        divided.whole.extend(_whole(divided))
         inside |= _inside(divided, names, cuts, causal.config, styles, paths)
         layers.append(divided)
     embedding = causal.get_input_embeddings()
@@ -158,6 +196,17 @@ def _factors(module: Any, name: str) -> tuple[nn.Module, nn.Module | None, nn.Mo
         return base, None, None
     (adapter,) = module.lora_A
     return base, module.lora_A[adapter], module.lora_B[adapter]
+
+
+def _whole(divided: DividedLayer) -> list[nn.Module]:
+    """Blocks without a divided layer; norms have vectors alone, and take positions one by one."""
+    parts = {id(module) for module in (*divided.entries, *divided.rows)}
+    return [
+        child
+        for child in divided.module.children()
+        if not any(id(module) in parts for module in child.modules())
+        and any(parameter.dim() > 1 for parameter in child.parameters())
+    ]
 
 
 def _divide_heads(module: nn.Module, count: int) -> None:
@@ -185,6 +234,8 @@ def _inside(
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     # A row layer's own bias is added to the sum.
     biases = {id(getattr(row, "base_layer", row)) for row in divided.rows}
+    mixed = {id(module) for mixture in divided.mixtures for module in mixture.block.modules()}
+    factors = {name for mixture in divided.mixtures for name in mixture.whole(names)}
     found: set[str] = set()
     for part in (*divided.entries, *divided.rows):
         for module in part.modules():
@@ -193,7 +244,9 @@ def _inside(
                 if parameter is None or name in cuts or (key == "bias" and id(module) in biases):
                     continue
                 known = styles.get(paths[id(module)]) == WHOLE or ".lora_" in name
-                if not known and tuple(parameter.shape) != (head_size,):
+                known = known or name in factors
+                of_heads = id(module) not in mixed and tuple(parameter.shape) == (head_size,)
+                if not known and not of_heads:
                     raise UnsupportedError(
                         f"strategy.tp: {name} lies between divided layers, and how to divide it "
                         f"is not known. {REMEDY}"

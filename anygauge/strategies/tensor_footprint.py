@@ -23,6 +23,9 @@ from anygauge.strategies.tensor_division import (
 )
 from anygauge.strategies.tensor_plans import all_positions_after
 
+NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
+"""What layers call a norm that comes after their last block."""
+
 
 def in_tensor_parts(
     options: Degrees, workload: Workload, ranks: int = 1
@@ -60,15 +63,17 @@ class Passes:
     back_rows: int = 0
     flows: bool = False
 
-    def through(self, layer: DividedLayer, recomputes: bool) -> None:
-        """Add one layer's."""
-        entries, rows = len(layer.entries), len(layer.rows)
+    def through(self, layer: DividedLayer, recomputes: bool, parts: bool) -> None:
+        """Add one layer's; `parts`: between blocks a rank has its part of the positions."""
+        blocks = list(_blocks(layer, parts))
+        entries, rows = sum(begins for begins, _, _ in blocks), sum(ends for _, ends, _ in blocks)
         # Recomputation ends when backward has what it needs: before the last sum, unless a norm
-        # follows it.
-        again = rows if hasattr(layer.module, "post_feedforward_layernorm") else rows - 1
+        # or a block follows it.
+        norm = any(hasattr(layer.module, name) for name in NORMS_AFTER)
+        follows = norm or all(not ends for _, ends, _ in blocks[-1:])
+        again = rows if follows else rows - 1
         self.entries += entries * (2 if recomputes else 1)
         self.rows += rows + (again if recomputes else 0)
-        blocks = list(_blocks(layer))
         inner = {id(p) for _, _, parameters in blocks for p in parameters}
         around = [p for p in layer.module.parameters() if id(p) not in inner]
         self.flows = self.flows or any(p.requires_grad for p in around)
@@ -86,13 +91,18 @@ def _parallel(layer: DividedLayer) -> bool:
     return alone
 
 
-def _blocks(layer: DividedLayer) -> Iterator[tuple[int, int, list[nn.Parameter]]]:
+def _blocks(layer: DividedLayer, parts: bool) -> Iterator[tuple[int, int, list[nn.Parameter]]]:
     """(Entries, rows, parameters) of each block, in the order of the layer."""
     within: set[int] = set()
-    for entry in layer.entries:
-        modules = {id(module) for module in entry.modules()}
+    entries, whole = ({id(block) for block in each} for each in (layer.entries, layer.whole))
+    for block in layer.module.modules():
+        if id(block) in whole:
+            yield int(parts), 0, list(block.parameters())
+        if id(block) not in entries:
+            continue
+        modules = {id(module) for module in block.modules()}
         within |= modules
-        yield 1, sum(id(row) in modules for row in layer.rows), list(entry.parameters())
+        yield 1, sum(id(row) in modules for row in layer.rows), list(block.parameters())
     for row in layer.rows:
         if id(row) not in within:
             yield 0, 1, list(row.parameters())
@@ -115,7 +125,7 @@ def tensor_bytes(
     begins = embedding is not None and any(p.requires_grad for p in embedding.parameters())
     passes = Passes(flows=begins or _any_trained_before(model, division.layers))
     for index, layer in enumerate(division.layers):
-        passes.through(layer, workload.activations.recomputes(index))
+        passes.through(layer, workload.activations.recomputes(index), options.sequence_parallel)
     embedded = 0 if embedding is None else 1
     if options.sequence_parallel:
         gathers = passes.entries + passes.back_rows + (1 if begins else 0)

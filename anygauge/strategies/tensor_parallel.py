@@ -40,6 +40,7 @@ from anygauge.strategies.tensor_division import (
     divide,
     partial_gradients,
 )
+from anygauge.strategies.tensor_experts import use_own_experts
 from anygauge.strategies.tensor_layout import SummedOverParts, TensorParts
 from anygauge.strategies.tensor_plans import all_positions_after
 
@@ -99,6 +100,13 @@ def connect(model: nn.Module, division: Division, options: Degrees, group: Group
             _on_input(entry, functools.partial(_over, into, group))
         for row in layer.rows:
             _on_output(row, group, parts)
+        for mixture in layer.mixtures:
+            # Some blocks change what they are given, in place.
+            _on_input(mixture.block, torch.clone)
+            use_own_experts(mixture, dist.get_rank(group), dist.get_world_size(group))
+        for block in layer.whole if parts else ():
+            _on_input(block, functools.partial(_over, _gather, group))
+            _on_result(block, functools.partial(_over, _own_positions, group))
     if division.embedding is not None:
         _divide_vocabulary(division.embedding, group)
     # What comes before the layers is whole: where the output layer shares its weight, the gradient
@@ -121,7 +129,8 @@ def connect(model: nn.Module, division: Division, options: Degrees, group: Group
 
 def _gather(x: Tensor, group: Group) -> Tensor:
     found: Tensor = Gather.apply(x, group, x.dim() - 2)
-    return found
+    # Blocks of all kinds view it as rows of tokens.
+    return found.contiguous()
 
 
 def _over(function: Callable[[Tensor, Group], Tensor], group: Group, x: Tensor) -> Tensor:
@@ -140,20 +149,37 @@ def _on_input(module: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _on_output(row: Any, group: Group, parts: bool) -> None:
-    """Sum a layer's output over ranks, and add its bias once."""
+    """Sum a layer's or block's output over ranks, and add a layer's bias once."""
     base = getattr(row, "base_layer", row)
-    bias = base.bias is not None
+    bias = type(base) is nn.Linear and base.bias is not None
     if bias:
         base.forward = lambda x: nn.functional.linear(x, base.weight)
 
-    def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def total(output: Tensor) -> Tensor:
         summed = (
             Scatter.apply(output, group, output.dim() - 2) if parts else Sum.apply(output, group)
         )
         found: Tensor = summed + base.bias.to(summed.dtype) if bias else summed
         return found
 
-    row.register_forward_hook(after)
+    _on_result(row, total)
+
+
+def _on_result(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the hidden states that a module returns, alone or first of several."""
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (change(output[0]), *output[1:])
+        return change(output)
+
+    module.register_forward_hook(after)
+
+
+def _own_positions(x: Tensor, group: Group) -> Tensor:
+    """Of what every rank computes alike; the gradient of others' positions is zero here."""
+    mine: Tensor = Own.apply(x, group, x.dim() - 2, False)
+    return mine
 
 
 def _divide_vocabulary(embedding: Any, group: Group) -> None:

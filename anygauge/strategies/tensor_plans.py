@@ -18,6 +18,18 @@ COLUMNS, ROWS = "colwise", "rowwise"
 WHOLE = "replicated_with_grad_allreduce"
 """The style of a weight that every rank has whole and applies to its own heads."""
 
+EXPERTS = "moe_tp_experts"
+"""The style of the experts of a mixture, in one module: a rank has some of them."""
+
+SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+"""Names of what every token passes beside experts; some plans leave them out."""
+
+LOCAL = "local_params"
+"""The style of a module that uses parameters of its own, such as sinks; these have a style too."""
+
+_OF_EXPERTS = (COLUMNS, ROWS, "packed_colwise")
+"""Styles of experts' tensors that divide each of them by its inner numbers; not applied."""
+
 GPTJ = {
     "h.*.attn.q_proj": COLUMNS,
     "h.*.attn.k_proj": COLUMNS,
@@ -26,7 +38,15 @@ GPTJ = {
     "h.*.mlp.fc_in": COLUMNS,
     "h.*.mlp.fc_out": ROWS,
 }
-OWN_PLANS: Mapping[str, Mapping[str, str]] = {"gptj": GPTJ}
+GPT_OSS = {
+    "layers.*.self_attn.q_proj": COLUMNS,
+    "layers.*.self_attn.k_proj": COLUMNS,
+    "layers.*.self_attn.v_proj": COLUMNS,
+    "layers.*.self_attn.sinks": COLUMNS,
+    "layers.*.self_attn.o_proj": ROWS,
+    "layers.*.mlp.experts": EXPERTS,
+}
+OWN_PLANS: Mapping[str, Mapping[str, str]] = {"gptj": GPTJ, "gpt_oss": GPT_OSS}
 """``model_type`` -> plan, of architectures for which transformers has none."""
 
 ALL_POSITIONS_AFTER = {"gptj": "ln_f"}
@@ -38,11 +58,8 @@ NOT_WRITTEN = {
     "colwise_rep": WHOLE_OUTPUT,  # its name before transformers 5
     "rowwise_split_input": WHOLE_OUTPUT,
     "rowwise_rep": WHOLE_OUTPUT,
-    "moe_tp_experts": "experts",
-    "packed_colwise": "experts",
-    "packed_rowwise": "experts",
+    "packed_rowwise": "experts of this layout",
     "mla_kv_a_proj": "attention with compressed keys",
-    "local_params": "attention sinks",
 }
 """Styles of plans that are not applied yet, and what has them."""
 
@@ -63,14 +80,31 @@ def plan_of(config: Any) -> Mapping[str, str]:
             f"strategy.tp: how to divide the layers of {kind} models is not known: neither "
             f"transformers nor anygauge describes it. {REMEDY}"
         )
+    mixtures = [layer for layer, style in plan.items() if style == EXPERTS]
+    found = {}
     for layer, style in plan.items():
-        if style not in (COLUMNS, ROWS, WHOLE):
-            what = NOT_WRITTEN.get(style, "this style")
+        path, _, name = layer.rpartition(".")
+        if path in mixtures and style in _OF_EXPERTS:
+            continue
+        what = NOT_WRITTEN.get(style)
+        if style not in (COLUMNS, ROWS, WHOLE, EXPERTS, LOCAL):
+            what = what or "this style"
+        if style == EXPERTS and path.endswith("*"):
+            what = "experts outside of a block"
+        if ".experts.*" in layer:
+            what = "experts that are layers"
+        if what is not None:
             raise UnsupportedError(
                 f"strategy.tp: {kind} models have {layer}, to be divided as {style}: "
                 f"{what} cannot be divided yet. {REMEDY}"
             )
-    return dict(plan)
+        found[layer] = style
+        if style == EXPERTS:
+            for shared in SHARED:
+                for name in ("gate_proj", "up_proj"):
+                    found[f"{path}.{shared}.{name}"] = COLUMNS
+                found[f"{path}.{shared}.down_proj"] = ROWS
+    return found
 
 
 def all_positions_after(config: Any) -> str | None:
@@ -91,14 +125,7 @@ def check_model_divides(options: Any, config: Any) -> None:
     """
     if options.tp == 1:
         return
-    plan_of(config)
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or getattr(text, "n_head", None)
-    sizes = {
-        "attention heads": heads,
-        "key-value heads": getattr(text, "num_key_value_heads", None) or heads,
-        "inner numbers of a layer": getattr(text, "intermediate_size", None),
-    }
+    sizes = _sizes(config.get_text_config(), plan_of(config))
     known = {name: size for name, size in sizes.items() if isinstance(size, int)}
     for name, size in known.items():
         if size % options.tp:
@@ -107,3 +134,30 @@ def check_model_divides(options: Any, config: Any) -> None:
                 f"strategy.tp: {options.tp} ranks cannot share {size} {name} evenly. Set "
                 f"strategy.tp to one of {', '.join(map(str, good))}"
             )
+
+
+def _sizes(text: Any, plan: Mapping[str, str]) -> dict[str, Any]:
+    """What ranks share evenly, by its name: a number, or something else where there is none."""
+    blocks = {layer.split(".")[-2] for layer, style in plan.items() if style == COLUMNS}
+    attention = {block for block in blocks if "att" in block}
+    sizes: dict[str, Any] = {}
+    if attention:
+        heads = _first(text, "num_attention_heads", "n_head")
+        sizes["attention heads"] = heads
+        sizes["key-value heads"] = _first(text, "num_key_value_heads") or heads
+    if EXPERTS in plan.values():
+        names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        sizes["experts of a layer"] = _first(text, *names)
+        each = _first(text, "moe_intermediate_size")
+        shared = _first(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+        together = each * shared if each and shared else None
+        alone = _first(text, "shared_expert_intermediate_size")
+        sizes["inner numbers of shared experts"] = alone or together
+    if blocks - attention - set(SHARED):
+        sizes["inner numbers of a layer"] = _first(text, "intermediate_size")
+    return sizes
+
+
+def _first(text: Any, *names: str) -> int | None:
+    found = (getattr(text, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value), None)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.interface import StrategyRun, UnsupportedError
 from anygauge.strategies.ddp_spec import check
-from anygauge.strategies.degrees import Degrees, check_model
-from tests.strategies.matrix import ALL, GATHERED, PIPELINE, SGD, STAGE3, ULYSSES, Matrix
+from anygauge.strategies.degrees import Degrees
+from tests.strategies.matrix import (
+    ALL,
+    GATHERED,
+    PIPELINE,
+    SGD,
+    STAGE3,
+    TENSOR,
+    ULYSSES,
+    WITHOUT_SP,
+    Matrix,
+)
 from tests.strategies.parity_rank import Case
+from tests.strategies.test_loading import loaded
 from tests.strategies.test_matrix import is_the_references, sends_what_it_says
 
 pytest.importorskip("transformers.core_model_loading", reason="experts are layers before")
@@ -28,6 +41,8 @@ GPT_OSS = {
     **{"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16, "sliding_window": 16},
 }
 """Its experts' tensors are the other way round, and have biases."""
+EAGER = {**GPT_OSS, "experts_implementation": "eager"}
+"""Its loop over experts takes those that it has, and no others."""
 DEEPSEEK = {
     **SIZES,
     **{"model_type": "deepseek_v3", "moe_intermediate_size": 32, "n_routed_experts": 4},
@@ -36,6 +51,29 @@ DEEPSEEK = {
     **{"v_head_dim": 16, "num_key_value_heads": 4},
 }
 """With shared experts, a dense layer, a stored buffer, and keys wider than values."""
+WITH_SHARED = {
+    **SIZES,
+    **{"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 32},
+    **{"shared_expert_intermediate_size": 48, "decoder_sparse_step": 1},
+}
+"""Its shared expert, which the plan leaves out, is scaled by the token."""
+QWEN3 = {
+    **SIZES,
+    **{"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
+    **{"mlp_only_layers": [0]},
+}
+GLM4 = {
+    **SIZES,
+    **{"model_type": "glm4_moe", "n_routed_experts": 4, "moe_intermediate_size": 32},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+    **{"head_dim": 16},
+}
+JAMBA = {
+    **SIZES,
+    **{"model_type": "jamba", "num_experts": 4, "attn_layer_period": 2, "mamba_d_state": 8},
+    **{"attn_layer_offset": 0, "expert_layer_period": 2, "expert_layer_offset": 1},
+}
+"""Of its blocks, the plan has the experts alone."""
 TENSORS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -52,6 +90,9 @@ FEW = [
     of(DEEPSEEK, "ddp", options=GATHERED, attention="sdpa"),
     of(MIXTRAL, "ddp", options=PIPELINE),
     of(MIXTRAL, "fsdp", tensors=[], routers=0.1, **ALL),
+    of(MIXTRAL, "ddp", options=TENSOR, recomputed=True),
+    of(DEEPSEEK, "ddp", options=TENSOR, tensors=[], **ALL),
+    of(WITH_SHARED, "ddp", options=WITHOUT_SP),
 ]
 MANY = [
     *(of(model, "ddp") for model in (MIXTRAL, GPT_OSS, DEEPSEEK)),
@@ -66,6 +107,25 @@ MANY = [
     of(MIXTRAL, "ddp", packed=True, routers=0.1),
     of(GPT_OSS, "zero", options=STAGE3, recomputed=True, routers=0.1),
     of(MIXTRAL, "zero", options={"stage": 2}, tensors=[], routers=0.1, **ALL),
+    *(
+        of(model, "ddp", options=options, recomputed=options is TENSOR)
+        for model in (DEEPSEEK, WITH_SHARED, QWEN3, GLM4, GPT_OSS, JAMBA)
+        for options in (TENSOR, WITHOUT_SP)
+        if (model, options) != (WITH_SHARED, WITHOUT_SP)
+    ),
+    *(
+        of(model, "ddp", options=options, recomputed=options is WITHOUT_SP, tensors=[], **ALL)
+        for model in (MIXTRAL, WITH_SHARED, QWEN3, GLM4, GPT_OSS, JAMBA)
+        for options in (TENSOR, WITHOUT_SP)
+    ),
+    of(MIXTRAL, "ddp", options=TENSOR, packed=True),
+    of(EAGER, "ddp", options=TENSOR, tensors=[], packed=True, **ALL),
+]
+FOUR = [
+    of(MIXTRAL, "fsdp", options=TENSOR, recomputed=True),
+    of(DEEPSEEK, "fsdp", options=TENSOR, tensors=[], **ALL),
+    of(GLM4, "fsdp", options=WITHOUT_SP),
+    of(MIXTRAL, "ddp", options=TENSOR, tensors=[], **ALL),
 ]
 
 
@@ -79,6 +139,11 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(2, MANY, tmp_path_factory.mktemp("many"))
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(4, FOUR, tmp_path_factory.mktemp("four"))
+
+
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_experts_train_as_on_one_rank(case: Case, few: Matrix) -> None:
     trains(case, few)
@@ -90,10 +155,18 @@ def test_more_experts(case: Case, many: Matrix) -> None:
     trains(case, many)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
+def test_experts_on_four_ranks(case: Case, four: Matrix) -> None:
+    trains(case, four)
+
+
 def trains(case: Case, matrix: Matrix) -> None:
     found, wanted = matrix.pair(case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
+    if "tp" in case.options:
+        assert found["held"] == found["footprint"]["weights"]
     experts = [name for name in found["trained"] if ".experts." in name]
     assert experts, "the experts were trained"
     assert max(max(map(abs, found["trained"][name])) for name in experts) > 0
@@ -107,8 +180,16 @@ def test_the_routers_loss_needs_whole_micro_batches(degree: str) -> None:
         check(dataclasses.replace(run, micro_batches=2))
 
 
-def test_experts_are_not_divided_by_tensor_parallelism() -> None:
+def test_each_rank_of_a_group_reads_its_experts_alone(tmp_path: Path) -> None:
+    """Of files in the published layout, where each expert has tensors of its own."""
     fields = dict(MIXTRAL)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    with pytest.raises(UnsupportedError, match=r"experts cannot be divided yet.*fsdp or zero"):
-        check_model(Degrees(tp=2), config)
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields)
+    )
+    whole.save_pretrained(tmp_path / "model")
+    sizes = {name: 4 * each.numel() for name, each in whole.named_parameters()}
+    on_both = ("norm", "mlp.gate.", "lm_head")
+    both = sum(size for name, size in sizes.items() if any(word in name for word in on_both))
+    read = [rank["read"] for rank in loaded(tmp_path, tmp_path / "model", "ddp", "cpu", 2, tp=2)]
+    assert read == [(sum(sizes.values()) - both) / 2 + both] * 2

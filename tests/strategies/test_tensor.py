@@ -123,7 +123,15 @@ def test_a_weight_with_two_owners_stays_one(case: Case, models: Matrix) -> None:
     ("fields", "said"),
     [
         ({"model_type": "phi3"}, "outputs every rank needs whole"),
-        ({"model_type": "mixtral"}, "experts|routers"),
+        ({"model_type": "olmoe"}, "outputs every rank needs whole"),
+        ({"model_type": "deepseek_v2"}, "compressed keys"),
+        ({"model_type": "llama4_text"}, "experts of this layout"),
+        ({"model_type": "gemma4_text"}, "experts outside of a block"),
+        ({"model_type": "mixtral", "num_local_experts": 7}, r"7 experts.*to one of 1$"),
+        (
+            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 97},
+            "97 inner numbers of shared experts",
+        ),
         ({"model_type": "gpt2"}, "gpt2 models is not known"),
         (
             {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3},
