@@ -61,21 +61,21 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
         attention="eager",
     )
     named = model.active_peft_config.base_model_name_or_path
-    probe = probe_tokens(model.config.vocab_size)
+    probe = probe_tokens(model.config.get_text_config().vocab_size)
     stored = stored_dtype(section)
     with torch.no_grad():
-        together = model(input_ids=probe).logits
+        together = model(input_ids=probe, use_cache=False).logits
         with model.disable_adapter():
-            base = model(input_ids=probe).logits
+            base = model(input_ids=probe, use_cache=False).logits
         untied = untie(model)
         with warnings.catch_warnings():
             # peft warns of tied embeddings and of their untying, which happened just now.
             warnings.filterwarnings("ignore", message="(Model with `tie_word|Input and output emb)")
             merged_model = model.merge_and_unload(safe_merge=True)
-        merged = merged_model(input_ids=probe).logits
+        merged = merged_model(input_ids=probe, use_cache=False).logits
         for parameter in merged_model.parameters():
             parameter.data = parameter.data.to(stored).float()
-        rounded = merged_model(input_ids=probe).logits
+        rounded = merged_model(input_ids=probe, use_cache=False).logits
     report = MergeReport(
         from_adapter=relative_difference(merged, together),
         rounding=relative_difference(rounded, together),

@@ -58,7 +58,7 @@ def check_vocabulary(config: Any, tokenizer: Any) -> None:
     Raises:
         ModelError: names both sizes.
     """
-    vocabulary = getattr(config, "vocab_size", None)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
     if vocabulary is not None and len(tokenizer) > vocabulary:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary} rows in its "

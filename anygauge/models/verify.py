@@ -105,7 +105,12 @@ def available_memory() -> int | None:
 
 
 def verify(
-    trained: Tensor, reload: Callable[[], Any], *, dtype: torch.dtype, name: str
+    trained: Tensor,
+    reload: Callable[[], Any],
+    *,
+    dtype: torch.dtype,
+    name: str,
+    vocabulary: int | None = None,
 ) -> Verification:
     """Compare logits of the trained model with those of what was saved.
 
@@ -115,21 +120,22 @@ def verify(
             adapter.
         dtype: the compute type.
         name: of the result, for messages.
+        vocabulary: what the probe was drawn from; None for as many tokens as there are logits.
 
     Raises:
         VerificationError: they differ by more than the type's rounding, or the adapter's effect
             is lost.
     """
     model = reload()
-    probe = probe_tokens(trained.shape[-1])
+    probe = probe_tokens(vocabulary or trained.shape[-1])
+    # Some architectures are causal only where they are given a mask.
+    inputs = {"input_ids": probe, "attention_mask": torch.ones_like(probe), "use_cache": False}
     effect = None
     with torch.no_grad():
-        logits = model(input_ids=probe, use_cache=False).logits
+        logits = model(**inputs).logits
         if hasattr(model, "disable_adapter"):
             with model.disable_adapter():
-                effect = relative_difference(
-                    model(input_ids=probe, use_cache=False).logits, trained
-                )
+                effect = relative_difference(model(**inputs).logits, trained)
     difference = relative_difference(logits, trained)
     return judge(difference, effect, dtype=dtype, name=name)
 

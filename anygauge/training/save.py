@@ -79,7 +79,7 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
 
     None without a vocabulary, and on ranks other than 0 where the engine says so.
     """
-    vocabulary = getattr(prepared.factory.config, "vocab_size", None)
+    vocabulary = getattr(prepared.factory.config.get_text_config(), "vocab_size", None)
     if vocabulary is None:
         return None
     ids = probe_tokens(vocabulary)
@@ -126,7 +126,8 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
             section, adapter=adapter, device=host, dtype=dtype, attention="eager"
         )
 
-    return verify(logits, reload, dtype=dtype, name=name)
+    vocabulary = prepared.factory.config.get_text_config().vocab_size
+    return verify(logits, reload, dtype=dtype, name=name, vocabulary=vocabulary)
 
 
 def _summary(

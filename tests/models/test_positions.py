@@ -1,7 +1,8 @@
-"""Positions of tokens: an architecture's own where a row is one document, else refused or given."""
+"""What a model is given: positions where it takes them, a mask, and the tokens of a proof."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from anygauge.interface import UnsupportedError
 from anygauge.models.inputs import model_inputs
 from anygauge.models.masks import plan_masks
 from anygauge.models.source import check_positions
+from anygauge.models.verify import VerificationError, probe_tokens, verify
 from tests.models.zoo_configs import tiny_config
 
 
@@ -70,3 +72,21 @@ def test_positions_without_end_allow_rows_of_any_length() -> None:
     config = tiny_config("xlnet")
     assert config.max_position_embeddings == -1
     check_positions(config, 4096)
+
+
+class WiderThanItsVocabulary:
+    """Causal only with a mask, and with more logits than tokens, as CPM-Ant has them."""
+
+    def __call__(self, *, input_ids: Any, attention_mask: Any, use_cache: bool) -> Any:
+        assert attention_mask.shape == input_ids.shape and not use_cache
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(input_ids, 600).float())
+
+
+def test_a_result_is_proved_on_the_tokens_that_were_tried_before() -> None:
+    model = WiderThanItsVocabulary()
+    tried = probe_tokens(512)
+    trained = model(input_ids=tried, attention_mask=tried, use_cache=False).logits
+    found = verify(trained, lambda: model, dtype=torch.float32, name="adapter", vocabulary=512)
+    assert found.logits == 0
+    with pytest.raises(VerificationError):
+        verify(trained, lambda: model, dtype=torch.float32, name="adapter")
