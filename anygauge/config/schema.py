@@ -150,6 +150,15 @@ class RunFile(Section):
     )
 
     @model_validator(mode="after")
+    def _trained_in_part(self) -> RunFile:
+        if self.adapter is not None and (self.train.trainable or self.train.frozen):
+            raise ValueError(
+                "'train.trainable' and 'train.frozen' choose among the model's own weights, all of "
+                "which an adapter freezes; remove them, or the 'adapter' section"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _options_of_trackers(self) -> RunFile:
         unused = sorted(set(self.tracker_options) - set(self.trackers))
         if unused:

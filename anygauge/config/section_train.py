@@ -135,6 +135,16 @@ class TrainSection(Section):
         10.0, description="Seconds between samples of host, process and device; 0: none."
     )
 
+    trainable: list[str] = Field(
+        default_factory=list,
+        description="Without an adapter: expressions over whole names of parameters; only what one "
+        "of them matches is trained. Empty: all weights.",
+    )
+    frozen: list[str] = Field(
+        default_factory=list,
+        description="Without an adapter: expressions likewise; what one matches is not trained.",
+    )
+
     @model_validator(mode="after")
     def _can_be_offloaded(self) -> TrainSection:
         if self.activation_offloading and self.activations.selective:

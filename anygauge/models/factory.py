@@ -20,6 +20,7 @@ from anygauge.models.adapter import add_adapter, external_parameters
 from anygauge.models.conversion import Weights, in_published_form, stored_buffers
 from anygauge.models.files import WeightFiles, check_shape
 from anygauge.models.formats import dequantiser
+from anygauge.models.freezing import Freezing
 from anygauge.models.on_demand import OnDemand
 from anygauge.models.recompute import recompute
 from anygauge.models.routers import add_router_loss
@@ -44,6 +45,7 @@ class CausalModelFactory:
         seed: int,
         gradient_checkpointing: bool | CheckpointingSection,
         router_aux_loss_coef: float = 0.0,
+        freezing: Freezing | None = None,
     ) -> None:
         """Args:
         attention: a resolved implementation.
@@ -51,6 +53,7 @@ class CausalModelFactory:
             not even what makes its loss.
         dtype: type of the adapter's factors.
         router_aux_loss_coef: of the loss that a mixture's routers have; 0: none.
+        freezing: of the model's own weights, where there is no adapter.
         """
         self.section = section
         self.adapter = adapter
@@ -65,6 +68,7 @@ class CausalModelFactory:
         self._dtype = dtype
         self._kernels = kernels
         self._seed = seed
+        self._freezing = freezing
         self._activations = recomputation(gradient_checkpointing)
         self._router_aux_loss_coef = router_aux_loss_coef
         self._weights: Weights | None = None
@@ -206,6 +210,8 @@ class CausalModelFactory:
                 seed=self._seed,
                 new_tokens=self.new_tokens,
             )
+        elif self._freezing is not None:
+            self._freezing.apply(model)
         if self._kernels is not None:
             install(model, self._kernels)
             if self._router_aux_loss_coef:
@@ -264,7 +270,8 @@ class CausalModelFactory:
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
         """See `ModelFactory.checkpoint_activations`."""
         recompute(model, self._activations, reentrant=reentrant)
-        if reentrant and self._activations.every and self.adapter is not None:
+        frozen = self.adapter is not None or self._freezing is not None
+        if reentrant and self._activations.every and frozen:
             # A reentrant region passes no gradient unless an input of it asks for one.
             adapted: Any = model
             adapted.enable_input_require_grads()

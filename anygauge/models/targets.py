@@ -195,11 +195,25 @@ def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str) -> list[str]:
+def matched_names(text: str, names: list[str], field: str) -> list[str]:
+    """The names that an expression matches as a whole.
+
+    Raises:
+        ModelError: it is not an expression, or takes too long.
+    """
     complaint = expression_complaint(text)
     if complaint:
-        raise ModelError(f"{field}: {text[:_SHOWN]!r} {complaint}; {_valid(layers)}")
-    found = _matched(text, list(layers), field)
+        raise ModelError(f"{field}: {text[:_SHOWN]!r} {complaint}")
+    return _matched(text, names, field)
+
+
+def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str) -> list[str]:
+    try:
+        found = matched_names(text, list(layers), field)
+    except ModelError as error:
+        if "names of the layers" in str(error):
+            raise
+        raise ModelError(f"{error}; {_valid(layers)}") from None
     if not found:
         raise ModelError(
             f"{field}: the expression {text!r} matches no layer; it must match a whole name, such "

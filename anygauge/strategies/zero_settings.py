@@ -31,7 +31,7 @@ class ModelSizes:
 
     Attributes:
         trained: of all trained tensors.
-        largest_factor: of the trained tensors, where a frozen base carries an adapter; else 0.
+        largest_factor: of an adapter's trained factors; 0 without an adapter.
         largest_block: parameters of the largest decoder layer.
     """
 
@@ -42,12 +42,13 @@ class ModelSizes:
     @classmethod
     def of(cls, adapted: nn.Module) -> ModelSizes:
         """Measure an adapted model, real or on the meta device."""
-        frozen = any(not p.requires_grad for p in adapted.parameters())
         trained = [p.numel() for _, p in trained_parameters(adapted)]
+        # peft's names; other weights may be trained too, far too large to stay resident.
+        factors = [p.numel() for name, p in trained_parameters(adapted) if ".lora_" in name]
         blocks = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(adapted)]
         return cls(
             trained=sum(trained),
-            largest_factor=max(trained, default=0) if frozen else 0,
+            largest_factor=max(factors, default=0),
             largest_block=max(blocks, default=0),
         )
 

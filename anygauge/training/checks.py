@@ -181,6 +181,7 @@ def _must_be_built(
         or run.model.trust_remote_code
         or run.train.router_aux_loss_coef > 0
         or bool(run.model.new_tokens or run.model.new_special_tokens)
+        or bool(run.train.trainable or run.train.frozen)
         or (run.adapter is not None and not surely_match(run.adapter, shapes))
     )
     if asked and importlib.util.find_spec("torch") is None:
@@ -235,6 +236,7 @@ def _build(
 ) -> None:
     """Build the model without weights, with its adapter; hold it against what its files have."""
     from anygauge.models.factory import CausalModelFactory
+    from anygauge.models.freezing import Freezing
     from anygauge.strategies.common import torch_dtype
 
     compute = run.precision.param_dtype
@@ -246,6 +248,7 @@ def _build(
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
         router_aux_loss_coef=run.train.router_aux_loss_coef,
+        freezing=Freezing.of(run.train),
     )
     skeleton = factory.skeleton()
     if folder is not None and shapes is not None:

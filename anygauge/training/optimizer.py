@@ -89,12 +89,16 @@ def parameter_groups(
             "train.optimizer.loraplus_lr_ratio: no trained parameter is a B factor of a LoRA "
             "adapter; remove it, or add an adapter of that kind"
         )
+    if not groups:
+        # A stage of a pipeline without a trained weight steps nothing, beside others that do.
+        return [{"params": [], "matrices": True, "weight_decay": 0.0, "lr": section.lr}]
     return list(groups.values())
 
 
 def _adamw(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
     # None, not False: only then does torch choose its multi-tensor form by itself.
-    fused = True if _has_fused_adamw(groups[0]["params"][0].device) else None
+    first = groups[0]["params"]
+    fused = True if first and _has_fused_adamw(first[0].device) else None
     return torch.optim.AdamW(groups, lr=section.lr, fused=fused, **_adam_options(section))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
     with completed(folder) as part:
         if run.adapter is None:
             check_whole(trained, shapes)
-            whole = prepared.factory.published(trained, compute)
+            whole = {**untrained(prepared, trained, compute), **trained}
+            whole = prepared.factory.published(whole, compute)
             save_model(whole, prepared.factory.config, prepared.tokenizer, part, dtype=compute)
         else:
             save_adapter(
@@ -72,6 +74,17 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
             summary = _summary(job, prepared, folder, verified)
             card.write(part, run, facts(prepared, rank, summary))
     return summary
+
+
+def untrained(
+    prepared: PreparedRun, trained: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The weights that a run left as they were, from where it had them; on the host."""
+    model = prepared.factory.skeleton()
+    if all(name in trained for name, _ in model.named_parameters()):
+        return {}
+    materialise(model, prepared.factory, device=torch.device(HOST_DEVICE), dtype=dtype)
+    return {name: p.detach() for name, p in model.named_parameters() if name not in trained}
 
 
 def trained_logits(prepared: PreparedRun) -> Tensor | None:

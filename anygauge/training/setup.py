@@ -42,6 +42,7 @@ from anygauge.kernels.plan import plan_kernels
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
+from anygauge.models.freezing import Freezing
 from anygauge.models.inputs import PLAIN, model_inputs, padded, positions, shift_labels
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.source import check_positions
@@ -198,6 +199,7 @@ def prepare_run(
         seed=run.train.seed,
         gradient_checkpointing=run.train.gradient_checkpointing,
         router_aux_loss_coef=run.train.router_aux_loss_coef,
+        freezing=Freezing.of(run.train),
     )
     check_vocabulary(factory.config, tokenizer)
     if factory.new_tokens is not None:

@@ -48,6 +48,8 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
             tokens for tokens in (run.model.new_tokens, run.model.new_special_tokens) if tokens
         ]
         or None,
+        "train.trainable": run.train.trainable or None,
+        "train.frozen": run.train.frozen or None,
         "train.seed": run.train.seed,
         "train.global_batch_size": run.train.global_batch_size,
         "train.optimizer.name": run.train.optimizer.name,

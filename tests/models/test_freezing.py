@@ -1,0 +1,173 @@
+"""Full weights in part: what is trained, what is saved, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from anygauge.cli import run as command
+from anygauge.config import load_run_file
+from anygauge.config.schema import ModelSection, OptimizerSection, TrainSection
+from anygauge.interface import AnygaugeError, ModelError, RunFileError
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.freezing import Freezing
+from anygauge.models.verify import probe_tokens
+from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.forked import Part, finished
+from tests.helpers.runs import TINY, Run, run_file, trained_here
+from tests.helpers.tokenizer import make_tokenizer
+
+SECOND = r"model\.layers\.1\..*"
+PLAIN: dict[str, Any] = {
+    "adapter": None,
+    "strategy": {"name": "single"},
+    "precision": {"param_dtype": "float32"},
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("base") / "model"
+    make_tokenizer(folder)
+    fields = {**TINY, "tie_word_embeddings": request.param}
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields)
+    )
+    made.save_pretrained(folder)
+    return folder
+
+
+def file(folder: Path, model: Path | None, train: dict[str, Any], **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    named = {} if model is None else {"model": {"name": str(model)}}
+    return run_file(folder, **{**PLAIN, **named, "train": train, **changes})
+
+
+def changed(run: Run, model: Path) -> set[str]:
+    before = load_file(model / "model.safetensors")
+    after = load_file(run.folder / "model" / "model.safetensors")
+    assert after.keys() == before.keys()
+    return {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+
+
+def test_only_what_matches_is_trained_and_all_is_saved(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    train = {"trainable": [SECOND, r"lm_head\.weight"], "frozen": [r".*norm\.weight"]}
+    run = trained_here(file(tmp_path / "run", model, train))
+    found = changed(run, model)
+    tied = json.loads((model / "config.json").read_text())["tie_word_embeddings"]
+    assert ("model.embed_tokens.weight" if tied else "lm_head.weight") in found
+    assert all(n.startswith(("model.layers.1.", "lm_head", "model.embed_tokens")) for n in found)
+    assert not any("norm" in name for name in found) and len(found) == 8
+    report = json.loads((run.folder / "report.json").read_text())
+    assert report["verified"]["logits"] < 1e-3
+    loaded = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
+    with torch.no_grad():
+        assert loaded(input_ids=probe_tokens(512)).logits.isfinite().all()
+
+
+STRATEGIES = {
+    "ddp": {"name": "ddp"},
+    "fsdp": {"name": "fsdp"},
+    "zero2": {"name": "zero", "stage": 2},
+    "zero3": {"name": "zero", "stage": 3},
+    "tp": {"name": "ddp", "tp": 2},
+    "pp": {"name": "ddp", "pp": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "train",
+    [{"trainable": [SECOND]}, {"frozen": [SECOND, r".*embed_tokens.*"]}],
+    ids=["the last layer", "all but the last layer"],
+)
+def test_ranks_have_the_losses_of_one(model: Path, tmp_path: Path, train: Any) -> None:
+    tied = json.loads((model / "config.json").read_text())["tie_word_embeddings"]
+    alone = trained_here(file(tmp_path / "one", model, train, name="one"))
+    expected = load_file(alone.folder / "model" / "model.safetensors")
+    parts = []
+    for name, strategy in STRATEGIES.items():
+        if tied and name == "pp":
+            continue
+        path = file(tmp_path / name, model, train, name=name)
+        fields = yaml.safe_load(path.read_text())
+        fields["strategy"], fields["launch"] = strategy, {"devices": 2}
+        path.write_text(yaml.safe_dump(fields))
+        parts.append(Part(file=str(path)))
+    for run in finished(parts):
+        assert run.steps("loss") == pytest.approx(alone.steps("loss"), abs=1e-5), run.folder
+        found = load_file(run.folder / "model" / "model.safetensors")
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-4, msg=name)
+        assert changed(run, model) == changed(alone, model)
+
+
+def test_a_run_goes_on_and_another_choice_is_another_run(tmp_path: Path) -> None:
+    path = file(tmp_path / "run", None, {"trainable": [SECOND]}, checkpoint={"every": 2})
+    whole = trained_here(path)
+    fields = yaml.safe_load(path.read_text())
+    step = whole.folder / "checkpoints" / "step-00000002"
+    fields["name"], fields["checkpoint"] = "on", {"resume": str(step)}
+    path.write_text(yaml.safe_dump(fields))
+    assert trained_here(path).steps("loss") == whole.steps("loss")[2:]
+    fields["train"]["trainable"], fields["name"] = [r".*mlp.*"], "other"
+    path.write_text(yaml.safe_dump(fields))
+    with pytest.raises(AnygaugeError, match=r"train\.trainable"):
+        trained_here(path)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"trainable": ["model.layer.1.*"]},
+            r"trainable\[0\].*matches no parameter.*model\.layers",
+        ),
+        ({"frozen": ["lm_head"]}, r"frozen\[0\].*matches no parameter.*lm_head\.weight"),
+        ({"frozen": [".*"]}, "leave nothing to train"),
+        ({"trainable": ["("]}, r"train\.trainable\[0\]"),
+    ],
+)
+def test_expressions_that_choose_nothing(train: Any, message: str) -> None:
+    freezing = Freezing.of(TrainSection(**train))
+    assert freezing is not None
+    factory = CausalModelFactory(
+        ModelSection(config=TINY, tokenizer="none"),
+        None,
+        dtype=torch.float32,
+        seed=0,
+        gradient_checkpointing=False,
+        freezing=freezing,
+    )
+    with pytest.raises(ModelError, match=message):
+        factory.adapt(factory.skeleton())
+
+
+def test_refused_before_ranks_start(tmp_path: Path) -> None:
+    path = file(tmp_path / "run", None, {"frozen": ["lm_head"]})
+    with pytest.raises(ModelError, match="matches no parameter"):
+        command(["train", str(path)])
+    assert not (tmp_path / "run" / "out").exists()
+
+
+def test_a_stage_without_trained_weights_has_an_optimizer() -> None:
+    optimizer = optimizer_factory(OptimizerSection())([], {})
+    optimizer.step()
+    assert not optimizer.state
+
+
+def test_an_adapter_has_no_say_in_it(tmp_path: Path) -> None:
+    path = file(tmp_path / "run", None, {"frozen": [SECOND]}, adapter={"r": 4})
+    with pytest.raises(RunFileError, match=r"train\.frozen"):
+        load_run_file(path)
