@@ -39,6 +39,11 @@ def merge(
         f"difference of logits, by their norm: {report.rounding:.1e} to base with adapter "
         f"({report.from_adapter:.1e} before rounding), {report.from_base:.1e} to the base alone"
     )
+    if report.from_codes is not None:
+        print(
+            f"merged into the dequantised weights of a base that was quantised: "
+            f"{report.quantised}; {report.from_codes:.1e} to the adapter on that base"
+        )
     if report.untied:
         print("input and output embedding, one tensor in the base, are now two")
     if report.trained_on is not None:

@@ -9,6 +9,27 @@ from pydantic import Field, model_validator
 from anygauge.config.section import Positive, PositiveNumber, Section
 
 
+class QuantiseSection(Section):
+    """How the base's linear layers are quantised; they stay frozen, beside an adapter."""
+
+    type: Literal["nf4", "int8"] = Field(
+        description="Codes: 4 bits (nf4) or 8 (int8), by bitsandbytes."
+    )
+    double_quantisation: bool = Field(
+        False, description="nf4 alone: scales of blocks are quantised as well."
+    )
+    compute_dtype: Literal["param_dtype", "float32", "bfloat16", "float16"] = Field(
+        "param_dtype", description="nf4 alone: type of the products with dequantised weights."
+    )
+
+    @model_validator(mode="after")
+    def _fits_type(self) -> QuantiseSection:
+        given = self.double_quantisation or self.compute_dtype != "param_dtype"
+        if self.type == "int8" and given:
+            raise ValueError("'double_quantisation' and 'compute_dtype' are for type nf4 alone")
+        return self
+
+
 class ModelSection(Section):
     """Which model to train. Give `name`, or `config` for random weights."""
 
@@ -35,6 +56,9 @@ class ModelSection(Section):
         description="What rows of new tokens begin with: the mean of the rows before, or drawn "
         "from the seed with their mean and covariance.",
     )
+    quantise: Literal["nf4", "int8"] | QuantiseSection | None = Field(
+        None, description="Quantise linear layers while they are read: a type, or a section."
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:
@@ -44,6 +68,8 @@ class ModelSection(Section):
             raise ValueError("'config' needs a 'model_type', such as llama")
         if self.config is not None and self.tokenizer is None:
             raise ValueError("a model made from 'config' needs a 'tokenizer' as well")
+        if self.config is not None and self.quantise is not None:
+            raise ValueError("'quantise' needs existing weights: give 'name' in place of 'config'")
         return self
 
 

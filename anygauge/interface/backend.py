@@ -224,6 +224,8 @@ CAPABILITIES: Mapping[str, str] = {
     "bfloat16": "compute in bfloat16; `auto` chooses it where it is full",
     "float16": "compute in float16, with loss scaling; `auto` chooses it where it alone is full",
     "collectives": "more than one process",
+    "quantised_base": "products with weights of 4 bits (nf4) by bitsandbytes",
+    "quantised_base_int8": "products with weights of 8 bits by bitsandbytes",
 }
 """Names of the capabilities that the core asks about, and what each means.
 

@@ -522,6 +522,7 @@ class StrategyRun:
         activations: what decoder layers keep for backward.
         router_aux_loss: a mixture's routers have a loss of their own, made of a whole micro-batch.
         ranks_run_here: the packages of this machine are those that ranks will have.
+        quantised: frozen linear layers hold codes, which cannot be cut like weights.
     """
 
     options: Any
@@ -533,6 +534,7 @@ class StrategyRun:
     precision: Precision | None = None
     router_aux_loss: bool = False
     ranks_run_here: bool = True
+    quantised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

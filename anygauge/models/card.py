@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
+from anygauge.models.quantisation import in_words, quantisation
 from anygauge.util.files import write_text
 
 FILE = "README.md"
@@ -174,6 +175,9 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
         + (", packed" if run.data.packing else "")
         + f"; loss on: {run.data.loss_on}",
     }
+    quantised = quantisation(run.model)
+    if quantised is not None:
+        found["base"] = f"quantised: {in_words(quantised)}"
     if run.adapter is not None:
         found |= _adapter_settings(run.adapter)
     optimizer = train.optimizer.model_dump(exclude_none=True)

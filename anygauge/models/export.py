@@ -22,6 +22,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.adapter import ADAPTER_NAME
 from anygauge.models.factory import dtype_name
+from anygauge.models.quantisation import quantisation, write_record
 from anygauge.models.start import CONFIG_FILE, WEIGHTS_FILE
 from anygauge.models.verify import UNVERIFIED, VerificationError
 from anygauge.util.files import usual_mode
@@ -111,14 +112,17 @@ def save_adapter(
     shapes: Mapping[str, tuple[int, ...]],
     base: ModelSection,
     tokenizer: Any = None,
+    dtype: str = "float32",
 ) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``; read the latter back.
 
     Args:
         trained: parameter name -> whole float32 tensor.
         shapes: the whole shape of each trained parameter.
-        base: what the adapter was trained on; its name is stored, for loading by peft alone.
+        base: what the adapter was trained on; its name is stored, for loading by peft alone, and
+            in a file of ours how it was quantised.
         tokenizer: goes along where the base's lacks tokens that the adapter knows.
+        dtype: of the base's weights in training.
 
     Raises:
         ModelError: there is nothing to write, or what was read back is not what was written.
@@ -148,6 +152,9 @@ def save_adapter(
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     if tokenizer is not None and (base.new_tokens or base.new_special_tokens):
         tokenizer.save_pretrained(folder)
+    asked = quantisation(base)
+    if asked is not None:
+        write_record(folder, asked, dtype)
 
 
 def save_model(

@@ -17,11 +17,13 @@ from anygauge.interface import Activations, ModelError, UnsupportedError
 from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.install import ModelKernels, install
 from anygauge.models.adapter import add_adapter, external_parameters
-from anygauge.models.conversion import Weights, in_published_form, stored_buffers
+from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
 from anygauge.models.files import WeightFiles, check_shape
 from anygauge.models.formats import dequantiser
 from anygauge.models.freezing import Freezing
 from anygauge.models.on_demand import OnDemand
+from anygauge.models.quantisation import quantisation
+from anygauge.models.quantised import QuantisedLinear, quantise_layers, quantised_layers
 from anygauge.models.recompute import recompute
 from anygauge.models.routers import add_router_loss
 from anygauge.models.source import load_config, local_folder
@@ -58,7 +60,7 @@ class CausalModelFactory:
         self.section = section
         self.adapter = adapter
         self.config = load_config(section)
-        self._quantizer = dequantiser(self.config)
+        self._quantizer = dequantiser(self.config, quantise=section.quantise is not None)
         self._stored_config = copy.deepcopy(self.config)
         self.new_tokens: NewTokens | None = None
         if section.new_tokens or section.new_special_tokens:
@@ -86,7 +88,11 @@ class CausalModelFactory:
 
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`; buffers are float32, as the architecture computes them."""
-        return self._built(self.config)
+        model = self._built(self.config)
+        asked = quantisation(self.section)
+        if asked is not None:
+            quantise_layers(model, asked, self._dtype)
+        return model
 
     def _built(self, config: Any) -> nn.Module:
         from accelerate import init_empty_weights
@@ -155,15 +161,22 @@ class CausalModelFactory:
             return drawn if part is None else parts_of(drawn, prefix, part)
         weights = self.weights()
         found = {}
+        layers = quantised_layers(module)
         for full, value in weights.values(prefix + name for name in names).items():
             name = full.removeprefix(prefix)
             expected = tuple(module.get_parameter(name).shape)
             if self.new_tokens is not None:
                 value = self.new_tokens.enlarged(model, full, value)
-            check_shape(weights.folder, full, value.shape, expected)
+            plain = layers[name].plain_shape if name in layers else expected
+            check_shape(weights.folder, full, value.shape, plain)
             wanted = (...,) if part is None else part(full, expected)
+            read = value.read
+            if name in layers:
+                read = functools.partial(encoded, layers[name], value)
+                if wanted is None:
+                    layers[name].encode(value.read((...,)))  # this rank needs its scales
             if wanted is not None:
-                found[name] = functools.partial(value.read, wanted)
+                found[name] = functools.partial(read, wanted)
         return OnDemand(found)
 
     def _drawn(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
@@ -292,6 +305,11 @@ def _with_zeros(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
                 zero = zeros.setdefault(id(meta), nn.Parameter(flat, meta.requires_grad))
                 module._parameters[key] = zero
     return metas
+
+
+def encoded(layer: QuantisedLinear, value: Value, part: tuple[Any, ...]) -> Tensor:
+    """A part of a layer's codes, made of its weight; what belongs to them becomes the layer's."""
+    return layer.encode(value.read((...,)))[part].clone()
 
 
 def _joined(path: str, name: str) -> str:

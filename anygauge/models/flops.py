@@ -46,7 +46,8 @@ def step_flops(
         if weight is None or id(weight) in seen:
             continue
         seen.add(id(weight))
-        per_token += math.prod(shape_of(weight)) * (6 if weight.requires_grad else 4)
+        shape = getattr(module, "plain_shape", None) or shape_of(weight)
+        per_token += math.prod(shape) * (6 if weight.requires_grad else 4)
     layers = setting(config, "num_hidden_layers") or 0
     heads = setting(config, "num_attention_heads") or 0
     size = setting(config, "head_dim") or (

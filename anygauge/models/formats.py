@@ -22,8 +22,11 @@ SERVED = ("mxfp4", "fp8", "mxfp8")
 """Formats that transformers' operations turn into plain numbers on any host."""
 
 
-def refuse_format(config: Any) -> None:
+def refuse_format(config: Any, *, quantise: bool = False) -> None:
     """Refuse weights in a format that is not read here. Imports no torch.
+
+    Args:
+        quantise: they are to be quantised while they are read.
 
     Raises:
         UnsupportedError: names the format, and what to do.
@@ -31,7 +34,17 @@ def refuse_format(config: Any) -> None:
     format_ = described(config)
     if format_ is None:
         return
-    method = str(format_.get("quant_method"))
+    marks = ("load_in_4bit", "load_in_8bit")
+    method = str(format_.get("quant_method") or next(filter(format_.get, marks), "unknown"))
+    stored = (
+        f"model.name: its weights are stored in the format {method!r} (quantization_config in its "
+        "config.json)"
+    )
+    if method in SERVED and quantise:
+        raise UnsupportedError(
+            f"model.quantise: {stored}, and are made plain while they are read, not quantised "
+            "again. Leave model.quantise out, or give the model in 16 bits"
+        )
     old = Version(metadata.version("transformers")) < Version("5")
     if method in SERVED and not old:
         return
@@ -39,14 +52,16 @@ def refuse_format(config: Any) -> None:
     if old:
         served += f", by transformers 5 and newer; {metadata.version('transformers')} is installed"
     raise UnsupportedError(
-        f"model: its weights are stored in the format {method!r} (quantization_config in its "
-        f"config.json); {served}. Give the model that they were made from, which its model card "
-        "names"
+        f"{stored}; {served}. Give the model that they were made from, which its model card "
+        "names; for a base of few bits set model.quantise: nf4 or int8 with it"
     )
 
 
-def plain_weights(config: Any) -> dict[str, Any]:
+def plain_weights(config: Any, *, quantise: bool = False) -> dict[str, Any]:
     """What transformers' ``from_pretrained`` is to be told, so that the weights become plain.
+
+    Args:
+        quantise: see `refuse_format`.
 
     Raises:
         UnsupportedError: the format is not read here.
@@ -54,7 +69,7 @@ def plain_weights(config: Any) -> dict[str, Any]:
     format_ = described(config)
     if format_ is None:
         return {}
-    refuse_format(config)
+    refuse_format(config, quantise=quantise)
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     chosen = AutoQuantizationConfig.from_dict(format_)
@@ -62,15 +77,18 @@ def plain_weights(config: Any) -> dict[str, Any]:
     return {"quantization_config": chosen}
 
 
-def dequantiser(config: Any) -> Any:
+def dequantiser(config: Any, *, quantise: bool = False) -> Any:
     """transformers' own reader of a format, set to give plain numbers; None for plain weights.
 
     Takes the format out of the configuration: what is trained and saved is plain.
 
+    Args:
+        quantise: see `refuse_format`.
+
     Raises:
         UnsupportedError: the format is not read here.
     """
-    told = plain_weights(config)
+    told = plain_weights(config, quantise=quantise)
     if not told:
         return None
     from transformers.quantizers.auto import AutoHfQuantizer

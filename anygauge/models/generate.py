@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from anygauge.config.schema import ModelSection
-from anygauge.interface import ModelError
+from anygauge.config.section_model import QuantiseSection
+from anygauge.interface import HOST_DEVICE, ModelError
 from anygauge.models.adapter import load_adapter
 from anygauge.models.factory import dtype_name
 from anygauge.models.files import NOT_PLAIN, is_pickle_refused
 from anygauge.models.formats import plain_weights
+from anygauge.models.quantisation import quantisation, read_record
+from anygauge.models.quantised import dequantise, keep_scales, transformers_config
 from anygauge.models.source import load_config, local_folder
 from anygauge.models.start import refuse_no_adapter
 from anygauge.models.vocabulary import fit_adapter
@@ -26,8 +29,14 @@ def load_for_inference(
     device: torch.device,
     dtype: torch.dtype,
     attention: str,
+    dequantised: bool = False,
 ) -> Any:
     """The whole model on one device, in evaluation mode.
+
+    A base that the section, or what lies beside the adapter, says was quantised is quantised again.
+
+    Args:
+        dequantised: such a base has plain linear layers in `dtype`, with the values of its codes.
 
     Raises:
         ModelError: weights or adapter cannot be loaded.
@@ -39,13 +48,23 @@ def load_for_inference(
             "a model made from model.config has random weights, which are not kept; give the "
             "folder of a trained model"
         )
+    asked, quantised_from = quantisation_of(section, adapter, dtype)
+    plain = plain_weights(load_config(section), quantise=asked is not None)
+    codes: dict[str, Any] = {}
+    if asked is not None:
+        # Put where it belongs at once: a model of codes is not moved.
+        where = torch.device(HOST_DEVICE) if dequantised else device
+        codes = {
+            "quantization_config": transformers_config(asked, quantised_from),
+            "device_map": {"": where},
+        }
     try:
         model = AutoModelForCausalLM.from_pretrained(
             local_folder(section),
-            **{dtype_name(): dtype},
+            **{dtype_name(): quantised_from},
             attn_implementation=attention,
             trust_remote_code=section.trust_remote_code,
-            **plain_weights(load_config(section)),
+            **(codes or plain),
         )
     except Exception as error:
         if is_pickle_refused(error):
@@ -53,11 +72,43 @@ def load_for_inference(
         raise ModelError(
             f"no model could be loaded from {section.name!r}: {str(error).splitlines()[0]}"
         ) from error
+    if asked is not None:
+        keep_scales(model)
+    if dequantised and asked is not None:
+        model = dequantise(model).to(dtype)
     if adapter is not None:
         refuse_no_adapter(adapter)
         fit_adapter(model, adapter)
         model = load_adapter(model, adapter)
+    if asked is not None and not dequantised:
+        # peft reads an adapter onto the host.
+        for parameter in model.parameters():
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+        return model.eval()
     return model.to(device).eval()
+
+
+def quantisation_of(
+    section: ModelSection, adapter: Path | None, dtype: torch.dtype
+) -> tuple[QuantiseSection | None, torch.dtype]:
+    """How the base is to be quantised, and from which type: as the adapter's record says, if any.
+
+    Raises:
+        ModelError: the record cannot be read.
+    """
+    record = read_record(adapter)
+    if record is None:
+        return quantisation(section), dtype
+    return record[0], torch_type(record[1])
+
+
+def torch_type(name: str) -> torch.dtype:
+    """Raises: ModelError: there is no such type."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelError(f"the adapter's record names the type {name!r}, which torch does not have")
+    return dtype
 
 
 def generate(

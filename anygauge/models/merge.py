@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import HOST_DEVICE, ModelError
@@ -16,8 +16,10 @@ from anygauge.models import card
 from anygauge.models.conversion import in_published_form
 from anygauge.models.export import completed, save_model
 from anygauge.models.files import WeightFiles
-from anygauge.models.generate import load_for_inference
+from anygauge.models.generate import load_for_inference, quantisation_of
+from anygauge.models.quantisation import in_words
 from anygauge.models.source import local_folder
+from anygauge.models.verify import TOLERANCE as VERIFIED
 from anygauge.models.verify import probe_tokens, relative_difference
 from anygauge.util.files import write_text
 
@@ -35,6 +37,10 @@ class MergeReport:
         from_base: the merged model as it is stored from the base.
         untied: whether input and output embedding, one tensor before, are now two.
         trained_on: the base that the adapter names, where that is another than the one given.
+        quantised: how the base was, whose dequantised weights the adapter was merged into; empty:
+            it was not.
+        from_codes: the merged model in float32 from the adapter on the quantised base, as it was
+            trained; None where the base was not quantised.
     """
 
     from_adapter: float
@@ -42,6 +48,8 @@ class MergeReport:
     from_base: float
     untied: bool
     trained_on: str | None
+    quantised: str = ""
+    from_codes: float | None = None
 
 
 def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) -> MergeReport:
@@ -53,16 +61,19 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
         ModelError: the merged model differs from base with adapter, or equals the base, in
             float32 or once rounded to the base's type; nothing is written then.
     """
+    stored = stored_dtype(section)
+    asked, quantised_from = quantisation_of(section, adapter, stored)
+    as_trained = None if asked is None else _on_codes(section, adapter, quantised_from)
     model = load_for_inference(
         section,
         adapter=adapter,
         device=torch.device(HOST_DEVICE),
         dtype=torch.float32,
         attention="eager",
+        dequantised=True,
     )
     named = model.active_peft_config.base_model_name_or_path
     probe = probe_tokens(model.config.get_text_config().vocab_size)
-    stored = stored_dtype(section)
     with torch.no_grad():
         together = model(input_ids=probe, use_cache=False).logits
         with model.disable_adapter():
@@ -82,7 +93,10 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
         from_base=relative_difference(rounded, base),
         untied=untied,
         trained_on=named if named not in (None, section.name) else None,
+        quantised="" if asked is None else in_words(asked),
+        from_codes=None if as_trained is None else relative_difference(merged, as_trained),
     )
+    _check_codes(report, adapter, quantised_from)
     _check(report, relative_difference(merged, base), adapter, stored)
     with completed(output) as part:
         save_model(
@@ -103,8 +117,39 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
             f"merged, in {_said(stored)}, from base with adapter": f"{report.rounding:.1e}",
             f"merged, in {_said(stored)}, from the base": f"{report.from_base:.1e}",
         }
+        if report.from_codes is not None:
+            checks[f"merged, from the adapter on codes ({report.quantised})"] = (
+                f"{report.from_codes:.1e}"
+            )
         write_text(part / card.FILE, card.merged_card(output.name, section, adapter, checks))
     return report
+
+
+def _on_codes(section: ModelSection, adapter: Path, dtype: torch.dtype) -> Tensor:
+    """Logits of the probe as the adapter was trained: (1, 16, V), on the base of codes."""
+    host = torch.device(HOST_DEVICE)
+    model = load_for_inference(
+        section, adapter=adapter, device=host, dtype=dtype, attention="eager"
+    )
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=probe_tokens(model.config.vocab_size)).logits
+    return logits
+
+
+CODES_TOLERANCE = 5e-2
+"""bitsandbytes' int8 rounds inputs to 8 bits as well, where the merged model has them whole."""
+
+
+def _check_codes(report: MergeReport, adapter: Path, dtype: torch.dtype) -> None:
+    if report.from_codes is None:
+        return
+    allowed = VERIFIED[dtype] if report.quantised.startswith("nf4") else CODES_TOLERANCE
+    if not report.from_codes <= allowed:
+        raise ModelError(
+            f"merging {adapter} into the dequantised base ({report.quantised}) went wrong: logits "
+            f"differ by {report.from_codes:.1e} of their norm from the adapter on the quantised "
+            f"base, more than {allowed:.0e}; nothing was written"
+        )
 
 
 def _check(report: MergeReport, effect: float, adapter: Path, stored: torch.dtype) -> None:

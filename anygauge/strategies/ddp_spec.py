@@ -15,6 +15,7 @@ from anygauge.interface import (
 )
 from anygauge.strategies.degrees import (
     check_adapter,
+    check_codes,
     check_divides,
     check_micro_batches,
     check_model,
@@ -41,6 +42,7 @@ def check(run: StrategyRun) -> None:
             check_adapter(run, f"strategy.{name}")
     check_routers(run)
     check_micro_batches(run)
+    check_codes(run)
 
 
 def takes_clip_kernel(options: Any) -> Support:

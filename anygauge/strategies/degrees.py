@@ -162,6 +162,15 @@ def check_adapter(run: StrategyRun, because: str) -> None:
         )
 
 
+def check_codes(run: StrategyRun) -> None:
+    """Raises: UnsupportedError: a quantised layer would be cut between its codes' blocks."""
+    if run.quantised and run.options.tp > 1:
+        raise UnsupportedError(
+            "model.quantise: strategy.tp cuts weights by rows and columns, but codes come in "
+            "blocks that share a scale. Leave strategy.tp out, or model.quantise"
+        )
+
+
 def stages_per_rank(options: Any) -> int:
     """How many stages of a pipeline each rank has."""
     return 2 if options.schedule in ("interleaved", "zero_bubble") else 1

@@ -16,6 +16,7 @@ from anygauge.interface import (
 )
 from anygauge.strategies.degrees import (
     check_adapter,
+    check_codes,
     check_divides,
     check_model,
     check_optimizer,
@@ -69,6 +70,7 @@ def check(run: StrategyRun) -> None:
     check_optimizer(run, "strategy fsdp")
     check_adapter(run, "strategy fsdp")
     check_routers(run)
+    check_codes(run)
 
 
 FSDP = StrategySpec(

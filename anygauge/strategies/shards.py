@@ -124,7 +124,8 @@ def fill(
     _make_real(model, storage or device, foreign)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            if not buffer.is_meta:  # what comes with values is brought with them
+                module._buffers[name] = buffer.to(device)
     at = dict(model.named_parameters(remove_duplicate=False))
     adapted = {inner: name for name, inner in names.items()}
 
@@ -150,7 +151,24 @@ def fill(
                 parameter = at[adapted[f"{path}.{name}" if path else name]]
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.copy_(value)
+            _take_buffers(unit, path, model, adapted, device)
             _leave_meta(unit, owners)
+
+
+def _take_buffers(
+    unit: nn.Module, path: str, model: nn.Module, adapted: Mapping[str, str], device: torch.device
+) -> None:
+    """Bring buffers that came with a unit's values to the model, and let go of them."""
+    for inner, module in unit.named_modules():
+        found = {name: b for name, b in module.named_buffers(recurse=False) if not b.is_meta}
+        own = next((name for name, _ in module.named_parameters(recurse=False)), None)
+        if not found or own is None:
+            continue
+        name = ".".join(filter(None, (path, inner, own)))
+        owner = model.get_submodule(adapted[name].rpartition(".")[0])
+        for key, buffer in found.items():
+            owner._buffers[key] = buffer.to(device)
+            module._buffers[key] = torch.empty_like(buffer, device="meta")
 
 
 def _make_real(model: nn.Module, place: torch.device, foreign: Container[int]) -> None:

@@ -47,6 +47,7 @@ from anygauge.strategies.zero_runtime import (
     import_deepspeed,
     one_partition_group,
     refuse_unserved_type,
+    share_buffers,
     synchronise_before_release,
 )
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
@@ -203,7 +204,10 @@ class Zero:
             )
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
+        device = context.backend.placement.device
+
         def shard(unit: nn.Module) -> None:
+            share_buffers(unit, device)
             deepspeed.zero.Init(module=unit, config_dict_or_path=config)
 
         sharded = self.options.stage == 3
@@ -211,7 +215,7 @@ class Zero:
         materialise(
             model,
             factory,
-            device=context.backend.placement.device,
+            device=device,
             dtype=torch_dtype(context.precision.param_dtype),
             read=not sharded or context.rank == 0,
             place=shard if sharded else None,

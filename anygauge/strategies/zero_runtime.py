@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
@@ -185,6 +186,15 @@ def _differentiable_input_first(
 
 def _differentiable(value: Any) -> bool:
     return torch.is_tensor(value) and value.requires_grad
+
+
+def share_buffers(unit: nn.Module, device: torch.device) -> None:
+    """Give all ranks the buffers that rank 0 read with a unit's values."""
+    for module in unit.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            here = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            dist.broadcast(here, 0)
+            module._buffers[name] = here
 
 
 def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], None]:

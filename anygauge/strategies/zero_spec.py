@@ -77,6 +77,11 @@ def check(run: StrategyRun) -> None:
             "reentrant form of recomputation, within which the routers' loss has no gradient. Set "
             "train.gradient_checkpointing: false, or use strategy.name: fsdp"
         )
+    if run.quantised and options.stage == 3 and run.ranks_run_here and not offloads_gradients():
+        raise UnsupportedError(
+            f"model.quantise: stage 3 of DeepSpeed {metadata.version(ENGINE)} gathers weights of "
+            "one type alone, and codes are bytes. Use strategy.stage: 2, or strategy.name: fsdp"
+        )
     if run.optimizer == "adafactor" and options.stage > 0:
         raise RunFileError(
             "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "

@@ -120,7 +120,7 @@ def check_run(
     quiet_libraries()
     if here:
         config = load_config(run.model)
-        refuse_format(config)
+        refuse_format(config, quantise=run.model.quantise is not None)
         check_positions(config, run.data.max_length)
         Registry.load().find_strategy(run.strategy.name).spec.check_model(run.strategy, config)
     tokenizer = _tokenizer(run.model, question.has_files, found)

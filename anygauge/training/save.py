@@ -68,6 +68,7 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
                 shapes=shapes,
                 base=run.model,
                 tokenizer=prepared.tokenizer,
+                dtype=prepared.precision.param_dtype,
             )
         with proving(folder.name):
             verified = _verified(prepared, logits, part, folder.name)

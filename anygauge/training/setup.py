@@ -45,6 +45,8 @@ from anygauge.models.flops import step_flops
 from anygauge.models.freezing import Freezing
 from anygauge.models.inputs import PLAIN, model_inputs, padded, positions, shift_labels
 from anygauge.models.masks import MaskPlan, plan_masks
+from anygauge.models.quantisation import in_words, quantisation
+from anygauge.models.quantised import quantised_layers
 from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described as described_tokens
@@ -257,6 +259,7 @@ def prepare_run(
     for change in changes:
         rank.say(f"changed since: {change}")
     announced = strategy.description
+    quantised = quantisation(run.model)
     engine = strategy.build(
         BuildContext(
             factory=factory if start is None else ResumedFactory(factory, start),
@@ -279,6 +282,7 @@ def prepare_run(
     rank.say(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
         f"{trained:,} trained ({trained / total:.2%}); {precision.param_dtype} ({precision.why})"
+        + ("" if quantised is None else f"; linear layers {in_words(quantised)}")
     )
     rank.say(f"kernels: {plan.describe()}")
     peak = backend.placement.peak_flops(precision.param_dtype)
@@ -350,6 +354,7 @@ def prepare_run(
             shapes=trained_shapes(engine),
             base=run.model,
             tokenizer=tokenizer,
+            dtype=precision.param_dtype,
         ),
         say=rank.say,
         writing=lambda step: rank.progress.unlike_others(
@@ -389,6 +394,7 @@ def prepare_run(
         choices={
             **plan.record(),
             "strategy": strategy.description,
+            **({} if quantised is None else {"quantised_base": in_words(quantised)}),
             "precision": dataclasses.asdict(precision),
         },
     )
@@ -415,5 +421,9 @@ def trained_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 def parameter_counts(engine: Engine) -> tuple[int, int]:
     """(Total, trained) parameters, unsharded."""
-    total = sum(math.prod(engine.parameter_shape(p)) for p in engine.model.parameters())
+    total: int = sum(math.prod(engine.parameter_shape(p)) for p in engine.model.parameters())
+    for layer in quantised_layers(engine.model).values():
+        # A byte of codes may stand for several numbers.
+        codes: Any = layer.weight
+        total += math.prod(layer.plain_shape) - math.prod(engine.parameter_shape(codes))
     return total, sum(map(math.prod, trained_shapes(engine).values()))

@@ -19,6 +19,7 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.registry import Registry
+from anygauge.training.quantised import check_quantised
 
 _STATE_BYTES = {
     "adamw": 8.0,
@@ -105,11 +106,13 @@ def check_strategy(
             precision=precision,
             router_aux_loss=run.train.router_aux_loss_coef > 0,
             ranks_run_here=ranks_run_here,
+            quantised=run.model.quantise is not None,
         )
     )
     check_new_rows(run)
     check_backend(spec, backend)
     check_offloading(run, backend)
+    check_quantised(run, backend, ranks_run_here=ranks_run_here)
 
 
 def check_new_rows(run: RunFile) -> None:

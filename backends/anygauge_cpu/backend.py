@@ -70,6 +70,9 @@ class CpuBackend(Backend):
             "with a narrower range",
         ),
         "collectives": FULL,
+        # Source: bitsandbytes 0.50, backends/cpu/ops.py and backends/default/ops.py.
+        "quantised_base": FULL,
+        "quantised_base_int8": FULL,
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

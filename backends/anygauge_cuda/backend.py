@@ -79,6 +79,9 @@ class CudaBackend(Backend):
         "bfloat16": Support(Level.DEPENDS, "cards of compute capability 8.0 or newer have it"),
         "float16": Support(Level.DEPENDS, "cards of compute capability 7.0 or newer have it"),
         "collectives": FULL,
+        # Source: bitsandbytes 0.50, backends/cuda/ops.py; its wheel has a library for each CUDA.
+        "quantised_base": FULL,
+        "quantised_base_int8": FULL,
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

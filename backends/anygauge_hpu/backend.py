@@ -78,6 +78,16 @@ class HpuBackend(Backend):
             "not on cards of the first generation; optimum-habana trains in bfloat16 alone",
         ),
         "collectives": FULL,
+        # Source: bitsandbytes 0.50, backends/hpu/ops.py: its one kernel there decodes nf4.
+        "quantised_base": Support(
+            Level.PARTIAL,
+            "bitsandbytes 0.50 decodes nf4 there, and multiplies in the compute type; not tried on "
+            "a card",
+        ),
+        "quantised_base_int8": Support(
+            Level.UNSUPPORTED_BY_VERSION,
+            "bitsandbytes 0.50 has kernels for nf4 alone on these cards; use nf4",
+        ),
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from anygauge.config.precision import AUTO_ORDER
 from anygauge.interface import CAPABILITIES
 from anygauge.registry import Registry
+from anygauge.training.quantised import CAPABILITY as OF_QUANTISED
 
 
 def test_each_is_asked_for_and_no_other() -> None:
     strategies = (provided.spec for provided in Registry.load().strategies)
     of_strategies = {need.capability for spec in strategies for need in spec.needs}
     of_precision = set(AUTO_ORDER) - {"float32"}
-    assert of_strategies | of_precision == set(CAPABILITIES)
+    assert of_strategies | of_precision | set(OF_QUANTISED.values()) == set(CAPABILITIES)
 
 
 def test_no_strategy_is_one() -> None:

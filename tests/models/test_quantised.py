@@ -1,0 +1,273 @@
+"""A quantised base: its codes, what is saved beside an adapter, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.section_model import QuantiseSection
+from anygauge.models.factory import CausalModelFactory
+from anygauge.models.generate import load_for_inference
+from anygauge.models.merge import merge
+from anygauge.models.quantisation import RECORD_FILE
+from anygauge.models.quantised import (
+    QuantisedLinear,
+    keep_scales,
+    quantised_layers,
+    transformers_config,
+)
+from anygauge.models.tokenizer import load_tokenizer
+from anygauge.models.verify import probe_tokens
+from anygauge.strategies.materialise import materialise
+from tests.helpers.runs import TINY, Run, anygauge, run_file, trained_here
+
+HOST = torch.device("cpu")
+SECTIONS = [
+    QuantiseSection(type="nf4"),
+    QuantiseSection(type="nf4", double_quantisation=True),
+    QuantiseSection(type="int8"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Llama in bfloat16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    fields = dict(TINY)
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields)
+    )
+    folder = tmp_path_factory.mktemp("model")
+    made.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def upstream(model: Path, section: QuantiseSection, dtype: torch.dtype) -> Any:
+    """As a user of transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model,
+        dtype=dtype,
+        quantization_config=transformers_config(section, dtype),
+        device_map={"": "cpu"},
+        attn_implementation="eager",
+    )
+    keep_scales(loaded)
+    return loaded.eval()
+
+
+def ours(model: Path, section: QuantiseSection, dtype: torch.dtype) -> Any:
+    factory = CausalModelFactory(
+        ModelSection(name=str(model), quantise=section),
+        AdapterSection(),
+        dtype=dtype,
+        seed=0,
+        gradient_checkpointing=False,
+    )
+    made = factory.skeleton()
+    materialise(made, factory, device=HOST, dtype=dtype)
+    return made.eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("section", SECTIONS, ids=["nf4", "double", "int8"])
+def test_codes_and_logits_are_those_of_transformers(
+    model: Path, section: QuantiseSection, dtype: torch.dtype
+) -> None:
+    theirs, mine = upstream(model, section, dtype), ours(model, section, dtype)
+    layers = quantised_layers(mine)
+    assert len(layers) == 2 * 7
+    for name, parameter in theirs.named_parameters():
+        value = mine.get_parameter(name)
+        assert (name in layers) == (not parameter.is_floating_point()), name
+        assert torch.equal(value, parameter), name
+    probe = probe_tokens(512)
+    with torch.no_grad():
+        found, expected = (m(input_ids=probe).logits for m in (mine, theirs))
+    assert torch.allclose(found.float(), expected.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_compute_type_is_that_of_products(model: Path) -> None:
+    section = QuantiseSection(type="nf4", compute_dtype="float32")
+    probe = probe_tokens(512)
+    with torch.no_grad():
+        found, plain, expected = (
+            m(input_ids=probe).logits
+            for m in (
+                ours(model, section, torch.bfloat16),
+                ours(model, SECTIONS[0], torch.bfloat16),
+                upstream(model, section, torch.bfloat16),
+            )
+        )
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, plain)
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """LoRA on nf4 with double quantisation, in float32."""
+    folder = tmp_path_factory.mktemp("run")
+    section = {"type": "nf4", "double_quantisation": True}
+    path = run_file(folder, model=fields(folder, model, section), train=STRONG, strategy=SINGLE)
+    return trained_here(path)
+
+
+SINGLE = {"name": "single"}
+STRONG = {"optimizer": {"lr": 3.0e-2}, "steps": 6}
+
+
+def fields(folder: Path, model: Path, quantise: Any) -> dict[str, Any]:
+    return {"name": str(model), "tokenizer": str(folder / "tokenizer"), "quantise": quantise}
+
+
+def section_of(run: Run, model: Path) -> ModelSection:
+    tokenizer = run.folder.parent.parent / "tokenizer"
+    return ModelSection(name=str(model), tokenizer=str(tokenizer), quantise=SECTIONS[1])
+
+
+def test_a_result_tells_of_its_base_and_was_verified_on_it(run: Run) -> None:
+    report = json.loads((run.folder / "report.json").read_text())
+    assert report["choices"]["quantised_base"] == "nf4, double quantisation, by bitsandbytes"
+    assert report["verified"]["reloaded"]
+    assert report["verified"]["logits"] < 1e-5 < report["verified"]["effect"]
+    record = json.loads((run.folder / "adapter" / RECORD_FILE).read_text())
+    assert record["type"] == "nf4" and record["double_quantisation"]
+    assert record["quantised_from"] == "float32"
+    assert "quantised: nf4, double" in (run.folder / "adapter" / "README.md").read_text()
+    assert run.steps("loss")[-1] < run.steps("loss")[0]
+
+
+def test_an_adapter_loads_in_plain_peft(run: Run, model: Path) -> None:
+    from peft import PeftModel
+
+    probe = probe_tokens(512)
+    plain = PeftModel.from_pretrained(
+        upstream(model, SECTIONS[1], torch.float32), str(run.folder / "adapter")
+    )
+    mine = load_for_inference(
+        ModelSection(name=str(model)),  # the record beside the adapter tells the rest
+        adapter=run.folder / "adapter",
+        device=HOST,
+        dtype=torch.float32,
+        attention="eager",
+    )
+    with torch.no_grad():
+        found, expected = (m(input_ids=probe).logits for m in (mine, plain))
+    assert torch.equal(found, expected)
+
+
+def test_merged_into_dequantised_weights(run: Run, model: Path, tmp_path: Path) -> None:
+    section = section_of(run, model)
+    report = merge(section, run.folder / "adapter", tmp_path / "merged", load_tokenizer(section))
+    assert report.quantised == "nf4, double quantisation, by bitsandbytes"
+    assert report.from_codes is not None and report.from_codes < 1e-5
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" not in config
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "from the adapter on codes (nf4, double quantisation" in card
+    # Without an adapter's share, what lies there is the codes' values, not the original's.
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    layer: Any = ours(model, SECTIONS[1], torch.float32).get_submodule(name)
+    factors = load_file(run.folder / "adapter" / "adapter_model.safetensors")
+    a, b = (factors[f"base_model.model.{name}.lora_{one}.weight"] for one in "AB")
+    expected = (layer.dequantize() + 32 / 4 * (b @ a)).to(torch.bfloat16)
+    assert torch.allclose(weights[f"{name}.weight"].float(), expected.float(), atol=1e-2)
+    assert isinstance(layer, QuantisedLinear)
+
+
+def test_a_merge_that_misses_the_codes_is_refused(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anygauge.interface import ModelError
+    from anygauge.models import merge as merging
+
+    monkeypatch.setattr(merging, "_on_codes", lambda *_: torch.ones(1, 16, 512))
+    section = section_of(run, model)
+    with pytest.raises(ModelError, match=r"dequantised base .* went wrong"):
+        merge(section, run.folder / "adapter", tmp_path / "merged", load_tokenizer(section))
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_run_of_int8_is_verified_and_answers(model: Path, tmp_path: Path) -> None:
+    found = trained_here(
+        run_file(tmp_path, model=fields(tmp_path, model, "int8"), train=STRONG, strategy=SINGLE)
+    )
+    report = json.loads((found.folder / "report.json").read_text())
+    assert report["verified"]["logits"] < 1e-4 < report["verified"]["effect"]
+    done = anygauge(["generate", found.folder, "--prompt", "x", "--max-new-tokens", "3"])
+    assert done.returncode == 0, done.stderr
+
+
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    ({"adapter": None}, "nf4", "codes cannot be trained.*Add the section adapter"),
+    ({"adapter": {"r": 4, "dora": True}}, "int8", "adapter.dora: peft cannot load"),
+    ({"strategy": {"name": "ddp", "tp": 2}}, "nf4", "strategy.tp cuts weights by rows"),
+    ({"strategy": {"name": "fsdp"}, "adapter": {"r": 4, "dora": True}}, "nf4", "adapter.dora"),
+    ({}, {"type": "int8", "double_quantisation": True}, "for type nf4 alone"),
+    ({}, "nf3", "nf4"),
+]
+
+
+@pytest.mark.parametrize(("changes", "quantise", "said"), REFUSED)
+def test_refused_before_ranks_start(
+    model: Path, tmp_path: Path, changes: dict[str, Any], quantise: Any, said: str
+) -> None:
+    from anygauge.cli.plan import read_intent
+    from anygauge.interface import AnygaugeError
+
+    path = run_file(tmp_path, model=fields(tmp_path, model, quantise), **changes)
+    with pytest.raises(AnygaugeError, match=said):
+        read_intent(path, [], {"launch.devices": 2}, need_device=True)
+
+
+def test_a_device_without_it_says_why(model: Path, tmp_path: Path) -> None:
+    from anygauge.config import load_run_file
+    from anygauge.interface import UnsupportedError
+    from anygauge.registry import Registry
+    from anygauge.training.quantised import check_quantised
+
+    backend = Registry.load().create_backend("hpu")
+    run = load_run_file(run_file(tmp_path, model=fields(tmp_path, model, "int8"))).run
+    with pytest.raises(UnsupportedError, match=r"lacks 'quantised_base_int8'.*for nf4 alone"):
+        check_quantised(run, backend, ranks_run_here=True)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq"])
+def test_a_folder_of_codes_is_refused(method: str) -> None:
+    from anygauge.interface import UnsupportedError
+    from anygauge.models.formats import refuse_format
+
+    config = SimpleNamespace(quantization_config={"quant_method": method})
+    with pytest.raises(UnsupportedError, match=rf"format '{method}'.*set model.quantise"):
+        refuse_format(config)
+
+
+def test_a_format_that_becomes_plain_numbers_is_not_quantised_again() -> None:
+    from anygauge.interface import UnsupportedError
+    from anygauge.models.formats import refuse_format
+
+    config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnsupportedError, match=r"model.quantise: .*'fp8'.*Leave model.quantise"):
+        refuse_format(config, quantise=True)
+
+
+def test_fused_experts_are_refused() -> None:
+    from anygauge.interface import UnsupportedError
+    from anygauge.models.quantised import _refuse_other_layers
+
+    fused = torch.nn.Module()
+    fused.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 3, 4))
+    with pytest.raises(UnsupportedError, match=r"gate_up_proj.*experts as one tensor"):
+        _refuse_other_layers(fused, 4)
