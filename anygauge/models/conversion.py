@@ -307,6 +307,7 @@ class Rules:
     renamings: Sequence[Any]
     converters: Mapping[str, Any]
     prefix: str
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Any, quantizer: Any = None) -> Rules:
@@ -316,7 +317,7 @@ class Rules:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter, WeightRenaming
         except ImportError:  # before transformers 5
-            return cls((), {}, prefix)
+            return cls((), {}, prefix, names=_former_names(model))
         all_rules = get_model_conversion_mapping(model, hf_quantizer=quantizer)
         return cls(
             [rule for rule in all_rules if isinstance(rule, WeightRenaming)],
@@ -336,7 +337,8 @@ class Rules:
     def place(self, tensor: str, places: Mapping[str, str]) -> tuple[str, str | None]:
         """The name that a tensor has in the model, and the pattern of a conversion it goes into."""
         if not self.renamings and not self.converters:
-            return self._with_prefix(tensor, places), None
+            name = self._with_prefix(_renamed(tensor, self.names), places)
+            return (name if name in places else self._with_prefix(tensor, places)), None
         from transformers.core_model_loading import rename_source_key
 
         converters = list(dict.fromkeys(self.converters.values()))
@@ -391,7 +393,11 @@ def in_published_form(
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import rename_source_key, revert_weight_conversion
     except ImportError:  # before transformers 5
-        return state
+        back = {
+            into: re.sub(r"\(.*\)", "", pattern.lstrip("^"))
+            for pattern, into in _former_names(model).items()
+        }
+        return {_renamed(name, back): tensor for name, tensor in state.items()}
     if files is not None:
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if not hasattr(rule, "operations")]
@@ -400,6 +406,20 @@ def in_published_form(
             rename_source_key(name, renamings, converters)  # the rules note that they were used
         model._weight_conversions = [rule for rule in rules if rule.was_used()]
     return {name: _own(t) for name, t in revert_weight_conversion(model, state).items()}
+
+
+def _former_names(model: Any) -> Mapping[str, str]:
+    """Pattern -> what takes its place in names of files, as transformers has it before 5."""
+    return getattr(model, "_checkpoint_conversion_mapping", None) or {}
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """By the first pattern that matches, as transformers does it."""
+    for pattern, into in names.items():
+        other, count = re.subn(pattern, into, name)
+        if count:
+            return other
+    return name
 
 
 def _own(tensor: Tensor) -> Tensor:
