@@ -84,7 +84,7 @@ class AdapterGroup(Section):
 
 
 _DECIDED_BY_START = frozenset(
-    {"r", "alpha", "rslora", "dora", "targets", "groups", "target_parameters"}
+    {"r", "alpha", "rslora", "dora", "targets", "groups", "target_parameters", "init"}
 )
 
 
@@ -124,6 +124,11 @@ class AdapterSection(Section):
     verify: bool = Field(
         True,
         description="Load what was saved onto a fresh base on the host, and compare its logits.",
+    )
+    init: bool | str = Field(
+        True,
+        description="How factors begin: true, false, gaussian or orthogonal, as peft's "
+        "init_lora_weights has them.",
     )
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
+from anygauge.models.initial import check_init
 from anygauge.models.start import check_given, fill, read_config, refuse_no_adapter
 from anygauge.models.targets import (
     Factors,
@@ -56,6 +57,12 @@ def add_adapter(
             "adapter.start_from: a saved adapter knows nothing of model.new_tokens. Merge it into "
             "its base first (anygauge merge), and train a new one on the result"
         )
+    if folder is not None and "init" in section.given:
+        raise ModelError(
+            f"adapter.init is {section.init}, but the adapter to start from has its factors "
+            f"already ({folder}); leave the field out"
+        )
+    check_init(section.init)
     on_meta = any(p.is_meta for p in model.parameters())
     asked = None
     if folder is None or {"targets", "groups", "target_parameters"} & section.given:
@@ -111,6 +118,7 @@ def lora_config(model: nn.Module, section: AdapterSection, plan: dict[str, Facto
         target_parameters=short_parameter_names(model, parameters) or None,
         fan_in_fan_out=bool(layers)
         and all(isinstance(model.get_submodule(name), Conv1D) for name in layers),
+        init_lora_weights=section.init,
         bias="none",
         task_type="CAUSAL_LM",
     )

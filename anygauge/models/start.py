@@ -34,7 +34,7 @@ IGNORED = {
 }
 """What says nothing of the trained function, or only together with a field that is refused."""
 
-SOUND_STARTS = (True, False, "gaussian")
+SOUND_STARTS = (True, False, "gaussian", "orthogonal")
 """Initial values that leave the base's weights as they are; a saved adapter holds the rest."""
 
 

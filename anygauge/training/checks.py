@@ -183,6 +183,7 @@ def _must_be_built(
         or bool(run.model.new_tokens or run.model.new_special_tokens)
         or bool(run.train.trainable or run.train.frozen)
         or (run.adapter is not None and not surely_match(run.adapter, shapes))
+        or (run.adapter is not None and run.adapter.init is not True)
     )
     if asked and importlib.util.find_spec("torch") is None:
         found.notes.append("the model is built by the ranks alone: torch is not installed here")

@@ -41,7 +41,8 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
     """The part of it that stands in the run file."""
     adapter = None
     if run.adapter is not None:
-        adapter = run.adapter.model_dump(mode="json", exclude=set(_FREE_IN_ADAPTER))
+        free = {*_FREE_IN_ADAPTER, *({"init"} if run.adapter.init is True else ())}
+        adapter = run.adapter.model_dump(mode="json", exclude=free)  # runs before had no init
     return {
         "adapter": adapter,
         "model.new_tokens": [
