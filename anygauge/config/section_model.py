@@ -127,8 +127,8 @@ class AdapterSection(Section):
     )
     init: bool | str = Field(
         True,
-        description="How factors begin: true, false, gaussian or orthogonal, as peft's "
-        "init_lora_weights has them.",
+        description="How factors begin, as peft's init_lora_weights has it: true, false, gaussian, "
+        "orthogonal, pissa or olora.",
     )
 
     @property

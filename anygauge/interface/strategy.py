@@ -518,7 +518,8 @@ class StrategyRun:
             is refused elsewhere.
         precision: None while the opened device decides it.
         optimizer: ``train.optimizer.name``.
-        adapter: ``lora``, ``dora``, or empty where all weights are trained.
+        adapter: ``lora``; ``dora`` or ``taken`` where it begins with what is computed from the
+            base's weights; empty where all weights are trained.
         activations: what decoder layers keep for backward.
         router_aux_loss: a mixture's routers have a loss of their own, made of a whole micro-batch.
         ranks_run_here: the packages of this machine are those that ranks will have.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
-from anygauge.models.initial import check_init
+from anygauge.models.initial import changes_base, check_init
 from anygauge.models.start import check_given, fill, read_config, refuse_no_adapter
 from anygauge.models.targets import (
     Factors,
@@ -70,6 +70,8 @@ def add_adapter(
     if folder is None:
         assert asked is not None
         config = lora_config(model, section, asked)
+        if on_meta and changes_base(section.init):
+            config.init_lora_weights = True  # there is nothing yet to take factors from
         if new_tokens is not None:
             config.trainable_token_indices = trained_rows(model, new_tokens, iter(asked))
     else:

@@ -22,6 +22,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.adapter import ADAPTER_NAME
 from anygauge.models.factory import dtype_name
+from anygauge.models.initial import for_the_base_as_it_was
 from anygauge.models.quantisation import quantisation, write_record
 from anygauge.models.start import CONFIG_FILE, WEIGHTS_FILE
 from anygauge.models.verify import UNVERIFIED, VerificationError
@@ -113,6 +114,7 @@ def save_adapter(
     base: ModelSection,
     tokenizer: Any = None,
     dtype: str = "float32",
+    first: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``; read the latter back.
 
@@ -123,6 +125,7 @@ def save_adapter(
             in a file of ours how it was quantised.
         tokenizer: goes along where the base's lacks tokens that the adapter knows.
         dtype: of the base's weights in training.
+        first: of factors that were taken out of the base's weights, what they were then.
 
     Raises:
         ModelError: there is nothing to write, or what was read back is not what was written.
@@ -130,6 +133,9 @@ def save_adapter(
     from safetensors.torch import load_file, save_file
 
     state = adapter_state(model, trained, shapes)
+    config = model.peft_config[ADAPTER_NAME]
+    if first:
+        state, config = for_the_base_as_it_was(state, adapter_state(model, first, shapes), config)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / WEIGHTS_FILE
     save_file(state, path, metadata={"format": "pt"})
@@ -139,7 +145,6 @@ def save_adapter(
         not torch.equal(back[name], tensor) for name, tensor in state.items()
     ):
         raise ModelError(f"{path}: reading back gave other values; is the disk full?")
-    config = model.peft_config[ADAPTER_NAME]
     config.base_model_name_or_path = base.name
     config.revision = base.revision
     config.inference_mode = True

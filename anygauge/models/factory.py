@@ -21,6 +21,7 @@ from anygauge.models.conversion import Value, Weights, in_published_form, stored
 from anygauge.models.files import WeightFiles, check_shape
 from anygauge.models.formats import dequantiser
 from anygauge.models.freezing import Freezing
+from anygauge.models.initial import changes_base, first_factors
 from anygauge.models.on_demand import OnDemand
 from anygauge.models.quantisation import quantisation
 from anygauge.models.quantised import QuantisedLinear, quantise_layers, quantised_layers
@@ -74,6 +75,7 @@ class CausalModelFactory:
         self._activations = recomputation(gradient_checkpointing)
         self._router_aux_loss_coef = router_aux_loss_coef
         self._weights: Weights | None = None
+        self.first_factors: Mapping[str, Tensor] = {}
 
     def having(self, attention: str, kernels: ModelKernels | None) -> CausalModelFactory:
         """The same model, built with these."""
@@ -223,6 +225,10 @@ class CausalModelFactory:
                 seed=self._seed,
                 new_tokens=self.new_tokens,
             )
+            if changes_base(self.adapter.init) and not any(
+                parameter.is_meta for parameter in model.parameters()
+            ):
+                self.first_factors = first_factors(model)
         elif self._freezing is not None:
             self._freezing.apply(model)
         if self._kernels is not None:
@@ -234,11 +240,12 @@ class CausalModelFactory:
     def adapted_on_meta(self) -> tuple[nn.Module, Mapping[str, str]]:
         """See `ModelFactory.adapted_on_meta`."""
         model = self.skeleton()
-        if self.adapter is not None and self.adapter.dora:
+        if self.adapter is not None and (self.adapter.dora or changes_base(self.adapter.init)):
+            field = "dora" if self.adapter.dora else "init"
             raise UnsupportedError(
-                "adapter.dora: DoRA's magnitudes are norms of the base's weights, which this "
-                "strategy shards before they are read. Leave it out, or use a strategy that reads "
-                "them first (zero, ddp, single)"
+                f"adapter.{field}: what it begins with is computed from the base's weights, which "
+                "this strategy shards before they are read. Leave it out, or use a strategy that "
+                "reads them first (zero, ddp, single)"
             )
         self.fill_buffers(model)
         names = {id(module): name for name, module in model.named_modules()}

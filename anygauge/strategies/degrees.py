@@ -160,6 +160,12 @@ def check_adapter(run: StrategyRun, because: str) -> None:
             "divides before it reads them. Leave it out, or use strategy.name: zero, ddp or single "
             "without degrees"
         )
+    if run.adapter == "taken":
+        raise UnsupportedError(
+            f"adapter.init: its factors are taken out of whole weights, which {because} divides "
+            "before it reads them. Set adapter.init: true, or use strategy.name: zero, ddp or "
+            "single without degrees"
+        )
 
 
 def check_codes(run: StrategyRun) -> None:

@@ -69,6 +69,7 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
                 base=run.model,
                 tokenizer=prepared.tokenizer,
                 dtype=prepared.precision.param_dtype,
+                first=prepared.factory.first_factors,
             )
         with proving(folder.name):
             verified = _verified(prepared, logits, part, folder.name)

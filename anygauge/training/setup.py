@@ -355,6 +355,7 @@ def prepare_run(
             base=run.model,
             tokenizer=tokenizer,
             dtype=precision.param_dtype,
+            first=factory.first_factors,
         ),
         say=rank.say,
         writing=lambda step: rank.progress.unlike_others(

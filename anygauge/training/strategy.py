@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anygauge.config.precision import resolve_precision
-from anygauge.config.schema import RunFile
+from anygauge.config.schema import AdapterSection, RunFile
 from anygauge.data import accumulation
 from anygauge.interface import (
     Backend,
@@ -18,6 +18,7 @@ from anygauge.interface import (
     UnsupportedError,
     Workload,
 )
+from anygauge.models.initial import changes_base
 from anygauge.registry import Registry
 from anygauge.training.quantised import check_quantised
 
@@ -101,7 +102,7 @@ def check_strategy(
             world_size=world_size,
             optimizer=run.train.optimizer.name,
             activations=run.train.activations,
-            adapter="" if run.adapter is None else "dora" if run.adapter.dora else "lora",
+            adapter=_adapter_kind(run.adapter),
             micro_batches=_micro_batches(run, registry, world_size),
             precision=precision,
             router_aux_loss=run.train.router_aux_loss_coef > 0,
@@ -113,6 +114,13 @@ def check_strategy(
     check_backend(spec, backend)
     check_offloading(run, backend)
     check_quantised(run, backend, ranks_run_here=ranks_run_here)
+
+
+def _adapter_kind(adapter: AdapterSection | None) -> str:
+    """See `StrategyRun.adapter`."""
+    if adapter is None:
+        return ""
+    return "dora" if adapter.dora else "taken" if changes_base(adapter.init) else "lora"
 
 
 def check_new_rows(run: RunFile) -> None:
