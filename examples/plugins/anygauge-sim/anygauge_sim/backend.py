@@ -63,7 +63,4 @@ class SimBackend(Backend):
         "bfloat16": FULL,
         "float16": FULL,
         "collectives": FULL,
-        # bitsandbytes' kernels in plain torch, which it has for devices that it does not know.
-        "quantised_base": FULL,
-        "quantised_base_int8": FULL,
     }
