@@ -85,6 +85,7 @@ class AdapterGroup(Section):
 
 _DECIDED_BY_START = frozenset(
     {"r", "alpha", "rslora", "dora", "targets", "groups", "target_parameters", "init"}
+    | {"modules_to_save"}
 )
 
 
@@ -129,6 +130,11 @@ class AdapterSection(Section):
         True,
         description="How factors begin, as peft's init_lora_weights has it: true, false, gaussian, "
         "orthogonal, pissa or olora.",
+    )
+    modules_to_save: list[str] = Field(
+        default_factory=list,
+        description="Modules that are trained whole and saved beside the factors, by the ends of "
+        "their names, such as mlp.gate for routers, or embed_tokens.",
     )
 
     @property

@@ -17,6 +17,7 @@ from anygauge.models.initial import changes_base, check_init
 from anygauge.models.start import check_given, fill, read_config, refuse_no_adapter
 from anygauge.models.targets import (
     Factors,
+    check_saved_modules,
     divided,
     is_layer,
     patterns,
@@ -69,11 +70,14 @@ def add_adapter(
         asked = planned_layers(model, section) | planned_parameters(model, section)
     if folder is None:
         assert asked is not None
+        check_saved_modules(model, section, asked)
         config = lora_config(model, section, asked)
         if on_meta and changes_base(section.init):
             config.init_lora_weights = True  # there is nothing yet to take factors from
         if new_tokens is not None:
-            config.trainable_token_indices = trained_rows(model, new_tokens, iter(asked))
+            config.trainable_token_indices = (
+                trained_rows(model, new_tokens, iter(asked), section.modules_to_save) or None
+            )
     else:
         config = read_config(folder, dropout=section.dropout)
     try:
@@ -121,6 +125,7 @@ def lora_config(model: nn.Module, section: AdapterSection, plan: dict[str, Facto
         fan_in_fan_out=bool(layers)
         and all(isinstance(model.get_submodule(name), Conv1D) for name in layers),
         init_lora_weights=section.init,
+        modules_to_save=section.modules_to_save or None,
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -187,6 +192,17 @@ def _before(name: str, module: Any) -> str:
     tensor = getattr(module, "parameter_name", None)
     name = name.replace(".base_layer", "")
     return name if tensor is None or is_layer(module.get_base_layer()) else f"{name}.{tensor}"
+
+
+def saved_modules(adapted: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Modules of the base, each with the copy that is trained in its place."""
+    from peft.utils import ModulesToSaveWrapper
+
+    return [
+        (module.original_module, module.modules_to_save[ADAPTER_NAME])
+        for module in adapted.modules()
+        if isinstance(module, ModulesToSaveWrapper)
+    ]
 
 
 def external_parameters(adapted: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from anygauge.config.section_train import recomputation
 from anygauge.interface import Activations, ModelError, UnsupportedError
 from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.install import ModelKernels, install
-from anygauge.models.adapter import add_adapter, external_parameters
+from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
 from anygauge.models.files import WeightFiles, check_shape
 from anygauge.models.formats import dequantiser
@@ -261,6 +262,15 @@ class CausalModelFactory:
                     inner = names[id(module)]
                     found[_joined(path, key)] = _joined(inner, key)
         self._fill_rows(adapted, names)
+        for original, trained in () if self.adapter is None else saved_modules(adapted):
+            name = names[id(original)]
+            # Drawn values are a function of the whole layer.
+            layer = re.match(r".*?\.\d+(?=\.)", name)
+            unit = name if layer is None else layer[0]
+            values = self.values(self.skeleton(), unit)
+            for key, parameter in trained.named_parameters():
+                value = values[f"{name}.{key}".removeprefix(f"{unit}.")]
+                parameter.data = value.to(parameter.dtype)
         return adapted, found
 
     def _fill_rows(self, adapted: nn.Module, names: Mapping[int, str]) -> None:

@@ -136,6 +136,39 @@ def planned_parameters(model: Any, section: AdapterSection) -> dict[str, Factors
     return {name: usual for name in free if name in found}
 
 
+def check_saved_modules(model: Any, section: AdapterSection, planned: Iterable[str]) -> None:
+    """Refuse names in `modules_to_save` that mean nothing, or what has factors already.
+
+    Args:
+        planned: layers and tensors that have factors.
+
+    Raises:
+        ModelError: says which.
+    """
+    field = "adapter.modules_to_save"
+    owning = [
+        name
+        for name, module in model.named_modules()
+        if name and any(True for _ in module.parameters())
+    ]
+    for target in section.modules_to_save:
+        # As peft matches: the end of a name, which need not begin at a dot.
+        matches = [name for name in owning if target and name.endswith(target)]
+        if not matches:
+            near = difflib.get_close_matches(target, _last_parts(owning), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ";"
+            shown = ", ".join(_last_parts(owning))
+            raise ModelError(
+                f"{field}: no module's name ends with {target!r}{hint} here are: {shown}"
+            )
+        taken = next((n for m in matches for n in planned if n == m or n.startswith(f"{m}.")), None)
+        if taken is not None:
+            raise ModelError(
+                f"{field}: {target!r} would be trained whole, and {taken!r} has factors; take it "
+                "out of one of them"
+            )
+
+
 def matching_layers(model: Any, targets: str | list[str], field: str) -> list[str]:
     """Whole names of the layers that `targets` means, in the model's order.
 

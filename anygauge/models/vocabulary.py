@@ -282,11 +282,14 @@ def described(new: NewTokens) -> str:
     return f"vocabulary: {new.count} new tokens, numbers {which}{spare}{grown}"
 
 
-def trained_rows(model: Any, new: NewTokens, layers: Iterator[str]) -> dict[str, list[int]]:
+def trained_rows(
+    model: Any, new: NewTokens, layers: Iterator[str], whole: Sequence[str] = ()
+) -> dict[str, list[int]]:
     """peft's ``trainable_token_indices``: layer -> rows, a tied output layer left to peft.
 
     Args:
         layers: that carry factors.
+        whole: ends of the names of modules that are trained whole.
 
     Raises:
         UnsupportedError: a layer has factors too, or rows of the output layer alone are no sum.
@@ -314,6 +317,8 @@ def trained_rows(model: Any, new: NewTokens, layers: Iterator[str]) -> dict[str,
                 f"model.new_tokens: {name} has a bias, which peft leaves out where it trains rows "
                 "of an output layer. Train all weights (no adapter section)"
             )
+        if any(name.endswith(saved) for saved in whole):
+            continue
         if module is embedding or module.weight is not embedding.weight:
             found[name] = new.ids
     return found

@@ -111,6 +111,7 @@ def check_strategy(
         )
     )
     check_new_rows(run)
+    check_whole_modules(run)
     check_backend(spec, backend)
     check_offloading(run, backend)
     check_quantised(run, backend, ranks_run_here=ranks_run_here)
@@ -121,6 +122,18 @@ def _adapter_kind(adapter: AdapterSection | None) -> str:
     if adapter is None:
         return ""
     return "dora" if adapter.dora else "taken" if changes_base(adapter.init) else "lora"
+
+
+def check_whole_modules(run: RunFile) -> None:
+    """Raises: UnsupportedError: whole modules would be trained of a model that is divided."""
+    if run.adapter is None or not run.adapter.modules_to_save:
+        return
+    for field in ("tp", "pp"):
+        if getattr(run.strategy, field, 1) > 1:
+            raise UnsupportedError(
+                f"adapter.modules_to_save: copies of whole modules are not divided by "
+                f"strategy.{field} yet. Set strategy.{field}: 1, or leave it out"
+            )
 
 
 def check_new_rows(run: RunFile) -> None:

@@ -66,6 +66,7 @@ class Case:
         model: fields of the model's configuration in place of those of `CONFIG`.
         tensors: an adapter's `target_parameters`.
         routers: weight of the loss of a mixture's routers.
+        whole: an adapter's `modules_to_save`.
     """
 
     strategy: str
@@ -83,6 +84,7 @@ class Case:
     attention: str = "sdpa"
     tensors: list[str] = field(default_factory=list)
     routers: float = 0.0
+    whole: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -95,6 +97,7 @@ class Case:
         words += [self.dtype] * (self.dtype != "float32")
         words += [self.model["model_type"]] if self.model else []
         words += ["experts"] * bool(self.tensors) + ["routers' loss"] * bool(self.routers)
+        words += ["whole modules"] * bool(self.whole)
         return " ".join(words)
 
     def alone(self) -> Case:
@@ -197,7 +200,9 @@ def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, 
     context = build_context(
         factory=CausalModelFactory(
             ModelSection(config=case.model or CONFIG, tokenizer="none"),
-            AdapterSection(r=4, target_parameters=case.tensors) if case.lora else None,
+            AdapterSection(r=4, target_parameters=case.tensors, modules_to_save=case.whole)
+            if case.lora
+            else None,
             attention=case.attention,
             kernels=ModelKernels(),
             dtype=getattr(torch, case.dtype),

@@ -74,6 +74,7 @@ JAMBA = {
     **{"attn_layer_offset": 0, "expert_layer_period": 2, "expert_layer_offset": 1},
 }
 """Of its blocks, the plan has the experts alone."""
+ROUTERS = ["mlp.gate"]
 TENSORS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -105,6 +106,10 @@ MANY = [
     of(DEEPSEEK, "zero", options=STAGE3, tensors=[], **ALL),
     of(GPT_OSS, "ddp", options=PIPELINE, tensors=[], **ALL),
     of(MIXTRAL, "ddp", packed=True, routers=0.1),
+    *(of(MIXTRAL, name, whole=ROUTERS, routers=0.1) for name in ("ddp", "fsdp")),
+    of(MIXTRAL, "zero", options=STAGE3, whole=ROUTERS, routers=0.1),
+    of(MIXTRAL, "fsdp", whole=["embed_tokens", "lm_head"]),
+    of(MIXTRAL, "zero", options=STAGE3, whole=["embed_tokens", "lm_head"], recomputed=True),
     of(GPT_OSS, "zero", options=STAGE3, recomputed=True, routers=0.1),
     of(MIXTRAL, "zero", options={"stage": 2}, tensors=[], routers=0.1, **ALL),
     *(
