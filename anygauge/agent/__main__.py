@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.agent.delivery import bring_run_file, claim, read_secrets
+from anygauge.agent.fetching import OrderedError, fetch_on_all
 from anygauge.agent.identity import read_head, read_number, read_variables
 from anygauge.agent.inherited import scrub
 from anygauge.agent.nodes import EndedError, Introduction, Nodes, Order
@@ -106,6 +107,8 @@ def main(
             bring_run_file(job)
         if network and node_rank == 0 and job.launch.nodes > 1:
             nodes.send("message", level="info", text=network)
+        if job.fetch:
+            fetch_on_all(job, nodes, rank_environment(0), host, asked)
         while True:
             meeting = file_of(nodes.rendezvous)
             if meeting is not None:
@@ -128,6 +131,10 @@ def main(
                 nodes.send("message", level="warning", text=_once_more(job, nodes))
             nodes.begin_again()
             again = True
+    except OrderedError as error:
+        assert nodes is not None
+        print(error, file=sys.stderr)
+        status = _report(outbox, nodes, node_rank, host, error.exit_status, "")
     except (AnygaugeError, OSError) as error:
         status = error.exit_status if isinstance(error, AnygaugeError) else 1
         print(error, file=sys.stderr)
@@ -225,20 +232,32 @@ def meet(
 
 def _report(
     outbox: Outbox, nodes: Nodes | None, node_rank: int, host: str, status: int, text: str
-) -> None:
-    """Tell the follower, and the other nodes if they were met, why this agent ends."""
+) -> int:
+    """Tell the follower, and the other nodes if they were met, why this agent ends.
+
+    Args:
+        text: the cause; empty where another node has it.
+
+    Returns:
+        The exit status: what all nodes agree on, where the cause is another's.
+    """
     if nodes is None or nodes.over:
         state = "cancelled" if status == EndedError.exit_status else "failed"
         outbox.send("ended", state=state, exit_status=status, cause=text, node_rank=node_rank)
-        return
+        return status
     ending = Ending(time=time.time(), text=text, exit_status=status, final=True)
     nodes.tell(Order.END)
-    nodes.report(Report(node_rank=node_rank, host=host, endings=(ending,)))
+    nodes.report(Report(node_rank=node_rank, host=host, endings=(ending,) if text else ()))
     deadline = time.monotonic() + _REPORTING_S
     while not nodes.over and time.monotonic() < deadline:
         nodes.turn()
         time.sleep(0.05)
-    nodes.send("ended", state="failed", exit_status=status, cause=text, node_rank=node_rank)
+    state = "failed"
+    if not text and nodes.verdict is not None:
+        state, status = nodes.verdict.state, nodes.verdict.exit_status
+        text = nodes.verdict.cause or ""
+    nodes.send("ended", state=state, exit_status=status, cause=text, node_rank=node_rank)
+    return status
 
 
 def _leave_cause(path: Path, last: dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ class Head(Nodes):
         super().__init__(job, outbox)
         self._reports: dict[int, Report] = {}
         self._members: dict[int, Joined] = {}
+        self._ready: set[int] = set()
         self._told: set[Order] = set()
         self._beat = time.monotonic()
         self._store: socket.socket | None = None
@@ -109,6 +110,16 @@ class Head(Nodes):
             return
         self._told.add(order)
         self._send_all(order.value, signum=signum)
+
+    def ready(self) -> None:
+        """See `Nodes.ready`."""
+        self._note_ready(0)
+
+    def _note_ready(self, rank: int) -> None:
+        self._ready.add(rank)
+        if len(self._ready) == self._job.launch.nodes:
+            self.all_ready = True
+            self._send_all("ready")
 
     def report(self, report: Report) -> None:
         """See `Nodes.report`."""
@@ -201,6 +212,8 @@ class Head(Nodes):
             member.compare_clocks(message)
         if kind == "event":
             self._outbox.forward(field_of(message, "line", is_text).encode() + b"\n")
+        elif kind == "ready":
+            self._note_ready(rank)
         elif kind == "report":
             record = message.get("report")
             report = parse_report(record, least=member.least, most=member.most)

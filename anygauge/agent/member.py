@@ -104,6 +104,10 @@ class Member(Nodes):
         """See `Nodes.tell`."""
         self._link.send(order.value, signum=signum)
 
+    def ready(self) -> None:
+        """See `Nodes.ready`."""
+        self._link.send("ready")
+
     def report(self, report: Report) -> None:
         """See `Nodes.report`."""
         self._reported_at = time.monotonic()
@@ -173,6 +177,8 @@ class Member(Nodes):
             if verdict.state == "again":
                 field_of(message, "rendezvous", _is_meeting_point)
             self.verdict = verdict
+        elif kind == "ready":
+            self.all_ready = True
         elif kind in ORDERS:
             self.signum = field_of(message, "signum", or_none(is_signal)) or self.signum
             self._orders.append(Order(kind))

@@ -73,6 +73,7 @@ class Nodes:
         signum: the signal that came with `Order.STOP`.
         verdict: how the attempt ended, once `over`.
         restarts: attempts that failed and were followed by another.
+        all_ready: each node has what its ranks need.
     """
 
     def __init__(self, job: Job, outbox: Outbox) -> None:
@@ -80,6 +81,7 @@ class Nodes:
         self.verdict: Verdict | None = None
         self.signum: int | None = None
         self.restarts = 0
+        self.all_ready = False
         self._job = job
         self._outbox = outbox
         self._orders: list[Order] = []
@@ -115,6 +117,10 @@ class Nodes:
     def report(self, report: Report) -> None:
         """All ranks of this node have ended."""
         self.verdict = self._once_more(settle([report]))
+
+    def ready(self) -> None:
+        """This node has what its ranks need."""
+        self.all_ready = True
 
     @property
     def over(self) -> bool:

@@ -35,8 +35,10 @@ def data(
     set_: SetOption = None,
 ) -> None:
     """Show what a run's data becomes: counts, lengths, padding, and which are loss tokens."""
+    from anygauge.cli.fetch import fetched
     from anygauge.config import check_paths, load_run_file
     from anygauge.data import TokenizedRows, accumulation, advice, peek, prepare
+    from anygauge.models.hub import wanted
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
     from anygauge.registry import Registry, select_backend
@@ -54,6 +56,7 @@ def data(
     shapes = registry.create_backend(selection.spec.name, run.backend_options).graph.shapes
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     quiet_libraries()
+    fetched(wanted(run.model, model=False))
     tokenizer = load_tokenizer(run.model)
     section = run.data
     if section.streaming:

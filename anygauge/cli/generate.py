@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anygauge.cli.origin import MODEL_HELP, model_origin, question_ids
+from anygauge.cli.origin import MODEL_HELP, fetch_wanted, model_origin, question_ids
 from anygauge.cli.plan import BackendOption
 from anygauge.interface import UsageError
 
@@ -48,6 +48,7 @@ def generate(
     if prompt is None:
         prompt = sys.stdin.read().rstrip("\n")
     origin = model_origin(model, adapter, tokenizer)
+    fetch_wanted(origin.section)
 
     import anygauge
     from anygauge.models.generate import generate as answer

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from anygauge.agent.wakeup import SIGNALS
 from anygauge.cli.join import Part, digest
+from anygauge.cli.join_model import fetch_with_others
 from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.events import EventWriter
@@ -106,6 +107,12 @@ def take_part(part: Part, *, own_process: bool) -> int:
 
         write_provenance(provenance_file(job, launch.node_rank), part.provenance)
     os.chdir(job.working_directory)
+    refusal = fetch_with_others(store, launch, job, quiet=part.quiet)
+    if refusal is not None:
+        launch.report(refusal)
+        if launch.rank == 0:
+            print(f"error: {refusal}", file=sys.stderr)
+        return 1
     with _terminal(part, job, own_process=own_process) as terminal:
         try:
             status = reported(job, launch.rank, terminal.events)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anygauge.cli.origin import MODEL_HELP, model_origin
+from anygauge.cli.origin import MODEL_HELP, fetch_wanted, model_origin
 from anygauge.interface import UsageError
 
 
@@ -27,6 +27,7 @@ def merge(
     origin = model_origin(model, adapter, tokenizer)
     if origin.adapter is None:
         raise UsageError(f"{model} is not a run with an adapter: name one with --adapter FOLDER")
+    fetch_wanted(origin.section)
 
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries

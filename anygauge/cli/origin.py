@@ -37,7 +37,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     """Tell a run directory from a model.
 
     Raises:
-        ModelError: a run directory without a result, or no model of the hub.
+        ModelError: a run directory without a result.
         UsageError: a path that leads nowhere.
     """
     from anygauge.config.schema import ModelSection
@@ -46,9 +46,6 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     if not (folder / "run.yaml").is_file():
         if not folder.is_dir():
             _refuse_no_folder(model, folder)
-            from anygauge.models.source import ask_hub
-
-            ask_hub(model)
         if tokenizer is None and adapter is not None and (adapter / TOKENIZER_FILE).is_file():
             tokenizer = str(adapter)  # it has tokens that the model's own lacks
         section = ModelSection(name=model, tokenizer=tokenizer)
@@ -69,6 +66,21 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
         raise ModelError(f"{folder} has no adapter: its run has not finished. See {folder}/logs")
     section = run.model.model_copy(update={"tokenizer": tokenizer or run.model.tokenizer})
     return ModelOrigin(section=section, adapter=adapter or own, data=run.data)
+
+
+def fetch_wanted(section: ModelSection) -> None:
+    """Bring a model of the hub to this machine, before the libraries that use it are imported.
+
+    Raises:
+        ModelError: it cannot be had.
+    """
+    from dataclasses import replace
+
+    from anygauge.cli.fetch import fetched
+    from anygauge.models.hub import wanted
+
+    names = {"model.name": "MODEL", "model.tokenizer": "--tokenizer"}
+    fetched([replace(want, field=names[want.field]) for want in wanted(section)])
 
 
 def _refuse_no_folder(model: str, folder: Path) -> None:

@@ -79,6 +79,7 @@ def read_intent(
     from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
     from anygauge.config import check_paths, load_run_file, run_json
     from anygauge.data import peek
+    from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
     from anygauge.training.optimizers.checks import check_optimizer
     from anygauge.training.strategy import check_batch, check_ranks, check_strategy
@@ -132,6 +133,7 @@ def read_intent(
         run_text=""
         if launcher.shared_filesystem
         else run_json(run.model_copy(update={"backend": selection.spec.name})),
+        fetch=launcher.remote and bool(wanted(run.model)),
         profile=backend.launch,
         network=named_fabric(backend.fabrics, run.launch.fabric),
         environment=run.environment,

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import IO, TYPE_CHECKING, Any
 
 import typer
@@ -25,6 +25,7 @@ from anygauge.util.processes import describe_exit, parent_environment
 
 if TYPE_CHECKING:
     from anygauge.cli.plan import Intent
+    from anygauge.config.schema import ModelSection
     from anygauge.training.checks import Findings, Question
 
 LIMITS_S = {"model": 120.0, "data": 1800.0}
@@ -75,8 +76,37 @@ def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> F
         engine=engine,
     )
     # As ranks have it: what the user has set wins over the run file.
-    environ = {**run.environment, **os.environ, **ENVIRONMENT}
-    return ask(question, environ, quiet=quiet)
+    environ = {**run.environment, **os.environ}
+    # Where ranks run on other machines, the agents there fetch.
+    notes = [] if spec.remote else fetch_model(run.model, environ, engine=engine, quiet=quiet)
+    found = ask(question, {**environ, **ENVIRONMENT}, quiet=quiet)
+    return replace(found, notes=[*notes, *found.notes])
+
+
+def fetch_model(
+    section: ModelSection, environ: Mapping[str, str], *, engine: bool, quiet: bool
+) -> list[str]:
+    """Fetch what the run needs of the hub; for a dry run, what tells of the model without weights.
+
+    Returns:
+        What a dry run notes of what it did not fetch.
+
+    Raises:
+        ModelError: the hub has no such model, or does not give it.
+    """
+    from anygauge.cli.fetch import fetched
+    from anygauge.models.hub import readable_size, wanted
+    from anygauge.models.hub_errors import HubUnreachableError
+
+    try:
+        left = fetched(wanted(section, weights=not engine), environ, quiet=quiet)
+    except HubUnreachableError as error:
+        if not engine:
+            raise
+        return [f"a run would be refused: {error}"]
+    if not left:
+        return []
+    return [f"the weights are not checked: a run fetches them first, {readable_size(left)}"]
 
 
 def ask(question: Question, environ: Mapping[str, str], *, quiet: bool = False) -> Findings:

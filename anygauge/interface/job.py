@@ -80,6 +80,8 @@ class Job:
         takes_over: it may go on in a run directory that another job has left.
         run_text: the resolved run, for machines that do not see this one's files: the agents
             write it to `run_file`. Empty where it is there already.
+        fetch: the agents fetch the run's model of the hub before ranks start; where ranks run on
+            the machine of the command, that has done so.
         profile: what containers for the backend need; for launchers alone, and in no job file.
         network: the network between machines, where one was asked for by name; likewise.
         environment: variables that the run file asks for.
@@ -100,6 +102,7 @@ class Job:
     token: str = ""
     takes_over: bool = False
     run_text: str = ""
+    fetch: bool = False
     profile: LaunchProfile = field(default_factory=LaunchProfile)
     network: Fabric | None = None
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class WeightFiles:
         for single in SINGLE_FILES:
             index = self.folder / f"{single}.index.json"
             if index.is_file():
-                return _weight_map(index)
+                return _files_beside(index)
             if (self.folder / single).is_file():
                 if not self._look_inside:
                     return {"": single}
@@ -246,8 +246,12 @@ def _pickled(path: Path) -> Mapping[str, Tensor]:
     return handle
 
 
-def _weight_map(index: Path) -> Mapping[str, str]:
-    """Tensor -> file beside the index."""
+def weight_map(index: Path) -> Mapping[str, str]:
+    """Tensor -> name of its file, as an index tells.
+
+    Raises:
+        ModelError: it is not an index, or names something else than files beside it.
+    """
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in found.items()}
@@ -257,8 +261,20 @@ def _weight_map(index: Path) -> Mapping[str, str]:
             "'weight_map' of tensor names to files is expected: fetch it again"
         ) from None
     for file in set(files.values()):
-        if Path(file).name != file or not (index.parent / file).is_file():
-            raise ModelError(
-                f"{index} names {file!r}, which is not a file beside it; fetch the model again"
-            )
+        if Path(file).name != file:
+            raise _not_beside(index, file)
     return files
+
+
+def _files_beside(index: Path) -> Mapping[str, str]:
+    files = weight_map(index)
+    for file in sorted(set(files.values())):
+        if not (index.parent / file).is_file():
+            raise _not_beside(index, file)
+    return files
+
+
+def _not_beside(index: Path, file: str) -> ModelError:
+    return ModelError(
+        f"{index} names {file!r}, which is not a file beside it; fetch the model again"
+    )

@@ -58,9 +58,10 @@ def load_for_inference(
             "quantization_config": transformers_config(asked, quantised_from),
             "device_map": {"": where},
         }
+    folder = local_folder(section)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            local_folder(section),
+            folder,
             **{dtype_name(): quantised_from},
             attn_implementation=attention,
             trust_remote_code=section.trust_remote_code,

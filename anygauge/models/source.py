@@ -11,91 +11,23 @@ from anygauge.config.checks import LAYERS, MAY_BE_ZERO, SIZES
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.kernels.attention import setting
-
-FILE_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.py", "*.model"]
-
-HUB_ANSWER_S = 5.0
-"""The hub must say within this time whether it has a model, or it is called unreachable."""
+from anygauge.models.hub import names_hub, needed_copy
 
 
 def local_folder(section: ModelSection) -> Path:
-    """The folder of the model's files; fetches them from the hub where `name` is no folder.
+    """The folder of the model's files: `name`, or this machine's copy of the hub's; asks no
+    network.
 
     Raises:
-        ModelError: there is no such folder or hub model.
+        ModelError: there is no such folder, and no copy.
     """
     assert section.name is not None
     folder = Path(section.name)
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or section.name.startswith("."):
+    if not names_hub(section.name):
         raise ModelError(f"model.name: no such folder: {folder}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(section.name, revision=section.revision, allow_patterns=FILE_PATTERNS)
-        )
-    except Exception as error:
-        raise ModelError(
-            f"model.name: {section.name!r} is neither a folder here nor a model that the hub "
-            f"would give: {str(error).splitlines()[0]}. Check the name, your network and, for a "
-            "gated model, HF_TOKEN"
-        ) from error
-
-
-def cached_file(name: str, revision: str | None, *files: str) -> Path | None:
-    """The first of a hub repository's files that was fetched before; asks no network."""
-    from huggingface_hub import try_to_load_from_cache
-
-    for file in files:
-        try:
-            found = try_to_load_from_cache(name, file, revision=revision)
-        except ValueError:  # no name that the hub could have
-            return None
-        if isinstance(found, str):
-            return Path(found)
-    return None
-
-
-def ask_hub(name: str, revision: str | None = None) -> None:
-    """Ask the hub for a model once, before libraries do who wait minutes for a silent network.
-
-    Does nothing where the hub is switched off (HF_HUB_OFFLINE).
-
-    Raises:
-        ModelError: the hub has none of that name, or neither it nor a copy can be reached.
-    """
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-
-    known = cached_file(name, revision, "config.json")
-    if constants.HF_HUB_OFFLINE and known is not None:
-        return
-    here = f"{name!r} is not a folder here (looked at {Path(name).absolute()})"
-    valid = "Give a run directory, a model folder, or a name of the hub such as owner/name"
-    if constants.HF_HUB_OFFLINE:
-        raise ModelError(
-            f"{here}, and HF_HUB_OFFLINE is set, with no copy of a hub model of that name on this "
-            f"machine. {valid}"
-        )
-    try:
-        HfApi().model_info(name, revision=revision, timeout=HUB_ANSWER_S)
-    except RepositoryNotFoundError:
-        raise ModelError(
-            f"{here}, nor a model of the hub that can be seen from here. {valid}; for a private "
-            "one, log in first (hf auth login)"
-        ) from None
-    except HfHubHTTPError as error:
-        raise ModelError(
-            f"the hub refuses {name!r}: {str(error).strip().splitlines()[0]}"
-        ) from None
-    except ValueError as error:
-        raise ModelError(f"{here}, nor a name that the hub could have ({error}). {valid}") from None
-    except Exception as error:  # which class it is depends on the library below the library
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        copy = "; a copy is on this machine: export HF_HUB_OFFLINE=1 to use it" if known else ""
-        raise ModelError(f"{here}, and the hub cannot be reached: {said}{copy}. {valid}") from None
+    return needed_copy("model.name", section.name, section.revision)
 
 
 def load_config(section: ModelSection) -> Any:
@@ -112,13 +44,10 @@ def load_config(section: ModelSection) -> Any:
             fields = dict(section.config)
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         else:
-            assert section.name is not None
-            here = Path(section.name)
-            if here.is_absolute() and not here.is_dir():
-                raise ModelError(f"model.name: no such folder: {here}")
             config = AutoConfig.from_pretrained(
-                section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
+                local_folder(section), trust_remote_code=section.trust_remote_code
             )
+            config._name_or_path = section.name  # not where its copy lies
     except ModelError:
         raise
     except Exception as error:
@@ -136,7 +65,7 @@ def _as_written(section: ModelSection) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     with contextlib.suppress(Exception):
-        written, _ = PretrainedConfig.get_config_dict(section.name, revision=section.revision)
+        written, _ = PretrainedConfig.get_config_dict(local_folder(section))
         return dict(written)
     return {}
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
+from anygauge.models.hub import names_hub, needed_copy
+from anygauge.models.source import local_folder
 from anygauge.models.vocabulary import add_tokens
 
 
@@ -29,11 +31,10 @@ def load_tokenizer(section: ModelSection) -> Any:
             )
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                origin,
-                # A revision of the model's repository means nothing in another one.
-                revision=section.revision if section.tokenizer is None else None,
-                trust_remote_code=section.trust_remote_code,
+                _folder(section), trust_remote_code=section.trust_remote_code
             )
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(
             f"model.tokenizer: no tokenizer could be loaded from {origin!r}: "
@@ -50,6 +51,16 @@ def load_tokenizer(section: ModelSection) -> Any:
     tokenizer.padding_side = "right"
     add_tokens(tokenizer, section)
     return tokenizer
+
+
+def _folder(section: ModelSection) -> str:
+    """Where the tokenizer's files are: as it is named, or this machine's copy of the hub's."""
+    if section.tokenizer is None:
+        return str(local_folder(section))
+    if names_hub(section.tokenizer):
+        # A revision of the model's repository means nothing in another one.
+        return str(needed_copy("model.tokenizer", section.tokenizer, None))
+    return section.tokenizer
 
 
 def check_vocabulary(config: Any, tokenizer: Any) -> None:

@@ -17,8 +17,9 @@ from anygauge.interface import Backend, ModelError, NotAvailableError, PluginErr
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import check_weights
 from anygauge.models.formats import refuse_format
+from anygauge.models.hub import CONFIG, copy_of, is_whole, names_hub
 from anygauge.models.quiet import quiet_libraries
-from anygauge.models.source import cached_file, check_positions, load_config
+from anygauge.models.source import check_positions, load_config
 from anygauge.models.start import refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
@@ -153,22 +154,20 @@ def _model_folder(section: ModelSection, has_files: bool, found: Findings) -> Pa
             raise ModelError(f"model.name: no such folder: {folder}")
         found.notes.append(f"the model is checked by the ranks: {folder} is not on this machine")
         return None
-    file = cached_file(section.name, section.revision, "config.json")
-    if file is None:
+    copy = copy_of(section.name, section.revision)
+    if copy is None or not (copy / CONFIG).is_file():
         found.notes.append(
-            f"the model is checked by the ranks, who fetch it: {section.name} is neither a folder "
-            "here nor in this machine's copies of the hub"
+            f"the model is checked where ranks run, which fetch it: {section.name} is neither a "
+            "folder here nor in this machine's copies of the hub"
         )
-    return None if file is None else file.parent
+        return None
+    return copy
 
 
 def _weights(section: ModelSection, folder: Path) -> dict[str, tuple[int, ...]] | None:
-    try:
-        return check_weights(folder)
-    except ModelError:
-        if folder == Path(section.name or ""):
-            raise
+    if folder != Path(section.name or "") and not is_whole(folder, weights=True):
         return None  # of the hub's model only a part was fetched so far
+    return check_weights(folder)
 
 
 def _must_be_built(
@@ -196,10 +195,8 @@ def _tokenizer(section: ModelSection, has_files: bool, found: Findings) -> Any:
     assert origin is not None
     path = Path(origin)
     there = path.exists()
-    if not there and not path.is_absolute():
-        revision = section.revision if section.tokenizer is None else None
-        files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
-        there = cached_file(origin, revision, *files) is not None
+    if names_hub(origin):
+        there = copy_of(origin, section.revision if section.tokenizer is None else None) is not None
     elif not there and has_files:
         raise ModelError(f"model.tokenizer: no such file or folder: {origin}")
     if not there:

@@ -9,26 +9,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 
 from anygauge.cli import run as command
+from anygauge.config.schema import ModelSection
 from anygauge.interface import FULL, ModelError, UsageError
 from tests.helpers.tokenizer import make_tokenizer
+from tests.standins.hub import Hub
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the hub was asked for; it has nothing."""
-    import huggingface_hub
-
-    calls: list[Any] = []
-
-    def model_info(self: Any, name: str, **options: Any) -> None:
-        calls.append((name, options))
-        raise ConnectionError("no route to the hub")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    return calls
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that has nothing, and a machine without copies."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with Hub({}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        yield hub
 
 
 def refused(model: str) -> str:
@@ -38,7 +36,7 @@ def refused(model: str) -> str:
 
 
 def test_a_path_that_is_no_folder_is_answered_without_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub
 ) -> None:
     (tmp_path / "runs/my-run").mkdir(parents=True)
     (tmp_path / "file").touch()
@@ -48,24 +46,40 @@ def test_a_path_that_is_no_folder_is_answered_without_the_hub(
     assert "./file: a file, not a folder" in refused("./file")
     for path in ("./nope", "/nope/at/all", "~/nope-at-all", "a/b/c"):
         assert f"{path}: no such folder (looked at " in refused(path)
-    assert asked == []
+    assert hub.requests == []
 
 
-def test_a_name_is_asked_of_the_hub_once_and_shortly(asked: list[Any]) -> None:
+def test_a_name_is_asked_of_the_hub_once(hub: Hub) -> None:
     message = refused("nobody/no-such-model")
-    assert "is not a folder here" in message and "no route to the hub" in message
-    ((name, options),) = asked
-    assert name == "nobody/no-such-model" and options["timeout"] <= 5
+    assert message.startswith("MODEL: 'nobody/no-such-model' is not a folder here (looked at ")
+    assert [request.path for request in hub.requests] == ["/api/models/nobody/no-such-model"]
 
 
-def test_a_hub_that_is_switched_off_is_not_asked(
-    asked: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_does_not_answer_is_given_up_shortly() -> None:
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set, with no copy" in refused("nobody/no-such-model")
-    assert asked == []
+    from anygauge.models import hub as module
+    from anygauge.models.hub import fetch, wanted
+
+    (want,) = wanted(ModelSection(name="nobody/no-such-model"))
+    limits: list[float] = []
+
+    def model_info(self: Any, name: str, *, timeout: float, **options: Any) -> None:
+        limits.append(timeout)
+        raise ConnectionError("no route to the hub")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        with pytest.raises(ModelError, match=r"is not a folder here .* no route to the hub"):
+            fetch(want)
+    assert limits == [module.ANSWER_S] and limits[0] <= 5
+
+
+def test_a_hub_that_is_switched_off_is_not_asked(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set, and this machine has no copy" in refused("nobody/no-such-model")
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize("answer", ["", "yes"])
@@ -90,7 +104,7 @@ def test_an_empty_answer_is_told(
     monkeypatch.setattr(
         generate,
         "load_for_inference",
-        lambda *_, **options: SimpleNamespace(config=SimpleNamespace(vocab_size=512)),
+        lambda *_, **options: SimpleNamespace(config=PretrainedConfig(vocab_size=512)),
     )
     monkeypatch.setattr(generate, "generate", says)
     make_tokenizer(tmp_path)

@@ -76,10 +76,19 @@ def test_a_device_that_is_not_here_is_told_by_a_dry_run(
     assert capsys.readouterr().out.count("ranks cannot start on this machine: ") == 1
 
 
-def test_no_model_is_fetched_for_a_check(tmp_path: Path) -> None:
+def test_a_dry_run_notes_what_a_hub_that_is_switched_off_would_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = run_file(tmp_path, model={"name": "nobody/no-such-model"})
-    found = preflight.preflight(read_intent(path, [], {}, need_device=False))
-    assert "nobody/no-such-model is neither a folder here" in found.notes[0]
+    intent = read_intent(path, [], {}, need_device=False)
+    found = preflight.preflight(intent, engine=True)
+    refusal = "model.name: 'nobody/no-such-model' is not a folder here"
+    assert found.notes[0].startswith(f"a run would be refused: {refusal}")
+    assert "nobody/no-such-model is neither a folder here" in found.notes[1]
+    with pytest.raises(ModelError, match=f"^{refusal}"):
+        preflight.preflight(intent)
 
 
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -13,11 +13,15 @@ from pydantic import BaseModel
 from anygauge.config.renamed import translated_record
 from anygauge.config.schema import RunFile
 from anygauge.interface import RunFileError
+from anygauge.models.quantisation import quantisation
 
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of a model's configuration that say nothing of its architecture."""
 
 _FREE_IN_ADAPTER = ("dropout", "start_from", "verify")
+
+_SINCE_IN_ADAPTER = ("init", "target_parameters", "modules_to_save")
+"""Fields that checkpoints of earlier versions do not speak of."""
 
 _MAY_CHANGE = ("model", "adapter", "train", "precision", "strategy", "backend", "launch")
 
@@ -41,14 +45,21 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
     """The part of it that stands in the run file."""
     adapter = None
     if run.adapter is not None:
-        free = {*_FREE_IN_ADAPTER, *({"init"} if run.adapter.init is True else ())}
-        adapter = run.adapter.model_dump(mode="json", exclude=free)  # runs before had no init
+        fields = type(run.adapter).model_fields
+        usual = {
+            name
+            for name in _SINCE_IN_ADAPTER
+            if getattr(run.adapter, name) == fields[name].get_default(call_default_factory=True)
+        }
+        adapter = run.adapter.model_dump(mode="json", exclude={*_FREE_IN_ADAPTER, *usual})
+    asked = quantisation(run.model)
     return {
         "adapter": adapter,
         "model.new_tokens": [
             tokens for tokens in (run.model.new_tokens, run.model.new_special_tokens) if tokens
         ]
         or None,
+        "model.quantise": None if asked is None else asked.model_dump(mode="json"),
         "train.trainable": run.train.trainable or None,
         "train.frozen": run.train.frozen or None,
         "train.seed": run.train.seed,

@@ -1,0 +1,95 @@
+"""Models of the hub are fetched before anything else: one line on the terminal, and one message."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+if TYPE_CHECKING:
+    from anygauge.models.hub import Wanted
+
+
+def fetched(
+    wanted: Sequence[Wanted], environ: Mapping[str, str] | None = None, *, quiet: bool = False
+) -> int:
+    """Have a process of its own fetch what is wanted; nothing is started where that is nothing.
+
+    Args:
+        environ: of the process; None: this one's.
+        quiet: show failures alone.
+
+    Returns:
+        Bytes of weights whose index alone was wanted, and that are not here.
+
+    Raises:
+        HubUnreachableError: there is no telling.
+        ModelError: what cannot be had, why, and what to do.
+    """
+    if not wanted:
+        return 0
+    from anygauge.models.fetching import fetching
+
+    left = 0
+    asked = json.dumps([asdict(want) for want in wanted])
+    with _shown(quiet) as shown:
+        for event in fetching(["--wanted", asked], os.environ if environ is None else environ):
+            if event["event"] == "message":
+                shown.line(event["text"])
+            elif event["event"] == "fetching":
+                shown.bar(event["name"], event["done"], event["total"])
+            elif event["event"] == "fetched":
+                left += event["left"]
+    return left
+
+
+class _Shown:
+    """Lines, and below them on a terminal one bar for all files."""
+
+    def __init__(self, console: Console, progress: Progress | None, *, quiet: bool) -> None:
+        self._console = console
+        self._progress = progress
+        self._task: TaskID | None = None
+        self._quiet = quiet
+
+    def line(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, soft_wrap=True, markup=False)
+
+    def bar(self, name: str, done: int, total: int) -> None:
+        if self._progress is None:
+            return
+        if self._task is None:
+            self._task = self._progress.add_task("")
+        self._progress.update(self._task, description=name, completed=done, total=total)
+
+
+@contextmanager
+def _shown(quiet: bool) -> Iterator[_Shown]:
+    console = Console(stderr=True, emoji=False, highlight=False)
+    if quiet or not console.is_terminal or console.is_dumb_terminal:
+        yield _Shown(console, None, quiet=quiet)
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True) as progress:
+        yield _Shown(console, progress, quiet=False)

@@ -1,0 +1,248 @@
+"""The model hub's HTTP interface, as its library uses it: strict, on a port of this machine.
+
+Paths, headers and codes are those of the installed huggingface_hub (`hf_api.model_info`,
+`file_download.get_hf_file_metadata` and `http_get`, `utils._http.hf_raise_for_status`). What nobody
+should ask for is 404 and stands in `strangers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+LARGE = (".safetensors", ".bin", ".pth", ".gguf", ".onnx", ".model")
+"""Files that the hub keeps beside git, and redirects to."""
+TOKEN = "hf_of_somebody"
+
+Headers = Mapping[str, str]
+
+
+@dataclass(kw_only=True)
+class Repository:
+    """One model.
+
+    Attributes:
+        access: ``public``, ``gated`` or ``private`` (what a token of `TOKEN` may read, and nobody
+            else), ``refused`` and ``forbidden`` (to every token), or ``broken`` (the hub fails).
+        cut: file -> bytes after which the connection breaks; once each.
+    """
+
+    files: Mapping[str, bytes]
+    access: str = "public"
+    commit: str = "c0ffee" * 6 + "abcd"
+    branches: tuple[str, ...] = ("main",)
+    cut: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked: ``GET``, ``/path``, and the bytes from which on."""
+
+    method: str
+    path: str
+    start: int = 0
+
+
+class Hub:
+    """Serves repositories until it is left.
+
+    Attributes:
+        requests: what was asked, in order.
+        strangers: of these, what the hub does not have.
+    """
+
+    def __init__(self, repositories: Mapping[str, Repository]) -> None:
+        self.repositories = dict(repositories)
+        self.requests: list[Request] = []
+        self.strangers: list[str] = []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                _answer(hub, self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing is printed."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+
+    @property
+    def address(self) -> str:
+        """For HF_ENDPOINT."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def store(self) -> str:
+        """Where large files lie: another host, which takes no token."""
+        return self.address.replace("127.0.0.1", "localhost")
+
+    def files(self, method: str = "GET") -> list[str]:
+        """Names of the files that were asked for, sorted, each as often as that happened."""
+        found = []
+        for request in self.requests:
+            match = re.fullmatch(
+                "/(?:[^/]+/){2}resolve/[^/]+/(.+)|/cdn/[0-9a-f]+/(.+)", request.path
+            )
+            if match and request.method == method:
+                found.append(match[1] or match[2])
+        return sorted(found)
+
+    def __enter__(self) -> Hub:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
+    url = urlsplit(handler.path)
+    path = unquote(url.path)
+    if path == "/api/agent-harnesses":  # once a day by the library itself (`_detect_agent.py`)
+        return _send(handler, 404, {})
+    span = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range") or "")
+    start = int(span[1]) if span else 0
+    hub.requests.append(Request(handler.command, path, start))
+    if api := re.fullmatch("/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+        repository = hub.repositories.get(api[1])
+        # Anybody may know that a gated model exists.
+        refusal = _refusal(repository, handler.headers, api[1])
+        if refusal and not (repository and repository.access == "gated"):
+            return _send(handler, *refusal)
+        assert repository is not None
+        if not _has(repository, api[2] or "main"):
+            return _send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
+        blobs = parse_qs(url.query.lower()).get("blobs") == ["true"]
+        return _send(handler, 200, {}, json.dumps(_info(api[1], repository, blobs)).encode())
+    if file := re.fullmatch("/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        return _file(hub, handler, file[1], file[2], file[3], start)
+    if stored := re.fullmatch("/cdn/([0-9a-f]{64})/(.+)", path):
+        if "Authorization" in handler.headers:
+            return _send(handler, 400, {})
+        for repository in hub.repositories.values():
+            body = repository.files.get(stored[2])
+            if body is not None and hashlib.sha256(body).hexdigest() == stored[1]:
+                return _body(handler, {}, body, start, repository.cut.get(stored[2]))
+    hub.strangers.append(path)
+    return _send(handler, 404, {})
+
+
+def _file(
+    hub: Hub, handler: BaseHTTPRequestHandler, name: str, revision: str, file: str, start: int
+) -> None:
+    repository = hub.repositories.get(name)
+    if refusal := _refusal(repository, handler.headers, name):
+        return _send(handler, *refusal)
+    assert repository is not None
+    if not _has(repository, revision):
+        return _send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
+    headers = {"X-Repo-Commit": repository.commit}
+    if file not in repository.files:
+        hub.strangers.append(file)
+        return _send(handler, 404, {**headers, "X-Error-Code": "EntryNotFound"})
+    body = repository.files[file]
+    if file.endswith(LARGE):
+        digest = hashlib.sha256(body).hexdigest()
+        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(body))}
+        headers |= {"Location": f"{hub.store}/cdn/{digest}/{file}"}
+        return _send(handler, 302, headers)
+    headers["ETag"] = f'"{_git_id(body)}"'
+    return _body(handler, headers, body, start, repository.cut.get(file))
+
+
+def _refusal(
+    repository: Repository | None, asked: Any, name: str
+) -> tuple[int, dict[str, str]] | None:
+    token = (asked.get("Authorization") or "").removeprefix("Bearer ")
+    access = "none" if repository is None else repository.access
+    if access in ("none", "private") and not (token == TOKEN and access == "private"):
+        return (404 if token else 401), {"X-Error-Code": "RepoNotFound"}
+    if access == "gated" and token != TOKEN:
+        said = f"Access to model {name} is restricted."
+        code = 403 if token else 401
+        return code, {"X-Error-Code": "GatedRepo", "X-Error-Message": said}
+    if access == "refused" and token:
+        return 401, {"X-Error-Message": "Invalid credentials in Authorization header"}
+    if access == "forbidden":
+        return 403, {"X-Error-Message": "Your token may not read this"}
+    if access == "broken":
+        return 503, {}
+    return None
+
+
+def _has(repository: Repository, revision: str) -> bool:
+    return revision == repository.commit or revision in repository.branches
+
+
+def _info(name: str, repository: Repository, blobs: bool) -> dict[str, Any]:
+    siblings = []
+    for file, body in repository.files.items():
+        one: dict[str, Any] = {"rfilename": file}
+        if blobs:
+            one |= {"size": len(body), "blobId": _git_id(body)}
+            if file.endswith(LARGE):
+                digest = hashlib.sha256(body).hexdigest()
+                one["lfs"] = {"sha256": digest, "size": len(body), "pointerSize": 130}
+        siblings.append(one)
+    return {
+        **{"id": name, "modelId": name, "sha": repository.commit, "private": False},
+        **{"gated": repository.access == "gated", "downloads": 0, "likes": 0, "tags": []},
+        "siblings": siblings,
+    }
+
+
+def _git_id(body: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+
+
+def _body(
+    handler: BaseHTTPRequestHandler,
+    headers: Headers,
+    body: bytes,
+    start: int,
+    cut: list[int] | None,
+) -> None:
+    part = body[start:]
+    status = 206 if start else 200
+    if start:
+        headers = {**headers, "Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}"}
+    _send(
+        handler, status, headers, part, cut=cut.pop(0) if cut and handler.command == "GET" else None
+    )
+
+
+def _send(
+    handler: BaseHTTPRequestHandler,
+    status: int,
+    headers: Headers,
+    body: bytes = b"",
+    cut: int | None = None,
+) -> None:
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    if handler.command == "HEAD":
+        return
+    handler.wfile.write(body if cut is None else body[:cut])
+    if cut is not None:
+        handler.close_connection = True
+        handler.wfile.flush()
+        handler.connection.shutdown(socket.SHUT_RDWR)
