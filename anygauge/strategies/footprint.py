@@ -21,6 +21,21 @@ def numbers(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in {id(p): p for p in parameters}.values())
 
 
+def item_size(parameter: nn.Parameter, dtype: str) -> int:
+    """Bytes of one of its numbers in a model of a type; codes stay what they are."""
+    return item_bytes(dtype) if parameter.is_floating_point() else parameter.element_size()
+
+
+def weight_bytes(parameters: Iterable[nn.Parameter], dtype: str) -> int:
+    """Bytes of parameters in a type; a tied one is counted once."""
+    return sum(p.numel() * item_size(p, dtype) for p in {id(p): p for p in parameters}.values())
+
+
+def scale_bytes(model: nn.Module) -> int:
+    """Bytes of what belongs to codes, which every rank has whole: buffers that come with values."""
+    return sum(b.numel() * b.element_size() for b in model.buffers() if b.is_meta)
+
+
 def trained_numbers(model: nn.Module) -> int:
     """How many numbers of a model are trained."""
     return numbers(p for p in model.parameters() if p.requires_grad)
@@ -43,7 +58,8 @@ def whole_model(workload: Workload) -> Footprint:
     trained = trained_numbers(workload.skeleton)
     own_masters = precision.master_dtype != precision.param_dtype
     return Footprint(
-        weights=numbers(workload.skeleton.parameters()) * item_bytes(precision.param_dtype),
+        weights=weight_bytes(workload.skeleton.parameters(), precision.param_dtype)
+        + scale_bytes(workload.skeleton),
         gradients=trained * item_bytes(precision.reduce_dtype),
         masters=trained * item_bytes(precision.master_dtype) if own_masters else 0,
         optimizer=round(trained * workload.state_bytes),

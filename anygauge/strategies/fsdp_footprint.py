@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from anygauge.interface.strategy import Footprint, Workload
-from anygauge.strategies.footprint import item_bytes, rows_of
+from anygauge.strategies.footprint import item_bytes, item_size, rows_of, scale_bytes
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.materialise import decoder_layers
 
@@ -23,23 +23,23 @@ def fsdp_footprint(options: FsdpOptions, ranks: int, workload: Workload) -> Foot
     everything = list({id(p): p for p in model.parameters()}.values())
     trained = [p for p in everything if p.requires_grad]
     all_trained = len(trained) == len(everything)
-    compute, reduce = item_bytes(precision.param_dtype), item_bytes(precision.reduce_dtype)
+    dtype, reduce = precision.param_dtype, item_bytes(precision.reduce_dtype)
     master = item_bytes(precision.master_dtype)
     layers = {id(p): p for layer in decoder_layers(model) for p in layer.parameters()}
-    in_layers = _padded(layers.values(), ranks)
-    in_root = _padded((p for p in everything if id(p) not in layers), ranks)
+    in_layers = _padded(layers.values(), ranks, dtype)
+    in_root = _padded((p for p in everything if id(p) not in layers), ranks, dtype)
     part = sum(map(lambda p: rows_of(p, ranks), trained))
-    frozen = sum(rows_of(p, ranks) for p in everything if not p.requires_grad)
+    frozen = sum(rows_of(p, ranks) * item_size(p, dtype) for p in everything if not p.requires_grad)
     turns = workload.accumulation
     once = options.gather == "step"
     gathers = in_layers + in_root if once else turns * (2 * in_layers + in_root)
     reductions = turns if all_trained else 1
-    sums = reductions * _padded(trained, ranks) * reduce
-    sent = {"all_gather": gathers * compute, "reduce_scatter": sums} if ranks > 1 else {}
+    sums = reductions * _padded(trained, ranks, precision.reduce_dtype)
+    sent = {"all_gather": gathers, "reduce_scatter": sums} if ranks > 1 else {}
     if options.dp_replicate > 1:
         sent["all_reduce"] = sums // ranks
     return Footprint(
-        weights=frozen * compute + part * master,
+        weights=frozen + part * master + scale_bytes(model),
         gradients=part * master if all_trained else sum(p.numel() for p in trained) * reduce,
         masters=0,
         optimizer=round(part * workload.state_bytes),
@@ -47,6 +47,6 @@ def fsdp_footprint(options: FsdpOptions, ranks: int, workload: Workload) -> Foot
     )
 
 
-def _padded(parameters: Iterable[nn.Parameter], ranks: int) -> int:
-    """Numbers of parameters whose rows are made a multiple of the ranks."""
-    return sum(rows_of(p, ranks) * ranks for p in parameters)
+def _padded(parameters: Iterable[nn.Parameter], ranks: int, dtype: str) -> int:
+    """Bytes of parameters in a type, whose rows are made a multiple of the ranks."""
+    return sum(rows_of(p, ranks) * ranks * item_size(p, dtype) for p in parameters)

@@ -6,7 +6,7 @@ import math
 
 from anygauge.interface.strategy import Footprint, Workload
 from anygauge.strategies.degrees import WIDTH, Degrees
-from anygauge.strategies.footprint import item_bytes, numbers
+from anygauge.strategies.footprint import item_bytes, numbers, weight_bytes
 from anygauge.strategies.pipeline_cut import rank_of_stage, stage_parts, stages_at
 from anygauge.strategies.pipeline_stage import PipelineModel
 from anygauge.strategies.tensor_division import causal_of
@@ -45,7 +45,7 @@ def pipeline_footprint(options: Degrees, workload: Workload) -> Footprint:
     if sums:
         sent["all_reduce"] = sums * item_bytes(precision.reduce_dtype)
     return Footprint(
-        weights=numbers(held) * item_bytes(precision.param_dtype),
+        weights=weight_bytes(held, precision.param_dtype),
         gradients=trained * item_bytes(precision.reduce_dtype),
         masters=trained * item_bytes(precision.master_dtype) if own_masters else 0,
         optimizer=round(trained * workload.state_bytes),

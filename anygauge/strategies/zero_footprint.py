@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from torch import nn
 
 from anygauge.interface.strategy import Footprint, Workload
-from anygauge.strategies.footprint import item_bytes, trained_numbers, whole_model
+from anygauge.strategies.footprint import (
+    item_bytes,
+    item_size,
+    scale_bytes,
+    trained_numbers,
+    whole_model,
+)
 
 
 def zero_footprint(stage: int, resident: int, workload: Workload) -> Footprint:
@@ -22,7 +28,7 @@ def zero_footprint(stage: int, resident: int, workload: Workload) -> Footprint:
     assert model is not None
     trained = trained_numbers(model)
     part = -(-trained // ranks) if stage else trained
-    held = _held(model, ranks, resident) * item_bytes(precision.param_dtype)
+    held = _held(model, ranks, resident, precision.param_dtype) + scale_bytes(model)
     return dataclasses.replace(
         whole,
         weights=held if stage == 3 else whole.weights,
@@ -34,10 +40,12 @@ def zero_footprint(stage: int, resident: int, workload: Workload) -> Footprint:
     )
 
 
-def _held(model: nn.Module, ranks: int, resident: int) -> int:
-    """Numbers that a rank holds of a model of which each parameter is divided by itself."""
-    sizes = [p.numel() for p in model.parameters()]
-    return sum(-(-size // ranks) for size in sizes) + sum(s for s in sizes if s <= resident)
+def _held(model: nn.Module, ranks: int, resident: int, dtype: str) -> int:
+    """Bytes that a rank holds of a model of which each parameter is divided by itself."""
+    return sum(
+        (-(-p.numel() // ranks) + (p.numel() if p.numel() <= resident else 0)) * item_size(p, dtype)
+        for p in model.parameters()
+    )
 
 
 def _sent(
@@ -53,10 +61,9 @@ def _sent(
         # Stage 2 keeps a part of the gradients alone, so it reduces after each micro-batch.
         times = turns if stage == 2 else 1
         return {"all_reduce": times * gradients, "all_gather": trained * param}
-    sizes = [p.numel() for p in model.parameters()]
-    once = sum(size for size in sizes if size <= resident)
-    twice = sum(size for size in sizes if size > resident)
-    return {
-        "reduce_scatter": turns * gradients,
-        "all_gather": (once + 2 * turns * twice) * param,
-    }
+    dtype = workload.precision.param_dtype
+    gathered = sum(
+        (1 if p.numel() <= resident else 2 * turns) * p.numel() * item_size(p, dtype)
+        for p in model.parameters()
+    )
+    return {"reduce_scatter": turns * gradients, "all_gather": gathered}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.config.section_model import QuantiseSection
+from anygauge.interface import Precision
+from anygauge.models.factory import CausalModelFactory
 from anygauge.models.quantised import transformers_config
+from anygauge.registry import Registry
+from anygauge.registry.factories import load_options
+from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import build_context
 from tests.helpers.ranks import run_ranks
+from tests.strategies.matrix import NOTHING_RESIDENT
 from tests.strategies.quantised_rank import LR, STEPS, rows
 
 NF4 = {"type": "nf4"}
@@ -135,3 +144,44 @@ def test_ranks_have_the_losses_of_one_and_a_part_of_its_codes(model: Path, tmp_p
         assert first["losses"] == pytest.approx(expected["losses"], rel=1e-5), case
         whole = case[1] in ({}, {"cp": 2}, {"stage": 2}) and case[0] != "fsdp"
         assert first["codes"] + second["codes"] == expected["codes"] * (2 if whole else 1), case
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "share"), [("single", 1, 1.0), ("fsdp", 2, 0.5), ("zero", 2, 0.5)]
+)
+def test_a_footprint_counts_codes_as_bytes_and_their_scales(
+    strategy: str, ranks: int, share: float, model: Path
+) -> None:
+    def weights(quantise: Any) -> tuple[int, int, int]:
+        """(Footprint, bytes of codes, bytes of scales.)"""
+        registry = Registry.load()
+        factory = CausalModelFactory(
+            ModelSection(name=str(model), quantise=quantise),
+            AdapterSection(r=4),
+            dtype=torch.bfloat16,
+            seed=0,
+            gradient_checkpointing=False,
+        )
+        kind = load_options(registry.find_strategy(strategy))
+        context = build_context(
+            factory=factory,
+            optimizer=optimizer_factory(OptimizerSection()),
+            precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
+            backend=registry.create_backend("cpu"),
+            rank=0,
+            world_size=ranks,
+            micro_batch=1,
+        )
+        skeleton = factory.adapt(factory.skeleton())
+        workload = dataclasses.replace(context.workload, skeleton=skeleton)
+        options = {"options": NOTHING_RESIDENT} if strategy == "zero" else {}
+        made = registry.strategy(strategy)(None if kind is None else kind(**options))
+        codes = sum(p.numel() for p in skeleton.parameters() if not p.is_floating_point())
+        scales = sum(b.numel() * b.element_size() for b in skeleton.buffers() if b.is_meta)
+        return made.footprint(workload).weights, codes, scales
+
+    plain, *_ = weights(None)
+    nf4, codes, scales = weights("nf4")
+    assert codes > 0 and scales > 0
+    # A byte of codes stands for two numbers of two bytes.
+    assert plain - nf4 == pytest.approx((4 * codes - codes) * share - scales, rel=0.01)
