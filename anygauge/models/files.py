@@ -148,16 +148,14 @@ def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:
     file_of = WeightFiles(folder, look_inside=False).index
     if not all(file.endswith(".safetensors") for file in file_of.values()):
         return None
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in dict.fromkeys(file_of.values()):
-        shapes |= _header(folder / file)
-    absent = sorted(name for name in file_of if name and name not in shapes)
+    inside = {file: _header(folder / file) for file in dict.fromkeys(file_of.values())}
+    absent = sorted(name for name, file in file_of.items() if name and name not in inside[file])
     if absent:
         raise ModelError(
             f"{folder}: its index names {len(absent)} tensors that its files do not have, first "
             f"{absent[0]!r} in {file_of[absent[0]]}; fetch the model again"
         )
-    return shapes
+    return {name: shape for shapes in inside.values() for name, shape in shapes.items()}
 
 
 _LONGEST_HEADER = 100_000_000

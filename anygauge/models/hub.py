@@ -250,8 +250,8 @@ def fetch(
         new = dict.fromkeys([*files, *(weights if heavy else index)]).keys() - had
         count = sum(sizes[file] for file in new)
         if new and say is not None:
-            files_new = f"{len(new)} file{'s' * (len(new) > 1)}"
-            say(f"fetching {_said(want)}: {files_new}, {readable_size(count)}")
+            number = "1 file" if len(new) == 1 else f"{len(new)} files"
+            say(f"fetching {_said(want)}: {number}, {readable_size(count)}")
         missing = [file for file in new if not (folder / file).exists()]
         with _counted(folder, info, missing, progress) as turn:
             _all(missing, download, turn)

@@ -18,6 +18,7 @@ from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import check_weights
 from anygauge.models.formats import refuse_format
 from anygauge.models.hub import CONFIG, copy_of, is_whole, names_hub
+from anygauge.models.plain import surely_fit
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.source import check_positions, load_config
 from anygauge.models.start import refuse_no_adapter
@@ -115,7 +116,7 @@ def check_run(
     here = run.model.config is not None or folder is not None
     if folder is not None:
         shapes = _weights(run.model, folder)
-    built = here and _must_be_built(question, run, shapes, found)
+    built = here and _must_be_built(question, run, folder, shapes, found)
     if not built and not question.engine:
         hide()
     quiet_libraries()
@@ -167,11 +168,23 @@ def _model_folder(section: ModelSection, has_files: bool, found: Findings) -> Pa
 def _weights(section: ModelSection, folder: Path) -> dict[str, tuple[int, ...]] | None:
     if folder != Path(section.name or "") and not is_whole(folder, weights=True):
         return None  # of the hub's model only a part was fetched so far
-    return check_weights(folder)
+    try:
+        return check_weights(folder)
+    except ModelError as error:
+        if folder == Path(section.name or ""):
+            raise
+        raise ModelError(
+            f"{error}. It is this machine's copy of {section.name}: remove {folder.parents[1]}, "
+            "and give the same command again"
+        ) from None
 
 
 def _must_be_built(
-    question: Question, run: RunFile, shapes: dict[str, tuple[int, ...]] | None, found: Findings
+    question: Question,
+    run: RunFile,
+    folder: Path | None,
+    shapes: dict[str, tuple[int, ...]] | None,
+    found: Findings,
 ) -> bool:
     """Whether only the model itself, without its weights, answers what is asked."""
     asked = (
@@ -183,6 +196,7 @@ def _must_be_built(
         or bool(run.train.trainable or run.train.frozen)
         or (run.adapter is not None and not surely_match(run.adapter, shapes))
         or (run.adapter is not None and run.adapter.init is not True)
+        or (folder is not None and shapes is not None and not surely_fit(folder, shapes))
     )
     if asked and importlib.util.find_spec("torch") is None:
         found.notes.append("the model is built by the ranks alone: torch is not installed here")

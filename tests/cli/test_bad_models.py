@@ -1,91 +1,148 @@
-"""Models that cannot be right: one message before any rank starts, and nothing half written."""
+"""A model that is broken, or another one: one message before ranks start, nothing half written."""
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from anygauge.cli import run as command
 from anygauge.interface import ModelError
 from tests.helpers.runs import TINY, run_file
 from tests.helpers.tokenizer import make_tokenizer
 
-WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in three files, with its tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = dict(TINY)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    make_tokenizer(tmp_path / "model")
-    return tmp_path / "model"
+    folder = tmp_path_factory.mktemp("sound") / "model"
+    fields = {name: value for name, value in TINY.items() if name != "model_type"}
+    config = AutoConfig.for_model(TINY["model_type"], **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="100KB")
+    make_tokenizer(folder)
+    return folder
+
+
+def first(folder: Path) -> Path:
+    return sorted(folder.glob("model-*.safetensors"))[0]
 
 
 def cut(folder: Path) -> None:
-    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size // 2)
+    path = first(folder)
+    path.write_bytes(path.read_bytes()[:-1000])
 
 
-def index_without_file(folder: Path) -> None:
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        names = dict.fromkeys(file.keys(), "model-00001-of-00002.safetensors")
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": names}))
+def cut_header(folder: Path) -> None:
+    path = first(folder)
+    path.write_bytes(path.read_bytes()[:20])
 
 
-def index_of_more(folder: Path) -> None:
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        names = dict.fromkeys([*file.keys(), "model.layers.9.mlp.up_proj.weight"], WEIGHTS)
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": names}))
+def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+    def broken(folder: Path) -> None:
+        fields = json.loads((folder / INDEX).read_text())
+        change(fields["weight_map"])
+        (folder / INDEX).write_text(json.dumps(fields))
+
+    return broken
 
 
-def config_with(**fields: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **fields}))
-
-    return change
+def in_another(weights: dict[str, str]) -> None:
+    files = sorted(set(weights.values()))
+    name = next(name for name in sorted(weights) if weights[name] == files[0])
+    weights[name] = files[1]
 
 
-def half_a_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": ')
+def config(**changes: Any) -> Callable[[Path], None]:
+    def broken(folder: Path) -> None:
+        fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**fields, **changes}))
+
+    return broken
 
 
-USUAL = [
-    (cut, r"model\.safetensors cannot be read as weights \(it has .* bytes, its header"),
-    (index_without_file, r"names 'model-00001-of-00002\.safetensors', which is not a file"),
-    (config_with(hidden_size=16, head_dim=8), r"has shape \(512, 32\).*makes it \(512, 16\)"),
-    (config_with(vocab_size=300), r"the tokenizer has 400 tokens, the model only 300 rows"),
-]
-OTHERS = [
-    (index_of_more, r"1 tensors that its files do not have, first 'model\.layers\.9\."),
-    (config_with(num_hidden_layers=3), r"9 of the model's 30 parameters have no tensor"),
-    (config_with(num_hidden_layers=1), r"9 tensors have no place in a LlamaForCausalLM"),
-    (config_with(model_type="no_such"), r"no_such"),
-    (half_a_config, r"model\.name: .*not a valid JSON file"),
-]
+def written(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: bool((folder / name).write_text(text)) and None
 
 
-@pytest.mark.parametrize(
-    ("spoilt", "said"),
-    [*USUAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
-)
-def test_each_has_one_message(
-    spoilt: Callable[[Path], None],
-    said: str,
-    folder: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+def another(folder: Path) -> None:
+    fields = {
+        **{"model_type": "gpt_neox", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 512},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256},
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a file that was cut": (cut, r"model-00001-.* cannot be read as weights \(it has [\d,]+ bytes"),
+    "a header that was cut": (
+        cut_header,
+        r"model-00001-.* cannot be read as weights .*is it whole",
+    ),
+    "a file that is missing": (lambda f: first(f).unlink(), r"index\.json names 'model-00001-"),
+    "an index of another file": (
+        index(in_another),
+        r"names 1 tensors that its files do not have, first '.*' in model-00002-",
+    ),
+    "a tensor that is nowhere": (
+        index(lambda weights: weights.update({"no.such": min(weights.values())})),
+        r"names 1 tensors that its files do not have, first 'no\.such' in model-0000",
+    ),
+    "an index that is no JSON": (written(INDEX, "{"), "is not an index of weights"),
+    "another architecture": (another, r"parameters have no tensor, first 'gpt_neox"),
+    "other sizes": (
+        config(hidden_size=64),
+        r"tensor model\.embed_tokens\.weight has shape \(512, 32\), but config\.json makes it",
+    ),
+    "more layers": (config(num_hidden_layers=3), r"first 'model\.layers\.2\."),
+    "an unknown architecture": (config(model_type="llamma"), r"model\.name: .*model type `llamma`"),
+    "a small vocabulary": (
+        config(vocab_size=99),
+        r"the tokenizer has \d+ tokens, the model only 99",
+    ),
+    "no configuration": (lambda f: (f / "config.json").unlink(), r"config\.json cannot be read"),
+    "a configuration that is no JSON": (
+        written("config.json", "{ no"),
+        r"config\.json is not JSON",
+    ),
+    "a configuration that is a list": (written("config.json", "[1]"), r"config\.json holds a list"),
+    "a tokenizer that is no JSON": (
+        written("tokenizer.json", "{"),
+        r"model\.tokenizer: no tokenizer could be loaded from .*Give a folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_before_ranks_start(
+    case: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoilt(folder)
-    path = run_file(tmp_path, model={"name": str(folder)}, adapter={"r": 4, "targets": ".*q_proj"})
-    with pytest.raises(ModelError, match=said):
+    change, expected = CASES[case]
+    shutil.copytree(sound, tmp_path / "model")
+    change(tmp_path / "model")
+    path = run_file(tmp_path, model={"name": str(tmp_path / "model")})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ModelError, match=expected) as caught:
         command(["train", str(path)])
-    assert "Traceback" not in "".join(capfd.readouterr())
-    assert not (tmp_path / "out").exists(), "nothing was written"
+    assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
+    assert str(tmp_path / "model") in str(caught.value) or "rows in its embedding" in str(
+        caught.value
+    )
+    out, err = capsys.readouterr()
+    assert out == err == ""
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was written"
+
+
+def test_the_sound_one_is_not_refused(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_file(tmp_path, model={"name": str(sound)})
+    assert command(["train", str(path), "--dry-run"]) == 0
+    assert "are sound as far as they tell" in capsys.readouterr().out
