@@ -12,7 +12,7 @@ import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.section_model import QuantiseSection
-from anygauge.models.factory import CausalModelFactory
+from anygauge.models.factory import CausalModelFactory, dtype_name
 from anygauge.models.generate import load_for_inference
 from anygauge.models.merge import merge
 from anygauge.models.quantisation import RECORD_FILE
@@ -56,7 +56,7 @@ def upstream(model: Path, section: QuantiseSection, dtype: torch.dtype) -> Any:
 
     loaded = AutoModelForCausalLM.from_pretrained(
         model,
-        dtype=dtype,
+        **{dtype_name(): dtype},
         quantization_config=transformers_config(section, dtype),
         device_map={"": "cpu"},
         attn_implementation="eager",

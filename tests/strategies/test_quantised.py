@@ -13,10 +13,11 @@ import torch
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
 from anygauge.config.section_model import QuantiseSection
 from anygauge.interface import Precision
-from anygauge.models.factory import CausalModelFactory
+from anygauge.models.factory import CausalModelFactory, dtype_name
 from anygauge.models.quantised import transformers_config
 from anygauge.registry import Registry
 from anygauge.registry.factories import load_options
+from anygauge.strategies.zero_spec import offloads_gradients
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context
 from tests.helpers.ranks import run_ranks
@@ -55,7 +56,7 @@ def by_hand(model: Path, quantise: dict[str, Any], dora: bool = False) -> list[f
 
     base = AutoModelForCausalLM.from_pretrained(
         model,
-        dtype=torch.float32,
+        **{dtype_name(): torch.float32},
         quantization_config=transformers_config(QuantiseSection(**quantise), torch.float32),
         device_map={"": "cpu"},
         attn_implementation="sdpa",
@@ -110,7 +111,9 @@ def test_single_has_the_losses_of_peft_and_transformers(model: Path, tmp_path: P
 
 
 def test_one_layer_at_most_is_in_memory_beside_codes(model: Path, tmp_path: Path) -> None:
-    cases = [("fsdp", {}, NF4, False), ("zero", {"stage": 3}, NF4, False)]
+    cases = [("fsdp", {}, NF4, False)]
+    # Older releases of DeepSpeed gather weights of one type alone, and are refused.
+    cases += [("zero", {"stage": 3}, NF4, False)] if offloads_gradients() else []
     layer = 4 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
     for rank, found in enumerate(results(tmp_path, model, cases, 2)):
         for case, one in zip(cases, found, strict=True):
