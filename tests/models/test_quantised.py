@@ -227,6 +227,7 @@ def test_refused_before_ranks_start(
     from anygauge.cli.plan import read_intent
     from anygauge.interface import AnygaugeError
 
+    changes = {"strategy": {"name": "ddp"}, **changes}
     path = run_file(tmp_path, model=fields(tmp_path, model, quantise), **changes)
     with pytest.raises(AnygaugeError, match=said):
         read_intent(path, [], {"launch.devices": 2}, need_device=True)
