@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError, UnsupportedError
@@ -15,21 +15,10 @@ from anygauge.interface import ModelError, UnsupportedError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from anygauge.models.conversion import Value
+
 _BLOCK = 8192
 """Rows of an embedding that are read at once."""
-
-
-class Value(Protocol):
-    """A parameter's value, of which parts can be read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
-        ...
-
-    def read(self, part: tuple[Any, ...]) -> Tensor:
-        """A part of it, on the host."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
