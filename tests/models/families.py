@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.models.factory import CausalModelFactory
+from anygauge.strategies.materialise import materialise
+
 SIZES = {
     **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
@@ -41,3 +45,17 @@ def saved(family: str, folder: Path) -> Path:
             value.add_(torch.rand_like(value) * 0.1)  # buffers begin with zeros, biases too
     model.save_pretrained(folder)
     return folder
+
+
+def adapted(folder: Path, **fields: Any) -> Any:
+    """The model of a folder with a new adapter of rank 4."""
+    made = CausalModelFactory(
+        ModelSection(name=str(folder)),
+        AdapterSection(r=4, **fields),
+        dtype=torch.float32,
+        seed=0,
+        gradient_checkpointing=False,
+    )
+    model = made.skeleton()
+    materialise(model, made, device=torch.device("cpu"), dtype=torch.float32)
+    return made.adapt(model).eval()

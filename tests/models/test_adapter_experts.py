@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.adapter import adapted_layers, load_adapter
 from anygauge.models.export import save_adapter
@@ -17,25 +17,12 @@ from anygauge.models.files import WeightFiles
 from anygauge.models.merge import merge
 from anygauge.strategies.materialise import materialise
 from tests.helpers.tokenizer import make_tokenizer
-from tests.models.families import saved
+from tests.models.families import adapted, saved
 
 pytest.importorskip("transformers.core_model_loading", reason="experts are layers before")
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 IDS = torch.arange(3, 19)[None]
-
-
-def adapted(folder: Path, **fields: Any) -> Any:
-    made = CausalModelFactory(
-        ModelSection(name=str(folder)),
-        AdapterSection(r=4, **fields),
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
-    model = made.skeleton()
-    materialise(model, made, device=torch.device("cpu"), dtype=torch.float32)
-    return made.adapt(model).eval()
 
 
 def with_effect(model: Any) -> dict[str, torch.Tensor]:

@@ -14,9 +14,9 @@ from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.merge import merge
-from anygauge.strategies.materialise import materialise
 from tests.helpers.runs import TINY, run_file
 from tests.helpers.tokenizer import make_tokenizer
+from tests.models.families import adapted
 
 IDS = torch.arange(3, 19)[None]
 
@@ -32,19 +32,6 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     )
     model.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
-
-
-def adapted(base: Path, **fields: Any) -> Any:
-    made = CausalModelFactory(
-        ModelSection(name=str(base)),
-        AdapterSection(r=4, **fields),
-        dtype=torch.float32,
-        seed=0,
-        gradient_checkpointing=False,
-    )
-    model = made.skeleton()
-    materialise(model, made, device=torch.device("cpu"), dtype=torch.float32)
-    return made.adapt(model).eval()
 
 
 @pytest.mark.parametrize("whole", [["embed_tokens"], ["lm_head"], ["model.norm"]])
