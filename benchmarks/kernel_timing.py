@@ -175,7 +175,8 @@ class _Living(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        size = storage.nbytes() if made else 0
+        # A meta tensor has a size, and no memory.
+        size = storage.nbytes() if made and not tensor.is_meta else 0
 
         def gone(_: Any, key: int = key, size: int = size) -> None:
             self.now -= size

@@ -31,6 +31,7 @@ def test_peak_bytes_are_those_of_tensors_that_lived_together() -> None:
     assert peak[0] == 8000
     with peak_bytes(HOST) as peak:
         given.view(10, 100)
+        given.to("meta") * 2
     assert peak[0] == 0
 
 

@@ -88,7 +88,8 @@ def test_an_output_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "table.md").write_text("mine")
     done = command("--output", tmp_path)
     assert done.returncode == 2
-    assert "not empty" in done.stderr
+    # Where its box breaks a line depends on how long the path is.
+    assert "not empty" in " ".join(done.stderr.replace("│", " ").split())
     assert (tmp_path / "table.md").read_text() == "mine"
 
 

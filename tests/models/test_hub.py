@@ -15,7 +15,7 @@ import pytest
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
-from anygauge.models.hub import Fetched, copy_of, fetch, is_whole, wanted
+from anygauge.models.hub import Fetched, copy_of, fetch, is_whole, wanted, wanted_for_plan
 from anygauge.models.hub_errors import HubUnreachableError
 from tests.standins.hub import TOKEN, Hub, Repository
 
@@ -145,6 +145,15 @@ def test_a_dry_run_fetches_no_weights(hub: Hub) -> None:
     assert want(hub).new == 500
     assert hub.files() == ["model-1.safetensors", "model-2.safetensors"]
     assert is_whole(found.folder, weights=True)
+
+
+def test_a_plan_fetches_the_configuration_alone(hub: Hub) -> None:
+    hub.repositories[NAME] = Repository(files={**SMALL, **SHARDS, **USELESS})
+    (only,) = wanted_for_plan(ModelSection(name=NAME, tokenizer="some/tokenizer"))
+    fetch(only)
+    assert hub.files() == ["config.json", "generation_config.json"]
+    tokens = ModelSection(name=NAME, tokenizer="some/tokenizer", new_tokens=["<a>"])
+    assert [w.tokenizer for w in wanted_for_plan(tokens)] == [True, True], "they are counted"
 
 
 def test_a_tokenizer_of_another_repository(hub: Hub) -> None:

@@ -96,6 +96,27 @@ def test_codes_and_logits_are_those_of_transformers(
     assert torch.allclose(found.float(), expected.float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda one: one.type)
+def test_drawn_weights_are_quantised_as_read_ones_are(section: QuantiseSection) -> None:
+    def made(**more: Any) -> Any:
+        factory = CausalModelFactory(
+            ModelSection(config=TINY, tokenizer="none", **more),
+            AdapterSection(),
+            dtype=torch.bfloat16,
+            seed=3,
+            gradient_checkpointing=False,
+        )
+        model = factory.skeleton()
+        materialise(model, factory, device=HOST, dtype=torch.bfloat16)
+        return model
+
+    plain, quantised = made(), made(quantise=section)
+    found = quantised_layers(quantised)
+    assert found
+    for name, layer in found.items():
+        assert torch.equal(layer.encode(plain.get_parameter(name).detach()), layer.weight), name
+
+
 def test_compute_type_is_that_of_products(model: Path) -> None:
     section = QuantiseSection(type="nf4", compute_dtype="float32")
     probe = probe_tokens(512)
@@ -224,7 +245,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
 def test_refused_before_ranks_start(
     model: Path, tmp_path: Path, changes: dict[str, Any], quantise: Any, said: str
 ) -> None:
-    from anygauge.cli.plan import read_intent
+    from anygauge.cli.intent import read_intent
     from anygauge.interface import AnygaugeError
 
     changes = {"strategy": {"name": "ddp"}, **changes}

@@ -1,0 +1,66 @@
+"""Configurations that no model is made of: one message each, with what is meant or missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config.section_model import ModelSection
+from anygauge.interface import ModelError
+from anygauge.models.source import check_written, load_config
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
+
+
+def made(**fields: Any) -> ModelSection:
+    return ModelSection(config=fields, tokenizer="none")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("lama", "did you mean llama or "), ("Qwen22", "did you mean qwen2 or ")]
+)
+def test_a_misspelt_architecture_gets_its_neighbours(name: str, near: str) -> None:
+    with pytest.raises(ModelError, match=f"model.config: model type `{name}` .*{near}") as caught:
+        load_config(made(model_type=name, hidden_size=64))
+    assert len(str(caught.value)) < 300, "not all that there are"
+
+
+def test_an_unheard_of_architecture_gets_no_guess() -> None:
+    with pytest.raises(ModelError, match=r"model type `0` is not known to transformers") as caught:
+        load_config(made(model_type="0"))
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_file_without_an_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    with pytest.raises(ModelError, match=r"its config.json has no model_type, such as llama"):
+        load_config(ModelSection(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [
+        (("hidden_size",), r"model.config: says no hidden_size; transformers .* 4096, .*it"),
+        (("hidden_size", "num_hidden_layers"), r"no hidden_size and no num_hidden_layers; .*them"),
+    ],
+)
+def test_a_plan_takes_no_sizes_of_another_model(left_out: tuple[str, ...], expected: str) -> None:
+    section = made(**{key: value for key, value in LLAMA.items() if key not in left_out})
+    with pytest.raises(ModelError, match=expected):
+        check_written(section, load_config(section))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        LLAMA,
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 2},
+        {"model_type": "gemma3", "text_config": {"hidden_size": 64}},
+    ],
+)
+def test_sizes_by_another_name_or_in_a_section_are_written(fields: dict[str, Any]) -> None:
+    section = made(**fields)
+    check_written(section, load_config(section))
