@@ -68,8 +68,6 @@ class ModelSection(Section):
             raise ValueError("'config' needs a 'model_type', such as llama")
         if self.config is not None and self.tokenizer is None:
             raise ValueError("a model made from 'config' needs a 'tokenizer' as well")
-        if self.config is not None and self.quantise is not None:
-            raise ValueError("'quantise' needs existing weights: give 'name' in place of 'config'")
         return self
 
 

@@ -47,6 +47,11 @@ class OptimizerSection(Section):
     loraplus_lr_ratio: _Ratio | None = Field(
         None, description="Rate of the adapter's B factors as a multiple of lr (LoRA+); null: 1."
     )
+    paged: bool = Field(
+        False,
+        description="adamw_8bit: its moments lie in memory that moves to the host when the device "
+        "has no room.",
+    )
 
     @model_validator(mode="after")
     def _of_this_optimizer(self) -> OptimizerSection:
@@ -55,6 +60,8 @@ class OptimizerSection(Section):
         for field, names in takes.items():
             if getattr(self, field) is not None and self.name not in names:
                 raise ValueError(f"{field!r} is not a setting of {self.name}; remove it")
+        if self.paged and self.name != "adamw_8bit":
+            raise ValueError(f"'paged' is a setting of adamw_8bit alone, not of {self.name}")
         return self
 
 

@@ -7,7 +7,7 @@ import functools
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ class CausalModelFactory:
         self._weights: Weights | None = None
         self.first_factors: Mapping[str, Tensor] = {}
 
-    def having(self, attention: str, kernels: ModelKernels | None) -> CausalModelFactory:
+    def having(self, attention: str, kernels: ModelKernels | None) -> Self:
         """The same model, built with these."""
         other = copy.copy(self)
         other._attention, other._kernels = attention, kernels
@@ -190,6 +190,7 @@ class CausalModelFactory:
         module = model.get_submodule(unit)
         # A parent with parameters of its own comes after its children, which are real by then.
         whole = all(p.is_meta for p in module.parameters())
+        layers = quantised_layers(module)
         twins: dict[int, nn.Parameter] = {}
         found: dict[str, Tensor] = {}
         for name in names:
@@ -198,7 +199,8 @@ class CausalModelFactory:
             meta = owner._parameters[key]
             assert meta is not None
             # NaN shows what the architecture's rule leaves out.
-            twin = twins.setdefault(id(meta), nn.Parameter(torch.full(meta.shape, torch.nan)))
+            shape = layers[name].plain_shape if name in layers else meta.shape
+            twin = twins.setdefault(id(meta), nn.Parameter(torch.full(shape, torch.nan)))
             owner._parameters[key] = twin
             found[name] = twin.detach()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -214,6 +216,8 @@ class CausalModelFactory:
                     f"model.config: {type(model).__name__} gives no initial value to "
                     f"{unit}.{name}; start from existing weights (model.name)"
                 )
+            if name in layers:
+                found[name] = layers[name].encode(value)
         return found
 
     def adapt(self, model: nn.Module) -> nn.Module:

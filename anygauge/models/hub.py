@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -122,6 +122,16 @@ def wanted(section: ModelSection, *, weights: bool = True, model: bool = True) -
             )
         )
     return found
+
+
+def wanted_for_plan(section: ModelSection) -> list[Wanted]:
+    """What a plan needs of the hub: the configuration; a tokenizer where tokens are added to it."""
+    adds = bool(section.new_tokens or section.new_special_tokens)
+    return [
+        replace(want, weights="none", tokenizer=adds)
+        for want in wanted(section, weights=False)
+        if adds or want.field == "model.name"
+    ]
 
 
 def copy_of(name: str, revision: str | None) -> Path | None:

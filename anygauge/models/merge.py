@@ -204,7 +204,9 @@ def say_if_apart(model: Any) -> bool:
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     text = model.config.get_text_config()
-    if head is None or not text.tie_word_embeddings or head.weight is embedding.weight:
+    # A configuration of text alone need not have the field.
+    tied = getattr(text, "tie_word_embeddings", False)
+    if head is None or not tied or head.weight is embedding.weight:
         return False
     model.config.tie_word_embeddings = text.tie_word_embeddings = False
     return True

@@ -52,7 +52,9 @@ def load_config(section: ModelSection) -> Any:
     except ModelError:
         raise
     except Exception as error:
-        check_sizes(SimpleNamespace(**_as_written(section)), field)
+        written = _as_written(section)
+        check_sizes(SimpleNamespace(**written), field)
+        _check_type(written.get("model_type"), field)
         raise ModelError(f"{field}: {_said(error)}") from error
     check_sizes(config, field)
     return config
@@ -95,6 +97,58 @@ def _said(error: Exception) -> str:
     if not lines:
         return type(error).__name__
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def _check_type(name: Any, where: str) -> None:
+    """Raises: ModelError: the library knows no such architecture; names those spelt alike."""
+    import difflib
+
+    from transformers import CONFIG_MAPPING, __version__
+
+    known = list(CONFIG_MAPPING)
+    if name in known:
+        return
+    if name is None:
+        raise ModelError(
+            f"{where}: its {CONFIG} has no model_type, such as llama: it is not a language model's "
+            "configuration. Name the folder that has one"
+        )
+    near = difflib.get_close_matches(str(name).lower(), known, n=3)
+    meant = f"; did you mean {' or '.join(near)}?" if near else "."
+    raise ModelError(
+        f"{where}: model type `{name}` is not known to transformers {__version__}{meant} A newer "
+        "transformers may know it; a model that ships code of its own needs "
+        "model.trust_remote_code: true"
+    )
+
+
+def check_written(section: ModelSection, config: Any) -> None:
+    """Refuse a configuration that leaves the model's size to the library's defaults.
+
+    Args:
+        config: that `load_config` made of it.
+
+    Raises:
+        ModelError: names the fields.
+    """
+    written = _as_written(section)
+    text = config.get_text_config()
+    if section.trust_remote_code or text is not config:
+        return  # a configuration inside another one is written without what is usual
+    missing = [
+        name
+        for name in ("hidden_size", LAYERS[0])
+        if isinstance(setting(config, name), int)
+        and not isinstance(getattr(type(config), name, None), property)
+        and not {name, config.attribute_map.get(name)} & written.keys()
+    ]
+    if missing:
+        one = "model.config" if section.config is not None else f"model.name: {section.name}"
+        usual = " and ".join(str(setting(config, name)) for name in missing)
+        raise ModelError(
+            f"{one}: says no {' and no '.join(missing)}; transformers would take {usual}, which is "
+            f"another model's. Add {'it' if len(missing) == 1 else 'them'}"
+        )
 
 
 def check_sizes(config: Any, where: str) -> None:

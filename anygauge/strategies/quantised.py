@@ -37,23 +37,28 @@ def unpacked(state: Mapping[str, Any], key: str) -> Tensor:
     from bitsandbytes.functional import dequantize_blockwise
 
     number = key.removeprefix("state")
+    scales: Tensor = state[f"absmax{number}"]
+    # Paged codes are the host's to torch, while their scales are on the device.
     return dequantize_blockwise(
-        value, absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=BLOCK
+        value.to(scales.device), absmax=scales, code=state[f"qmap{number}"], blocksize=BLOCK
     ).reshape(value.shape)
 
 
 def pack(state: Mapping[str, Any], key: str, value: Tensor) -> None:
     """Put a float32 tensor into its place, as codes if it is kept so."""
     place: Tensor = state[key]
-    value = value.to(place.device).reshape(place.shape)
+    value = value.reshape(place.shape)
     if not is_packed(place):
         place.copy_(value)
         return
     from bitsandbytes.functional import quantize_blockwise
 
     number = key.removeprefix("state")
+    scales: Tensor = state[f"absmax{number}"]
     codes, blocks = quantize_blockwise(
-        value.to(torch.float32).contiguous(), code=state[f"qmap{number}"], blocksize=BLOCK
+        value.to(scales.device, torch.float32).contiguous(),
+        code=state[f"qmap{number}"],
+        blocksize=BLOCK,
     )
     place.copy_(codes.reshape(place.shape))
-    state[f"absmax{number}"].copy_(blocks.absmax)
+    scales.copy_(blocks.absmax)

@@ -124,7 +124,7 @@ def _has_fused_adamw(device: torch.device) -> bool:
 def _adamw_8bit(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
     from anygauge.training.optimizers.adamw_8bit import adamw_8bit
 
-    return adamw_8bit(groups, lr=section.lr, **_adam_options(section))
+    return adamw_8bit(groups, lr=section.lr, paged=section.paged, **_adam_options(section))
 
 
 def _adam_options(section: OptimizerSection) -> dict[str, Any]:

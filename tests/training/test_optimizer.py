@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anygauge.config.schema import OptimizerSection, RunFile
 from anygauge.interface import RunFileError, UnsupportedError
@@ -14,6 +15,7 @@ from anygauge.registry import Registry
 from anygauge.strategies.common import set_learning_rate
 from anygauge.training.optimizer import optimizer_factory, parameter_groups
 from anygauge.training.optimizers import checks
+from anygauge.training.optimizers.adamw_8bit import PAGED as PAGED_FROM
 from anygauge.training.strategy import check_strategy
 from anygauge_cpu.backend import CpuBackend
 
@@ -126,6 +128,87 @@ def test_a_device_without_an_8_bit_update_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("bitsandbytes.optim.AdamW8bit.step", step)
     with pytest.raises(UnsupportedError, match=r"(?s)update on cpu .*no kernel of.*name: adamw"):
         optimizer_factory(OptimizerSection(name="adamw_8bit"))(named("x"))
+
+
+PAGED = {"train": {"optimizer": {"name": "adamw_8bit", "paged": True}}}
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "said"),
+    [
+        (
+            "cpu",
+            {"name": "single"},
+            r"paged: backend 'cpu' lacks 'paged_memory': .*there is no device to",
+        ),
+        ("hpu", {"name": "single"}, r"paged: backend 'hpu' lacks 'paged_memory': .*CUDA, ROCm"),
+        ("cuda", {"name": "zero"}, r"paged: DeepSpeed has ways of its own.*offload: optimizer"),
+        ("cuda", {"name": "fsdp"}, r"paged: .*under strategy fsdp.*name: ddp or single"),
+        ("cuda", {"name": "ddp", "tp": 2}, r"paged: .*under strategy\.tp.*ddp or single"),
+        ("cuda", {"name": "single"}, None),
+        ("cuda", {"name": "ddp"}, None),
+    ],
+)
+def test_paged_state_is_refused_where_there_is_none(
+    device: str, strategy: dict[str, Any], said: str | None
+) -> None:
+    registry = Registry.load()
+    asked = run(strategy=strategy, **PAGED)
+    backend = registry.create_backend(device)
+    ranks = 1 if strategy["name"] == "single" else 2
+    if said is None:
+        check_strategy(asked, registry, backend, ranks)
+        return
+    with pytest.raises(UnsupportedError, match=said):
+        check_strategy(asked, registry, backend, ranks)
+
+
+def test_paged_is_a_setting_of_8_bits() -> None:
+    with pytest.raises(ValueError, match=r"paged.*adamw_8bit alone, not of adamw"):
+        run(train={"optimizer": {"paged": True}})
+
+
+def test_paged_state_that_is_not_paged_is_refused() -> None:
+    section = OptimizerSection(name="adamw_8bit", paged=True)
+    with (
+        pytest.warns(UserWarning, match="not supported on CPU"),
+        pytest.raises(UnsupportedError, match=r"paged: .*no memory on cpu"),
+    ):
+        optimizer_factory(section)(named("x"))
+
+
+def test_paged_state_steps_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's own memory stands in for what the driver would move; its fetching is counted."""
+    fetched: list[Tensor] = []
+
+    def buffer(self: object, p: Tensor, dtype: torch.dtype) -> Tensor:
+        made = torch.zeros_like(p, dtype=dtype)
+        made.is_paged = self.is_paged and p.numel() >= PAGED_FROM  # type: ignore[attr-defined]
+        return made
+
+    monkeypatch.setattr("bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer", buffer)
+    monkeypatch.setattr("bitsandbytes.functional.prefetch_tensor", fetched.append)
+    values = torch.randn(2, PAGED_FROM, generator=torch.Generator().manual_seed(0))
+    results = []
+    for paged in (False, True):
+        parameters = [
+            ("large", nn.Parameter(values.clone())),
+            ("small", nn.Parameter(values[:, :2000].clone())),
+        ]
+        section = OptimizerSection(name="adamw_8bit", paged=paged)
+        made = optimizer_factory(section)(parameters)
+        fetched.clear()
+        for _ in range(2):
+            for _, parameter in parameters:
+                parameter.grad = parameter.detach() * 0.5
+            made.step()
+        results.append([parameter.detach() for _, parameter in parameters])
+        state = made.state[parameters[0][1]]
+        assert [t.data_ptr() for t in fetched] == 2 * paged * [
+            state["state1"].data_ptr(),
+            state["state2"].data_ptr(),
+        ]
+    assert all(map(torch.equal, *results))
 
 
 def test_adamw_is_fused_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
