@@ -133,7 +133,9 @@ class ZeroState:
         optimizer = self._optimizer
         if self._stage == 3:
             return list(optimizer.fp32_partitioned_groups_flat)
-        return list(optimizer.single_partition_of_fp32_groups)
+        # Stage 1 in bfloat16 whose sums are in float32 has an optimizer of DeepSpeed's own for it.
+        flats = getattr(optimizer, "fp32_groups_flat_partition", None)
+        return list(optimizer.single_partition_of_fp32_groups if flats is None else flats)
 
     def _states(self) -> list[Any]:
         if self._plain:
