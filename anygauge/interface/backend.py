@@ -139,6 +139,8 @@ class Probe:
         driver: is the kernel driver loaded?
         software: is the software that drives it installed?
         device_count: how many devices, or None where that cannot be known without opening them.
+        cards: their names as the driver has them, by which descriptions of hardware are found; a
+            name stands once. Empty where it does not tell.
     """
 
     devices: Finding
@@ -146,6 +148,7 @@ class Probe:
     software: Finding
     device_count: int | None = None
     notes: tuple[str, ...] = field(default=())
+    cards: tuple[str, ...] = ()
 
     @property
     def available(self) -> bool:
@@ -191,6 +194,10 @@ class BackendSpec:
         priority: orders ``--backend auto``; higher is tried first, 0 and below are never
             chosen while another vendor's devices are present.
         drives: the devices in a few words, for lists: ``processors of this machine``.
+        hardware: descriptions of its cards, ``"package:file.toml"``; "" where it brings none. The
+            package is that of the plugin or lies within it.
+        this_machine: figure of its cards -> number, where a description leaves it to the machine
+            at hand. Called when such a card is looked up; cheap and pure; imports no torch.
     """
 
     name: str
@@ -199,6 +206,8 @@ class BackendSpec:
     api_version: int
     priority: int = 0
     drives: str = ""
+    hardware: str = ""
+    this_machine: Callable[[], Mapping[str, float]] = dict
 
 
 class Outcome:
@@ -226,6 +235,7 @@ CAPABILITIES: Mapping[str, str] = {
     "collectives": "more than one process",
     "quantised_base": "products with weights of 4 bits (nf4) by bitsandbytes",
     "quantised_base_int8": "products with weights of 8 bits by bitsandbytes",
+    "paged_memory": "bitsandbytes' memory that moves between the device and the host by itself",
 }
 """Names of the capabilities that the core asks about, and what each means.
 

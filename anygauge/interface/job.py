@@ -86,6 +86,11 @@ class Job:
         network: the network between machines, where one was asked for by name; likewise.
         environment: variables that the run file asks for.
         backend_options: the run file's ``backend_options``, for the backend alone to read.
+        expected_memory: phase -> the most bytes that the first rank's tensors take of its device,
+            by the plan of the run; empty where there is none.
+        expected_step_s: seconds of a step, by the same; None: not known.
+        strategy_why: why strategy ``auto`` became this one; empty where it was named, or becomes
+            one when the devices are open.
     """
 
     name: str
@@ -107,6 +112,9 @@ class Job:
     network: Fabric | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     backend_options: Mapping[str, Any] = field(default_factory=dict)
+    expected_memory: Mapping[str, int] = field(default_factory=dict)
+    expected_step_s: float | None = None
+    strategy_why: str = ""
 
     @property
     def world_size(self) -> int:

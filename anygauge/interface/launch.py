@@ -263,6 +263,7 @@ class LauncherSpec:
         shared_filesystem: those machines see this one's files; otherwise data, model and run
             directory are theirs.
         can: what its jobs can do, of `ABILITIES`.
+        hardware: descriptions of the machines it starts jobs on, as `BackendSpec.hardware`.
     """
 
     name: str
@@ -273,6 +274,7 @@ class LauncherSpec:
     remote: bool = False
     shared_filesystem: bool = True
     can: frozenset[str] = frozenset()
+    hardware: str = ""
 
 
 ABILITIES: Mapping[str, str] = {

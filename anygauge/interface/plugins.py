@@ -253,6 +253,9 @@ class KernelSpec:
         default: chosen without being asked for, where it can run.
         missing: why it cannot run here, or None; cheap and pure.
         uses: other operations that it is made of: it gets the run's choice of each.
+        plain: of a kernel for some devices: the one of the same operation for all devices that
+            holds as much memory, with which a run is planned; "" where it holds no more than the
+            operation's default or reference, and of attention no scores.
     """
 
     operation: str
@@ -263,6 +266,7 @@ class KernelSpec:
     default: bool = False
     missing: Callable[[], str | None] = lambda: None
     uses: tuple[str, ...] = ()
+    plain: str = ""
 
 
 RunStatus = Literal["finished", "failed", "stopped"]

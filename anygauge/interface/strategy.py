@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PARAMETER",
     "Activations",
+    "AutoForm",
     "BuildContext",
     "ClipFunction",
     "Counters",
@@ -472,6 +473,7 @@ class Footprint:
         sent: collective -> bytes that this rank gives to it in a step: what goes in of a reduction,
             what comes out of a gather. Those of every step alone, and not the few numbers of the
             loop.
+        window: parameters at most that are gathered at once; 0: those of a layer, or all.
     """
 
     weights: int
@@ -479,6 +481,7 @@ class Footprint:
     masters: int
     optimizer: int
     sent: Mapping[str, int]
+    window: int = 0
 
     @property
     def held(self) -> int:
@@ -524,6 +527,8 @@ class StrategyRun:
         router_aux_loss: a mixture's routers have a loss of their own, made of a whole micro-batch.
         ranks_run_here: the packages of this machine are those that ranks will have.
         quantised: frozen linear layers hold codes, which cannot be cut like weights.
+        paged: the optimizer's state is in memory that moves to the host by itself, which torch
+            takes for the host's.
     """
 
     options: Any
@@ -536,6 +541,23 @@ class StrategyRun:
     router_aux_loss: bool = False
     ranks_run_here: bool = True
     quantised: bool = False
+    paged: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoForm:
+    """A form of a strategy that ``strategy: auto`` may take.
+
+    Attributes:
+        place: in the order in which forms are tried until one fits, the fastest first: those of
+            the strategies that come along have 10 (whole models) to 60 (all in the host's memory).
+        options: fields of `StrategySpec.options`.
+        alone: of use on one rank as well.
+    """
+
+    place: int
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    alone: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -568,6 +590,9 @@ class StrategySpec:
         check: refuses what the options cannot do, by raising an `AnygaugeError`; cheap and pure.
             The dry run, the run and each rank call it.
         check_model: likewise, given the options and the model's configuration.
+        lighter: what a plan proposes for less memory: fields of `options`, and what they cost in
+            words. The first is for several ranks; each further one takes less than that before.
+        auto: what ``strategy: auto`` may take of it; empty: nothing.
     """
 
     name: str
@@ -590,3 +615,5 @@ class StrategySpec:
     )
     check: Callable[[StrategyRun], None] = lambda run: None
     check_model: Callable[[Any, Any], None] = lambda options, config: None
+    lighter: tuple[tuple[Mapping[str, Any], str], ...] = field(default=(), hash=False)
+    auto: tuple[AutoForm, ...] = ()

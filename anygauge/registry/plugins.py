@@ -57,6 +57,7 @@ _MOVED = (
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_FILE = re.compile(r"[A-Za-z_][\w.]*:[\w./-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,6 +322,9 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], origin: str) -> None:
         raise PluginError(f"{title}: factory {spec.factory!r} must read 'package.module:name'")
     if isinstance(spec, StrategySpec) and spec.options and not _FACTORY.fullmatch(spec.options):
         raise PluginError(f"{title}: options {spec.options!r} must read 'package.module:name'")
+    hardware = getattr(spec, "hardware", "")
+    if hardware and not (isinstance(hardware, str) and _FILE.fullmatch(hardware)):
+        raise PluginError(f"{title}: hardware {hardware!r} must read 'package:file.toml'")
     if isinstance(spec, BackendSpec):
         if spec.name == AUTO:
             raise PluginError(f"{title}: {AUTO!r} is reserved for choosing a backend")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from anygauge.interface import BackendSpec, hookimpl
+from anygauge_cpu.memory import limit_bytes
 from anygauge_cpu.probe import probe
 
 # Written out, not taken from the interface: it must not move along when the contract does.
@@ -22,5 +23,13 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
             api_version=WRITTEN_FOR,
             priority=0,
             drives="this machine's processors",
+            hardware="anygauge_cpu:cards.toml",
+            this_machine=this_machine,
         )
     ]
+
+
+def this_machine() -> Mapping[str, float]:
+    """What the description of the card leaves to the machine at hand."""
+    limit = limit_bytes()
+    return {} if limit is None else {"memory": limit}

@@ -73,6 +73,10 @@ class CpuBackend(Backend):
         # Source: bitsandbytes 0.50, backends/cpu/ops.py and backends/default/ops.py.
         "quantised_base": FULL,
         "quantised_base_int8": FULL,
+        "paged_memory": Support(
+            Level.UNSUPPORTED_BY_HARDWARE,
+            "there is no device to make room on: its tensors lie in the host's memory",
+        ),
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

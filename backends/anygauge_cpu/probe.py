@@ -14,6 +14,7 @@ def probe() -> Probe:
         devices=Finding.not_needed("the host's processors"),
         driver=Finding.not_needed(),
         software=_software(),
+        cards=("cpu",),
     )
 
 

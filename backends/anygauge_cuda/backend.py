@@ -82,6 +82,8 @@ class CudaBackend(Backend):
         # Source: bitsandbytes 0.50, backends/cuda/ops.py; its wheel has a library for each CUDA.
         "quantised_base": FULL,
         "quantised_base_int8": FULL,
+        # Source: the same, functional.py: cget_managed_ptr is cudaMallocManaged.
+        "paged_memory": FULL,
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

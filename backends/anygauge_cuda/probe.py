@@ -19,6 +19,7 @@ _WSL_DEVICE = "dev/dxg"
 _WSL_LIBRARIES = "usr/lib/wsl/lib"
 
 _VERSION = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
+_MODEL = re.compile(r"^Model:\s*(\S.*?)\s*$", re.MULTILINE)
 _TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:None|['\"]([^'\"]*)['\"])", re.MULTILINE)
 
 
@@ -44,6 +45,7 @@ def probe(root: Path = Path("/"), torch_folder: Path | None = None) -> Probe:
         software=_software(torch_folder),
         device_count=count,
         notes=tuple(notes),
+        cards=_models(root),
     )
 
 
@@ -110,6 +112,14 @@ def _device_files(root: Path) -> list[str]:
 
 def _driver_folders(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "proc/driver/nvidia/gpus").glob("*"))
+
+
+def _models(root: Path) -> tuple[str, ...]:
+    """Names of the models, as the driver lists them (NVIDIA's README, "Using the /proc File System
+    Interface")."""
+    files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    found = (_MODEL.search(_text(file)) for file in files)
+    return tuple(dict.fromkeys(match.group(1) for match in found if match))
 
 
 def _on_pci_bus(root: Path) -> list[str]:

@@ -23,6 +23,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
             api_version=WRITTEN_FOR,
             priority=100,
             drives="Intel Gaudi cards",
+            hardware="anygauge_hpu:cards.toml",
         )
     ]
 
@@ -38,6 +39,7 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             api_version=WRITTEN_FOR,
             device_types=frozenset({"hpu"}),
             missing=why_missing,
+            plain="softmax" if name.startswith("gaudi_softmax") else "",
         )
         for operation, name, function in (
             ("attention", "gaudi_fused", "kernels:fused_attention"),

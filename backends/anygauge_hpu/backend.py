@@ -88,6 +88,10 @@ class HpuBackend(Backend):
             Level.UNSUPPORTED_BY_VERSION,
             "bitsandbytes 0.50 has kernels for nf4 alone on these cards; use nf4",
         ),
+        "paged_memory": Support(
+            Level.UNSUPPORTED_BY_VERSION,
+            "bitsandbytes 0.50 has such memory for CUDA, ROCm and XPU alone",
+        ),
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

@@ -27,6 +27,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             api_version=WRITTEN_FOR,
             tested_on="real",
             remote=True,
+            hardware="anygauge_launchers:machines.toml",
         ),
         LauncherSpec(
             name="slurm",
@@ -35,6 +36,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             tested_on="real",
             remote=True,
             can=frozenset({"detach", "warn", "requeue"}),
+            hardware="anygauge_launchers:machines.toml",
         ),
         LauncherSpec(
             name="mpi",
@@ -42,6 +44,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             api_version=WRITTEN_FOR,
             tested_on="real",
             remote=True,
+            hardware="anygauge_launchers:machines.toml",
         ),
         LauncherSpec(
             name="kubernetes",
@@ -51,6 +54,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             remote=True,
             shared_filesystem=False,
             can=frozenset({"detach", "warn", "requeue"}),
+            hardware="anygauge_launchers:machines.toml",
         ),
         LauncherSpec(
             name="azureml",
@@ -60,6 +64,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             remote=True,
             shared_filesystem=False,
             can=frozenset({"detach"}),
+            hardware="anygauge_launchers:azure.toml",
         ),
         LauncherSpec(
             name="sagemaker",
@@ -69,5 +74,6 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             remote=True,
             shared_filesystem=False,
             can=frozenset({"detach", "warn", "requeue"}),
+            hardware="anygauge_launchers:aws.toml",
         ),
     ]

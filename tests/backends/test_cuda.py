@@ -126,9 +126,10 @@ def test_a_container_counts_what_it_was_given(tmp_path: Path) -> None:
 
 def test_gpus_that_only_the_driver_lists(tmp_path: Path) -> None:
     folder = "proc/driver/nvidia/gpus/0000:3b:00.0/information"
-    found = look(tmp_path, {folder: "Model: NVIDIA A10\n"})
+    found = look(tmp_path, {folder: "Model: \t\t NVIDIA A10\nIRQ:   \t\t 34\n"})
     assert found.has_hardware
     assert found.device_count == 1
+    assert found.cards == ("NVIDIA A10",)
 
 
 def test_wsl_needs_the_vendors_library(tmp_path: Path) -> None:

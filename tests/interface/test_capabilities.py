@@ -6,13 +6,15 @@ from anygauge.config.precision import AUTO_ORDER
 from anygauge.interface import CAPABILITIES
 from anygauge.registry import Registry
 from anygauge.training.quantised import CAPABILITY as OF_QUANTISED
+from anygauge.training.strategy import PAGED
 
 
 def test_each_is_asked_for_and_no_other() -> None:
     strategies = (provided.spec for provided in Registry.load().strategies)
     of_strategies = {need.capability for spec in strategies for need in spec.needs}
     of_precision = set(AUTO_ORDER) - {"float32"}
-    assert of_strategies | of_precision | set(OF_QUANTISED.values()) == set(CAPABILITIES)
+    of_sections = {*OF_QUANTISED.values(), PAGED}
+    assert of_strategies | of_precision | of_sections == set(CAPABILITIES)
 
 
 def test_no_strategy_is_one() -> None:

@@ -100,5 +100,18 @@ def test_text_of_plugins_is_no_markup(install, backend_source, command):
     assert "[bold]x[/bold]" in command(width=120)
 
 
+def test_a_description_of_hardware_that_cannot_be_read_is_shown(install, backend_source, command):
+    source = backend_source("fast").replace(
+        "priority=", 'hardware="fake_fast:cards.toml", priority='
+    )
+    install("fast-dist", "1.0", {"fast": "fake_fast"}, fake_fast=source)
+    report = json.loads(command("--json"))
+    (failure,) = report["failed_hardware"]
+    assert failure["entry_point"] == "fake_fast:cards.toml" and not report["failed"]
+    output = command(width=120)
+    assert "Descriptions of hardware that cannot be read" in output
+    assert "fake_fast:cards.toml (fast-dist 1.0): " in output
+
+
 def test_nothing_installed(command):
     assert "No backend is installed." in command()

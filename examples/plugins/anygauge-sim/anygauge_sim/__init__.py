@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 
 from anygauge.interface import BackendSpec, hookimpl
+from anygauge_sim import settings
 from anygauge_sim.probe import probe
 
 # Written out, not taken from the interface: it must not move along when the contract does.
@@ -22,5 +24,12 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
             api_version=WRITTEN_FOR,
             priority=-100,  # only for whoever asks for it by name
             drives="simulated cards, for tests",
+            hardware="anygauge_sim:cards.toml",
+            this_machine=this_machine,
         )
     ]
+
+
+def this_machine() -> Mapping[str, float]:
+    """What cards.toml leaves to the machine at hand."""
+    return {"memory": settings.read(os.environ).capacity}

@@ -28,6 +28,7 @@ def probe() -> Probe:
             *map(str, built),
         ),
         device_count=count if found else None,
+        cards=("sim",),
     )
 
 

@@ -1,0 +1,52 @@
+"""docs/hardware.md: its tables are the descriptions, and its example is a file that is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anygauge.interface import CARD_FIGURES, FLOPS_TYPES, MACHINE_FIGURES, read_hardware
+from anygauge.registry import Hardware, Registry
+from docs.hardware_tables import page, shipped
+from tests.docs.pages import ROOT, marked
+
+PAGE = ROOT / "docs/hardware.md"
+
+
+def test_the_tables_are_made_from_the_descriptions() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(text, shipped()), "python docs/hardware_tables.py docs/hardware.md"
+
+
+def test_no_source_leans_on_another() -> None:
+    # A user's file may replace the figure before it, and pages sort them.
+    hardware = shipped()
+    for described in (*hardware.cards, *hardware.machines):
+        for figure, source in described.sources.items():
+            assert not source.startswith("the same"), (described.name, figure)
+
+
+def test_the_example_describes_and_corrects(tmp_path: Path) -> None:
+    (block,) = marked("hardware")
+    own = tmp_path / "own.toml"
+    own.write_text(block.text, encoding="utf-8")
+    plain, hardware = shipped(), Hardware.load(Registry.load(), [own])
+    machine = hardware.machine("under the desk")
+    assert (machine.cards, machine.link, machine.host_memory) == (2, 31e9, 128 * 2**30)
+    assert hardware.card(machine.card).flops == {"bfloat16": 122e12}
+    assert hardware.machine("p5").price == 60.5 and plain.machine("p5").price is None
+    assert hardware.card("h100").bandwidth == 3.0e12 != plain.card("h100").bandwidth
+    assert hardware.card("h100").memory == plain.card("h100").memory
+
+
+@pytest.mark.parametrize("key", [*CARD_FIGURES, *FLOPS_TYPES, *MACHINE_FIGURES, "shared_memory"])
+def test_every_key_is_on_the_page(key: str) -> None:
+    prose = PAGE.read_text(encoding="utf-8").partition("## Cards")[0]
+    assert key in prose or key.replace("_", " ") in prose
+
+
+def test_the_examples_of_cards_say_all_that_they_know() -> None:
+    for file in sorted((ROOT / "examples/hardware").glob("*.toml")):
+        (card,), machines = read_hardware(file.read_text(encoding="utf-8"), file.name)
+        assert card.memory and card.bandwidth and card.flops and not card.backend and not machines
