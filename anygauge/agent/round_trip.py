@@ -1,33 +1,21 @@
-"""A collective round trip: real ranks on this machine join, sum tensors, and time it.
-
-``python -m anygauge.agent.round_trip --job JOB`` is one rank, started by an agent, so that it gets
-the environment that a run's ranks get.
-"""
+"""A collective round trip: real ranks on this machine join, sum tensors, and time it."""
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from anygauge.interface import AnygaugeError, Check, Job, LaunchSettings, Outcome
+from anygauge.agent import errand
+from anygauge.interface import Check, Job, Outcome
 from anygauge.registry import Registry
-from anygauge.util.events import EventWriter
-from anygauge.util.files import write_text
-from anygauge.util.processes import die_with_parent
 
+MODULE = "anygauge.agent.round_trip"
 CHECK = "collective round trip"
 SIZES = (1_024, 1_048_576, 67_108_864)
 """Bytes of float32 in a tensor."""
 REPEATS = 5
-COLLECTIVE_TIMEOUT_S = 60.0
 MIB = 2**20
 
 
@@ -39,34 +27,12 @@ def measure(
     Args:
         timeout_s: seconds that all of it may take.
     """
-    name = CHECK
     remedy = f"anygauge env --backend {backend} --devices {ranks} shows the ranks' variables"
-    with tempfile.TemporaryDirectory(prefix="anygauge-doctor-") as folder:
-        job = Job(
-            name="doctor",
-            run_directory=folder,
-            run_file="",
-            backend=backend,
-            launch=LaunchSettings(devices=ranks, collective_timeout_s=COLLECTIVE_TIMEOUT_S),
-            rendezvous=f"file://{folder}/rendezvous",
-            token=secrets.token_hex(16),
-            backend_options=dict(options),
-        )
-        path = Path(folder) / "job.json"
-        write_text(path, job.dump(), mode=0o600)
-        argv = [sys.executable, "-m", "anygauge.agent.round_trip", "--agent", "--job", str(path)]
-        try:
-            done = subprocess.run(
-                argv, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
-            )
-        except subprocess.TimeoutExpired:
-            seen = f"{ranks} ranks were not done within {timeout_s:.0f} s"
-            return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
-        result = Path(folder) / "round_trip.json"
-        if done.returncode or not result.is_file():
-            seen = f"{ranks} ranks: {_cause(done.stdout, done.stderr)}"
-            return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
-        return _judged(json.loads(result.read_text(encoding="utf-8")), ranks, remedy)
+    try:
+        result = errand.send(MODULE, "doctor", backend, options, ranks, timeout_s)
+    except errand.ErrandError as error:
+        return Check(name=CHECK, outcome=Outcome.FAIL, seen=str(error), remedy=remedy)
+    return _judged(result, ranks, remedy)
 
 
 def _judged(result: Mapping[str, Any], ranks: int, remedy: str) -> Check:
@@ -88,19 +54,6 @@ def _judged(result: Mapping[str, Any], ranks: int, remedy: str) -> Check:
 
 def _size(count: int) -> str:
     return f"{count // MIB} MiB" if count >= MIB else f"{count // 1024} KiB"
-
-
-def _cause(stdout: str, stderr: str) -> str:
-    """The cause that the agent reported, or else the last line it printed."""
-    for line in reversed(stdout.splitlines()):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and event.get("cause"):
-            return str(event["cause"]).splitlines()[0]
-    lines = [line for line in stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else "they ended without a report"
 
 
 def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
@@ -147,33 +100,5 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
         }
 
 
-def main(argv: list[str]) -> int:
-    """One rank; with ``--agent`` the agent that starts all of them."""
-    agent, path = argv[0] == "--agent", argv[-1]
-    if agent:
-        from anygauge.agent.__main__ import main as start
-
-        rank_argv = (sys.executable, "-m", "anygauge.agent.round_trip", "--job", path)
-        return start(["--job", path], rank_argv=rank_argv)
-    die_with_parent()
-    job, rank = Job.load(path), int(os.environ["RANK"])
-    events = EventWriter.of_rank(rank)
-    try:
-        result = run_rank(job, rank, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
-    except Exception as error:
-        events.send(
-            "failed",
-            error=type(error).__name__,
-            message=str(error).strip() or type(error).__name__,
-            for_user=isinstance(error, AnygaugeError),
-            exit_status=1,
-        )
-        raise
-    if rank == 0:
-        write_text(Path(job.run_directory) / "round_trip.json", json.dumps(result) + "\n")
-    events.send("finished")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(errand.main(MODULE, run_rank, sys.argv[1:]))

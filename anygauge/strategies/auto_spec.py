@@ -12,7 +12,7 @@ AUTO = StrategySpec(
     name="auto",
     factory="anygauge.strategies.auto:Auto",
     api_version=API_VERSION,
-    summary="On one rank single; else ddp if the model fits on every device, or the default.",
+    summary="The fastest of the others that fits the devices' memory.",
     needs=(Requirement(capability="collectives", because="it may become one that needs them"),),
     takes_clip_kernel=lambda options: _LATER,
     takes_update_kernel=lambda options: _LATER,

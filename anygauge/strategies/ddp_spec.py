@@ -7,6 +7,7 @@ from typing import Any
 from anygauge.interface import (
     API_VERSION,
     FULL,
+    AutoForm,
     Level,
     Requirement,
     StrategyRun,
@@ -65,4 +66,5 @@ DDP = StrategySpec(
     },
     check=check,
     check_model=check_model,
+    auto=(AutoForm(place=10, alone=False),),
 )

@@ -132,14 +132,21 @@ def check_routers(run: StrategyRun) -> None:
 
 
 def check_optimizer(run: StrategyRun, because: str) -> None:
-    """Refuse an optimizer that needs whole matrices.
+    """Refuse an optimizer that needs whole matrices, or plain tensors.
 
     Args:
         because: the field under which a rank has parts of them.
 
     Raises:
         RunFileError: names one that does not.
+        UnsupportedError: bitsandbytes' paged memory is asked for.
     """
+    if run.paged:
+        raise UnsupportedError(
+            "train.optimizer.paged: bitsandbytes makes such memory for plain tensors alone, but "
+            f"under {because} a parameter is a part of a distributed one. Leave it out, or use "
+            "strategy.name: ddp or single without degrees"
+        )
     if run.optimizer == "adafactor":
         raise RunFileError(
             "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "

@@ -7,6 +7,7 @@ from typing import Any
 from anygauge.interface import (
     API_VERSION,
     FULL,
+    AutoForm,
     Level,
     Requirement,
     RunFileError,
@@ -87,4 +88,9 @@ FSDP = StrategySpec(
     shorthands={"mics": lambda nodes, devices: {"dp_replicate": nodes}},
     check=check,
     check_model=check_model,
+    lighter=(
+        ({}, "weights are gathered by layer"),
+        ({"offload": "both"}, "weights and optimizer lie in the host's memory"),
+    ),
+    auto=(AutoForm(place=20, alone=False), AutoForm(place=50, options={"offload": "both"})),
 )

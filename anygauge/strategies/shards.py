@@ -204,11 +204,9 @@ def _leave_meta(unit: nn.Module, owners: Sequence[Sequence[tuple[nn.Module, str]
     for group in owners:
         if not any(id(module) in served for module, _ in group):
             continue
-        left = [(m, k) for m, k in group if (p := m._parameters[k]) is not None and p.is_meta]
-        if left:
-            module, key = left[0]
-            shape = module.get_parameter(key).shape
-            # One for all: who lists names sees that they share it.
-            nothing = nn.Parameter(torch.zeros(()).expand(shape), requires_grad=False)
-            for module, key in left:
-                module._parameters[key] = nothing
+        module, key = group[0]
+        # One for all: who lists names sees that they share it. What was drawn is let go of.
+        shape = module.get_parameter(key).shape
+        nothing = nn.Parameter(torch.zeros(()).expand(shape), requires_grad=False)
+        for module, key in group:
+            module._parameters[key] = nothing

@@ -50,7 +50,7 @@ from anygauge.strategies.zero_runtime import (
     share_buffers,
     synchronise_before_release,
 )
-from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
+from anygauge.strategies.zero_settings import DEFAULT_LIVE, ModelSizes, as_config, zero_settings
 from anygauge.strategies.zero_spec import needs_reentrant_checkpointing
 from anygauge.strategies.zero_state import ZeroState, whole_shape
 
@@ -181,7 +181,11 @@ class Zero:
         """See `Strategy.footprint`."""
         zero = as_config(self.settings(workload))["zero_optimization"]
         resident = zero.get("stage3_param_persistence_threshold", 0)
-        return zero_footprint(self.options.stage, resident, workload)
+        found = zero_footprint(self.options.stage, resident, workload)
+        if self.options.stage < 3:
+            return found
+        window = zero.get("stage3_max_live_parameters", DEFAULT_LIVE)
+        return dataclasses.replace(found, window=window)
 
     def build(self, context: BuildContext) -> ZeroEngine:
         """See `Strategy.build`."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from anygauge.interface import (
     API_VERSION,
+    AutoForm,
     Level,
     Precision,
     Requirement,
@@ -82,6 +83,12 @@ def check(run: StrategyRun) -> None:
             f"model.quantise: stage 3 of DeepSpeed {metadata.version(ENGINE)} gathers weights of "
             "one type alone, and codes are bytes. Use strategy.stage: 2, or strategy.name: fsdp"
         )
+    if run.paged:
+        raise UnsupportedError(
+            "train.optimizer.paged: DeepSpeed has ways of its own to move the optimizer's state, "
+            "and was not tried with bitsandbytes'. Set strategy.offload: optimizer in its place, "
+            "or use strategy.name: ddp or single"
+        )
     if run.optimizer == "adafactor" and options.stage > 0:
         raise RunFileError(
             "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
@@ -112,6 +119,16 @@ ZERO = StrategySpec(
     takes_clip_kernel=lambda options: _BY_ITSELF,
     takes_update_kernel=lambda options: _BY_ITSELF,
     check=check,
+    lighter=(
+        ({"stage": 3}, "weights are gathered by layer"),
+        ({"stage": 3, "offload": "optimizer"}, "the optimizer lies in the host, and updates there"),
+        ({"stage": 3, "offload": "both"}, "weights and optimizer lie in the host's memory"),
+    ),
+    auto=(
+        AutoForm(place=30, alone=False),
+        AutoForm(place=40, options={"offload": "optimizer"}),
+        AutoForm(place=60, options={"offload": "both"}),
+    ),
 )
 
 

@@ -112,6 +112,34 @@ class RunMeter:
         self._system = system
         self._log_every = log_every
         self.history = history or History()
+        self._peaks: dict[str, int] = {}
+        self._see_memory("load")
+
+    def _see_memory(self, phase: str) -> int:
+        """This device's peak, in bytes; kept as the phase's."""
+        peak = self._backend.placement.memory().peak
+        self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
+        return peak
+
+    def memory(self, expected: Mapping[str, int]) -> dict[str, Any]:
+        """The most that rank 0 held, in bytes, for the report.
+
+        Args:
+            expected: phase -> what was planned of its tensors; empty where it was not.
+        """
+        kind = self._backend.placement.memory().kind
+        predicted = {"predicted": dict(expected)} if expected else {}
+        return {**predicted, "measured": dict(self._peaks), "counted": kind}
+
+    def step_seconds(self, expected: float | None) -> dict[str, float | None]:
+        """What a step took on average, for the report.
+
+        Args:
+            expected: what was planned; None where it was not.
+        """
+        history = self.history
+        mean = history.seconds / history.step if history.step else None
+        return {"measured": mean} if expected is None else {"predicted": expected, "measured": mean}
 
     def step(
         self,
@@ -151,7 +179,7 @@ class RunMeter:
             "seconds": seconds,
             "tokens_per_s": volume.tokens / seconds,
             "shapes": len(self._shapes),
-            "peak_memory": self._backend.placement.memory().peak,
+            "peak_memory": self._see_memory("training"),
         }
         if self._peak_flops:
             operations = self._flops.of(volume.tokens, volume.tokens / max(1, volume.sequences))
@@ -178,6 +206,7 @@ class RunMeter:
         self.history.evaluations.append(record)
         if self._file is None:
             return
+        self._see_memory("training")
         self._write(record)
         self._events.send(
             "evaluation",

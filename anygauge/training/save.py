@@ -156,6 +156,8 @@ def _summary(
         "evaluations": history.evaluations,
         "tokens": history.tokens,
         "tokens_per_s": history.tokens / history.seconds if history.seconds else None,
+        "memory": prepared.meter.memory(job.expected_memory),
+        "step_s": prepared.meter.step_seconds(job.expected_step_s),
         "saved": str(folder),
         "verified": verified.record(),
         "data": str(prepared.data.report),

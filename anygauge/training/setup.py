@@ -394,7 +394,8 @@ def prepare_run(
         identity=identity,
         choices={
             **plan.record(),
-            "strategy": strategy.description,
+            "strategy": strategy.description
+            + (f" (auto: {job.strategy_why})" if job.strategy_why else ""),
             **({} if quantised is None else {"quantised_base": in_words(quantised)}),
             "precision": dataclasses.asdict(precision),
         },

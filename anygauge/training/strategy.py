@@ -22,7 +22,10 @@ from anygauge.models.initial import changes_base
 from anygauge.registry import Registry
 from anygauge.training.quantised import check_quantised
 
-_STATE_BYTES = {
+PAGED = "paged_memory"
+"""The capability that ``train.optimizer.paged`` needs."""
+
+STATE_BYTES = {
     "adamw": 8.0,
     "adamw_8bit": 2 + 2 * 4 / 256,  # two codes, and a scale for each block of 256
     "adafactor": 0.0,  # a number for each row and column
@@ -108,12 +111,14 @@ def check_strategy(
             router_aux_loss=run.train.router_aux_loss_coef > 0,
             ranks_run_here=ranks_run_here,
             quantised=run.model.quantise is not None,
+            paged=run.train.optimizer.paged,
         )
     )
     check_new_rows(run)
     check_whole_modules(run)
     check_backend(spec, backend)
     check_offloading(run, backend)
+    check_paged(run, backend)
     check_quantised(run, backend, ranks_run_here=ranks_run_here)
 
 
@@ -159,6 +164,16 @@ def check_offloading(run: RunFile, backend: Backend) -> None:
         raise UnsupportedError(
             f"train.activation_offloading: backend {backend.name!r} {how}. Leave it out, and set "
             "train.gradient_checkpointing: true"
+        )
+
+
+def check_paged(run: RunFile, backend: Backend) -> None:
+    """Raises: UnsupportedError: quotes the backend's reason for having no paged memory."""
+    support = backend.support(PAGED)
+    if run.train.optimizer.paged and not support:
+        raise UnsupportedError(
+            f"train.optimizer.paged: backend {backend.name!r} lacks {PAGED!r}: {support}. "
+            "Leave it out"
         )
 
 
@@ -219,5 +234,5 @@ def workload_of(
         length=run.data.max_length,
         max_norm=run.train.max_grad_norm,
         activations=run.train.activations,
-        state_bytes=_STATE_BYTES[run.train.optimizer.name],
+        state_bytes=STATE_BYTES[run.train.optimizer.name],
     )

@@ -1,0 +1,116 @@
+"""Something short that real ranks on this machine do together, in the environment of a run's ranks.
+
+A module's ``main`` that is `main` here is both: ``python -m MODULE --agent --job JOB`` is the agent
+that starts the ranks, and ``--job JOB`` each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from anygauge.interface import AnygaugeError, Job, LaunchSettings
+from anygauge.util.events import EventWriter
+from anygauge.util.files import write_text
+from anygauge.util.processes import die_with_parent
+
+COLLECTIVE_TIMEOUT_S = 60.0
+_RESULT = "result.json"
+
+RunRank = Callable[[Job, int, int, int], Mapping[str, Any]]
+"""From a job, a rank, the number of ranks and the local rank to what JSON can hold."""
+
+
+class ErrandError(AnygaugeError):
+    """The ranks did not do it; says why, in a line."""
+
+
+def send(
+    module: str,
+    name: str,
+    backend: str,
+    options: Mapping[str, Any],
+    ranks: int,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Start so many ranks of a module on this machine; returns what rank 0 found.
+
+    Args:
+        name: of the job.
+        timeout_s: seconds that all of it may take.
+
+    Raises:
+        ErrandError: a rank failed, or they took longer.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"anygauge-{name}-") as folder:
+        job = Job(
+            name=name,
+            run_directory=folder,
+            run_file="",
+            backend=backend,
+            launch=LaunchSettings(devices=ranks, collective_timeout_s=COLLECTIVE_TIMEOUT_S),
+            rendezvous=f"file://{folder}/rendezvous",
+            token=secrets.token_hex(16),
+            backend_options=dict(options),
+        )
+        path = Path(folder) / "job.json"
+        write_text(path, job.dump(), mode=0o600)
+        argv = [sys.executable, "-m", module, "--agent", "--job", str(path)]
+        try:
+            done = subprocess.run(
+                argv, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+            )
+        except subprocess.TimeoutExpired:
+            raise ErrandError(f"{ranks} ranks were not done within {timeout_s:.0f} s") from None
+        result = Path(folder) / _RESULT
+        if done.returncode or not result.is_file():
+            raise ErrandError(f"{ranks} ranks: {_cause(done.stdout, done.stderr)}")
+        return dict(json.loads(result.read_text(encoding="utf-8")))
+
+
+def _cause(stdout: str, stderr: str) -> str:
+    """The cause that the agent reported, or else the last line it printed."""
+    for line in reversed(stdout.splitlines()):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and event.get("cause"):
+            return str(event["cause"]).splitlines()[0]
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else "they ended without a report"
+
+
+def main(module: str, run_rank: RunRank, argv: list[str]) -> int:
+    """One rank; with ``--agent`` the agent that starts all of them. Returns the exit status."""
+    agent, path = argv[0] == "--agent", argv[-1]
+    if agent:
+        from anygauge.agent.__main__ import main as start
+
+        rank_argv = (sys.executable, "-m", module, "--job", path)
+        return start(["--job", path], rank_argv=rank_argv)
+    die_with_parent()
+    job, rank = Job.load(path), int(os.environ["RANK"])
+    events = EventWriter.of_rank(rank)
+    try:
+        result = run_rank(job, rank, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    except Exception as error:
+        events.send(
+            "failed",
+            error=type(error).__name__,
+            message=str(error).strip() or type(error).__name__,
+            for_user=isinstance(error, AnygaugeError),
+            exit_status=1,
+        )
+        raise
+    if rank == 0:
+        write_text(Path(job.run_directory) / _RESULT, json.dumps(result) + "\n")
+    events.send("finished")
+    return 0

@@ -1,0 +1,143 @@
+"""Whether what a rank holds fits: the memory of its card, and what ranks share of their machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from anygauge.config.schema import RunFile
+from anygauge.interface import Card, Machine
+from anygauge.planning.memory import SAVED, Peak, RunMemory
+from anygauge.training.strategy import STATE_BYTES
+
+GIB = 2**30
+SLACK = 0.05
+"""Of the tensors: what an allocator holds besides them (published runs: 3 to 10%)."""
+RESERVED = GIB
+"""Of a card whose description does not say what its context takes."""
+CONNECTED = 2 * GIB
+"""More for the buffers of collectives, where ranks have any (published: 1 to 2 GiB)."""
+PROCESS = 2 * GIB
+"""Of the host, for each rank: Python, torch and the libraries of a device, before any tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The memory of one card against what a rank needs, in bytes; reserved memory, not allocated.
+
+    Attributes:
+        memory: of the card that a rank can have.
+        phase: that takes most; `tensors` are the most that is live at once in it.
+        slack, context, collectives: what comes on top.
+        phases: phase -> what it needs, with what comes on top.
+        shared: resource of a machine -> what its ranks need of it together, and what it has; None
+            where that is not known.
+    """
+
+    memory: int
+    phase: str
+    tensors: int
+    slack: int
+    context: int
+    collectives: int
+    phases: Mapping[str, int] = field(default_factory=dict)
+    shared: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+
+    @property
+    def needed(self) -> int:
+        """All together."""
+        return self.tensors + self.slack + self.context + self.collectives
+
+    @property
+    def left(self) -> int:
+        """What stays free; below zero: what is missing."""
+        return self.memory - self.needed
+
+    @property
+    def margin(self) -> int:
+        """The least that is left of anything; below zero: the run does not fit."""
+        known = [has - needed for needed, has in self.shared.values() if has is not None]
+        return min(self.left, *known) if known else self.left
+
+    def holds(self, tensors: int) -> bool:
+        """Whether the card has room for other tensors, with what comes on top of them."""
+        return round((1 + SLACK) * tensors) + self.context + self.collectives <= self.memory
+
+    @property
+    def lacking(self) -> Mapping[str, int]:
+        """What there is too little of, the card's memory first -> bytes that are missing."""
+        found = {"memory": -self.left}
+        for name, (needed, has) in self.shared.items():
+            found[name] = 0 if has is None else needed - has
+        return {name: missing for name, missing in found.items() if missing > 0}
+
+    @property
+    def fits(self) -> bool:
+        """Whether all is there that is known to be needed."""
+        return not self.lacking
+
+    def record(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        shared = {k: {"needed": n, "has": has} for k, (n, has) in self.shared.items()}
+        totals = {"needed": self.needed, "left": self.left, "fits": self.fits}
+        return {**asdict(self), "shared": shared, **totals}
+
+
+def fit(
+    found: RunMemory,
+    card: Card,
+    ranks: int,
+    per_machine: int,
+    machine: Machine | None = None,
+    disk: int = 0,
+) -> Fit | None:
+    """Hold what a run takes against a card; None where the card's memory is not known.
+
+    Args:
+        ranks: of the run.
+        per_machine: ranks on one machine, which share what is not their card's.
+        machine: that they run on; None where it is not known.
+        disk: what each rank keeps on a disk in place of its host's memory, in bytes.
+    """
+    if card.memory is None:
+        return None
+    in_common = card.shared_memory
+    context = RESERVED if card.reserved is None else card.reserved
+    collectives = CONNECTED if ranks > 1 and not in_common else 0
+    phase, peak = found.worst
+    shared: dict[str, tuple[int, int | None]] = {}
+    if found.host:
+        # Rehearsed as if it were in the host's memory: no disk is opened.
+        host = max(_of_machine(peak, disk, per_machine) for peak in found.host.values())
+        shared["host memory"] = host, None if machine is None else machine.host_memory
+    if disk:
+        shared["disk"] = per_machine * disk, None if machine is None else machine.disk
+    return Fit(
+        memory=card.memory // per_machine if in_common else card.memory,
+        phase=phase,
+        tensors=peak.total,
+        slack=round(SLACK * peak.total),
+        context=context,
+        collectives=collectives,
+        phases={
+            name: one.total + round(SLACK * one.total) + context + collectives
+            for name, one in found.device.items()
+        },
+        shared=shared,
+    )
+
+
+def _of_machine(peak: Peak, disk: int, ranks: int) -> int:
+    """Host memory of a machine's ranks, of which one makes copies to save."""
+    saved = peak.kinds.get(SAVED, 0)
+    tensors = ranks * max(0, peak.total - saved - disk) + saved
+    return ranks * PROCESS + round((1 + SLACK) * tensors)
+
+
+def on_disk(run: RunFile, found: RunMemory, ranks: int) -> int:
+    """Bytes that each rank keeps on a disk: masters, gradients and optimizer state of its part."""
+    if getattr(run.strategy, "nvme", None) is None:
+        return 0
+    each = 4 + 4 + STATE_BYTES[run.train.optimizer.name]
+    return round(found.numbers[1] * each / ranks)

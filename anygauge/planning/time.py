@@ -1,0 +1,211 @@
+"""How long a step takes: what a rank computes, moves and sends, by the rates of its card.
+
+A roofline with few constants, which hold for all cards; where a card's own rates were measured
+(``anygauge plan --calibrate``), those are taken. `COPIED`, `SENT`, `ISSUE` and `OVERLAP` are those
+that meet half of the published runs best (``python -m tests.planning.speeds --fit``). Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from anygauge.interface import AnygaugeError, Card, Machine
+from anygauge.planning.work import Traffic, Work
+
+REACHED = 0.8
+"""Of a card's peak: what large matrix products reach, where nobody has measured it."""
+COPIED = 0.49
+"""Of the memory's bandwidth: what operations reach that only read and write."""
+SENT = 0.51
+"""Of a link's or a network's rate: what large collectives reach."""
+HOST = 100e9
+"""Bytes per second that the operations of a machine's host read and write, all ranks together: an
+optimizer that updates there."""
+LITTLE = 2**20
+"""Bytes that every step copies to its host or from it: rows, a loss."""
+CALL = 30e-6
+"""Seconds that a collective takes before any byte is sent."""
+ISSUE = 21e-6
+"""Seconds that a host takes for each operation, with the layers of Python around it."""
+OVERLAP = 0.61
+"""Of the shorter of computing and sending: what goes on beside the other."""
+
+
+class UnknownRateError(AnygaugeError):
+    """A figure is missing without which no time can be told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Duration:
+    """Of one optimizer step of the rank that takes longest, in seconds.
+
+    Attributes:
+        multiplying: matrix products.
+        moving: all other operations of the device.
+        issuing: the host, for all operations; a device that is not the host works beside it, as far
+            as neither waits for the other.
+        sending: link -> collectives over it: ``cards`` of a machine, ``machines``.
+        copying: to the host and from it.
+        on_host: operations there, which the device waits for.
+        hidden: of sending, what goes on while the device computes.
+        idle: what stages of a pipeline wait for each other.
+        step: all together.
+        tokens: of the step, over all ranks.
+        flops: of the model for these tokens, without what is computed again.
+        peak: of all cards together, operations per second; None where it is not known.
+    """
+
+    multiplying: float
+    moving: float
+    issuing: float
+    sending: Mapping[str, float]
+    copying: float
+    on_host: float
+    hidden: float
+    idle: float
+    step: float
+    tokens: int
+    flops: float
+    peak: float | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all cards together."""
+        return self.tokens / self.step
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, as `anygauge train` reports it; None without a known peak."""
+        return None if self.peak is None else self.flops / self.step / self.peak
+
+    def record(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s, "mfu": self.mfu}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """How a run lies on machines.
+
+    Attributes:
+        ranks: all.
+        per_machine: of them on one.
+        stages: of its pipeline; 1: none.
+        rounds: micro-batches that a stage works on in a step, times the stages that a rank has.
+    """
+
+    ranks: int
+    per_machine: int
+    stages: int = 1
+    rounds: int = 1
+
+
+def duration(
+    work: Work,
+    card: Card,
+    ranks: Ranks,
+    *,
+    machine: Machine | None = None,
+    dtype: str = "bfloat16",
+    tokens: int = 1,
+    flops: float = 0.0,
+) -> Duration:
+    """How long a step takes.
+
+    Args:
+        work: of the rank that has most.
+        dtype: in which the model computes, whose peak MFU is of.
+        tokens, flops: see `Duration`.
+
+    Raises:
+        UnknownRateError: a figure is missing; says which, and where it is written.
+    """
+    # Ranks whose device is the host share its processors and its memory.
+    share = ranks.per_machine if card.shared_memory else 1
+    copied = _known(card.copy, COPIED, card.bandwidth, card, "bandwidth") / share
+    multiplying = sum(count * share / _multiplied(card, kind) for kind, count in work.flops.items())
+    multiplying = max(multiplying, work.matrix_bytes / copied)
+    moving = work.other_bytes / copied
+    issuing = work.operations * (ISSUE if card.issue is None else card.issue)
+    computing = multiplying + moving
+    if card.shared_memory:
+        computing += issuing
+    else:
+        # One waits for the other in turn: between the longer of both and their sum.
+        computing = math.hypot(computing, issuing)
+    sending = {"cards": 0.0, "machines": 0.0}
+    waited = 0.0
+    for one in work.traffic:
+        link, seconds = _sending(one, card, ranks, machine)
+        sending[link] += seconds
+        waited += seconds if one.waited else 0.0
+    copying = 0.0
+    if work.copied_bytes > LITTLE:
+        copying = work.copied_bytes / _known(None, SENT, card.host_link, card, "host_link")
+    on_host = work.host_bytes * ranks.per_machine / HOST
+    beside = sum(sending.values()) - waited + copying
+    hidden = 0.0 if card.shared_memory else OVERLAP * min(computing, beside)
+    busy = computing + beside + waited - hidden + on_host
+    idle = busy * (ranks.stages - 1) / ranks.rounds
+    peak = card.flops.get(dtype)
+    return Duration(
+        multiplying=multiplying,
+        moving=moving,
+        issuing=issuing,
+        sending=sending,
+        copying=copying,
+        on_host=on_host,
+        hidden=hidden,
+        idle=idle,
+        step=busy + idle,
+        tokens=tokens,
+        flops=flops,
+        peak=None if peak is None else peak * ranks.ranks,
+    )
+
+
+def _multiplied(card: Card, kind: str) -> float:
+    """Operations per second of large matrix products of a type."""
+    rates = [card.matmul.get(kind), card.flops.get(kind)]
+    return _known(rates[0], REACHED, rates[1], card, f"flops.{kind}")
+
+
+def _known(
+    measured: float | None, part: float, published: float | None, card: Card, name: str
+) -> float:
+    if measured is not None:
+        return measured
+    if not published:
+        raise UnknownRateError(
+            f"the description of {card.name} ({card.origin}) does not say its {name}. Where such "
+            "a card is at hand, `anygauge plan --calibrate` measures it; else write it in a file "
+            "of your own (--hardware FILE.toml, docs/hardware.md)"
+        )
+    return part * published
+
+
+def _sending(one: Traffic, card: Card, ranks: Ranks, machine: Machine | None) -> tuple[str, float]:
+    """Over which link, and how long."""
+    call = CALL if card.call is None else card.call
+    if not one.spans(ranks.per_machine):
+        link = card.link if machine is None or machine.link is None else machine.link
+        share = ranks.per_machine if card.shared_memory else 1
+        rate = _known(card.exchange, SENT, link, card, "link") / share
+        return "cards", one.times * call + one.wire / rate
+    if machine is None or not machine.network:
+        named = "no machine is named" if machine is None else f"machine {machine.name!r} has none"
+        raise UnknownRateError(
+            f"several machines send to each other, and how fast is not known: {named}. Name a node "
+            "type (--machine dgx-h100), or describe one with its `network` in a file of your own "
+            "(--hardware FILE.toml, docs/hardware.md)"
+        )
+    # A ring enters and leaves each machine once; as many rings as a machine's ranks have groups.
+    here = sum(
+        1 for rank in one.group if rank // ranks.per_machine == one.group[0] // ranks.per_machine
+    )
+    rings = ranks.per_machine / here
+    return "machines", one.times * call + one.wire * rings / (SENT * machine.network)

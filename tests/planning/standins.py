@@ -1,0 +1,81 @@
+"""Runs whose memory is a formula, so that answers are tested without rehearsing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from anygauge.config.schema import RunFile
+from anygauge.interface import Card, Machine, Precision
+from anygauge.planning.fit import GIB, fit
+from anygauge.planning.memory import Peak, RunMemory
+from anygauge.planning.trials import Target, Trial
+from anygauge.planning.work import Work
+from tests.helpers.runs import TINY
+
+CARD = Card(name="square", memory=40 * GIB, reserved=GIB)
+TARGET = Target(backend="cpu", card=CARD)
+
+
+def peak(total: int, **kinds: int) -> Peak:
+    return Peak(total=total, kinds=kinds or {"tensors": total}, parts=(total, 0, 0))
+
+
+def memory(step: int, host: int | None = None, kind: str = "tensors") -> RunMemory:
+    """Of a run whose largest phase is `step`, in bytes, all of one kind."""
+    return RunMemory(
+        held={"weights": 0, "gradients": 0, "masters": 0, "optimizer": 0},
+        work=Work.none(),
+        model_flops=(0.0, 0.0),
+        device={
+            phase: peak(step // part, **{kind: step // part})
+            for phase, part in (("load", 4), ("step", 1), ("update", 2))
+        },
+        host={} if host is None else {"load": peak(host), "step": peak(0)},
+        strategy="square",
+        precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
+        numbers=(1000, 100),
+        how="all layers",
+        per_layer=2**20,
+    )
+
+
+def run(**sections: Any) -> RunFile:
+    """A run on eight ranks."""
+    values: dict[str, Any] = {
+        "model": {"config": TINY, "tokenizer": "none"},
+        "data": {"train": {"path": "rows.jsonl"}, "max_length": 1024},
+        "train": {"global_batch_size": 64, "micro_batch_size": 8},
+        "launch": {"devices": 8},
+        "strategy": {"name": "zero"},
+    }
+    for name, section in sections.items():
+        whole = not isinstance(section, dict) or name == "strategy"
+        values[name] = section if whole else {**values.get(name, {}), **section}
+    return RunFile.model_validate(values)
+
+
+class Tried:
+    """A `Try` that takes what a formula says.
+
+    Attributes:
+        runs: those that were tried.
+    """
+
+    def __init__(
+        self, needed: Callable[[RunFile], int], host: int | None = None, kind: str = "tensors"
+    ) -> None:
+        self.runs: list[RunFile] = []
+        self._needed, self._host, self._kind = needed, host, kind
+
+    def __call__(self, run: RunFile, target: Target) -> Trial:
+        self.runs.append(run)
+        found = memory(self._needed(run), self._host, self._kind)
+        ranks = run.launch.nodes * run.launch.devices
+        assert target.card is not None
+        held = fit(found, target.card, ranks, run.launch.devices, target.machine)
+        return Trial(run=run, memory=found, fit=held)
+
+
+def machine(**figures: Any) -> Machine:
+    return Machine(name="eight", card="square", cards=8, **figures)

@@ -1,0 +1,274 @@
+"""What is shown of a plan: layouts of ranks, trials made once, verdict, tables, JSON, picture."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from anygauge.cli import planned
+from anygauge.interface import Card, RunFileError, UnsupportedError, UsageError
+from anygauge.planning import trials as trials_module
+from anygauge.planning.changes import nearest
+from anygauge.planning.fit import GIB, fit
+from anygauge.planning.largest import largest_batch
+from anygauge.planning.layouts import in_words, layouts
+from anygauge.planning.memory import RunMemory
+from anygauge.planning.picture import picture
+from anygauge.planning.trials import Target, Trials, changed
+from anygauge.registry import Registry
+from tests.docs.pages import ROOT, section, table_names
+from tests.planning.standins import CARD, TARGET, Tried, machine, memory, run
+
+
+def answers(step: int = 20 * GIB, **more: Any) -> planned.Answers:
+    tried = Tried(lambda run: step, host=GIB)
+    target = Target(backend="cpu", card=CARD, machine=machine(host_memory=64 * GIB))
+    return planned.Answers(trial=tried(run(), target), target=target, **more)
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+def test_every_strategy_and_mesh_of_eight_ranks() -> None:
+    found = [in_words(one) for one in layouts(Registry.load(), 8, 8)]
+    assert {"ddp", "ddp, tp 8", "ddp, pp 2", "fsdp", "fsdp, dp_replicate 4"} <= set(found)
+    assert {"fsdp, cp 2", "fsdp, offload both", "zero", "zero, stage 2"} <= set(found)
+    assert "fsdp, offload optimizer" not in found, "no such value"
+    assert not {"single", "auto", "zero, stage 3", "fsdp, dp_replicate 8"} & set(found)
+    assert len(found) == len(set(found))
+
+
+def test_layers_are_divided_within_a_machine() -> None:
+    found = [in_words(one) for one in layouts(Registry.load(), 16, 4)]
+    assert "ddp, tp 4" in found and "ddp, tp 8" not in found
+    assert "fsdp, dp_replicate 8" in found
+
+
+def test_one_rank_has_no_meshes() -> None:
+    found = list(layouts(Registry.load(), 1, 1))
+    assert {"name": "single"} in found and not [one for one in found if "tp" in one]
+
+
+# -- trials ----------------------------------------------------------------------------------------
+
+
+class Planner:
+    """Counts what it rehearses; refuses rows of 13 tokens."""
+
+    made: list[Planner] = []
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.asked, self.ended = world_size, 0, False
+        self.made.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.ended = True
+
+    def rehearse(self, run: Any, backend: str) -> RunMemory:
+        assert getattr(run.strategy, "nvme", None) is None, "no disk is opened"
+        self.asked += 1
+        if run.data.max_length == 13:
+            raise UnsupportedError("unlucky")
+        return memory(20 * GIB, host=GIB)
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
+    monkeypatch.setattr(Planner, "made", [])
+    monkeypatch.setattr(trials_module, "Planner", Planner)
+    return Trials(Registry.load())
+
+
+def test_what_is_alike_is_rehearsed_once(trials: Trials) -> None:
+    with trials:
+        first = trials(run(), TARGET)
+        other = Target(backend="cpu", card=Card(name="small", memory=GIB))
+        second = trials(run(name="another", launch={"nodes": 2, "devices": 4}), other)
+        assert first.fits and not second.fits
+        (planner,) = Planner.made
+        assert planner.asked == 1 and first.memory == second.memory
+        trials(run(launch={"devices": 4}), TARGET)
+        assert [p.world_size for p in Planner.made] == [8, 4] and planner.ended
+    assert Planner.made[1].ended
+
+
+def test_a_refusal_is_asked_for_once(trials: Trials) -> None:
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="unlucky"):
+            trials(run(data={"max_length": 13}), TARGET)
+    assert Planner.made[0].asked == 1
+
+
+def test_an_optimizer_on_a_disk_is_rehearsed_in_memory(trials: Trials) -> None:
+    nvme = {"name": "zero", "offload": "optimizer", "nvme": "/disk"}
+    target = Target(backend="cpu", card=CARD, machine=machine(disk=1))
+    found = trials(run(strategy=nvme), target)
+    assert found.fit is not None and list(found.fit.lacking) == ["disk"]
+
+
+def test_strategies_that_are_refused_are_rows(trials: Trials) -> None:
+    rows = planned.try_strategies(run(train={"optimizer": {"name": "adafactor"}}), TARGET, trials)
+    refused = {row.name: row.refused for row in rows if row.trial is None}
+    assert "adafactor keeps one number per row" in refused["fsdp"] and "ddp" not in refused
+    assert [row.trial is None for row in rows] == sorted(row.trial is None for row in rows)
+
+
+def test_lines_that_no_run_file_can_have() -> None:
+    with pytest.raises(RunFileError, match="exactly one of 'name'"):
+        changed(run(), {"model.name": "a/b"})
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_is_one_line() -> None:
+    found = answers()
+    assert planned.verdict(found.trial, found.target) == (
+        "Fits: each square needs 24.0 of 40.0 GiB (step); host memory of a machine: 24.4 of 64.0 "
+        "GiB; 16.0 GiB of square stay free"
+    )
+    found = answers(80 * GIB)
+    said = planned.verdict(found.trial, found.target)
+    assert said.startswith("Does not fit: each square needs 87.0 of 40.0 GiB (step); ")
+    assert said.endswith("; missing: 47.0 GiB of square")
+
+
+def test_a_card_without_memory_is_told_how_to_add_it() -> None:
+    target = Target(backend="cpu", card=Card(name="mine", origin="mine.toml"))
+    trial = Tried(lambda run: GIB)(run(), target)
+    said = planned.verdict(trial, target)
+    assert "mine.toml) does not say how much memory it has. " in said and "[card.mine]" in said
+    with pytest.raises(UsageError, match=r"--largest: the description of mine .*--machine h100:8"):
+        planned.check_wanted(target, suggest=False, largest=True)
+    with pytest.raises(UsageError, match=r"--suggest: no card is known here"):
+        planned.check_wanted(Target(backend="cpu", card=None), suggest=True, largest=False)
+
+
+def test_tables_on_eighty_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trials: Trials
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    tried = Tried(lambda run: 3 * GIB * run.train.micro_batch_size)
+    found, page = answers(80 * GIB), planned.Shown()
+    page.trial(found.trial, found.target)
+    page.rows("machine", [planned.row(run(), TARGET, trials, "eight")])
+    page.rows(
+        "strategy", [planned.Row(name="odd", card="", ranks=8, trial=None, refused="not odd")]
+    )
+    page.largest("batch", largest_batch(run(), TARGET, tried, 8))
+    page.changes(nearest(run(), TARGET, tried, Registry.load()))
+    shown = capsys.readouterr().out
+    assert "…" not in shown, "nothing is cut"
+    assert re.search(r"^  step +80\.0 +7\.0 +87\.0 +-47\.0 *$", shown, re.M)
+    assert re.search(r"^  eight +8 +yes +24\.0 +16\.0 +step +\? +\? *$", shown, re.M)
+    assert "refused: odd: not odd" in shown
+    assert "\nNo backend here drives square: planned as if cpu did\n" in shown
+    assert "Largest batch: train.micro_batch_size: 11, train.global_batch_size: 88; " in shown
+    assert "     strategy: {name: fsdp}\n     --set strategy=fsdp\n" in shown
+
+
+def test_nothing_that_helps_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned.record(answers(80 * GIB, changes=[]))["changes"] == []
+    planned.Shown().changes([])
+    assert capsys.readouterr().out.startswith("No change of this run that was tried fits: ")
+    planned.Shown(quiet=True).changes([])
+    assert capsys.readouterr().out == ""
+
+
+# -- JSON ------------------------------------------------------------------------------------------
+
+PAGE = ROOT / "docs/planning.md"
+
+
+def test_the_keys_of_json_are_documented_and_always_there() -> None:
+    bare = planned.record(answers())
+    assert table_names(section(PAGE, "## For programs")) == set(bare)
+    assert [key for key, value in bare.items() if value is None] == [
+        "time",
+        "untimed",
+        "changes",
+        "machines",
+        "strategies",
+        "scaling",
+        "largest",
+    ]
+    json.dumps(bare)
+
+
+def test_answers_in_json(trials: Trials) -> None:
+    tried = Tried(lambda run: 3 * GIB * run.train.micro_batch_size)
+    found = answers()
+    found.machines = [planned.row(run(), TARGET, trials, "eight")]
+    found.strategies = [planned.Row(name="odd", card="", ranks=8, trial=None, refused="not odd")]
+    found.largest = ("batch", largest_batch(run(), TARGET, tried, 8))
+    found.changes = nearest(run(), TARGET, tried, Registry.load())
+    record = json.loads(json.dumps(planned.record(found)))
+    assert record["fits"] is True and record["fit"]["shared"]["host memory"]["has"] == 64 * GIB
+    assert record["changes"][0]["set"] == ["strategy=fsdp"]
+    assert record["changes"][0]["lines"] == {"strategy": {"name": "fsdp"}}
+    assert record["largest"]["lines"]["train.micro_batch_size"] == 11
+    assert record["largest"]["beyond"]["train.micro_batch_size"] == 12
+    assert record["machines"][0]["fit"]["fits"] and record["machines"][0]["phase"] == "step"
+    assert record["strategies"][0]["refused"] == "not odd"
+    assert record["strategies"][0]["fit"] is None
+
+
+# -- picture ---------------------------------------------------------------------------------------
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def bars(text: str) -> dict[float, float]:
+    """y of a bar -> where it ends."""
+    found: dict[float, float] = {}
+    for part in ElementTree.fromstring(text).iter(f"{SVG}rect"):
+        if part.get("height") == "30":
+            y, x, width = (float(part.get(name) or 0) for name in ("y", "x", "width"))
+            found[y] = max(found.get(y, 0), x + width)
+    return found
+
+
+@pytest.mark.parametrize("step", [GIB // 50, 20 * GIB, 80 * GIB, 900 * GIB])
+def test_bars_are_as_long_as_what_is_needed(step: int) -> None:
+    found = RunMemory.of_record(
+        {
+            **memory(step).record(),
+            "device": {
+                "load": {"total": step // 2, "kinds": {"a<b": step // 2}, "parts": [0, 0, 0]},
+                "step": {
+                    "total": step,
+                    "kinds": {"a<b": step // 2, "c": step // 2},
+                    "parts": [0] * 3,
+                },
+            },
+        }
+    )
+    held = fit(found, CARD, 8, 8)
+    assert held is not None
+    text = picture(found, held, "a title & more", "square")
+    ends = list(bars(text).values())
+    line = next(e for e in ElementTree.fromstring(text).iter(f"{SVG}line") if e.get("stroke-width"))
+    at = float(line.get("x1") or 0)
+    scale = (at - 104) / held.memory
+    for end, phase in zip(ends, ("load", "step"), strict=True):
+        assert end == pytest.approx(104 + held.phases[phase] * scale, abs=2)
+    assert max(*ends, at) <= 860 - 92 + 1
+    assert "a title &amp; more" in text and "a&lt;b" in text and "square: 40.0 GiB" in text
+    marks = [
+        e for e in ElementTree.fromstring(text).iter(f"{SVG}line") if e.get("stroke") == "#dddddd"
+    ]
+    assert 4 <= len(marks) <= 11
+
+
+def test_without_a_card_there_is_no_line() -> None:
+    text = picture(memory(GIB), None, "title", "")
+    assert not [e for e in ElementTree.fromstring(text).iter(f"{SVG}line") if e.get("stroke-width")]
+
+
+def test_the_picture_of_the_page_is_well_formed() -> None:
+    ElementTree.fromstring(Path(ROOT / "docs/images/plan.svg").read_text())
