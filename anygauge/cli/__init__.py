@@ -14,6 +14,7 @@ from anygauge.util.errors import AnygaugeError
 COMMANDS = {
     "train": "Fine-tune a model as a run file says.",
     "launch": "Start a run on other machines, or write what a launcher would do.",
+    "plan": "Tell what a run takes of each device, and whether it fits, before one is there.",
     "job": "Follow, show or end a job on other machines.",
     "data": "Show what a run's data becomes: counts, lengths, padding, loss tokens.",
     "generate": "Let a model answer, with or without an adapter.",

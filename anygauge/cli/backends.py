@@ -15,7 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from anygauge.interface import API_VERSION, AnygaugeError, Probe
-from anygauge.registry import AUTO, BLOCK_VARIABLE, Registry, questions, select_backend
+from anygauge.registry import (
+    AUTO,
+    BLOCK_VARIABLE,
+    Hardware,
+    Registry,
+    questions,
+    select_backend,
+)
 
 
 def backends(
@@ -50,6 +57,7 @@ def collect(registry: Registry) -> dict[str, Any]:
             {"kind": d.kind, "name": d.name, "reason": d.reason} for d in registry.duplicates
         ],
         "failed": [asdict(failure) for failure in registry.failures],
+        "failed_hardware": [asdict(failure) for failure in Hardware.load(registry).failures],
         "blocked": [asdict(blocked) for blocked in registry.blocked],
         "unmatched_blocks": list(registry.unmatched_blocks),
     }
@@ -146,11 +154,15 @@ def _plugins(report: Mapping[str, Any], console: Console) -> None:
         console.print(Text("Names claimed twice", style="bold red"))
         for duplicate in report["duplicates"]:
             _item(duplicate["reason"], console)
-    if report["failed"]:
-        console.print()
-        console.print(Text("Plugins that failed to load", style="bold red"))
-        for plugin in report["failed"]:
-            _item(f"{_identity(plugin)}: {plugin['reason']}", console)
+    for key, title in (
+        ("failed", "Plugins that failed to load"),
+        ("failed_hardware", "Descriptions of hardware that cannot be read"),
+    ):
+        if report[key]:
+            console.print()
+            console.print(Text(title, style="bold red"))
+            for plugin in report[key]:
+                _item(f"{_identity(plugin)}: {plugin['reason']}", console)
     if report["blocked"] or report["unmatched_blocks"]:
         console.print()
         console.print(Text(f"Plugins blocked by {BLOCK_VARIABLE}", style="bold"))

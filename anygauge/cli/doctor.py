@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from anygauge.cli.plan import BackendOption
+from anygauge.cli.intent import BackendOption
 from anygauge.interface import AnygaugeError, Check, Outcome
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from anygauge.agent.supervisor import rank_numbers
 from anygauge.cli.env import environment_table, rank_environments, shown_ranks
+from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.launchers import describe
-from anygauge.cli.plan import Intent, rendered
+from anygauge.cli.memory_check import Expectation, checked
 from anygauge.cli.preflight import preflight
 from anygauge.cli.resume import gone_on_with
 from anygauge.interface import ABILITIES, Backend, NotAvailableError
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 SHOWN_PROCESSES = 32
 
 
-def show(intent: Intent) -> None:
+def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> None:
     """Check and print the run; starts nothing, opens no device, writes to the cache of rows alone.
+
+    Args:
+        plan, force: as for a run.
 
     Raises:
         AnygaugeError: what the run's ranks would refuse.
@@ -37,7 +41,9 @@ def show(intent: Intent) -> None:
     if finished is not None:
         console.print(finished.describe(), markup=False)
         return
-    found = preflight(intent, engine=True)
+    intent, found, expected = checked(
+        intent, lambda it: preflight(it, engine=True), asked=plan, force=force
+    )
     job, run = intent.job, intent.run
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold", markup=False)
     console.print(
@@ -54,7 +60,7 @@ def show(intent: Intent) -> None:
             style="yellow",
             markup=False,
         )
-    _show_checks(console, found)
+    _show_checks(console, found, expected)
     console.print("\n[bold]Environment[/bold] of each rank, decided before torch is imported")
     if remote:
         console.print("  as it would be here; the job's machines decide for themselves")
@@ -132,13 +138,15 @@ def kernels_of(intent: Intent, backend: Backend) -> dict[str, KernelChoice]:
     return kernels_of_run(intent.run, backend, intent.registry)
 
 
-def _show_checks(console: Console, found: Findings) -> None:
+def _show_checks(console: Console, found: Findings, expected: Expectation) -> None:
     console.print("\n[bold]Checks[/bold] before ranks start")
     if found.data:
         console.print(f"  data: {found.data}", markup=False)
     if found.advice:
         console.print(f"  {found.advice}", style="yellow", markup=False)
-    for note in found.notes:
+    for line in expected.lines:
+        console.print(f"  {line}", markup=False)
+    for note in (*found.notes, *filter(None, [expected.note])):
         console.print(f"  note: {note}", style="yellow", markup=False)
     if not found.notes:
         console.print("  model, tokenizer and rows are sound as far as they tell without a device")

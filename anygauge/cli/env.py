@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from anygauge.cli.plan import BackendOption, DevicesOption, Intent, NodesOption, SetOption
+from anygauge.cli.intent import BackendOption, DevicesOption, Intent, NodesOption, SetOption
 from anygauge.interface import Job, LaunchSettings, RunFileError, Setting
 
 if TYPE_CHECKING:

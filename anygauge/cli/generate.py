@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from anygauge.cli.intent import BackendOption
 from anygauge.cli.origin import MODEL_HELP, fetch_wanted, model_origin, question_ids
-from anygauge.cli.plan import BackendOption
 from anygauge.interface import UsageError
 
 EMPTY = (

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from anygauge.cli.plan import BackendOption
+from anygauge.cli.intent import BackendOption
 from anygauge.interface import (
     REPOSITORY_VARIABLE,
     AnygaugeError,

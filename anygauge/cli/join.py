@@ -27,7 +27,7 @@ from anygauge.interface import AnygaugeError, UsageError
 
 if TYPE_CHECKING:
     from anygauge.agent.environment import NodeEnvironment
-    from anygauge.cli.plan import Intent
+    from anygauge.cli.intent import Intent
     from anygauge.config import LoadedRun
 
 _FOR_AGENTS = ("pass_environment", "options", "port", "lost_after_s")

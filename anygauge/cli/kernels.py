@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from anygauge.cli.plan import BackendOption
+from anygauge.cli.intent import BackendOption
 from anygauge.interface import Backend
 from anygauge.kernels.choose import KernelChoice, choose_kernels, unfit, users
 from anygauge.registry import AUTO, Registry, select_backend

@@ -9,13 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli.plan import (
+from anygauge.cli.intent import (
     BackendOption,
     DevicesOption,
+    ForceOption,
     Intent,
     LauncherOption,
     NodesOption,
     OutputOption,
+    PlanOption,
     ResumeOption,
     RunFileArgument,
     SetOption,
@@ -42,6 +44,8 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan; start and write nothing.")
     ] = False,
+    plan: PlanOption = None,
+    force: ForceOption = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print warnings and failures only.")
     ] = False,
@@ -64,11 +68,11 @@ def launch(
     elif dry_run:
         from anygauge.cli.dry_run import show
 
-        show(intent)
+        show(intent, plan=plan, force=force)
     else:
         from anygauge.cli.train import start
 
-        raise typer.Exit(start(intent, quiet=quiet, detach=detach))
+        raise typer.Exit(start(intent, quiet=quiet, detach=detach, plan_memory=plan, force=force))
 
 
 def _refuse_a_rank() -> None:

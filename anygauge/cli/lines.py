@@ -46,7 +46,8 @@ def evaluation_line(event: Event) -> str:
 def summary_lines(summary: Any) -> list[str]:
     """Rank 0's summary of the run: a line for each single value.
 
-    Lists within it, such as the evaluations, were shown as they came.
+    Lists within it, such as the evaluations, were shown as they came. Of memory, what was planned
+    stands beside what was measured.
     """
     if not isinstance(summary, Mapping):
         return []
@@ -55,8 +56,28 @@ def summary_lines(summary: Any) -> list[str]:
         for name, value in summary.items()
         if isinstance(value, str | int | float)
     }
+    if memory := _memory(summary.get("memory")):
+        shown["memory"] = memory
+    step = summary.get("step_s")
+    if isinstance(step, Mapping) and {"predicted", "measured"} <= {k for k, v in step.items() if v}:
+        shown["step"] = f"predicted {step['predicted']:.3g} s, measured {step['measured']:.3g} s"
     width = max(map(len, shown), default=0)
     return [f"{name:<{width}}  {value}" for name, value in shown.items()]
+
+
+def _memory(found: Any) -> str:
+    """What was planned and what was measured; "" where nothing was planned."""
+    try:
+        predicted, measured = (max(found[name].values()) for name in ("predicted", "measured"))
+        counted = str(found["counted"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return ""
+    if counted == "allocator":
+        return f"predicted {size(predicted)}, measured {size(measured)} (peak of rank 0)"
+    return (
+        f"predicted {size(predicted)} of tensors; measured {size(measured)}, with all else of rank "
+        f"0's {counted}"
+    )
 
 
 def size(count: float) -> str:

@@ -1,204 +1,258 @@
-"""From a run file and options to a job: shared by the commands that start or describe one."""
+"""``anygauge plan RUN.yaml``: what a run takes of each device, and how long that takes."""
 
 from __future__ import annotations
 
+import json
 import os
-import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anygauge.interface import Job, RunFileError, named_fabric
+from anygauge.cli.intent import (
+    BackendOption,
+    DevicesOption,
+    NodesOption,
+    SetOption,
+    refuse_too_many,
+)
 
 if TYPE_CHECKING:
-    from anygauge.agent.foreign import ForeignLaunch
-    from anygauge.config import LoadedRun
-    from anygauge.interface import Plan
-    from anygauge.registry import Registry, Selection
+    from anygauge.config.schema import RunFile
+    from anygauge.planning.trials import Target
+    from anygauge.registry import Hardware, Registry
 
-RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
-BackendOption = Annotated[
-    str | None,
-    typer.Option("--backend", help="A backend's name, or auto; `anygauge backends` lists them."),
-]
-DevicesOption = Annotated[
-    int | None, typer.Option("--devices", min=1, help="Ranks per machine, one per device.")
-]
-NodesOption = Annotated[int | None, typer.Option("--nodes", min=1, help="Machines.")]
-LauncherOption = Annotated[str | None, typer.Option("--launcher", help="How ranks are started.")]
-OutputOption = Annotated[str | None, typer.Option("--output", help="Folder for run directories.")]
-ResumeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--resume",
-        help="auto: resume from this run's newest sound checkpoint, or start if there is none; "
-        "or the folder of a checkpoint.",
-        metavar="auto|FOLDER",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Change a field: a.b=value. May be repeated.", metavar="A.B=VALUE"),
-]
+PATIENCE_S = 0.2
+"""A rehearsal that takes longer is announced, where somebody watches."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Intent:
-    """What the user asked for, checked and with a backend chosen."""
+class What(StrEnum):
+    """What `--largest` looks for."""
 
-    loaded: LoadedRun
-    registry: Registry
-    selection: Selection
-    job: Job
-
-    @property
-    def run(self) -> Any:
-        """The run file."""
-        return self.loaded.run
+    batch = "batch"
+    sequence = "sequence"
 
 
-def read_intent(
-    path: Path,
-    overrides: Sequence[str] | None,
-    flags: Mapping[str, Any],
-    *,
-    need_device: bool,
-    foreign: ForeignLaunch | None = None,
-) -> Intent:
-    """Read the run file, choose the backend, and describe the job.
+def plan(
+    run_file: Annotated[
+        Path | None, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            "--machine",
+            help="A node type, or a card and a count: p5.48xlarge, h100:8. Left out: this machine.",
+        ),
+    ] = None,
+    nodes: NodesOption = None,
+    devices: DevicesOption = None,
+    backend: BackendOption = None,
+    hardware: Annotated[
+        list[Path] | None,
+        typer.Option("--hardware", help="A file that describes cards and machines; repeatable."),
+    ] = None,
+    set_: SetOption = None,
+    suggest: Annotated[
+        bool,
+        typer.Option("--suggest", help="Show changes that take less, even where the run fits."),
+    ] = False,
+    strategies: Annotated[
+        bool,
+        typer.Option("--strategies", help="Try every strategy and mesh of that many ranks."),
+    ] = False,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option("--compare", help="A machine to hold the run against as well; repeatable."),
+    ] = None,
+    largest: Annotated[
+        What | None, typer.Option("--largest", help="Look for the largest that fits.")
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option("--rows", min=1, help="Training rows: time and money of an epoch are shown."),
+    ] = None,
+    scale: Annotated[
+        int | None,
+        typer.Option("--scale", min=2, help="Show speed on 1 to so many machines."),
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="Draw what each phase takes to this file.")
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure what this machine's cards reach, and keep it for plans; takes no run.",
+        ),
+    ] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Tell what a run takes of each device, and how long, before one is there."""
+    from anygauge.planning.process import Rehearser
 
-    Args:
-        flags: dotted path -> value of a dedicated option; None where it was not given.
-        need_device: ranks will be started here, so the device must be there.
-        foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
-            alone chooses the run directory; the others' is a guess.
-    """
-    from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
-    from anygauge.config import check_paths, load_run_file, run_json
-    from anygauge.data import peek
-    from anygauge.models.hub import wanted
-    from anygauge.registry import Registry, select_backend
-    from anygauge.training.optimizers.checks import check_optimizer
-    from anygauge.training.strategy import check_batch, check_ranks, check_strategy
-    from anygauge.training.trackers.checks import check_trackers
+    # It imports for longer than all takes that is checked before it is asked.
+    first = Rehearser() if run_file is not None and run_file.is_file() and not calibrate else None
 
-    loaded = load_run_file(path, list(overrides or ()), dict(flags))
-    if foreign is not None:
-        from anygauge.cli.join import as_launched
+    from anygauge.cli import plan_time, planned
+    from anygauge.interface import UsageError
+    from anygauge.planning.trials import Trials
+    from anygauge.registry import Hardware, Registry
+    from anygauge.registry.measured import measured_files
+    from anygauge.util.files import write_text
 
-        loaded = as_launched(loaded, foreign)
-    run = loaded.run
+    if calibrate:
+        if run_file is not None:
+            raise UsageError(f"--calibrate measures this machine: leave {run_file} out")
+        from anygauge.cli.calibrate import calibrate as measure
+
+        measure(backend, devices, as_json=json_)
+        return
+    if run_file is None:
+        raise UsageError("no run file is named: anygauge plan RUN.yaml, or --calibrate without one")
+    if svg is not None:
+        _check_picture(svg)
     registry = Registry.load()
-    launcher = registry.find_launcher(run.launch.launcher).spec
-    if launcher.shared_filesystem:
-        check_paths(loaded)
-        peek(run.data)
-    else:
-        refuse_secrets(run)
-    ranks = run.launch.nodes * run.launch.devices
+    described = Hardware.load(registry, [*measured_files(), *(hardware or ())])
+    overrides = list(set_ or ())
+    flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
+    machines = list(dict.fromkeys([*([machine] if machine else []), *(compare or ())]))
+    cases = [
+        _case(run_file, overrides, flags, name, described, registry) for name in machines or [None]
+    ]
+    run, target = cases[0]
+    planned.check_wanted(target, suggest=suggest, largest=largest is not None)
+    _fetch(run)
+    with Trials(registry, _waiting, first) as trials:
+        trial = trials(run, target)
+        answers = planned.Answers(trial=trial, target=target, rows=rows)
+        shown = planned.Shown(quiet=json_)
+        shown.trial(trial, target)  # the others may take their time
+        shown.lines(plan_time.lines(trial, target, rows))
+        if svg is not None:
+            write_text(svg, planned.draw(answers))
+        if compare:
+            answers.machines = [planned.row(r, t, trials, planned.name_of(t)) for r, t in cases]
+            shown.rows("machine", answers.machines)
+        if scale is not None:
+            answers.scaling = planned.scaled(run, target, trials, scale)
+            shown.rows("machines", answers.scaling)
+        if strategies:
+            answers.strategies = planned.try_strategies(run, target, trials)
+            shown.rows("strategy", answers.strategies)
+        if largest is not None:
+            answers.largest = planned.find_largest(run, target, trials, largest.value)
+            shown.largest(*answers.largest)
+        if suggest or not (trial.fit is None or trial.fit.fits or strategies or compare):
+            answers.changes = planned.find_changes(run, target, trials)
+            shown.changes(answers.changes)
+    if json_:
+        typer.echo(json.dumps(planned.record(answers), indent=2))
+
+
+def _case(
+    run_file: Path,
+    overrides: list[str],
+    flags: dict[str, Any],
+    name: str | None,
+    described: Hardware,
+    registry: Registry,
+) -> tuple[RunFile, Target]:
+    """The run as it would be on a machine, and that machine; None: this one."""
+    from anygauge.config.precision import AUTO_ORDER
+    from anygauge.interface import RunFileError
+    from anygauge.planning.trials import Target
+    from anygauge.registry import select_backend
+
+    flags = dict(flags)
+    asked = None if name is None else described.machine(name)
+    if asked is not None:
+        card = described.card(asked.card)
+        # A card that no backend drives is planned as for the first of those that drive cards.
+        first = max(registry.backends, key=lambda one: one.spec.priority).spec.name
+        usual = {"launch.devices": asked.cards, "backend": card.backend or first}
+        given = {path for path, value in flags.items() if value is not None}
+        given |= {override.partition("=")[0].strip() for override in overrides}
+        flags |= {path: value for path, value in usual.items() if path not in given}
+    run = _loaded(run_file, overrides, flags)
+    if asked is not None and run.precision.param_dtype == "auto":
+        rates = {**card.flops, **card.matmul}
+        fast = [kind for kind in AUTO_ORDER if kind in rates]
+        if fast and fast[0] != AUTO_ORDER[0]:
+            # What its backend would say when the card is open.
+            run = _loaded(run_file, overrides, {**flags, "precision.param_dtype": fast[0]})
+    if asked is not None and run.launch.devices > asked.cards:
+        raise RunFileError(
+            f"launch.devices: {run.launch.devices}, but machine {asked.name!r} has {asked.cards} "
+            "cards; leave --devices out, or name a larger machine"
+        )
     refuse_too_many(run.launch.nodes, run.launch.devices)
-    check_ranks(registry.find_strategy(run.strategy.name).spec, ranks, registry)
-    if launcher.remote and run.backend == "auto":
-        raise RunFileError(
-            f"backend: auto looks at this machine, and the {run.launch.launcher} launcher starts "
-            "ranks on others. Name the backend (--backend)"
+    if asked is not None:
+        return run, Target(backend=run.backend, card=card, machine=asked)
+    chosen = select_backend(registry, run.backend, need_device=False).spec.name
+    known = any(one.name == chosen for one in described.cards)
+    return run, Target(backend=chosen, card=described.card(chosen) if known else None)
+
+
+def _loaded(run_file: Path, overrides: list[str], flags: dict[str, Any]) -> RunFile:
+    """The run; one that only lacks a tokenizer can be planned."""
+    from anygauge.config import load_run_file
+    from anygauge.interface import RunFileError
+
+    try:
+        return load_run_file(run_file, overrides, flags).run
+    except RunFileError:
+        with suppress(RunFileError):
+            return load_run_file(run_file, [*overrides, "model.tokenizer=none"], flags).run
+        raise
+
+
+def _fetch(run: RunFile) -> None:
+    """Have the model's configuration here; where no hub answers, a copy that is here will do."""
+    from anygauge.cli.fetch import fetched
+    from anygauge.models.hub import CONFIG, copy_of, wanted_for_plan
+    from anygauge.models.hub_errors import HubUnreachableError
+
+    try:
+        fetched(wanted_for_plan(run.model), {**run.environment, **os.environ}, quiet=True)
+    except HubUnreachableError:
+        copy = copy_of(run.model.name or "", run.model.revision)
+        if copy is None or not (copy / CONFIG).is_file():
+            raise
+
+
+def _check_picture(path: Path) -> None:
+    """Raises: UsageError: no file can be written there."""
+    from anygauge.interface import UsageError
+
+    if path.is_dir():
+        raise UsageError(
+            f"--svg {path}: it is a folder; name a file in it, such as {path}/plan.svg"
         )
-    need_device = need_device and not launcher.remote
-    check_optimizer(run, need_software=need_device)
-    check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
-    selection = select_backend(registry, run.backend, need_device=need_device)
-    backend = registry.create_backend(selection.spec.name, run.backend_options)
-    here = selection.probe.available and not launcher.remote
-    check_strategy(run, registry, backend, ranks, ranks_run_here=here)
-    check_batch(run, registry, ranks)
-    folder = (Path(run.output) / run.name).absolute()
-    if foreign is None or foreign.rank == 0:
-        folder = run_folder(folder, resume=run.checkpoint.resume == "auto")
-    job = Job(
-        name=run.name,
-        run_directory=str(folder),
-        run_file=str(folder / RESOLVED),
-        backend=selection.spec.name,
-        strategy=run.strategy.name,
-        launch=run.launch.settings(),
-        rendezvous=f"file://{folder / RENDEZVOUS}",
-        stop_grace_s=run.checkpoint.grace_s,
-        working_directory=str(Path.cwd()) if launcher.shared_filesystem else "",
-        id=secrets.token_hex(8),
-        token=secrets.token_hex(16),
-        takes_over=run.checkpoint.resume == "auto",
-        run_text=""
-        if launcher.shared_filesystem
-        else run_json(run.model_copy(update={"backend": selection.spec.name})),
-        fetch=launcher.remote and bool(wanted(run.model)),
-        profile=backend.launch,
-        network=named_fabric(backend.fabrics, run.launch.fabric),
-        environment=run.environment,
-        backend_options=run.backend_options,
-    )
-    return Intent(loaded=loaded, registry=registry, selection=selection, job=job)
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--svg {path}: there is no folder {path.absolute().parent}; make it")
 
 
-MOST_RANKS = 16_384
-"""No job is known that comes near; a number beyond is a slip, and would be worked out for long."""
+@contextmanager
+def _waiting(subject: str) -> Iterator[None]:
+    """Say what is rehearsed where that takes long, on a terminal alone."""
+    import threading
 
+    from rich.console import Console
 
-def refuse_too_many(nodes: int, devices: int) -> None:
-    """Refuse numbers of ranks that nobody has.
-
-    Raises:
-        RunFileError: names what was asked for.
-    """
-    if nodes * devices > MOST_RANKS:
-        raise RunFileError(
-            f"launch: --devices {devices:,} on --nodes {nodes:,} are {nodes * devices:,} ranks; at "
-            f"most {MOST_RANKS:,} are started. Give the devices of one machine in launch.devices "
-            "(--devices), and the machines in launch.nodes (--nodes)"
-        )
-
-
-def refuse_secrets(run: Any) -> None:
-    """A job that is handed to a cluster's service must not carry secrets by value.
-
-    Raises:
-        RunFileError: a variable with a secret's name, or a value that holds one, is in it.
-    """
-    from anygauge.util.hiding import holds_secret, is_secret
-
-    held = {n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)}
-    for where, names in (
-        ("environment", sorted(held)),
-        ("launch.pass_environment", [n for n in run.launch.pass_environment if is_secret(n)]),
-    ):
-        if names:
-            raise RunFileError(
-                f"{where}: {names[0]} looks like a secret, and the {run.launch.launcher} launcher "
-                "would hand its value to the cluster. Name where the cluster keeps it: "
-                "launch.options.secrets"
-            )
-
-
-def rendered(intent: Intent) -> Plan:
-    """What the launcher would do.
-
-    Raises:
-        RunFileError: an option of the launcher is wrong, or a path of the run file leads nowhere on
-            the machines of the job.
-    """
-    from anygauge.config import check_folders
-
-    run = intent.run
-    launcher = intent.registry.launcher(run.launch.launcher)()
-    plan = launcher.render(intent.job, run.launch.options)
-    if plan.folders:
-        check_folders(intent.loaded, plan.folders, _ADVICE)
-    return plan
-
-
-_ADVICE = (
-    " and what their image holds: mount it (launch.options), or name a folder of the image in "
-    "launch.options.in_image"
-)
+    console = Console(stderr=True, emoji=False, highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield
+        return
+    status = console.status(subject)
+    timer = threading.Timer(PATIENCE_S, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()

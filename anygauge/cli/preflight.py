@@ -24,7 +24,7 @@ from anygauge.util import errors
 from anygauge.util.processes import describe_exit, parent_environment
 
 if TYPE_CHECKING:
-    from anygauge.cli.plan import Intent
+    from anygauge.cli.intent import Intent
     from anygauge.config.schema import ModelSection
     from anygauge.training.checks import Findings, Question
 

@@ -9,7 +9,7 @@ from anygauge.cli.run_folder import RUN_FILE, goes_on
 from anygauge.interface import AnygaugeError
 
 if TYPE_CHECKING:
-    from anygauge.cli.plan import Intent
+    from anygauge.cli.intent import Intent
     from anygauge.training.checkpoints.finished import Finished
 
 _DECIDE = ("model", "adapter", "data", "train")

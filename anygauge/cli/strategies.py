@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from anygauge.cli.plan import BackendOption
+from anygauge.cli.intent import BackendOption
 from anygauge.config.strategies import StrategySection, all_sections
 from anygauge.interface import Backend, StrategySpec, UnsupportedError
 from anygauge.registry import AUTO, Provided, Registry, select_backend

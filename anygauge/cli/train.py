@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from anygauge.cli.plan import (
+from anygauge.cli.intent import (
     BackendOption,
     DevicesOption,
+    ForceOption,
     Intent,
     LauncherOption,
     NodesOption,
     OutputOption,
+    PlanOption,
     ResumeOption,
     RunFileArgument,
     SetOption,
@@ -37,6 +39,8 @@ def train(
         bool,
         typer.Option("--dry-run", help="Show settings, engine and processes; start nothing."),
     ] = False,
+    plan: PlanOption = None,
+    force: ForceOption = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print warnings and failures only.")
     ] = False,
@@ -69,22 +73,32 @@ def train(
     if dry_run:
         from anygauge.cli.dry_run import show
 
-        show(intent)
+        show(intent, plan=plan, force=force)
         return
-    raise typer.Exit(start(intent, quiet=quiet))
+    raise typer.Exit(start(intent, quiet=quiet, plan_memory=plan, force=force))
 
 
-def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
+def start(
+    intent: Intent,
+    *,
+    quiet: bool,
+    detach: bool = False,
+    plan_memory: bool | None = None,
+    force: bool = False,
+) -> int:
     """Write the resolved run, submit the job and follow it; returns the exit status.
 
     Args:
         detach: leave once it is submitted.
+        plan_memory: always, or never; None: where it may be short.
+        force: start it even where it cannot fit.
     """
     import json
     import shlex
     import shutil
     from dataclasses import replace
 
+    from anygauge.cli.memory_check import checked
     from anygauge.cli.preflight import preflight
     from anygauge.cli.resume import gone_on_with
     from anygauge.cli.run_folder import LAUNCHED, RUN_FILE, claimed, made_ready, write_run
@@ -110,8 +124,12 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
     if staged:
         job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
         intent = replace(intent, job=job)
-    plan = rendered(intent)
-    notes = [*plan.notes, *preflight(intent, quiet=quiet).notes]
+    rendered(intent)  # what a launcher refuses is refused before the checks, which take longer
+    intent, found, expected = checked(
+        intent, lambda it: preflight(it, quiet=quiet), asked=plan_memory, force=force
+    )
+    job, run, plan = intent.job, intent.run, rendered(intent)
+    notes = [*plan.notes, *found.notes, *filter(None, [expected.note])]
     chosen = run.model_copy(update={"backend": job.backend})
     unused = not folder.exists() or not any(folder.iterdir())
     refuse_second(intent, folder)
@@ -119,6 +137,8 @@ def start(intent: Intent, *, quiet: bool, detach: bool = False) -> int:
         typer.echo(f"note: {note}", err=True)
     if not quiet:
         typer.echo(f"run: {folder}")
+        for line in expected.lines:
+            typer.echo(line)
     with claimed(folder) as lock:
         with deferred() as asked:
             if spec.shared_filesystem or not (folder / RUN_FILE).exists():

@@ -12,7 +12,7 @@ import pytest
 
 from anygauge.cli import preflight
 from anygauge.cli import run as command
-from anygauge.cli.plan import read_intent
+from anygauge.cli.intent import read_intent
 from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileError, UnsupportedError
 from anygauge.training.checks import Question
 from tests.helpers.runs import TINY, run_file

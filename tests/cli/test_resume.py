@@ -10,7 +10,7 @@ import pytest
 
 from anygauge.cli import preflight
 from anygauge.cli import run as command
-from anygauge.cli.plan import read_intent
+from anygauge.cli.intent import read_intent
 from anygauge.cli.run_folder import write_run
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.training.checkpoints.identity import identity_of_file

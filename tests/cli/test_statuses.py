@@ -28,6 +28,9 @@ WRONG = [
     *("env --set a=1", "doctor --backend gpu", "doctor --collectives 1", "image --backend gpu"),
     *("image --engine dokcer", "image --backend cpu --release none", "launchers --nonsense"),
     *("strategies --backend cpuu", "strategies fsdp"),
+    *("plan missing.yaml", "plan RUN --machine h1000:8", "plan RUN --machine h100:0"),
+    *("plan RUN --set model.path=./missing", "plan RUN --hardware missing.toml", "plan"),
+    *("plan RUN --compare h1000:8", "plan RUN --largest rows", "plan RUN --svg missing/plan.svg"),
     *("backends --nonsense", "kernels --backend gpu", "kernels --nonsense"),
 ]
 

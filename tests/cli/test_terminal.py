@@ -122,6 +122,26 @@ def test_a_summary_is_a_line_for_each_single_value() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("counted", "line"),
+    [
+        ("allocator", "predicted 3.0 MiB, measured 2.0 MiB (peak of rank 0)"),
+        (
+            "process",
+            "predicted 3.0 MiB of tensors; measured 2.0 MiB, with all else of rank 0's process",
+        ),
+    ],
+)
+def test_what_was_planned_stands_beside_what_was_measured(counted: str, line: str) -> None:
+    measured = {"measured": {"load": 2**20, "training": 2 * 2**20}, "counted": counted}
+    planned = {"predicted": {"load": 2**20, "step": 3 * 2**20}}
+    assert summary_lines({"memory": {**planned, **measured}}) == [f"memory  {line}"]
+    assert summary_lines({"memory": measured}) == []
+    times = {"predicted": 1.2345, "measured": 2.0}
+    assert summary_lines({"step_s": times}) == ["step  predicted 1.23 s, measured 2 s"]
+    assert summary_lines({"step_s": {"measured": 2.0}}) == []
+
+
 def test_a_path_below_the_current_folder_is_shown_as_it_would_be_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,216 @@
+"""From a run file and options to a job: shared by the commands that start or describe one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anygauge.interface import Job, RunFileError, named_fabric
+
+if TYPE_CHECKING:
+    from anygauge.agent.foreign import ForeignLaunch
+    from anygauge.config import LoadedRun
+    from anygauge.interface import Plan
+    from anygauge.registry import Registry, Selection
+
+RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
+BackendOption = Annotated[
+    str | None,
+    typer.Option("--backend", help="A backend's name, or auto; `anygauge backends` lists them."),
+]
+DevicesOption = Annotated[
+    int | None, typer.Option("--devices", min=1, help="Ranks per machine, one per device.")
+]
+NodesOption = Annotated[int | None, typer.Option("--nodes", min=1, help="Machines.")]
+LauncherOption = Annotated[str | None, typer.Option("--launcher", help="How ranks are started.")]
+OutputOption = Annotated[str | None, typer.Option("--output", help="Folder for run directories.")]
+ResumeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        help="auto: resume from this run's newest sound checkpoint, or start if there is none; "
+        "or the folder of a checkpoint.",
+        metavar="auto|FOLDER",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a field: a.b=value. May be repeated.", metavar="A.B=VALUE"),
+]
+
+PlanOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--plan/--no-plan",
+        help="Rehearse the run's memory first: always, or never; left out: where it may be short.",
+        show_default=False,
+    ),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Start even what cannot fit the devices' memory.")
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intent:
+    """What the user asked for, checked and with a backend chosen."""
+
+    loaded: LoadedRun
+    registry: Registry
+    selection: Selection
+    job: Job
+
+    @property
+    def run(self) -> Any:
+        """The run file."""
+        return self.loaded.run
+
+
+def read_intent(
+    path: Path,
+    overrides: Sequence[str] | None,
+    flags: Mapping[str, Any],
+    *,
+    need_device: bool,
+    foreign: ForeignLaunch | None = None,
+) -> Intent:
+    """Read the run file, choose the backend, and describe the job.
+
+    Args:
+        flags: dotted path -> value of a dedicated option; None where it was not given.
+        need_device: ranks will be started here, so the device must be there.
+        foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
+            alone chooses the run directory; the others' is a guess.
+    """
+    from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
+    from anygauge.config import check_paths, load_run_file, run_json
+    from anygauge.data import peek
+    from anygauge.models.hub import wanted
+    from anygauge.registry import Registry, select_backend
+    from anygauge.training.optimizers.checks import check_optimizer
+    from anygauge.training.strategy import check_batch, check_ranks, check_strategy
+    from anygauge.training.trackers.checks import check_trackers
+
+    loaded = load_run_file(path, list(overrides or ()), dict(flags))
+    if foreign is not None:
+        from anygauge.cli.join import as_launched
+
+        loaded = as_launched(loaded, foreign)
+    run = loaded.run
+    registry = Registry.load()
+    launcher = registry.find_launcher(run.launch.launcher).spec
+    if launcher.shared_filesystem:
+        check_paths(loaded)
+        peek(run.data)
+    else:
+        refuse_secrets(run)
+    ranks = run.launch.nodes * run.launch.devices
+    refuse_too_many(run.launch.nodes, run.launch.devices)
+    check_ranks(registry.find_strategy(run.strategy.name).spec, ranks, registry)
+    if launcher.remote and run.backend == "auto":
+        raise RunFileError(
+            f"backend: auto looks at this machine, and the {run.launch.launcher} launcher starts "
+            "ranks on others. Name the backend (--backend)"
+        )
+    need_device = need_device and not launcher.remote
+    check_optimizer(run, need_software=need_device)
+    check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
+    selection = select_backend(registry, run.backend, need_device=need_device)
+    backend = registry.create_backend(selection.spec.name, run.backend_options)
+    here = selection.probe.available and not launcher.remote
+    check_strategy(run, registry, backend, ranks, ranks_run_here=here)
+    check_batch(run, registry, ranks)
+    folder = (Path(run.output) / run.name).absolute()
+    if foreign is None or foreign.rank == 0:
+        folder = run_folder(folder, resume=run.checkpoint.resume == "auto")
+    job = Job(
+        name=run.name,
+        run_directory=str(folder),
+        run_file=str(folder / RESOLVED),
+        backend=selection.spec.name,
+        strategy=run.strategy.name,
+        launch=run.launch.settings(),
+        rendezvous=f"file://{folder / RENDEZVOUS}",
+        stop_grace_s=run.checkpoint.grace_s,
+        working_directory=str(Path.cwd()) if launcher.shared_filesystem else "",
+        id=secrets.token_hex(8),
+        token=secrets.token_hex(16),
+        takes_over=run.checkpoint.resume == "auto",
+        run_text=""
+        if launcher.shared_filesystem
+        else run_json(run.model_copy(update={"backend": selection.spec.name})),
+        fetch=launcher.remote and bool(wanted(run.model)),
+        profile=backend.launch,
+        network=named_fabric(backend.fabrics, run.launch.fabric),
+        environment=run.environment,
+        backend_options=run.backend_options,
+    )
+    return Intent(loaded=loaded, registry=registry, selection=selection, job=job)
+
+
+MOST_RANKS = 16_384
+"""No job is known that comes near; a number beyond is a slip, and would be worked out for long."""
+
+
+def refuse_too_many(nodes: int, devices: int) -> None:
+    """Refuse numbers of ranks that nobody has.
+
+    Raises:
+        RunFileError: names what was asked for.
+    """
+    if nodes * devices > MOST_RANKS:
+        raise RunFileError(
+            f"launch: --devices {devices:,} on --nodes {nodes:,} are {nodes * devices:,} ranks; at "
+            f"most {MOST_RANKS:,} are started. Give the devices of one machine in launch.devices "
+            "(--devices), and the machines in launch.nodes (--nodes)"
+        )
+
+
+def refuse_secrets(run: Any) -> None:
+    """A job that is handed to a cluster's service must not carry secrets by value.
+
+    Raises:
+        RunFileError: a variable with a secret's name, or a value that holds one, is in it.
+    """
+    from anygauge.util.hiding import holds_secret, is_secret
+
+    held = {n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)}
+    for where, names in (
+        ("environment", sorted(held)),
+        ("launch.pass_environment", [n for n in run.launch.pass_environment if is_secret(n)]),
+    ):
+        if names:
+            raise RunFileError(
+                f"{where}: {names[0]} looks like a secret, and the {run.launch.launcher} launcher "
+                "would hand its value to the cluster. Name where the cluster keeps it: "
+                "launch.options.secrets"
+            )
+
+
+def rendered(intent: Intent) -> Plan:
+    """What the launcher would do.
+
+    Raises:
+        RunFileError: an option of the launcher is wrong, or a path of the run file leads nowhere on
+            the machines of the job.
+    """
+    from anygauge.config import check_folders
+
+    run = intent.run
+    launcher = intent.registry.launcher(run.launch.launcher)()
+    plan = launcher.render(intent.job, run.launch.options)
+    if plan.folders:
+        check_folders(intent.loaded, plan.folders, _ADVICE)
+    return plan
+
+
+_ADVICE = (
+    " and what their image holds: mount it (launch.options), or name a folder of the image in "
+    "launch.options.in_image"
+)

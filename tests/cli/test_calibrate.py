@@ -1,0 +1,119 @@
+"""``anygauge plan --calibrate``: measured by real ranks, kept, and taken by plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge import cli
+from anygauge.interface import Card, UsageError, read_hardware
+from anygauge.planning import calibration
+from anygauge.registry import Hardware, Registry
+from anygauge.registry.measured import measured_file, measured_files, write_measured
+from tests.helpers.runs import run_file
+
+FIGURES = {"matmul": {"float32": 50e9}, "copy": 5e9, "exchange": 1e9, "call": 1e-4, "issue": 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path
+
+
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks that were asked to measure."""
+    asked: list[int] = []
+
+    def measure(backend: str, options: Any, ranks: int) -> dict[str, Any]:
+        asked.append(ranks)
+        return dict(FIGURES)
+
+    monkeypatch.setattr(calibration, "measure", measure)
+    return asked
+
+
+def test_what_ranks_of_a_host_reach_is_added_up_and_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = measured(monkeypatch)
+    assert cli.run(["plan", "--calibrate", "--backend", "cpu", "--devices", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert asked == [4]
+    assert str(measured_file()) in shown
+    card = Hardware.load(Registry.load(), measured_files()).card("cpu")
+    assert (card.matmul, card.copy, card.exchange) == ({"float32": 200e9}, 20e9, 4e9)
+    assert (card.call, card.issue) == (pytest.approx(1e-4), pytest.approx(2e-5))
+    assert "4 ranks" in card.sources["matmul.float32"]
+    assert card.memory is not None, "what was described stays"
+
+
+def test_a_plan_takes_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(run_file(tmp_path, train={"steps": 40}))
+    assert cli.run(["plan", path]) == 0
+    assert "Time: not known: the description of cpu" in capsys.readouterr().out
+    measured(monkeypatch)
+    assert cli.run(["plan", "--calibrate", "--backend", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["card"] == "cpu"
+    assert cli.run(["plan", path, "--rows", "100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    time = found["time"]
+    assert time["tokens_per_s"] == pytest.approx(4 * 96 / time["step"])
+    assert time["step"] == time["multiplying"] + time["moving"] + time["issuing"]
+    steps = {whole["of"]: whole["steps"] for whole in found["wholes"]}
+    assert steps == {"epoch": 25, "run": 40}
+
+
+def test_an_undescribed_card_is_described_by_it() -> None:
+    card = Card(name="new-one", names=('Maker "New" One',), backend="cuda")
+    file = write_measured(card, FIGURES, "measured")
+    [found], _ = read_hardware(file.read_text(), "it", sourced=False)
+    assert (found.name, found.names, found.backend) == (card.name, card.names, card.backend)
+    assert found.matmul == FIGURES["matmul"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["RUN", "--calibrate"], "--calibrate measures this machine: leave"),
+        ([], "no run file is named"),
+    ],
+)
+def test_one_or_the_other(tmp_path: Path, options: list[str], expected: str) -> None:
+    path = str(run_file(tmp_path))
+    with pytest.raises(UsageError, match=expected):
+        cli.run(["plan", *(path if one == "RUN" else one for one in options)])
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = measured(monkeypatch)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="cannot be written: Not a directory"):
+        cli.run(["plan", "--calibrate", "--backend", "cpu"])
+    assert asked == []
+
+
+def test_a_broken_file_says_how_to_mend_it(tmp_path: Path) -> None:
+    measured_file().parent.mkdir(parents=True)
+    measured_file().write_text("garbage")
+    with pytest.raises(UsageError, match="Remove the file, or write it anew: anygauge plan --cal"):
+        cli.run(["plan", str(run_file(tmp_path))])
+
+
+@pytest.mark.slow
+def test_real_ranks_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "--calibrate", "--backend", "cpu", "--devices", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == 2
+    assert {"float32", "bfloat16"} <= set(found["matmul"])
+    assert all(rate > 1e8 for rate in found["matmul"].values())
+    assert found["copy"] > 1e8 and found["exchange"] > 1e6
+    assert 0 < found["call"] < 1 and 0 < found["issue"] < 0.1

@@ -1,0 +1,312 @@
+"""A run's memory is planned before its ranks start, and what cannot fit is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.cli import memory_check
+from anygauge.cli import run as command
+from anygauge.cli.intent import read_intent
+from anygauge.config import load_run_file
+from anygauge.config.schema import RunFile
+from anygauge.interface import AnygaugeError, Precision, RunFileError
+from anygauge.planning.candidates import candidates, in_words
+from anygauge.planning.memory import Peak, RunMemory
+from anygauge.planning.process import TooLongError
+from anygauge.planning.time import Duration
+from anygauge.planning.work import Work
+from tests.helpers.runs import TINY, run_file, trained
+
+MIB = 2**20
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8000}
+
+
+class StandIn:
+    """In the place of the process that rehearses."""
+
+    found: RunMemory | AnygaugeError | Mapping[str, RunMemory | AnygaugeError]
+    started = 0
+    ended = 0
+
+    def __init__(self, world_size: int, environment: Mapping[str, str] | None = None) -> None:
+        type(self).started += 1
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        type(self).ended += 1
+
+    def ask(self, run: RunFile, backend: str) -> None:
+        found = self.found
+        self.asked = found[in_words(run)] if isinstance(found, Mapping) else found
+
+    def answer(self, limit_s: float = 0.0) -> RunMemory:
+        if isinstance(self.asked, AnygaugeError):
+            raise self.asked
+        return self.asked
+
+
+def takes(count: int) -> RunMemory:
+    peak = Peak(total=count, kinds={"weights": count}, parts=(count, 0, 0))
+    return RunMemory(
+        held={"weights": 0, "gradients": 0, "masters": 0, "optimizer": 0},
+        work=Work.none(),
+        model_flops=(0.0, 0.0),
+        device={"load": peak},
+        host={},
+        strategy="single",
+        precision=Precision(param_dtype="bfloat16", reduce_dtype="float32"),
+        numbers=(1, 1),
+        how="all layers",
+    )
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
+    class Planner(StandIn):
+        found = takes(MIB)
+
+    monkeypatch.setattr(memory_check, "Planner", Planner)
+    return Planner
+
+
+def wide(folder: Path, capacity: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
+    """A run on a simulated card of so many bytes, which arithmetic alone does not let through."""
+    monkeypatch.setenv("ANYGAUGE_SIM_CAPACITY", str(capacity))
+    return run_file(
+        folder,
+        model={"config": {**TINY, **WIDE}, "tokenizer": str(folder / "tokenizer")},
+        backend="sim",
+        adapter=None,
+        **{"strategy": {"name": "single"}, **changes},
+    )
+
+
+def expected(path: Path, *, asked: bool | None = None, **options: Any) -> memory_check.Expectation:
+    intent = read_intent(path, [], options, need_device=False)
+    return memory_check.checked(intent, lambda it: None, asked=asked)[2]
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], []], ids=["dry run", "run"])
+def test_what_cannot_fit_is_refused_and_leaves_no_folder(
+    options: list[str],
+    tmp_path: Path,
+    planner: type[StandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    planner.found = takes(200 * MIB)
+    path = wide(tmp_path, 100 * MIB, monkeypatch)
+    with pytest.raises(RunFileError) as refused:
+        command(["train", str(path), *options])
+    assert refused.value.exit_status == 2
+    assert (
+        "cannot fit: each rank needs 210.0 MiB in phase 'load' (200.0 MiB weights; 10.0 MiB"
+        " besides tensors), and sim has 100.0 MiB for a rank. `anygauge plan RUN.yaml --suggest`"
+    ) in str(refused.value)
+    assert not (tmp_path / "out").exists() and capsys.readouterr().out == ""
+
+
+def test_force_goes_on_with_a_note(
+    tmp_path: Path,
+    planner: type[StandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    planner.found = takes(200 * MIB)
+    path = wide(tmp_path, 100 * MIB, monkeypatch)
+    assert command(["train", str(path), "--dry-run", "--force"]) == 0
+    assert "note: the run cannot fit: each rank needs 210.0 MiB" in capsys.readouterr().out
+
+
+def test_what_is_short_by_an_estimate_alone_is_noted(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner.found = takes(99 * MIB)
+    found = expected(wide(tmp_path, 100 * MIB, monkeypatch))
+    assert found.note.startswith("the run may not fit: each rank needs 103.9 MiB")
+
+
+def test_what_fits_says_by_how_much(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner.found = takes(80 * MIB)
+    found = expected(wide(tmp_path, 100 * MIB, monkeypatch))
+    assert found.lines == ("memory: needs 84.0 MiB, sim has 100.0 MiB for a rank",)
+    assert found.note == "" and found.found == planner.found
+
+
+def test_a_small_run_starts_no_process(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = expected(run_file(tmp_path))
+    (line,) = found.lines
+    assert line.startswith("memory: at most ") and line.endswith(", not rehearsed")
+    assert planner.started == 0
+    assert expected(run_file(tmp_path), asked=True).found == planner.found
+    assert planner.started == 1
+    path = wide(tmp_path, 100 * MIB, monkeypatch)
+    assert expected(path, asked=False) == memory_check.Expectation() and planner.started == 1
+
+
+def test_ranks_of_one_host_share_its_memory(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anygauge_cpu import memory
+
+    monkeypatch.setattr(memory, "limit_bytes", lambda: 200 * MIB)
+    monkeypatch.setattr("anygauge_cpu.limit_bytes", lambda: 200 * MIB)
+    planner.found = takes(150 * MIB)
+    path = run_file(tmp_path, model={"config": {**TINY, **WIDE}, "tokenizer": "none"})
+    assert expected(path).note.startswith("the run may not fit")
+    with pytest.raises(RunFileError, match=r"cpu has 100\.0 MiB for a rank"):
+        expected(path, **{"launch.devices": 2})
+
+
+def test_devices_that_nobody_describes_are_left_alone(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = wide(tmp_path, 100 * MIB, monkeypatch)
+    found = expected(path, backend="hpu")
+    if Path("/sys/module/habanalabs").exists():
+        pytest.skip("this machine has Gaudi's driver")
+    (line,) = found.lines
+    assert line.startswith("memory: not planned, since the devices of hpu are not described;")
+    assert planner.started == 0
+
+
+@pytest.mark.slow
+def test_what_was_planned_is_kept_beside_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYGAUGE_SIM_LOCKS", str(tmp_path / "locks"))
+    path = wide(tmp_path, 2**30, monkeypatch, train={"steps": 2})
+    run = trained(path, "--plan")
+    memory = json.loads((run.folder / "report.json").read_text())["memory"]
+    assert memory["counted"] == "allocator"
+    assert set(memory["predicted"]) == {"load", "step", "update", "evaluation"}
+    measured, predicted = max(memory["measured"].values()), max(memory["predicted"].values())
+    assert measured == max(run.steps("peak_memory")) <= predicted
+    assert " MiB (peak of rank 0)" in run.out and "memory: needs " in run.out
+
+
+def test_a_rehearsal_that_fails_stops_no_run(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner.found = AnygaugeError("it broke\nthere")
+    path = wide(tmp_path, 100 * MIB, monkeypatch)
+    assert expected(path).note == "memory is not known: it broke"
+
+
+def test_a_rehearsal_that_takes_long_is_left_and_ended(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner.found = TooLongError("long")
+    note = expected(wide(tmp_path, 100 * MIB, monkeypatch)).note
+    assert note.startswith("memory is not known: the rehearsal has not ended within 30 s;")
+    assert planner.ended == planner.started == 1
+
+
+# -- strategy: auto --------------------------------------------------------------------------------
+
+
+def auto(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
+    changes = {"strategy": {"name": "auto"}, "launch": {"devices": 2}, **changes}
+    return wide(folder, 5 * 2**30, monkeypatch, **changes)
+
+
+def test_auto_becomes_the_fastest_that_fits_and_says_why(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_check, "SMALL", 0.0)
+    planner.found = {"ddp": takes(4096 * MIB), "fsdp": AnygaugeError("no\nway")}
+    planner.found |= {"zero": takes(2048 * MIB)}
+    intent = read_intent(auto(tmp_path, monkeypatch), [], {}, need_device=False)
+    chosen, seen, found = memory_check.checked(intent, lambda it: it.run.strategy.name)
+    why = "ddp would need 6.2 GiB of 5.0 GiB; fsdp cannot: no"
+    assert found.lines == (
+        f"strategy: zero (auto: {why})",
+        "memory: needs 4.1 GiB, sim has 5.0 GiB for a rank",
+    )
+    assert (seen, chosen.run.strategy.name, chosen.job.strategy) == ("zero",) * 3
+    assert chosen.job.strategy_why == why
+    assert chosen.job.expected_memory == {"load": 2048 * MIB}
+
+
+def test_auto_takes_the_fastest_of_several_where_rates_are_known(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = {"ddp": 4.0, "fsdp": 1.5, "zero": 3.0, "zero with offload: optimizer": 0.5}
+
+    def timed(run: RunFile, *others: Any) -> tuple[Duration, str]:
+        parts = {"multiplying": 0.0, "moving": 0.0, "issuing": 0.0, "sending": {}, "hidden": 0.0}
+        parts |= {"copying": 0.0, "on_host": 0.0}
+        step = steps[in_words(run)]
+        return Duration(**parts, idle=0.0, step=step, tokens=1, flops=0.0, peak=None), ""
+
+    monkeypatch.setattr(memory_check, "SMALL", 0.0)
+    monkeypatch.setattr(memory_check, "timed", timed)
+    planner.found = {name: takes(1024 * MIB) for name in NAMES}
+    found = expected(auto(tmp_path, monkeypatch))
+    [line, *_] = found.lines
+    assert found.step_s == 1.5
+    assert line == (
+        "strategy: fsdp (auto: steps are planned to take: ddp 4.00 s, fsdp 1.50 s, zero 3.00 s)"
+    )
+
+
+def test_auto_that_fits_nowhere_is_refused_with_what_needs_least(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloaded = "fsdp with offload: both"
+    planner.found = {name: takes(7 * 2**30) for name in NAMES} | {offloaded: takes(6 * 2**30)}
+    monkeypatch.setattr(memory_check, "SMALL", 0.0)
+    with pytest.raises(RunFileError, match=f"cannot fit, with strategy {offloaded}, which needs"):
+        expected(auto(tmp_path, monkeypatch))
+
+
+NAMES = (
+    *("ddp", "fsdp", "zero", "zero with offload: optimizer"),
+    *("fsdp with offload: both", "zero with offload: both"),
+)
+
+
+def test_auto_tries_what_the_run_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(path: Path, ranks: int) -> tuple[str, ...]:
+        intent = read_intent(path, [], {"launch.devices": ranks}, need_device=False)
+        backend = intent.registry.create_backend("cpu")
+        found = candidates(intent.run, intent.registry, backend, ranks, ranks_run_here=True)
+        return tuple(map(in_words, found))
+
+    assert names(auto(tmp_path, monkeypatch), 2) == NAMES
+    assert names(auto(tmp_path, monkeypatch), 1)[0] == "single"
+    matrices = {"train": {"optimizer": {"name": "adafactor"}}}
+    assert names(auto(tmp_path, monkeypatch, **matrices), 2)[0] == "ddp"
+    assert "fsdp" not in names(auto(tmp_path, monkeypatch, **matrices), 2)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_what_auto_became_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYGAUGE_SIM_LOCKS", str(tmp_path / "locks"))
+    run = trained(auto(tmp_path, monkeypatch, train={"steps": 1}), "--plan")
+    assert "strategy: ddp (auto: the fastest, and it fits)\n" in run.out
+    report = json.loads((run.folder / "report.json").read_text())
+    assert report["choices"]["strategy"] == "ddp (auto: the fastest, and it fits)"
+    assert report["strategy"] == "ddp"
+    assert load_run_file(run.folder / "run.yaml", [], {}).run.strategy.name == "ddp"
+
+
+def test_auto_of_a_small_run_is_decided_when_devices_are_open(
+    tmp_path: Path, planner: type[StandIn]
+) -> None:
+    path = run_file(tmp_path, strategy={"name": "auto"}, launch={"devices": 2})
+    found = expected(path)
+    assert found.run is None and planner.started == 0

@@ -1,0 +1,254 @@
+"""``anygauge plan`` on the command line: tiny runs rehearsed, what is refused, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge import cli
+from anygauge.cli import plan
+from anygauge.config.schema import RunFile
+from anygauge.interface import AnygaugeError
+from anygauge.planning.trials import Target, Trials
+from anygauge.registry import Hardware, Registry
+from tests.helpers.runs import TINY, run_file
+from tests.standins.hub import Hub, Repository
+
+PATIENCE_S = 120.0
+
+
+def small_card(folder: Path) -> Path:
+    """A file with a machine whose cards have too little for what is kept of rows."""
+    path = folder / "small.toml"
+    path.write_text(
+        '[card.small]\nbackend = "cuda"\nmemory = "1.3 GiB"\nreserved = "1 GiB"\n'
+        '[card.blank]\nbackend = "cuda"\n[machine.blanks]\ncard = "blank"\ncards = 2\n'
+    )
+    return path
+
+
+def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.run(["plan", *arguments]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "", "no warning of a library, and no progress where nobody watches"
+    return shown.out
+
+
+@pytest.mark.slow
+def test_answers_of_a_run_that_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = run_file(
+        tmp_path,
+        model={"config": {**TINY, "vocab_size": 32_000}, "tokenizer": "./missing"},
+        data={"train": {"path": "missing.jsonl"}, "max_length": 128},
+        train={"global_batch_size": 64, "micro_batch_size": 32},
+        strategy={"name": "single"},
+    )
+    options = ["--hardware", str(small_card(tmp_path)), "--machine", "small"]
+    found: dict[str, Any] = json.loads(planned([str(path), *options, "--json"], capsys))
+    assert found["fits"] is False and found["fit"]["phase"] == "step"
+    change = found["changes"][0]
+    assert change["lines"]["train.micro_batch_size"] < 32
+    assert change["left"] > 0
+    lines = [word for option in change["set"] for word in ("--set", option)]
+    said = f"Fits: each small needs {change['needed'] / 2**30:.1f} of 1.3 GiB"
+    again = planned([str(path), *options, *lines], capsys)
+    assert again.startswith(said)
+
+
+@pytest.mark.slow
+def test_every_way_to_spread_and_the_largest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_file(tmp_path, train={"global_batch_size": 8, "micro_batch_size": 4})
+    ways = ["--strategies", "--largest", "sequence", "--compare", "l4:2", "--compare", "v100-16:4"]
+    found = json.loads(planned([str(path), *ways, "--json"], capsys))
+    assert [(one["name"], one["ranks"], one["fit"]["fits"]) for one in found["machines"]] == [
+        ("l4:2", 2, True),
+        ("v100-16:4", 4, True),
+    ]
+    assert found["machine"] == "l4:2"
+    refused = {one["name"]: one["refused"] for one in found["strategies"]}
+    rehearsed = {"zero", "fsdp", "ddp", "ddp, tp 2", "fsdp, offload both"}
+    assert {name for name in rehearsed if refused[name] is None} == rehearsed
+    assert found["largest"]["lines"] == {"data.max_length": 256}
+    assert "was made for 256 positions" in found["largest"]["refused"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype"), [("v100-16", "float16"), ("l4", "bfloat16"), ("gaudi2", "bfloat16")]
+)
+def test_a_run_computes_in_what_its_card_is_fast_in(
+    machine: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = Hardware.load(Registry.load())
+    path, registry = run_file(tmp_path, precision={"param_dtype": "auto"}), Registry.load()
+    run, _ = plan._case(path, [], {}, machine, described, registry)
+    found = "bfloat16" if run.precision.param_dtype == "auto" else run.precision.param_dtype
+    assert found == dtype
+    run, _ = plan._case(path, ["precision.param_dtype=float32"], {}, machine, described, registry)
+    assert run.precision.param_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "expected"),
+    [
+        ("--machine h1000:8", 2, "there is no machine named 'h1000:8'; did you mean 'h100'"),
+        ("--compare p4d --compare nothing", 2, "there is no machine named 'nothing'"),
+        ("--machine h100:8 --devices 9", 2, "has 8 cards; leave --devices out"),
+        ("--machine h100:8 --nodes 9999", 2, "are 79,992 ranks; at most 16,384 are started"),
+        ("--hardware small.toml --machine blanks --largest batch", 2, r'[card.blank] memory = "80'),
+        (
+            "--set model.name=nobody/nothing",
+            1,
+            "and the hub (http://127.0.0.1:9) cannot be reached",
+        ),
+        ("--set model.name=./empty", 1, "config.json cannot be read"),
+        ("--set train.micro_batch_sise=1", 2, "did you mean 'micro_batch_size'"),
+        ("--svg empty", 2, "it is a folder; name a file in it, such as empty/plan.svg"),
+        ("--svg nowhere/plan.svg", 2, "there is no folder"),
+    ],
+)
+def test_what_is_wrong_gets_one_message(
+    options: str,
+    status: int,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    small_card(tmp_path)
+    (tmp_path / "empty").mkdir()
+    if "model.name" in options:
+        options += " --set model.config=null"
+    with pytest.raises(AnygaugeError) as caught:
+        cli.run(["plan", str(run_file(tmp_path)), *options.split()])
+    assert expected in str(caught.value) and "Traceback" not in str(caught.value)
+    assert caught.value.exit_status == status
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "devices"),
+    [
+        ("", "cuda", 8),
+        ("--set launch.devices=4 --set backend=cpu", "cpu", 4),
+        ("--devices 2 --backend hpu", "hpu", 2),
+    ],
+)
+def test_a_machine_gives_what_is_not_given(
+    options: str, backend: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def rehearse(trials: Trials, run: RunFile, target: Target) -> None:
+        asked.append((target.backend, run.launch.devices))
+        raise AnygaugeError("that is all")
+
+    monkeypatch.setattr(Trials, "__call__", rehearse)
+    with pytest.raises(AnygaugeError, match="that is all"):
+        cli.run(["plan", str(run_file(tmp_path)), "--machine", "h100:8", *options.split()])
+    assert asked == [(backend, devices)]
+
+
+def test_a_card_that_no_backend_drives_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "other.toml"
+    path.write_text('[card.other]\nmemory = "64 GiB"\n')
+    asked: list[str] = []
+
+    def rehearse(trials: Trials, run: RunFile, target: Target) -> None:
+        asked.append(target.backend)
+        raise AnygaugeError("that is all")
+
+    monkeypatch.setattr(Trials, "__call__", rehearse)
+    with pytest.raises(AnygaugeError, match="that is all"):
+        cli.run(["plan", str(run_file(tmp_path)), "--machine", "other:8", "--hardware", str(path)])
+    assert asked == ["cuda"], "not as this machine's processors would have it"
+
+
+def test_a_card_without_memory_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    small, drawn = str(small_card(tmp_path)), tmp_path / "plan.svg"
+    # Neither rows nor a tokenizer are needed.
+    path = run_file(tmp_path, model={"config": TINY}, data={"train": {"path": "no.jsonl"}})
+    options = ["--hardware", small, "--machine", "blanks", "--svg", str(drawn)]
+    out = planned([str(path), *options], capsys)
+    assert drawn.read_text().endswith("</svg>\n")
+    assert out.startswith(f"No verdict: the description of blank ({small}) does not say how much")
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_needs_its_configuration_alone(tmp_path: Path) -> None:
+    """And no hub, once that is here."""
+    config = json.dumps(TINY).encode()
+    path = run_file(
+        tmp_path,
+        model={"name": "some/model", "tokenizer": "./missing"},
+        strategy={"name": "single"},
+    )
+    with Hub({"some/model": Repository(files={"config.json": config, "a.bin": b"0"})}) as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hub")}
+        environment.pop("HF_HUB_OFFLINE", None)
+        for asked in (["config.json"], []):
+            done = subprocess.run(
+                [sys.executable, "-m", "anygauge.cli", "plan", str(path), "--json"],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+            )
+            assert (done.returncode, done.stderr) == (0, "")
+            assert json.loads(done.stdout)["parameters"] > 10_000
+            assert hub.files() == asked
+            environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
+            hub.requests.clear()
+
+
+def test_ctrl_c_ends_it_at_once_and_leaves_no_process(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anygauge.cli", "plan", str(run_file(tmp_path)), "--strategies"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while len(group(process.pid)) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    sent = time.monotonic()
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (130, "") and "Traceback" not in err
+    assert time.monotonic() - sent < 5
+    assert group(process.pid) == []
+
+
+def group(leader: int) -> list[int]:
+    """Processes of a group that are alive."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it ended meanwhile
+            if int(fields[2]) == leader and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
