@@ -95,7 +95,7 @@ def by_command(run_file: Path, run: Path, ranks: int) -> float:
 
 def by_torchrun(run_file: Path, run: Path, ranks: int) -> float:
     """Bare torchrun around the same worker."""
-    from anygauge.cli.plan import read_intent
+    from anygauge.cli.intent import read_intent
     from anygauge.cli.run_folder import write_run
 
     intent = read_intent(run_file, [], {}, need_device=True)

@@ -50,6 +50,7 @@ def _cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """No test writes to the home folder, nor finds rows that a test of another day left there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ANYGAUGE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
 
 

@@ -91,3 +91,19 @@ def test_it_works_from_where_it_was_unpacked(unpacked, tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(str(unpacked))
     assert '"name": "cpu"' in result.stdout
+
+
+def test_descriptions_of_hardware_are_read_from_it(unpacked, tmp_path):
+    program = (
+        "from anygauge.registry import Hardware, Registry; found = Hardware.load(Registry.load());"
+        "print(found.failures, found.machine('p5').cards, found.card('gaudi2').origin)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+    )
+    version = project()["project"]["version"]
+    assert result.stdout == f"() 8 cards.toml of anygauge {version}\n", result.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.cli.plan import read_intent, rendered
+from anygauge.cli.intent import read_intent, rendered
 from tests.docs.pages import ROOT, blocks, section, table_names
 
 PAGE = ROOT / "docs/clouds.md"

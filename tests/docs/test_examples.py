@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from anygauge.cli import COMMANDS, run
-from anygauge.cli.plan import read_intent
+from anygauge.cli.intent import read_intent
 from anygauge.data import first_records
 from anygauge.data.forms import Row, parse, told_form
 from anygauge.interface import AnygaugeError

@@ -61,12 +61,14 @@ def test_every_command_and_option_is_documented(name: str) -> None:
     options = {
         option
         for parameter in click_command(name).params
-        for option in parameter.opts
+        for option in (*parameter.opts, *parameter.secondary_opts)
         if option.startswith("--")
     }
     documented = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
     assert options - {"--help"} <= documented
-    foreign = {o for p in COMMANDS for q in click_command(p).params for o in q.opts}
+    foreign = {
+        o for p in COMMANDS for q in click_command(p).params for o in (*q.opts, *q.secondary_opts)
+    }
     assert documented <= foreign, "an option that no command has"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from anygauge.agent.supervisor import rank_numbers
 from anygauge.cli.env import rank_environments
-from anygauge.cli.plan import Intent, read_intent
+from anygauge.cli.intent import Intent, read_intent
 from anygauge.cli.preflight import preflight
 from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site

@@ -87,7 +87,7 @@ def main() -> None:
 
 def start(part: Part) -> dict[str, Any]:
     """Fork the ranks of one start, and see them to their end."""
-    from anygauge.cli.plan import read_intent
+    from anygauge.cli.intent import read_intent
     from anygauge.cli.run_folder import claimed, write_run
     from anygauge.util.files import write_text
 

@@ -137,7 +137,7 @@ def trained_here(path: Path) -> Run:
 
     Not for strategy `zero`: DeepSpeed changes the process that imports it.
     """
-    from anygauge.cli.plan import read_intent
+    from anygauge.cli.intent import read_intent
     from anygauge.cli.run_folder import write_run
     from anygauge.training.worker import run_rank
     from anygauge.util.events import EventWriter

@@ -149,8 +149,9 @@ def test_a_card_keeps_less(tmp_path: Path) -> None:
     assert kept["recomputed"] < kept["every second"] < kept["selective"] < kept["all"]
     half = (kept["all"] + kept["recomputed"]) / 2
     assert kept["every second"] == pytest.approx(half, rel=0.05)
-    # The first layer's is a leaf, which torch holds; a layer's input is all that is kept of it.
-    assert kept["recomputed"] - kept["recomputed, offloaded"] == (LAYERS - 1) * one_input
+    # A layer's input is all that is kept of it. The first layer's is a leaf: some machines hold it.
+    moved = kept["recomputed"] - kept["recomputed, offloaded"]
+    assert moved in ((LAYERS - 1) * one_input, LAYERS * one_input)
     assert kept["offloaded"] <= kept["recomputed, offloaded"] < 0.1 * kept["all"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.cli.plan import read_intent
+from anygauge.cli.intent import read_intent
 from anygauge.interface import RunFileError, UnsupportedError
 from anygauge.registry import Registry
 from tests.architecture.repository import ROOT

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from anygauge.cli.plan import read_intent
+from anygauge.cli.intent import read_intent
 from anygauge.cli.run_folder import write_run
 from tests.helpers.runs import run_file
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from anygauge.cli.plan import read_intent
+from anygauge.cli.intent import read_intent
 from anygauge.config import load_run_file, run_json
 from anygauge.data import described, prepare
 from anygauge.interface import (

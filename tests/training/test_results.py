@@ -122,6 +122,9 @@ def test_the_run_directory_tells_all(base: Run, adapted: Run) -> None:
     report = json.loads((adapted.folder / "report.json").read_text())
     assert report["steps"] == 4
     assert report["final_loss"] == adapted.steps("loss")[-1]
+    assert report["memory"]["counted"].startswith("process")
+    # The evaluation after the last step is part of training, and may take more than any step.
+    assert report["memory"]["measured"]["training"] >= max(adapted.steps("peak_memory"))
     versions = json.loads((adapted.folder / "versions.json").read_text())
     assert versions["torch"] == torch.__version__
     environment = json.loads((adapted.folder / "environment-node0.json").read_text())
