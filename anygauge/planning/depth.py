@@ -118,8 +118,7 @@ def at_depth(
 def _is_even(found: list[Mapping[str, Peak]]) -> bool:
     """Whether what a rank holds at most lies on a line."""
     phase = max(found[-1], key=lambda name: found[-1][name].total)
-    most = _most(found[-1][phase])
-    return _is_line([peaks[phase].parts[most] for peaks in found])
+    return _is_line(_largest([peaks[phase] for peaks in found]))
 
 
 def _most(peak: Peak) -> int:
@@ -137,8 +136,10 @@ def _further(found: list[Mapping[str, Peak]], turns: int) -> Mapping[str, Peak]:
     Parts that are not the largest may be uneven, by what happens to be gathered when: they get the
     larger growth. None grows faster than what is kept for backward, or is there at the update.
     """
-    *_, two, three = found
-    bound = max(map(_growth, *_by_step(two, three)))
+    *_, three = found
+    steps = list(zip(*_by_step(*found), strict=True))
+    even = [peaks for peaks in steps if _is_line(_largest(peaks))]
+    bound = max(map(_growth, even or steps))
 
     def at(phase: str) -> Peak:
         parts, kinds = [], []
@@ -171,9 +172,16 @@ def _by_step(*found: Mapping[str, Peak]) -> Iterator[list[Peak]]:
         yield [peaks[max(names, key=lambda name: last[name].total)] for names in groups.values()]
 
 
-def _growth(two: Peak, three: Peak) -> int:
-    """Of the largest part."""
-    return three.parts[_most(three)] - two.parts[_most(three)]
+def _largest(peaks: Sequence[Peak]) -> list[int]:
+    """The largest part of the last, at each depth."""
+    most = _most(peaks[-1])
+    return [peak.parts[most] for peak in peaks]
+
+
+def _growth(peaks: Sequence[Peak]) -> int:
+    """Of the largest part, from the last depth but one."""
+    *_, two, three = _largest(peaks)
+    return three - two
 
 
 def _kinds(found: Sequence[Peak], part: int, turns: int, total: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -148,8 +149,9 @@ def rehearse_run(
         reach = math.ceil(model["window"] / per_layer)
         depths = depths_of(config, reach)[:3]
         if len(depths) == 3 and can_be_aside():
-            # The deepest takes as long as both others together.
-            aside[depths[2]] = Aside(lambda: made(depths[2], USUAL_STEPS))
+            # The first depth takes more steps: alone it takes as long as half of the others.
+            for deeper in depths[1:]:
+                aside[deeper] = Aside(functools.partial(made, deeper, USUAL_STEPS))
         try:
             peaks, how = at_depth(at, config, reach)
         finally:

@@ -111,6 +111,17 @@ def test_an_uneven_part_grows_no_faster_than_what_is_kept() -> None:
     assert found["step"].parts[2] == 37 * MIB
 
 
+def test_what_an_evaluation_gathers_by_chance_says_nothing_of_growth() -> None:
+    def rehearsed(layers: int) -> Mapping[str, Peak]:
+        return {
+            "backward": peak(0, (100 + 3 * layers) * MIB, 0),
+            "evaluation": peak({2: 90, 3: 70, 4: 100}[layers] * MIB, 0, 0),
+        }
+
+    found, _ = at_depth(rehearsed, config())
+    assert found["evaluation"].total == (100 + 36 * 3) * MIB
+
+
 def test_the_first_depth_reaches_what_is_gathered_at_once() -> None:
     assert shallowest(config(), 7) == (7, 1, 33)
     assert shallowest(config(9), 7) is None

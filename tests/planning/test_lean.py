@@ -35,6 +35,7 @@ SCRIPT = """
     leave_out(["bitsandbytes"])
     import_usual()
     frozen = gc.get_freeze_count()
+    import torch
     from anygauge.config import parse_run
     from anygauge.planning import quick, run
     from anygauge.registry import Registry
@@ -50,11 +51,14 @@ SCRIPT = """
         return found
 
     run.rehearse = counted
+    run.can_be_aside = lambda: False  # all in this process, where they are counted
+    hashes = [hash(torch.nn.Parameter(torch.zeros(1))) for _ in range(3)]
     registry = Registry.load()
     asked_for = parse_run(sys.argv[1])
     run.rehearse_run(asked_for, registry, registry.create_backend("cpu"), 2, 0)
     imported = [name for name, module in sys.modules.items() if module is not None]
-    print(json.dumps({"imported": imported, "made": made, "asked": asked, "frozen": frozen}))
+    found = {"imported": imported, "made": made, "asked": asked, "frozen": frozen}
+    print(json.dumps({**found, "hashes": hashes}))
 """
 
 
@@ -91,6 +95,11 @@ def test_nothing_is_imported_that_no_rehearsal_uses(found: dict[str, Any]) -> No
     assert "deepspeed" in found["imported"]
     assert not set(found["imported"]) & set(NOT_IMPORTED)
     assert found["frozen"] > 100_000
+
+
+def test_sets_of_tensors_do_not_depend_on_addresses(found: dict[str, Any]) -> None:
+    first, second, third = found["hashes"]
+    assert first - second == second - third == 1
 
 
 def test_a_deep_model_takes_few_steps_of_few_layers(found: dict[str, Any]) -> None:
