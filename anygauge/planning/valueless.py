@@ -115,6 +115,7 @@ def without_values(
         _quick_mode()(allow_non_fake_inputs=True) as mode,
         _untraced(),
         _replaced_parameters(),
+        _arrays(),
     ):
         yield Answers(mode, all_set=not padded)
 
@@ -311,7 +312,10 @@ def _untraced() -> Iterator[None]:
     """transformers takes tensors without values for those of a compiler, and makes larger masks."""
     from transformers.utils import import_utils
 
-    kept = import_utils.is_fake_tensor
+    kept = getattr(import_utils, "is_fake_tensor", None)
+    if kept is None:  # earlier releases do not look
+        yield
+        return
     import_utils.is_fake_tensor = lambda _: False
     try:
         yield
@@ -363,6 +367,19 @@ def _numbers_from_the_host() -> Iterator[None]:
         yield
     finally:
         torch._C._set_only_lift_cpu_tensors(kept)
+
+
+@contextlib.contextmanager
+def _arrays() -> Iterator[None]:
+    """Earlier releases of DeepSpeed read what they compare with other ranks by ``numpy()``."""
+    import numpy
+
+    kind: Any = torch._subclasses.FakeTensor
+    kind.numpy = lambda self: numpy.array(self.tolist())
+    try:
+        yield
+    finally:
+        del kind.numpy
 
 
 @contextlib.contextmanager

@@ -183,7 +183,14 @@ def accelerator_of(backend: Backend) -> Any:
         # -- pinned memory ----------------------------------------------------------------------
 
         _torch_pins_host_memory = placement.pinned_memory
-        pin_memory = DeepSpeedAccelerator.pin_memory
+
+        if getattr(DeepSpeedAccelerator.pin_memory, "__isabstractmethod__", False):
+            # Releases before its own pinned memory.
+            def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+                return self._torch_pin_memory(tensor)
+
+        else:
+            pin_memory = DeepSpeedAccelerator.pin_memory
 
         def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
             return tensor.pin_memory() if placement.pinned_memory else tensor
