@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from datetime import date
+from typing import Any
 
 import typer
 from rich import box
@@ -15,7 +17,7 @@ from anygauge.registry import AUTO, Hardware, Registry, select_backend
 from anygauge.registry.measured import make_room, shown, write_measured
 
 HOST_RANKS = 2
-"""Ranks that share a host that is their device, where it has so many processors."""
+"""Ranks at most that share a host that is their device, where it has so many processors."""
 PEERS = 8
 """Ranks at most."""
 
@@ -25,7 +27,8 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
 
     Args:
         backend: None: the one that ``auto`` chooses.
-        devices: ranks; None: one for each card.
+        devices: ranks; None: one for each card. Where the host is the card, one rank is measured
+            as well.
 
     Raises:
         UsageError: the cards are not all of one kind.
@@ -39,26 +42,39 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
     chosen = registry.create_backend(selection.spec.name)
     card = _card(registry, chosen.name, selection.probe.cards)
     ranks = devices or _ranks(chosen, card)
-    figures = measure(chosen.name, {}, ranks)
-    if card.shared_memory:
-        # What all of them have together, which ranks of a run divide.
-        figures["matmul"] = {kind: ranks * rate for kind, rate in figures["matmul"].items()}
-        figures |= {name: ranks * figures[name] for name in ("copy", "exchange") if name in figures}
-    how = f"measured on this machine, {ranks} rank{'s' if ranks > 1 else ''}, {date.today()}"
-    file = write_measured(card, figures, how)
+    counts = sorted({1, ranks}) if card.shared_memory else [ranks]
+    found = {count: _measured(measure, chosen.name, count, as_json) for count in counts}
+    file = write_measured(card, found, f"measured on this machine, {date.today()}")
     if as_json:
-        typer.echo(json.dumps({"card": card.name, "ranks": ranks, "file": str(file), **figures}))
+        figures = {"ranks": ranks, "file": str(file), "measured": found}
+        typer.echo(json.dumps({"card": card.name, **figures}))
         return
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(card.name)
-    table.add_column("measured", justify="right")
-    for name, value in shown(figures):
-        table.add_row(name, value)
+    table.add_column(f"each {card.name}" if not card.shared_memory else "each rank")
+    for count in counts:
+        table.add_column(f"{count} rank{'s' if count > 1 else ''}", justify="right")
+    columns = [dict(shown(found[count])) for count in counts]
+    for name in columns[-1]:
+        table.add_row(name, *(column.get(name, "-") for column in columns))
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"Written to {file}; plans take these figures from now on", markup=False)
     if ranks == 1:
         console.print("One card alone: nothing is known of what cards send each other")
+
+
+def _measured(
+    measure: Callable[[str, Mapping[str, Any], int], dict[str, Any]],
+    backend: str,
+    ranks: int,
+    quiet: bool,
+) -> dict[str, Any]:
+    """What so many ranks found; somebody who watches sees that it goes on."""
+    console = Console(stderr=True, emoji=False, highlight=False)
+    if quiet or not console.is_terminal or console.is_dumb_terminal:
+        return measure(backend, {}, ranks)
+    with console.status(f"measuring {ranks} rank{'s' if ranks > 1 else ''}, for a minute or two"):
+        return measure(backend, {}, ranks)
 
 
 def _card(registry: Registry, backend: str, names: tuple[str, ...]) -> Card:

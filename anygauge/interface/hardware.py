@@ -18,9 +18,21 @@ figure stands beside its source, and what nobody has published is left out::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
-__all__ = ["Card", "Machine"]
+__all__ = ["Card", "Machine", "Rates"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What each of several ranks was measured to reach that share one card; see `Card`."""
+
+    matmul: Mapping[str, float] = field(default_factory=dict)
+    feed: float | None = None
+    copy: float | None = None
+    exchange: float | None = None
+    call: float | None = None
+    issue: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +53,8 @@ class Card:
             card together; 0 where cards cannot reach each other.
         host_link: to the memory of its host, bytes per second, one direction.
         matmul: type -> what large matrix products were measured to reach, operations per second.
+        feed: what matrix products were measured to read and write besides what `matmul` says they
+            take, bytes per second; None: nothing is added for it.
         copy: what large copies within its memory were measured to read and write, bytes per second.
         exchange: what was measured to leave each card where all of a machine gather large tensors,
             bytes per second.
@@ -48,6 +62,7 @@ class Card:
         issue: what an operation was measured to take its host, in seconds, beside what it computes
             and moves.
         shared_memory: its memory is the host's, and all cards of a machine share it.
+        ranks: ranks of a machine -> what each reaches where so many share it.
         asked: figures that are asked of the machine at hand, by `BackendSpec.this_machine`.
         sources: figure -> where it is from; ``flops.bfloat16`` for one of `flops`, and so `matmul`.
         origin: the plugin or file that describes it.
@@ -63,14 +78,33 @@ class Card:
     link: float | None = None
     host_link: float | None = None
     matmul: Mapping[str, float] = field(default_factory=dict)
+    feed: float | None = None
     copy: float | None = None
     exchange: float | None = None
     call: float | None = None
     issue: float | None = None
     shared_memory: bool = False
+    ranks: Mapping[int, Rates] = field(default_factory=dict)
     asked: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     origin: str = ""
+
+    def of_ranks(self, ranks: int) -> Card:
+        """The card as each of so many ranks of a machine has it.
+
+        Where it is shared, by as many as were measured, or by more: they then divide what those
+        reached.
+        """
+        if not self.shared_memory:
+            return self
+        known = min((n for n in self.ranks if n >= ranks), default=max(self.ranks, default=0))
+        one = replace(self, **asdict(self.ranks[known])) if known else self
+        share = max(1.0, ranks / known) if known else ranks
+        rates = ("feed", "copy", "exchange", *(() if known else ("bandwidth", "link")))
+        divided = {name: getattr(one, name) / share for name in rates if getattr(one, name)}
+        divided["matmul"] = {kind: rate / share for kind, rate in one.matmul.items()}
+        divided["flops"] = {kind: rate / ranks for kind, rate in one.flops.items()}
+        return replace(one, **divided)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

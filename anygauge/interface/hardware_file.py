@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from anygauge.interface.hardware import Card, Machine
+from anygauge.interface.hardware import Card, Machine, Rates
 from anygauge.util.errors import UsageError
 
 __all__ = [
@@ -40,6 +40,7 @@ CARD_FIGURES: Mapping[str, Mapping[str, float]] = {
     "bandwidth": _RATES,
     "link": _RATES,
     "host_link": _RATES,
+    "feed": _RATES,
     "copy": _RATES,
     "exchange": _RATES,
     "call": _SECONDS,
@@ -47,6 +48,9 @@ CARD_FIGURES: Mapping[str, Mapping[str, float]] = {
 }
 """Figures of a card besides those by type -> units that each may have, as bytes, bytes per second
 or seconds."""
+
+_MEASURED = ("feed", "copy", "exchange", "call", "issue")
+"""Of them, those that ranks which share a card may have of their own."""
 
 BY_TYPE = ("flops", "matmul")
 """Rates of a card that have a figure for each type."""
@@ -116,16 +120,11 @@ class _Reader:
 
     def card(self, name: str, table: Mapping[str, Any], backend: str) -> Card:
         place = f"card.{name}"
-        self.known(table, ("names", "backend", "shared_memory", *BY_TYPE, *CARD_FIGURES), place)
+        plain = ("names", "backend", "shared_memory", "ranks")
+        self.known(table, (*plain, *BY_TYPE, *CARD_FIGURES), place)
         figures, sources, asked = self._figures(table, CARD_FIGURES, place)
         for kind in BY_TYPE:
-            rates = self._table(table.get(kind, {}), f"{place}.{kind}")
-            self.known(rates, FLOPS_TYPES, f"{place}.{kind}")
-            numbers, origins, _ = self._figures(
-                rates, dict.fromkeys(FLOPS_TYPES, _FLOPS), f"{place}.{kind}"
-            )
-            figures[kind] = numbers
-            sources |= {f"{kind}.{key}": text for key, text in origins.items()}
+            figures[kind] = self._by_type(table, kind, place, sources)
         shared = table.get("shared_memory", False)
         if not isinstance(shared, bool):
             raise self._wrong(f"{place}.shared_memory", shared, "true or false")
@@ -134,11 +133,39 @@ class _Reader:
             names=self._names(table, place),
             backend=self._text(table, "backend", place) or backend,
             shared_memory=shared,
+            ranks=dict(self._ranks(table, place, sources)),
             asked=asked,
             sources=sources,
             origin=self._where,
             **figures,
         )
+
+    def _by_type(
+        self, table: Mapping[str, Any], kind: str, place: str, sources: dict[str, str]
+    ) -> dict[str, float]:
+        """Type -> rate; sources are added."""
+        place = f"{place}.{kind}"
+        rates = self._table(table.get(kind, {}), place)
+        self.known(rates, FLOPS_TYPES, place)
+        numbers, origins, _ = self._figures(rates, dict.fromkeys(FLOPS_TYPES, _FLOPS), place)
+        sources |= {f"{kind}.{key}": text for key, text in origins.items()}
+        return numbers
+
+    def _ranks(
+        self, table: Mapping[str, Any], place: str, sources: dict[str, str]
+    ) -> Iterator[tuple[int, Rates]]:
+        place = f"{place}.ranks"
+        for count, rates in self._table(table.get("ranks", {}), place).items():
+            here = f"{place}.{count}"
+            if not (count.isdecimal() and 0 < int(count) <= 1024):
+                raise self._wrong(place, count, f"a number of ranks, 1 to 1024: [{place}.2]")
+            self.known(self._table(rates, here), ("matmul", *_MEASURED), here)
+            figures, found, _ = self._figures(
+                rates, {name: CARD_FIGURES[name] for name in _MEASURED}, here
+            )
+            matmul = self._by_type(rates, "matmul", here, found)
+            sources |= {f"ranks.{count}.{name}": text for name, text in found.items()}
+            yield int(count), Rates(matmul=matmul, **figures)
 
     def machine(self, name: str, table: Mapping[str, Any]) -> Machine:
         place = f"machine.{name}"

@@ -1,7 +1,8 @@
 """Measures what this machine's cards reach: ``anygauge plan --calibrate``.
 
 Real ranks, one on each card, in the environment of a run's ranks, all at the same time. Each figure
-is a median. Ranks whose device is the host share it, so their rates are added up.
+is a median. Ranks whose device is the host take steps of small models as well, and the figures are
+those that explain these: a processor reaches other rates in training than with large matrices.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.agent import errand
 from anygauge.config.precision import AUTO_ORDER
-from anygauge.interface import Backend, Job, Phase
+from anygauge.interface import HOST_DEVICE, Backend, Job, Phase
 from anygauge.models.quiet import quiet_libraries
 from anygauge.planning.counting import Counter, Seen
+from anygauge.planning.explain import explained
+from anygauge.planning.practice import practice, practised
 from anygauge.registry import Registry
 
 MODULE = "anygauge.planning.calibration"
@@ -31,12 +34,14 @@ SIDES = (256, 512, 1024, 2048, 4096, 8192)
 """Of square matrices."""
 BYTES = (2**22, 2**24, 2**26, 2**28)
 """Of a tensor that is copied, and of what a rank gives to a gather."""
+SLOW = 0.1
+"""Of float32's products: no steps are made in a type that is slower, which would take minutes."""
 LAYERS, WIDTH, TOKENS = 4, 64, 16
 """Of a model so small that its steps are all host."""
 
 
 def measure(backend: str, options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """What the cards of this machine reach, as `anygauge.interface.Card` names it.
+    """What each of so many ranks reaches, as `anygauge.interface.Card` names it.
 
     Raises:
         ErrandError: the ranks failed.
@@ -47,7 +52,8 @@ def measure(backend: str, options: Mapping[str, Any], ranks: int) -> dict[str, A
 def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
     """Measure; returns the figures of rank 0: bytes per second, operations per second, seconds."""
     quiet_libraries()
-    with Registry.load().create_backend(job.backend, job.backend_options) as backend:
+    registry = Registry.load()
+    with registry.create_backend(job.backend, job.backend_options) as backend:
         device = backend.open(local_rank)
         backend.collectives.open(
             rendezvous=job.rendezvous,
@@ -65,7 +71,14 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
         }
         if world_size > 1:
             found |= {"exchange": _exchange(timed, world_size), "call": _call(timed)}
-        return found
+        if device.type != HOST_DEVICE:
+            return found
+        usual = SLOW * found["matmul"]["float32"]
+        kinds = [kind for kind, rate in found["matmul"].items() if rate >= usual]
+        runs = practice(kinds, world_size)
+        return explained(
+            [practised(run, registry, backend, rank, world_size) for run in runs], found
+        )
 
 
 def _types(backend: Backend) -> list[str]:

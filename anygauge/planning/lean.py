@@ -50,7 +50,7 @@ def leave_out(names: Iterable[str] = ()) -> None:
 
     torch._dynamo = compiler
     torch.compile = _as_it_is  # type: ignore[assignment]
-    torch.Tensor.__hash__ = _in_order  # type: ignore[method-assign, assignment]
+    torch.Tensor.__hash__ = _in_order  # type: ignore[method-assign]
     with _unforgetful():
         import transformers  # noqa: F401
 

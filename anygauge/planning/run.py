@@ -33,7 +33,7 @@ from anygauge.training.strategy import create_strategy, workload_of
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """Micro-batches of a run, all of the largest size.
 
     Attributes:
@@ -49,6 +49,7 @@ class _Rows:
     part: SequencePart | None
 
     def __call__(self, device: torch.device) -> DeviceBatch:
+        """One, on a device."""
         length = self.length
         if self.part is not None:
             length += -length % self.part.count
@@ -83,9 +84,9 @@ def rehearse_run(
     planned = PlannedBackend(backend)
     planned.open(0)
     backend.adapt_models(packing=run.data.packing)
-    factory = _factory(PlannedFactory, run, precision)
+    factory = factory_of(PlannedFactory, run, precision)
     factory.device = planned.device_type
-    usual = _factory(CausalModelFactory, run, precision)
+    usual = factory_of(CausalModelFactory, run, precision)
     check_written(run.model, usual.config)
     check_positions(usual.config, run.data.max_length)
     config = usual.config.get_text_config()
@@ -103,14 +104,7 @@ def rehearse_run(
         masks = PLAIN
         if run.data.packing or part is not None:
             masks = plan_masks(usual.config, kernels.attention.masks_of, run.data.max_length)
-        rows = _Rows(
-            rows=workload.micro_batch,
-            length=run.data.max_length,
-            masks=masks,
-            dtype=torch_dtype(precision.param_dtype),
-            documents=run.data.packing,
-            part=part,
-        )
+        rows = rows_of(run, workload, precision, masks)
         return rehearse(
             create_strategy(registry, run),
             of_depth(factory, layers).having(kernels.attention.name, kernels.model),
@@ -189,7 +183,22 @@ USUAL_STEPS = 2
 FactoryT = TypeVar("FactoryT", bound=CausalModelFactory)
 
 
-def _factory(kind: type[FactoryT], run: RunFile, precision: Precision) -> FactoryT:
+def rows_of(
+    run: RunFile, workload: Workload, precision: Precision, masks: MaskPlan = PLAIN
+) -> Rows:
+    """A rank's micro-batches."""
+    return Rows(
+        rows=workload.micro_batch,
+        length=run.data.max_length,
+        masks=masks,
+        dtype=torch_dtype(precision.param_dtype),
+        documents=run.data.packing,
+        part=workload.share.sequence,
+    )
+
+
+def factory_of(kind: type[FactoryT], run: RunFile, precision: Precision) -> FactoryT:
+    """What makes a run's model."""
     return kind(
         run.model,
         run.adapter,

@@ -125,10 +125,13 @@ def duration(
         UnknownRateError: a figure is missing; says which, and where it is written.
     """
     # Ranks whose device is the host share its processors and its memory.
-    share = ranks.per_machine if card.shared_memory else 1
-    copied = _known(card.copy, COPIED, card.bandwidth, card, "bandwidth") / share
-    multiplying = sum(count * share / _multiplied(card, kind) for kind, count in work.flops.items())
-    multiplying = max(multiplying, work.matrix_bytes / copied)
+    card = card.of_ranks(ranks.per_machine)
+    copied = _known(card.copy, COPIED, card.bandwidth, card, "bandwidth")
+    multiplying = sum(count / _multiplied(card, kind) for kind, count in work.flops.items())
+    if card.feed is None:
+        multiplying = max(multiplying, work.matrix_bytes / copied)
+    else:
+        multiplying += work.matrix_bytes / card.feed
     moving = work.other_bytes / copied
     issuing = work.operations * (ISSUE if card.issue is None else card.issue)
     computing = multiplying + moving
@@ -193,8 +196,7 @@ def _sending(one: Traffic, card: Card, ranks: Ranks, machine: Machine | None) ->
     call = CALL if card.call is None else card.call
     if not one.spans(ranks.per_machine):
         link = card.link if machine is None or machine.link is None else machine.link
-        share = ranks.per_machine if card.shared_memory else 1
-        rate = _known(card.exchange, SENT, link, card, "link") / share
+        rate = _known(card.exchange, SENT, link, card, "link")
         return "cards", one.times * call + one.wire / rate
     if machine is None or not machine.network:
         named = "no machine is named" if machine is None else f"machine {machine.name!r} has none"

@@ -247,6 +247,7 @@ def _over(base: DescribedT, over: DescribedT) -> DescribedT:
     if isinstance(base, Card) and isinstance(over, Card):
         for kind in BY_TYPE:
             changed[kind] = {**getattr(base, kind), **getattr(over, kind)}
+        changed["ranks"] = {**base.ranks, **over.ranks}
         changed["backend"] = over.backend or base.backend
         changed["shared_memory"] = over.shared_memory or base.shared_memory
         changed["asked"] = (*(one for one in base.asked if one not in over.sources), *over.asked)

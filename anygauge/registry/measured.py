@@ -11,7 +11,7 @@ from typing import Any
 from anygauge.interface import Card, UsageError, read_hardware
 from anygauge.util.files import write_text
 
-_UNITS = {"copy": "GB/s", "exchange": "GB/s", "call": "us", "issue": "us"}
+_UNITS = {"feed": "GB/s", "copy": "GB/s", "exchange": "GB/s", "call": "us", "issue": "us"}
 _SIZES = {"GB/s": 1e9, "us": 1e-6, "GFLOPS": 1e9}
 
 
@@ -57,11 +57,12 @@ def make_room() -> None:
         ) from None
 
 
-def write_measured(card: Card, figures: Mapping[str, Any], how: str) -> Path:
+def write_measured(card: Card, found: Mapping[int, Mapping[str, Any]], how: str) -> Path:
     """Write a card's figures, in place of what was there.
 
     Args:
-        figures: as `anygauge.planning.calibration` finds them.
+        found: ranks -> figures, as `anygauge.planning.calibration` finds them; of one number of
+            ranks where each has a card of its own.
         how: the source of each figure.
     """
     make_room()
@@ -71,7 +72,11 @@ def write_measured(card: Card, figures: Mapping[str, Any], how: str) -> Path:
         lines.append(f"names = {_texts(card.names)}")
     if card.backend and not card.sources:
         lines.append(f"backend = {_text(card.backend)}")
-    lines += [f"{name} = [{_text(value)}, {_text(how)}]" for name, value in shown(figures)]
+    for ranks, figures in found.items():
+        source = f"{how}, {ranks} rank{'s' if ranks > 1 else ''}"
+        if card.shared_memory:
+            lines.append(f'[card."{card.name}".ranks.{ranks}]')
+        lines += [f"{name} = [{_text(value)}, {_text(source)}]" for name, value in shown(figures)]
     write_text(file, "\n".join(lines) + "\n")
     return file
 

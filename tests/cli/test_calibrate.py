@@ -15,7 +15,14 @@ from anygauge.registry import Hardware, Registry
 from anygauge.registry.measured import measured_file, measured_files, write_measured
 from tests.helpers.runs import run_file
 
-FIGURES = {"matmul": {"float32": 50e9}, "copy": 5e9, "exchange": 1e9, "call": 1e-4, "issue": 2e-5}
+FIGURES: dict[str, Any] = {
+    "matmul": {"float32": 50e9},
+    "feed": 4e9,
+    "copy": 5e9,
+    "exchange": 1e9,
+    "call": 1e-4,
+    "issue": 2e-5,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +43,21 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_what_ranks_of_a_host_reach_is_added_up_and_kept(
+def test_what_ranks_of_a_host_reach_is_kept_by_their_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = measured(monkeypatch)
     assert cli.run(["plan", "--calibrate", "--backend", "cpu", "--devices", "4"]) == 0
     shown = capsys.readouterr().out
-    assert asked == [4]
+    assert asked == [1, 4]
+    assert "1 rank " in shown and "4 ranks" in shown
     assert str(measured_file()) in shown
     card = Hardware.load(Registry.load(), measured_files()).card("cpu")
-    assert (card.matmul, card.copy, card.exchange) == ({"float32": 200e9}, 20e9, 4e9)
-    assert (card.call, card.issue) == (pytest.approx(1e-4), pytest.approx(2e-5))
-    assert "4 ranks" in card.sources["matmul.float32"]
+    assert set(card.ranks) == {1, 4} and card.copy is None
+    rates = card.ranks[4]
+    assert (rates.matmul, rates.feed, rates.copy) == ({"float32": 50e9}, 4e9, 5e9)
+    assert (rates.call, rates.issue) == (pytest.approx(1e-4), pytest.approx(2e-5))
+    assert "4 ranks" in card.sources["ranks.4.matmul.float32"]
     assert card.memory is not None, "what was described stays"
 
 
@@ -71,10 +81,11 @@ def test_a_plan_takes_what_was_measured(
 
 def test_an_undescribed_card_is_described_by_it() -> None:
     card = Card(name="new-one", names=('Maker "New" One',), backend="cuda")
-    file = write_measured(card, FIGURES, "measured")
+    file = write_measured(card, {8: FIGURES}, "measured")
     [found], _ = read_hardware(file.read_text(), "it", sourced=False)
     assert (found.name, found.names, found.backend) == (card.name, card.names, card.backend)
-    assert found.matmul == FIGURES["matmul"]
+    assert found.matmul == FIGURES["matmul"] and found.feed == FIGURES["feed"]
+    assert found.sources["copy"] == "measured, 8 ranks" and not found.ranks
 
 
 @pytest.mark.parametrize(
@@ -112,8 +123,10 @@ def test_a_broken_file_says_how_to_mend_it(tmp_path: Path) -> None:
 def test_real_ranks_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "--calibrate", "--backend", "cpu", "--devices", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["ranks"] == 2
-    assert {"float32", "bfloat16"} <= set(found["matmul"])
-    assert all(rate > 1e8 for rate in found["matmul"].values())
-    assert found["copy"] > 1e8 and found["exchange"] > 1e6
-    assert 0 < found["call"] < 1 and 0 < found["issue"] < 0.1
+    assert found["ranks"] == 2 and set(found["measured"]) == {"1", "2"}
+    for rates in found["measured"].values():
+        assert {"float32", "bfloat16"} <= set(rates["matmul"])
+        assert all(rate > 1e8 for rate in rates["matmul"].values())
+        assert rates["copy"] > 1e8 and rates["feed"] > 1e8 and 0 < rates["issue"] < 0.1
+    assert "call" not in found["measured"]["1"]
+    assert 0 < found["measured"]["2"]["call"] < 1 and found["measured"]["2"]["exchange"] > 1e6

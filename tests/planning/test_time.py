@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from anygauge.interface import Card, Machine
+from anygauge.interface import Card, Machine, Rates
 from anygauge.planning import time as times
 from anygauge.planning.time import Ranks, UnknownRateError, duration
 from anygauge.planning.work import Traffic, Work
@@ -93,6 +93,20 @@ def test_what_is_offloaded_is_copied_and_waited_for() -> None:
     assert two.on_host == pytest.approx(2 * found.on_host), "ranks share their host"
     with pytest.raises(UnknownRateError, match="host_link"):
         duration(replace(WORK, copied_bytes=7e9), CARD, ONE)
+
+
+def test_what_was_measured_of_so_many_ranks_is_taken_for_them() -> None:
+    slow = Rates(matmul={"bfloat16": 1e9}, feed=2e9, copy=1e9, issue=1e-6)
+    host = replace(HOST, ranks={1: replace(slow, copy=8e9), 4: slow})
+    assert host.of_ranks(1).copy == 8e9
+    assert host.of_ranks(3).copy == host.of_ranks(4).copy == 1e9
+    more = host.of_ranks(8)
+    assert (more.copy, more.feed, more.matmul) == (0.5e9, 1e9, {"bfloat16": 0.5e9})
+    assert more.issue == 1e-6
+    work = replace(WORK, matrix_bytes=3e9)
+    alone = duration(work, replace(host, ranks={1: slow}), Ranks(ranks=1, per_machine=1))
+    multiplied = sum(WORK.flops.values()) / 1e9
+    assert alone.multiplying == pytest.approx(multiplied + 1.5)
 
 
 def test_rings_share_the_network_of_a_machine() -> None:
