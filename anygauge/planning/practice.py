@@ -52,7 +52,8 @@ SHAPES = (
     Shape(width=256, layers=4, length=256, rows=2),
     Shape(width=512, layers=4, length=128, rows=2),
     Shape(width=768, layers=2, length=256),
-    Shape(width=384, layers=2, length=1024),
+    Shape(width=384, layers=2, length=512),
+    Shape(width=256, layers=2, length=1536),
     Shape(width=384, layers=1, length=256, words=16_384),
 )
 """None is a benchmark's; together they have what models have in other parts."""
