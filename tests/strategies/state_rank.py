@@ -65,6 +65,7 @@ class Case:
     strategy: str
     ranks: int
     optimizer: str = "adamw"
+    param_dtype: str = "float32"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -72,7 +73,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.strategy}-{self.ranks}-{self.optimizer}"
+        dtype = "" if self.param_dtype == "float32" else f"-{self.param_dtype}"
+        return f"{self.strategy}-{self.ranks}-{self.optimizer}{dtype}"
 
     def make(self) -> Strategy:
         name, stage = self.strategy.rstrip("0123"), self.strategy[-1:]
@@ -91,6 +93,8 @@ class Case:
 CASES = (
     Case(strategy="single", ranks=1),
     *(Case(strategy=f"zero{stage}", ranks=ranks) for stage in (0, 1, 2, 3) for ranks in (1, 3)),
+    # DeepSpeed has an optimizer of its own for it.
+    Case(strategy="zero1", ranks=3, param_dtype="bfloat16"),
     *(Case(strategy=name, ranks=3) for name in ("ddp", "fsdp")),
     *(Case(strategy=name, ranks=4) for name in ("zero3", "hsdp", "tensor-fsdp")),
     *(Case(strategy="tensor", ranks=ranks) for ranks in (2, 4)),
@@ -146,7 +150,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
         ModelSection(config=case.config, tokenizer="none"),
         AdapterSection(r=5),
         attention="sdpa",
-        dtype=torch.float32,
+        dtype=getattr(torch, case.param_dtype),
         seed=0,
         gradient_checkpointing=False,
     )
@@ -154,7 +158,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
         build_context(
             factory=factory,
             optimizer=optimizer_factory(OptimizerSection(name=case.optimizer)),
-            precision=Precision(param_dtype="float32", reduce_dtype="float32"),
+            precision=Precision(param_dtype=case.param_dtype, reduce_dtype="float32"),
             backend=backend,
             rank=rank,
             world_size=case.ranks,
