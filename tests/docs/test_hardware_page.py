@@ -40,7 +40,9 @@ def test_the_example_describes_and_corrects(tmp_path: Path) -> None:
     assert hardware.card("h100").memory == plain.card("h100").memory
 
 
-@pytest.mark.parametrize("key", [*CARD_FIGURES, *FLOPS_TYPES, *MACHINE_FIGURES, "shared_memory", "ranks"])
+@pytest.mark.parametrize(
+    "key", [*CARD_FIGURES, *FLOPS_TYPES, *MACHINE_FIGURES, "shared_memory", "ranks"]
+)
 def test_every_key_is_on_the_page(key: str) -> None:
     prose = PAGE.read_text(encoding="utf-8").partition("## Cards")[0]
     assert key in prose or key.replace("_", " ") in prose
