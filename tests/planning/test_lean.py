@@ -9,6 +9,7 @@ import textwrap
 from typing import Any
 
 import pytest
+import transformers
 
 NOT_IMPORTED = (
     "bitsandbytes",
@@ -91,6 +92,10 @@ def found() -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.skipif(
+    int(transformers.__version__.partition(".")[0]) < 5,
+    reason="earlier ones import more by themselves",
+)
 def test_nothing_is_imported_that_no_rehearsal_uses(found: dict[str, Any]) -> None:
     assert "deepspeed" in found["imported"]
     assert not set(found["imported"]) & set(NOT_IMPORTED)
