@@ -37,6 +37,8 @@ from anygauge.planning.quick import (
 DEVICE = "planned"
 """torch's name for the device type; one process can have one such device."""
 
+SUM, EQUAL = torch.ops.aten.sum.default, torch.ops.aten.eq.Scalar
+
 SMALL = 4096
 """Tensors of fewer elements that are made of no other, and what is computed from them alone, have
 values: they are numbers of ranks and sizes."""
@@ -164,11 +166,15 @@ class Answers:
     def __init__(self, mode: Any, *, all_set: bool) -> None:
         self._all_set = all_set
         self._of_all: set[int] = set()
+        self._counts: dict[int, int] = {}
         self._known: dict[int, Tensor] = {}
         self._results = Results(mode)
 
     def run(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Recipe | None]:
         """The result of an operation, and how it was made, if that was learned."""
+        counts = func is SUM and args[0].dtype is torch.bool
+        if counts or (args and id(args[0]) in self._counts):
+            return self._counted(func, args, kwargs), None
         if is_view(func) and is_plain(args[0], self._known):
             return self._results.view(func, args, kwargs), VIEW if func.is_view else None
         if func.namespace == "c10d" and are_plain(args, self._known):
@@ -207,11 +213,24 @@ class Answers:
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if func.overloadpacket is torch.ops.aten.all:
-            self._of_all.add(id(result))
-            weakref.finalize(result, self._of_all.discard, id(result))
+            self._asks_of_all(result)
         if known is not None:
             self._remember(result, known)
         return result
+
+    def _counted(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """How many of a mask are set, and whether that is as many as there are."""
+        result = self._run(func, args, kwargs)
+        if func is SUM:
+            self._counts[id(result)] = args[0].numel()
+            weakref.finalize(result, self._counts.pop, id(result), None)
+        elif func is EQUAL and self._counts[id(args[0])] == args[1]:
+            self._asks_of_all(result)
+        return result
+
+    def _asks_of_all(self, result: Tensor) -> None:
+        self._of_all.add(id(result))
+        weakref.finalize(result, self._of_all.discard, id(result))
 
     def _number(self, value: Tensor) -> Any:
         if id(value) in self._of_all:

@@ -85,13 +85,6 @@ def test_numbers_of_sizes_keep_their_values() -> None:
     assert sizes == [3, 4, 3]
 
 
-def test_a_mask_is_set_each_time_that_somebody_asks() -> None:
-    with without_values() as answers, LiveBytes("cpu") as live:
-        live.answers = answers
-        mask = torch.empty(5000).gt(0)
-        assert [bool(mask.all()) for _ in range(3)] == [True] * 3
-
-
 def test_an_operation_that_changes_sizes_is_done_each_time() -> None:
     with without_values() as answers, LiveBytes("cpu") as live:
         live.answers = answers

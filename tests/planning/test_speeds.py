@@ -35,7 +35,7 @@ def test_the_median_error_of_the_other_half(reported: dict[str, Planned]) -> Non
 
 def test_runs_with_zero_of_a_70b(reported: dict[str, Planned]) -> None:
     assert abs(reported["gaudi2-70b-lora"].error) < 0.20
-    assert 0 < reported[IMPAIRED].error < 0.60
+    assert 0 < reported[IMPAIRED].error < 0.70
     assert abs(reported["mlperf-a100-64"].error) < 0.40
 
 
