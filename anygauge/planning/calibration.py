@@ -75,7 +75,7 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
             return found
         usual = SLOW * found["matmul"]["float32"]
         kinds = [kind for kind, rate in found["matmul"].items() if rate >= usual]
-        runs = practice(kinds, world_size)
+        runs = practice(registry, kinds, world_size)
         return explained(
             [practised(run, registry, backend, rank, world_size) for run in runs], found
         )

@@ -59,24 +59,37 @@ SHAPES = (
 """None is a benchmark's; together they have what models have in other parts."""
 
 
-def practice(kinds: list[str], ranks: int) -> Iterator[RunFile]:
-    """Runs for so many ranks.
+def practice(registry: Registry, kinds: list[str], ranks: int) -> Iterator[RunFile]:
+    """Runs for so many ranks: each strategy that `auto` takes because there are several.
 
     Args:
-        kinds: types to compute in; the last alone with strategies that divide weights.
+        kinds: types to compute in; the last alone with strategies besides the fastest.
     """
+    fastest, *others = _strategies(registry, ranks)
     for kind in kinds:
         for shape in (TINY, *SHAPES):
             for trained in (LORA, ALL):
-                yield _run(shape, kind, ranks, "single" if ranks == 1 else "ddp", trained)
-    if ranks > 1:
-        for shape in (TINY, *SHAPES[:3]):
-            for trained in (LORA, ALL):
-                for name in ("zero", "fsdp"):
-                    yield _run(shape, kinds[-1], ranks, name, trained)
+                yield _run(shape, kind, ranks, fastest, trained)
+    for shape in (TINY, *SHAPES[:3]):
+        for trained in (LORA, ALL):
+            for other in others:
+                yield _run(shape, kinds[-1], ranks, other, trained)
 
 
-def _run(shape: Shape, kind: str, ranks: int, strategy: str, trained: Mapping[str, Any]) -> RunFile:
+def _strategies(registry: Registry, ranks: int) -> list[Mapping[str, Any]]:
+    """Sections of run files, the fastest first."""
+    forms = [(form, one.spec.name) for one in registry.strategies for form in one.spec.auto]
+    forms.sort(key=lambda one: (one[0].place, one[1]))
+    alone = ranks == 1
+    found: list[Mapping[str, Any]] = [
+        {**form.options, "name": name} for form, name in forms if form.alone == alone
+    ]
+    return found[:1] if alone else found
+
+
+def _run(
+    shape: Shape, kind: str, ranks: int, strategy: Mapping[str, Any], trained: Mapping[str, Any]
+) -> RunFile:
     config = {
         "model_type": "llama",
         "hidden_size": shape.width,
@@ -91,7 +104,7 @@ def _run(shape: Shape, kind: str, ranks: int, strategy: str, trained: Mapping[st
             {
                 "model": {"config": config, "tokenizer": "none"},
                 "data": {"train": {"path": "none.jsonl"}, "max_length": shape.length},
-                "strategy": {"name": strategy},
+                "strategy": strategy,
                 "precision": {"param_dtype": kind},
                 "train": {
                     "steps": STEPS,

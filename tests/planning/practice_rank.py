@@ -29,7 +29,7 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
             device=device,
             secret=job.token,
         )
-        for run in practice(["float32"], world_size):
+        for run in practice(registry, ["float32"], world_size):
             if (run.model.config or {})["hidden_size"] == TINY.width:
                 work, seconds = practised(run, registry, backend, rank, world_size)
                 found.append({"run": run_json(run), "work": asdict(work), "seconds": seconds})

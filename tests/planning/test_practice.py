@@ -11,14 +11,16 @@ from anygauge.config import parse_run
 from anygauge.planning.planner import Planner
 from anygauge.planning.practice import practice
 from anygauge.planning.work import Work
+from anygauge.registry import Registry
 from tests.planning.practice_rank import MODULE
 
 
 def test_runs_are_of_each_type_and_differ() -> None:
-    alone = list(practice(["bfloat16", "float32"], 1))
+    registry = Registry.load()
+    alone = list(practice(registry, ["bfloat16", "float32"], 1))
     assert {run.strategy.name for run in alone} == {"single"}
     assert {run.precision.param_dtype for run in alone} == {"bfloat16", "float32"}
-    together = list(practice(["bfloat16", "float32"], 2))
+    together = list(practice(registry, ["bfloat16", "float32"], 2))
     assert {run.strategy.name for run in together} == {"ddp", "zero", "fsdp"}
     assert {run.launch.devices for run in together} == {2}
     names = [run.model_dump_json() for run in (*alone, *together)]
