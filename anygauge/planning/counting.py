@@ -56,8 +56,6 @@ UNTOUCHED = {
     "set_",
 }
 """Operations that make room or say what there is, and touch none of it."""
-HOSTS_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""torch has no formula for it, nor for its backward."""
 EMBEDDING = torch.ops.aten.embedding.default
 COPY = torch.ops.aten.copy_.default
 
@@ -116,7 +114,7 @@ class Counter:
             return
         size = here
         self._add(("operations",), 1)
-        formula: Callable[..., int] | None = _formula(func.overloadpacket)
+        formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
         if formula is None:
             self._add(("other_bytes",), size)
             return
@@ -178,38 +176,6 @@ class Seen(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._counter.see(func, args, kwargs or {}, result)
         return result
-
-
-def _formula(packet: Any) -> Callable[..., int] | None:
-    """Counts the floating point operations of an operation's matrix products, if it has any."""
-    if packet is HOSTS_ATTENTION:
-        return _attention
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return _attention_backward
-    found: Callable[..., int] | None = flop_registry.get(packet)
-    return found
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
-) -> int:
-    """Scores, and the sum of values; kernels pass by what is hidden where that is the future."""
-    return 2 * query.numel() * key.shape[-2] * (1 if causal else 2)
-
-
-def _attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    dropout: float,
-    causal: bool,
-    **_: Any,
-) -> int:
-    """Scores again, and a product for the gradient of each: scores, queries, keys, values."""
-    return 5 * _attention(query, key, value, dropout, causal) // 2
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
