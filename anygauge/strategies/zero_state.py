@@ -65,6 +65,8 @@ class ZeroState:
             ):
                 yield name, key, value if self._writes else None
             return
+        # DeepSpeed links the state after the first group's update, when others have none yet.
+        self._link()
         with self._unpacked(written=False):
             keys = (PARAMETER, *self._keys())
             for index, named in self._by_flat():
@@ -265,7 +267,7 @@ class ZeroState:
                 self._link()
 
     def _link(self) -> None:
-        """Stages 1 and 2 hold views of the state: have them made anew."""
+        """All stages but 3 hold views of the state: have them made anew."""
         if self._stage != 3:
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()

@@ -66,6 +66,7 @@ class Case:
     ranks: int
     optimizer: str = "adamw"
     param_dtype: str = "float32"
+    all_weights: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -74,7 +75,8 @@ class Case:
     @property
     def name(self) -> str:
         dtype = "" if self.param_dtype == "float32" else f"-{self.param_dtype}"
-        return f"{self.strategy}-{self.ranks}-{self.optimizer}{dtype}"
+        trained = "-all" if self.all_weights else ""
+        return f"{self.strategy}-{self.ranks}-{self.optimizer}{dtype}{trained}"
 
     def make(self) -> Strategy:
         name, stage = self.strategy.rstrip("0123"), self.strategy[-1:]
@@ -93,6 +95,8 @@ class Case:
 CASES = (
     Case(strategy="single", ranks=1),
     *(Case(strategy=f"zero{stage}", ranks=ranks) for stage in (0, 1, 2, 3) for ranks in (1, 3)),
+    # Vectors have a group of their own, without decay.
+    *(Case(strategy=f"zero{stage}", ranks=3, all_weights=True) for stage in (1, 2, 3)),
     # DeepSpeed has an optimizer of its own for it.
     Case(strategy="zero1", ranks=3, param_dtype="bfloat16"),
     *(Case(strategy=name, ranks=3) for name in ("ddp", "fsdp")),
@@ -148,7 +152,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
         )
     factory = CausalModelFactory(
         ModelSection(config=case.config, tokenizer="none"),
-        AdapterSection(r=5),
+        None if case.all_weights else AdapterSection(r=5),
         attention="sdpa",
         dtype=getattr(torch, case.param_dtype),
         seed=0,
@@ -166,6 +170,12 @@ def work(case: Case, rank: int, folder: Path) -> None:
             max_norm=1.0,
         )
     )
+    ids = torch.arange(8).reshape(1, 8) + rank
+    after_a_step = 0
+    if case.all_weights:
+        engine.run_step([batch_of(ids)], model_loss, 8 * case.ranks)
+        engine.update(1e-3, 1.0)
+        after_a_step = len(exported(engine)) if rank == 0 else len(list(engine.export_state()))
     skeleton = factory.adapt(factory.skeleton())
     shapes = {name: tuple(p.shape) for name, p in trained_parameters(skeleton)}
     keys = keys_of(case.optimizer)
@@ -174,6 +184,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
     engine.import_state(state)
     first = exported(engine)
     found: dict[str, Any] = {
+        "after_a_step": after_a_step if case.all_weights else len(first),
         "tensors": len(first),
         "expected": len(state.tensors),
         "updates": engine.counters().updates,
@@ -193,7 +204,6 @@ def work(case: Case, rank: int, folder: Path) -> None:
         partial.rename(folder / f"{case.name}.pt")
     engine.import_state(state)
     second = exported(engine)
-    ids = torch.arange(8).reshape(1, 8) + rank
     result = engine.run_step([batch_of(ids)], model_loss, 8 * case.ranks)
     engine.update(1e-3, 1.0)
     found["goes_on"] = bool(torch.stack(list(result.loss_sums)).isfinite().all())
