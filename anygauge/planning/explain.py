@@ -19,8 +19,8 @@ FEED, COPY, ISSUE, CALL, EXCHANGE = "feed", "copy", "issue", "call", "exchange"
 def explained(steps: Sequence[tuple[Work, float]], measured: Mapping[str, Any]) -> dict[str, Any]:
     """Rates with which the planned seconds of steps miss the measured ones least.
 
-    The sum of the squares of relative errors is least, by lawful rates alone: none is better than
-    ten times what was measured directly.
+    The sum of the squares of relative errors is least, while no rate is better than ten times what
+    was measured directly.
 
     Args:
         steps: work, and the seconds it took.
@@ -37,7 +37,7 @@ def explained(steps: Sequence[tuple[Work, float]], measured: Mapping[str, Any]) 
         costs |= {CALL: measured[CALL], EXCHANGE: 1 / measured[EXCHANGE]}
     best = torch.tensor([AT_BEST * cost for cost in costs.values()], dtype=torch.float64)
     shares = torch.tensor(
-        [[figures[name] / took for name in costs] for figures, took in _figured(steps)],
+        [[figures[name] / took for name in costs] for figures, took in _figured(steps, kinds)],
         dtype=torch.float64,
     )
     found = best + _least_squares(shares, 1 - shares @ best)
@@ -50,12 +50,17 @@ def explained(steps: Sequence[tuple[Work, float]], measured: Mapping[str, Any]) 
     }
 
 
-def _figured(steps: Sequence[tuple[Work, float]]) -> list[tuple[dict[str, float], float]]:
-    """What each cost is multiplied with."""
+def _figured(
+    steps: Sequence[tuple[Work, float]], kinds: Sequence[str]
+) -> list[tuple[dict[str, float], float]]:
+    """What each cost is multiplied with, and the seconds.
+
+    Args:
+        kinds: types that were multiplied in.
+    """
     found = []
     for work, took in steps:
-        figures: dict[str, float] = dict.fromkeys(("float32", "bfloat16", "float16"), 0.0)
-        figures |= work.flops
+        figures: dict[str, float] = {kind: work.flops.get(kind, 0.0) for kind in kinds}
         figures |= {FEED: work.matrix_bytes, COPY: work.other_bytes, ISSUE: work.operations}
         figures[CALL] = sum(one.times for one in work.traffic)
         figures[EXCHANGE] = sum(one.wire for one in work.traffic)
