@@ -593,6 +593,8 @@ class StrategySpec:
         lighter: what a plan proposes for less memory: fields of `options`, and what they cost in
             words. The first is for several ranks; each further one takes less than that before.
         auto: what ``strategy: auto`` may take of it; empty: nothing.
+        load: imports what `Strategy.build` needs, for a backend that is open: a plan has it done
+            once, before it builds several models at the same time.
     """
 
     name: str
@@ -617,3 +619,4 @@ class StrategySpec:
     check_model: Callable[[Any, Any], None] = lambda options, config: None
     lighter: tuple[tuple[Mapping[str, Any], str], ...] = field(default=(), hash=False)
     auto: tuple[AutoForm, ...] = ()
+    load: Callable[[Backend], object] = lambda backend: None

@@ -51,7 +51,7 @@ def leave_out(names: Iterable[str] = ()) -> None:
     torch._dynamo = compiler
     torch.compile = _as_it_is  # type: ignore[assignment]
     torch.Tensor.__hash__ = _in_order  # type: ignore[method-assign]
-    with _unforgetful():
+    with _quick_structure():
         import transformers  # noqa: F401
 
 
@@ -82,18 +82,40 @@ def _in_order(tensor: Any) -> int:
 
 
 @contextlib.contextmanager
-def _unforgetful() -> Iterator[None]:
-    """transformers reads the files of its models, keeps those of 128, and reads all again."""
+def _quick_structure() -> Iterator[None]:
+    """Let transformers find out faster what its models' files have.
+
+    It looks for the last ``__all__`` of a file line by line, keeps what it found for 128 folders,
+    and looks again. What both are done by is defined in one file, before it is used in another.
+    """
     kept = functools.lru_cache
 
     def unbounded(maxsize: Any = None, typed: bool = False) -> Any:
-        return kept(None)(maxsize) if callable(maxsize) else kept(maxsize, typed)
+        if not callable(maxsize):
+            return kept(maxsize, typed)
+        known = getattr(maxsize, "__globals__", {})
+        if _ALL in known and not hasattr(known[_ALL], _WHOLE):
+            known[_ALL] = _of_last_lines(known[_ALL])
+        return kept(None)(maxsize)
 
     functools.lru_cache = unbounded
     try:
         yield
     finally:
         functools.lru_cache = kept
+
+
+_ALL, _WHOLE = "fetch__all__", "_whole"
+
+
+def _of_last_lines(function: Any) -> Any:
+    """transformers' function for a file's text, given only what it looks at of it."""
+
+    def found(text: str) -> Any:
+        return function(text[text.rfind("\n__all__") + 1 :])
+
+    setattr(found, _WHOLE, function)
+    return found
 
 
 def _as_it_is(function: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -24,12 +24,14 @@ from anygauge.planning.memory import (
     WEIGHTS,
     Peak,
 )
+from anygauge.planning.quick import VIEW
 
 if TYPE_CHECKING:
     from anygauge.planning.valueless import Answers
 
 DEVICE_OF = torch.ops.prim.device.default
 """What torch asks of a tensor that is not what it seems, far more often than all else."""
+RECORD_STREAM = torch.ops.aten.record_stream.default
 
 
 def device_of(tensor: Tensor) -> torch.device:
@@ -123,7 +125,8 @@ class LiveBytes(TorchDispatchMode):
         in_backward: the kind of what backward makes from now on.
         counter: sees each operation, too.
         answers: run each operation; None: torch does.
-        opened: operation -> what is run in its place, if anything; its operations are counted.
+        opened: operation -> what is run in its place, if anything; its operations are counted. It
+            may call the operation itself, which is then run.
 
     Args:
         devices: types of the devices whose tensors are counted.
@@ -136,6 +139,7 @@ class LiveBytes(TorchDispatchMode):
         self.counter: Counter | None = None
         self.answers: Answers | None = None
         self.opened: Callable[[Any], Callable[..., Any] | None] = lambda func: None
+        self._open: Any = None
         self._counts = {device: _Count() for device in devices}
         self._storages: dict[int, tuple[_Count, int, int]] = {}
         self._resize = torch.UntypedStorage.resize_
@@ -167,11 +171,17 @@ class LiveBytes(TorchDispatchMode):
         """Run an operation, and look at what it gives out."""
         if func is DEVICE_OF:
             return device_of(args[0])
+        if func is RECORD_STREAM and self.answers is not None:
+            return None  # there are no streams
         kwargs = kwargs or {}
         opened = self.opened(func)
-        if opened is not None:
-            with _within(self):
-                return opened(*args, **kwargs)
+        if opened is not None and func is not self._open:
+            before, self._open = self._open, func
+            try:
+                with _within(self):
+                    return opened(*args, **kwargs)
+            finally:
+                self._open = before
         recipe = None
         if self.answers is None:
             result = func(*args, **kwargs)
@@ -182,6 +192,10 @@ class LiveBytes(TorchDispatchMode):
             self.phase, self.kind = BACKWARD, self.in_backward
         elif self.phase == BACKWARD:
             self.kind = GRADIENTS  # which are added up
+        if recipe is VIEW and args[0].untyped_storage()._cdata in self._storages:
+            for one in self._counts.values():
+                one.end_operation(self.phase, in_backward)
+            return result
         if self.counter is not None:
             kept = None if recipe is None else recipe.counted
             self.counter.see(func, args, kwargs, result, kept)

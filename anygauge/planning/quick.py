@@ -59,6 +59,7 @@ class Recipe:
     counted: list[Any] = field(default_factory=list)
 
 
+_BELOW, _KEPT = torch._C._PreserveDispatchKeyGuard, torch._C._DisableTorchDispatch
 OUT = "out"
 """The one argument with a name that is a tensor."""
 VIEW = Recipe((), None, [{}])
@@ -147,11 +148,16 @@ class Results:
     def view(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """The result of an operation that gives out its first argument's memory."""
         device = args[0].fake_device
-        with in_kernel_invocation_manager(self._mode):
-            result = func._op(*args, **kwargs)
-            if isinstance(result, Tensor):
-                return self._wrapped(result, device)
-            return type(result)(self._wrapped(one, device) for one in result)
+        with _KEPT(), _BELOW():  # as torch's `in_kernel_invocation_manager`, which is slower
+            self._mode.in_kernel_invocation = True
+            torch._C._set_meta_in_tls_dispatch_include(True)
+            try:
+                result = func._op(*args, **kwargs)
+                if isinstance(result, Tensor):
+                    return self._wrapped(result, device)
+                return type(result)(self._wrapped(one, device) for one in result)
+            finally:
+                self._mode.in_kernel_invocation = False
 
     def find(self, key: Key) -> Recipe | None:
         """How to make a result, if it was learned."""

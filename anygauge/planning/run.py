@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch
 from anygauge.config.precision import resolve_precision
 from anygauge.config.schema import RunFile
 from anygauge.interface import HOST_DEVICE, Backend, Precision, SequencePart
-from anygauge.interface.strategy import DeviceBatch, Strategy, Workload
+from anygauge.interface.strategy import DeviceBatch, Strategy, StrategySpec, Workload
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.freezing import Freezing
@@ -90,7 +91,8 @@ def rehearse_run(
     check_written(run.model, usual.config)
     check_positions(usual.config, run.data.max_length)
     config = usual.config.get_text_config()
-    registry.find_strategy(run.strategy.name).spec.check_model(run.strategy, usual.config)
+    spec = registry.find_strategy(run.strategy.name).spec
+    spec.check_model(run.strategy, usual.config)
     _join(rank, world_size, planned.device_type)
     workload = workload_of(run, registry, planned, precision, rank, world_size)
     part = workload.share.sequence
@@ -142,6 +144,7 @@ def rehearse_run(
         model, per_layer = _whole(usual, strategy, workload)
         reach = math.ceil(model["window"] / per_layer)
         depths = depths_of(config, reach)[:3]
+        _load(spec, planned)
         if len(depths) == 3 and can_be_aside():
             # The first depth takes more steps: alone it takes as long as half of the others.
             for deeper in depths[1:]:
@@ -166,6 +169,17 @@ def rehearse_run(
         how=how,
         per_layer=_slope(kept),
     )
+
+
+_LOADED: set[str] = set()
+
+
+def _load(spec: StrategySpec, backend: Backend) -> None:
+    """Import a strategy's engine, once."""
+    if spec.name not in _LOADED:
+        spec.load(backend)
+        gc.freeze()  # nobody need look through what was imported for what could go
+        _LOADED.add(spec.name)
 
 
 def _slope(kept: Mapping[int, int]) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 from anygauge.interface import (
     API_VERSION,
     AutoForm,
+    Backend,
     Level,
     Precision,
     Requirement,
@@ -106,6 +107,14 @@ _BY_ITSELF = Support(
     Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
 )
 
+
+def load(backend: Backend) -> None:
+    """See `StrategySpec.load`."""
+    from anygauge.strategies.zero_runtime import import_deepspeed
+
+    import_deepspeed(backend)
+
+
 ZERO = StrategySpec(
     name="zero",
     factory="anygauge.strategies.zero:Zero",
@@ -129,6 +138,7 @@ ZERO = StrategySpec(
         AutoForm(place=40, options={"offload": "optimizer"}),
         AutoForm(place=60, options={"offload": "both"}),
     ),
+    load=load,
 )
 
 

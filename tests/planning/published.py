@@ -167,6 +167,7 @@ RUNS = [
         fits=False,
         where="the same: all weights, 140 + 140 + 840 GB",
         adapter=None,
+        precision={"reduce_dtype": "param_dtype"},
     ),
     Published(
         name="peft-70b-zero3",

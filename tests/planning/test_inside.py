@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from anygauge.config.section_model import QuantiseSection
 from anygauge.models.quantised import Int8Linear, Nf4Linear, QuantisedLinear
@@ -45,3 +46,16 @@ def test_a_product_with_codes_shows_what_it_decodes(section: QuantiseSection) ->
     torch.testing.assert_close(found, expected)
     decoded = 4 * plain.weight.numel() if section.type == "nf4" else 4 * expected.numel()
     assert peak >= decoded + found.nbytes
+
+
+def test_an_operation_may_be_opened_into_itself() -> None:
+    opened = []
+
+    def in_place(tensor: Tensor) -> Tensor:
+        opened.append(tensor)
+        return torch.ops.aten.neg.default(tensor) + 1
+
+    with LiveBytes("cpu") as live:
+        live.opened = {torch.ops.aten.neg.default: in_place}.get
+        assert (-torch.ones(3)).tolist() == [0, 0, 0]
+    assert len(opened) == 1
