@@ -51,8 +51,8 @@ from anygauge.strategies.zero_runtime import (
     synchronise_before_release,
 )
 from anygauge.strategies.zero_settings import DEFAULT_LIVE, ModelSizes, as_config, zero_settings
-from anygauge.strategies.zero_spec import needs_reentrant_checkpointing
 from anygauge.strategies.zero_state import ZeroState, whole_shape
+from anygauge.strategies.zero_versions import needs_reentrant_checkpointing
 
 
 class ZeroEngine:

@@ -17,7 +17,7 @@ from torch import nn
 
 from anygauge.interface import HOST_DEVICE, Backend, UnsupportedError
 from anygauge.strategies.materialise import decoder_layers
-from anygauge.strategies.zero_spec import ENGINE
+from anygauge.strategies.zero_versions import ENGINE
 
 WAITS_FOR_EACH_SINCE = Version("0.19.8")
 """First version here whose gathering of several weights waits for each of them (#8539)."""

@@ -17,7 +17,8 @@ from anygauge.interface.strategy import Workload
 from anygauge.strategies.common import trained_parameters
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge.strategies.zero_spec import ENGINE, check_stage_types
+from anygauge.strategies.zero_spec import check_stage_types
+from anygauge.strategies.zero_versions import ENGINE
 
 DEFAULT_PERSISTENCE = 100_000
 DEFAULT_LIVE = 1_000_000_000

@@ -24,8 +24,14 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.strategies.zero_nvme import check_nvme
-
-ENGINE = "deepspeed"
+from anygauge.strategies.zero_versions import (
+    DISK_SINCE,
+    ENGINE,
+    NON_REENTRANT_SINCE,
+    is_at_least,
+    needs_reentrant_checkpointing,
+    offloads_gradients,
+)
 
 
 def check(run: StrategyRun) -> None:
@@ -56,7 +62,7 @@ def check(run: StrategyRun) -> None:
             f"strategy.offload: {options.offload}: stage {options.stage} keeps all weights on "
             "every device. Set strategy.stage: 3, or strategy.offload: optimizer"
         )
-    if options.nvme is not None and run.ranks_run_here and not _is_at_least(DISK_SINCE):
+    if options.nvme is not None and run.ranks_run_here and not is_at_least(DISK_SINCE):
         raise UnsupportedError(
             f"strategy.nvme: tried with DeepSpeed {'.'.join(map(str, DISK_SINCE))}, not with "
             f"{metadata.version(ENGINE)}. Leave it out: the optimizer is then in the host's memory"
@@ -140,35 +146,6 @@ ZERO = StrategySpec(
     ),
     load=load,
 )
-
-
-OFFLOADS_GRADIENTS_SINCE = (0, 19, 8)
-"""First version here that trains as without offloading in stages 1 and 2; 0.16.9 does not."""
-
-
-NON_REENTRANT_SINCE = (0, 19, 6)
-"""First version whose ZeRO-3 keeps frozen weights whole in non-reentrant recomputation (#8148)."""
-
-DISK_SINCE = (0, 19, 8)
-"""First version here whose optimizer's state is read from a disk and written there as we do."""
-
-
-def offloads_gradients() -> bool:
-    """Whether the installed DeepSpeed adds micro-batches up as it should while it offloads."""
-    return _is_at_least(OFFLOADS_GRADIENTS_SINCE)
-
-
-def needs_reentrant_checkpointing() -> bool:
-    """Whether the installed DeepSpeed loses frozen weights in non-reentrant recomputation."""
-    return not _is_at_least(NON_REENTRANT_SINCE)
-
-
-def _is_at_least(version: tuple[int, ...]) -> bool:
-    try:
-        words = metadata.version(ENGINE).split("+")[0].split(".")
-    except metadata.PackageNotFoundError:
-        return True  # that it is missing is told elsewhere
-    return tuple(int(word) for word in words if word.isdigit())[:3] >= version
 
 
 def _check_adds_offloaded(stage: int) -> None:

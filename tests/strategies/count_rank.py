@@ -162,7 +162,7 @@ def by_hand_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tenso
     """A plain DeepSpeed loop: its own context, its own engine, the model's own loss."""
     from anygauge.strategies.materialise import materialise
     from anygauge.strategies.zero_runtime import import_deepspeed
-    from anygauge.strategies.zero_spec import needs_reentrant_checkpointing
+    from anygauge.strategies.zero_versions import needs_reentrant_checkpointing
 
     deepspeed = import_deepspeed(context.backend)
     skeleton = context.factory.adapt(context.factory.skeleton())

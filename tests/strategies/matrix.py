@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from anygauge.strategies.zero_spec import needs_reentrant_checkpointing, offloads_gradients
+from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, offloads_gradients
 from tests.helpers.ranks import run_ranks
 from tests.strategies.parity_rank import Case
 

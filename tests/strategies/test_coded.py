@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.strategies.zero_spec import offloads_gradients
+from anygauge.strategies.zero_versions import offloads_gradients
 from tests.helpers.ranks import run_ranks
 
 STRATEGIES: list[tuple[str, dict[str, Any]]] = [

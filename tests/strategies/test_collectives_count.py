@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.strategies.zero_spec import needs_reentrant_checkpointing
+from anygauge.strategies.zero_versions import needs_reentrant_checkpointing
 from tests.helpers.ranks import run_ranks
 
 

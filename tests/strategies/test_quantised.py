@@ -17,7 +17,7 @@ from anygauge.models.factory import CausalModelFactory, dtype_name
 from anygauge.models.quantised import transformers_config
 from anygauge.registry import Registry
 from anygauge.registry.factories import load_options
-from anygauge.strategies.zero_spec import offloads_gradients
+from anygauge.strategies.zero_versions import offloads_gradients
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context
 from tests.helpers.ranks import run_ranks

@@ -1,0 +1,34 @@
+"""From which version on DeepSpeed does what, as tried here. Imports neither torch nor DeepSpeed."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+ENGINE = "deepspeed"
+OFFLOADS_GRADIENTS_SINCE = (0, 19, 8)
+"""First version here that trains as without offloading in stages 1 and 2; 0.16.9 does not."""
+
+NON_REENTRANT_SINCE = (0, 19, 6)
+"""First version whose ZeRO-3 keeps frozen weights whole in non-reentrant recomputation (#8148)."""
+
+DISK_SINCE = (0, 19, 8)
+"""First version here whose optimizer's state is read from a disk and written there as we do."""
+
+
+def offloads_gradients() -> bool:
+    """Whether the installed DeepSpeed adds micro-batches up as it should while it offloads."""
+    return is_at_least(OFFLOADS_GRADIENTS_SINCE)
+
+
+def needs_reentrant_checkpointing() -> bool:
+    """Whether the installed DeepSpeed loses frozen weights in non-reentrant recomputation."""
+    return not is_at_least(NON_REENTRANT_SINCE)
+
+
+def is_at_least(version: tuple[int, ...]) -> bool:
+    """Whether the installed DeepSpeed is of this version or a later one."""
+    try:
+        words = metadata.version(ENGINE).split("+")[0].split(".")
+    except metadata.PackageNotFoundError:
+        return True  # that it is missing is told elsewhere
+    return tuple(int(word) for word in words if word.isdigit())[:3] >= version
