@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from anygauge.planning.work import Work
 
@@ -56,6 +60,12 @@ UNTOUCHED = {
     "set_",
 }
 """Operations that make room or say what there is, and touch none of it."""
+_ATTENDED = ("query", "key", "value")
+_HOST_ATTENTION: Mapping[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop_count,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop_count,
+}
+"""Operation -> its products' FLOPs, given the shapes of gradient, if any, query, key and value."""
 EMBEDDING = torch.ops.aten.embedding.default
 COPY = torch.ops.aten.copy_.default
 
@@ -115,12 +125,26 @@ class Counter:
         size = here
         self._add(("operations",), 1)
         formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+        if func.overloadpacket in _HOST_ATTENTION:
+            self._attention(func, args, kwargs)
         if formula is None:
             self._add(("other_bytes",), size)
             return
         made = result[0] if isinstance(result, tuple | list) else result
         self.multiply(made.dtype, formula(*args, **kwargs, out_val=result))
         self._add(("matrix_bytes",), size)
+
+    def _attention(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Count that of a host, which has no formula in torch and a rate of its own.
+
+        Its kernels leave out what a causal mask hides, half of the products.
+        """
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        shapes = [given[name].shape for name in ("grad_out", *_ATTENDED) if name in given]
+        formula = _HOST_ATTENTION[func.overloadpacket]
+        flops = formula(*shapes) / (2 if given.get("is_causal") else 1)
+        self._add(("attention", str(given["query"].dtype).removeprefix("torch.")), flops)
 
     def multiply(self, dtype: torch.dtype, flops: float) -> None:
         """Count the matrix products of what is no single operation."""

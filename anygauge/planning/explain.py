@@ -28,39 +28,48 @@ def explained(steps: Sequence[tuple[Work, float]], measured: Mapping[str, Any]) 
             and with several ranks ``exchange`` and ``call``.
 
     Returns:
-        As `measured`, and ``feed``.
+        As `measured`, with ``feed`` and ``attention``.
     """
-    kinds = [kind for kind in measured["matmul"] if any(w.flops.get(kind) for w, _ in steps)]
-    costs = {kind: 1 / measured["matmul"][kind] for kind in kinds}
+    products = [
+        (name, kind)
+        for name, of in _PRODUCTS.items()
+        for kind in measured["matmul"]
+        if any(getattr(work, of).get(kind) for work, _ in steps)
+    ]
+    costs: dict[Any, float] = {one: 1 / measured["matmul"][one[1]] for one in products}
     costs |= {FEED: 1 / measured[COPY], COPY: 1 / measured[COPY], ISSUE: measured[ISSUE]}
     if CALL in measured:
         costs |= {CALL: measured[CALL], EXCHANGE: 1 / measured[EXCHANGE]}
     best = torch.tensor([AT_BEST * cost for cost in costs.values()], dtype=torch.float64)
     shares = torch.tensor(
-        [[figures[name] / took for name in costs] for figures, took in _figured(steps, kinds)],
+        [[figures[name] / took for name in costs] for figures, took in _figured(steps, products)],
         dtype=torch.float64,
     )
     found = best + _least_squares(shares, 1 - shares @ best)
     by_name = dict(zip(costs, found.tolist(), strict=True))
-    rates = {name: 1 / by_name[name] for name in by_name if name not in (ISSUE, CALL)}
-    return {
-        "matmul": {**measured["matmul"], **{kind: rates.pop(kind) for kind in kinds}},
-        **rates,
-        **{name: by_name[name] for name in (ISSUE, CALL) if name in by_name},
-    }
+    rates: dict[str, Any] = {"matmul": dict(measured["matmul"]), "attention": {}}
+    for name, kind in products:
+        rates[name][kind] = 1 / by_name.pop((name, kind))
+    return {**rates, **{k: v if k in (ISSUE, CALL) else 1 / v for k, v in by_name.items()}}
+
+
+_PRODUCTS = {"matmul": "flops", "attention": "attention"}
+"""Rates by type -> what they are of in `Work`."""
 
 
 def _figured(
-    steps: Sequence[tuple[Work, float]], kinds: Sequence[str]
-) -> list[tuple[dict[str, float], float]]:
+    steps: Sequence[tuple[Work, float]], products: Sequence[tuple[str, str]]
+) -> list[tuple[dict[Any, float], float]]:
     """What each cost is multiplied with, and the seconds.
 
     Args:
-        kinds: types that were multiplied in.
+        products: rates and types of what was multiplied.
     """
     found = []
     for work, took in steps:
-        figures: dict[str, float] = {kind: work.flops.get(kind, 0.0) for kind in kinds}
+        figures: dict[Any, float] = {
+            (name, kind): getattr(work, _PRODUCTS[name]).get(kind, 0.0) for name, kind in products
+        }
         figures |= {FEED: work.matrix_bytes, COPY: work.other_bytes, ISSUE: work.operations}
         figures[CALL] = sum(one.times for one in work.traffic)
         figures[EXCHANGE] = sum(one.wire for one in work.traffic)

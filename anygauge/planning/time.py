@@ -44,7 +44,7 @@ class Duration:
     """Of one optimizer step of the rank that takes longest, in seconds.
 
     Attributes:
-        multiplying: matrix products.
+        multiplying: matrix products, attention among them.
         moving: all other operations of the device.
         issuing: the host, for all operations; a device that is not the host works beside it, as far
             as neither waits for the other.
@@ -128,10 +128,15 @@ def duration(
     card = card.of_ranks(ranks.per_machine)
     copied = _known(card.copy, COPIED, card.bandwidth, card, "bandwidth")
     multiplying = sum(count / _multiplied(card, kind) for kind, count in work.flops.items())
+    attending = sum(
+        count / (card.attention.get(kind) or _multiplied(card, kind))
+        for kind, count in work.attention.items()
+    )
     if card.feed is None:
         multiplying = max(multiplying, work.matrix_bytes / copied)
     else:
         multiplying += work.matrix_bytes / card.feed
+    multiplying += attending
     moving = work.other_bytes / copied
     issuing = work.operations * (ISSUE if card.issue is None else card.issue)
     computing = multiplying + moving

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import Card, UsageError, read_hardware
+from anygauge.interface import MEASURED_BY_TYPE, Card, UsageError, read_hardware
 from anygauge.util.files import write_text
 
 _UNITS = {"feed": "GB/s", "copy": "GB/s", "exchange": "GB/s", "call": "us", "issue": "us"}
@@ -83,8 +83,9 @@ def write_measured(card: Card, found: Mapping[int, Mapping[str, Any]], how: str)
 
 def shown(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Figure -> number and unit."""
-    for kind, rate in figures["matmul"].items():
-        yield f"matmul.{kind}", f"{rate / 1e9:.1f} GFLOPS"
+    for name in MEASURED_BY_TYPE:
+        for kind, rate in figures.get(name, {}).items():
+            yield f"{name}.{kind}", f"{rate / 1e9:.1f} GFLOPS"
     for name, unit in _UNITS.items():
         if name in figures:
             yield name, f"{figures[name] / _SIZES[unit]:.2f} {unit}"

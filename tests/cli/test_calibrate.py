@@ -17,6 +17,7 @@ from tests.helpers.runs import run_file
 
 FIGURES: dict[str, Any] = {
     "matmul": {"float32": 50e9},
+    "attention": {"float32": 20e9},
     "feed": 4e9,
     "copy": 5e9,
     "exchange": 1e9,
@@ -56,6 +57,7 @@ def test_what_ranks_of_a_host_reach_is_kept_by_their_number(
     assert set(card.ranks) == {1, 4} and card.copy is None
     rates = card.ranks[4]
     assert (rates.matmul, rates.feed, rates.copy) == ({"float32": 50e9}, 4e9, 5e9)
+    assert rates.attention == {"float32": 20e9}
     assert (rates.call, rates.issue) == (pytest.approx(1e-4), pytest.approx(2e-5))
     assert "4 ranks" in card.sources["ranks.4.matmul.float32"]
     assert card.memory is not None, "what was described stays"
