@@ -18,7 +18,7 @@ from anygauge.interface.strategy import Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
-from anygauge.strategies import zero_spec
+from anygauge.strategies import zero_versions
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
@@ -28,7 +28,7 @@ from tests.helpers.runs import TINY
 
 def main(output: Path, reentrant: bool) -> None:
     if not reentrant:
-        zero_spec.NON_REENTRANT_SINCE = (0,)
+        zero_versions.NON_REENTRANT_SINCE = (0,)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load().create_backend("cpu")
     device = backend.open(rank)

@@ -20,7 +20,7 @@ from anygauge.interface import (
     StrategyRun,
     UnsupportedError,
 )
-from anygauge.strategies import zero_nvme, zero_spec
+from anygauge.strategies import zero_nvme, zero_versions
 from anygauge.strategies.zero_nvme import (
     folder_of_rank,
     installed_operators,
@@ -37,7 +37,7 @@ from tests.helpers.ranks import run_ranks
 
 @pytest.fixture(autouse=True)
 def a_version_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_spec.metadata, "version", lambda name: "0.19.8")
+    monkeypatch.setattr(zero_versions.metadata, "version", lambda name: "0.19.8")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_options_that_do_not_go_together(
 
 @pytest.mark.usefixtures("operator_here")
 def test_a_version_that_was_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_spec.metadata, "version", lambda name: "0.16.9")
+    monkeypatch.setattr(zero_versions.metadata, "version", lambda name: "0.16.9")
     with pytest.raises(UnsupportedError, match=r"tried with DeepSpeed 0\.19\.8, not with 0\.16\.9"):
         check(tmp_path)
     check(tmp_path, here=False)

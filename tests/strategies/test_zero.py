@@ -11,7 +11,7 @@ from torch import nn
 
 from anygauge.config.schema import OptimizerSection
 from anygauge.interface import Activations, Backend, Precision, Setting, UnsupportedError
-from anygauge.strategies import zero_spec
+from anygauge.strategies import zero_versions
 from anygauge.strategies.zero import on_the_host
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings
@@ -148,8 +148,8 @@ def test_stage_0_refuses_what_deepspeed_has_not() -> None:
 def test_checkpointing_is_reentrant_where_deepspeed_needs_it(
     version: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zero_spec.metadata, "version", lambda package: version)
-    assert zero_spec.needs_reentrant_checkpointing() is reentrant
+    monkeypatch.setattr(zero_versions.metadata, "version", lambda package: version)
+    assert zero_versions.needs_reentrant_checkpointing() is reentrant
 
 
 def test_an_offloaded_optimizer_is_the_hosts_fused_one() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import Activations, Precision, RunFileError, StrategyRun, UnsupportedError
-from anygauge.strategies import zero_spec
+from anygauge.strategies import zero_versions
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_spec import ZERO, zero_fields
 
@@ -66,7 +66,7 @@ def test_a_stage_that_has_nothing_to_offload_is_refused(
 def test_a_version_that_offloads_wrongly_is_refused(
     version: str, sound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zero_spec.metadata, "version", lambda name: version)
+    monkeypatch.setattr(zero_versions.metadata, "version", lambda name: version)
     check(stage=3, offload="optimizer")
     if sound:
         check(stage=2, offload="optimizer")
@@ -79,7 +79,7 @@ def test_a_version_that_offloads_wrongly_is_refused(
 def test_a_version_that_recomputes_whole_layers_alone(
     version: str, can: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zero_spec.metadata, "version", lambda name: version)
+    monkeypatch.setattr(zero_versions.metadata, "version", lambda name: version)
     check(activations=Activations(every=2))
     selective = Activations(every=1, selective=True)
     if can:
