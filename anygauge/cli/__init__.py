@@ -6,6 +6,7 @@ static, so that ``anygauge --help`` and a misspelt command need no import but th
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -35,6 +36,7 @@ def main() -> None:
     try:
         status = run(sys.argv[1:], own_process=True)
         sys.stdout.flush()
+        gc.freeze()  # at exit Python need not look for cycles among objects that go with it
         sys.exit(status)
     except BrokenPipeError as error:
         # The reader went away (`anygauge backends | head`): nobody is to be told, at exit either.
@@ -116,6 +118,11 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
 
 def run_command(name: str, arguments: list[str], *, own_process: bool = False) -> int:
     """Import the command's file and hand its arguments to typer."""
+    if name == "plan" and "--calibrate" not in arguments and any(map(os.path.isfile, arguments)):
+        # Its imports take longer than the command line's, and all that is checked before.
+        from anygauge.planning.process import begin
+
+        begin()
     import importlib
 
     import typer

@@ -91,13 +91,9 @@ def plan(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Tell what a run takes of each device, and how long, before one is there."""
-    from anygauge.planning.process import Rehearser
-
-    # It imports for longer than all takes that is checked before it is asked.
-    first = Rehearser() if run_file is not None and run_file.is_file() and not calibrate else None
-
     from anygauge.cli import plan_time, planned
     from anygauge.interface import UsageError
+    from anygauge.planning.process import begun
     from anygauge.planning.trials import Trials
     from anygauge.registry import Hardware, Registry
     from anygauge.registry.measured import measured_files
@@ -125,7 +121,7 @@ def plan(
     run, target = cases[0]
     planned.check_wanted(target, suggest=suggest, largest=largest is not None)
     _fetch(run)
-    with Trials(registry, _waiting, first) as trials:
+    with Trials(registry, _waiting, begun()) as trials:
         trial = trials(run, target)
         answers = planned.Answers(trial=trial, target=target, rows=rows)
         shown = planned.Shown(quiet=json_)

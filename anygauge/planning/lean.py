@@ -10,16 +10,16 @@ import functools
 import gc
 import importlib
 import importlib.util
+import inspect
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-COMPILER = "torch._dynamo"
-NOT_HERE = ("mlflow", "triton")
-"""DeepSpeed's tuner and torch's counter of operations import them to see whether they are there."""
+from anygauge.planning.stand_ins import COMPILER, LATER, Compiler, Later, Patterns, as_it_is
+
+NOT_HERE = ("kernels", "mlflow", "triton")
+"""transformers, DeepSpeed's tuner and torch's counter of operations see whether they are there."""
 USUAL = (
     "anygauge.planning.run",
     "peft",
@@ -29,6 +29,9 @@ USUAL = (
     "transformers.models.auto.modeling_auto",
 )
 """What every rehearsal imports."""
+
+PATTERNS = "transformers.core_model_loading"
+"""It compiles a thousand patterns of parameters' names, of all architectures; a model has few."""
 
 
 def leave_out(names: Iterable[str] = ()) -> None:
@@ -44,12 +47,15 @@ def leave_out(names: Iterable[str] = ()) -> None:
     gc.disable()
     for name in (*NOT_HERE, *names):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    sys.modules[COMPILER] = compiler = _Compiler(COMPILER)
+    sys.modules[COMPILER] = compiler = Compiler(COMPILER)
     sys.modules[f"{COMPILER}.source"] = compiler.source
-    import torch
+    for later, known in LATER.items():
+        sys.modules[later] = Later(later, known)
+    with _frames_without_lines():
+        import torch
 
     torch._dynamo = compiler
-    torch.compile = _as_it_is  # type: ignore[assignment]
+    torch.compile = as_it_is  # type: ignore[assignment]
     torch.Tensor.__hash__ = _in_order  # type: ignore[method-assign]
     with _quick_structure():
         import transformers  # noqa: F401
@@ -59,8 +65,21 @@ def import_usual() -> None:
     """Import what every rehearsal needs, before there is one."""
     for name in USUAL:
         importlib.import_module(name)
+    if PATTERNS in sys.modules:  # since transformers 5
+        sys.modules[PATTERNS].re = Patterns("re")  # type: ignore[attr-defined]
     gc.freeze()
     gc.enable()
+
+
+@contextlib.contextmanager
+def _frames_without_lines() -> Iterator[None]:
+    """Let torch note the file of each operation that it defines without reading it for the line."""
+    usual = inspect.getframeinfo
+    inspect.getframeinfo = functools.partial(usual, context=0)
+    try:
+        yield
+    finally:
+        inspect.getframeinfo = usual
 
 
 _hashed = itertools.count(2**40, -1)
@@ -116,54 +135,3 @@ def _of_last_lines(function: Any) -> Any:
 
     setattr(found, _WHOLE, function)
     return found
-
-
-def _as_it_is(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """What a compiler's decorators give back, with arguments or without."""
-    return (lambda later: later) if function is None else function
-
-
-class _Compiler(ModuleType):
-    """torch's compiler as it is for code that is never compiled; its parts are found as usual."""
-
-    disable = assume_constant_result = allow_in_graph = staticmethod(_as_it_is)
-    disallow_in_graph = mark_static_address = run = staticmethod(_as_it_is)
-    is_compiling = staticmethod(lambda: False)
-    graph_break = reset = staticmethod(lambda *args, **kwargs: None)
-    # A new process group has them forget what it was.
-    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
-    OptimizedModule = type("OptimizedModule", (), {})  # what no module is
-    eval_frame = SimpleNamespace(OptimizedModule=OptimizedModule)
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        found = importlib.util.find_spec("torch")
-        assert found is not None
-        assert found.origin is not None
-        self.source = _Sources(f"{name}.source")
-        self.__path__ = [str(Path(found.origin).with_name("_dynamo"))]
-
-    def __getattr__(self, name: str) -> Any:
-        """A part that nobody has imported yet."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        try:
-            return importlib.import_module(f"{COMPILER}.{name}")
-        except ImportError as error:
-            raise AttributeError(f"{COMPILER}.{name}") from error
-
-
-class _Source:
-    """Of any kind."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Any arguments."""
-
-
-class _Sources(ModuleType):
-    """Names of where a compiled function's tensors come from: torch gives them to every tensor."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return _Source

@@ -28,6 +28,19 @@ USUALLY_HIDDEN = (FEW_BITS,)
 _TAIL = 2000
 
 
+_begun: list[Rehearser] = []
+
+
+def begin() -> None:
+    """Have a process import meanwhile, which `begun` gives."""
+    _begun.append(Rehearser())
+
+
+def begun() -> Rehearser | None:
+    """The process that `begin` has started, once."""
+    return _begun.pop() if _begun else None
+
+
 class TooLongError(AnygaugeError):
     """A rehearsal has not ended within its time."""
 

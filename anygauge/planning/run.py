@@ -141,19 +141,22 @@ def rehearse_run(
         model = _at_rest(usual, strategy, workload, layers)
         peaks, how = at(layers), "all layers"
     else:
-        model, per_layer = _whole(usual, strategy, workload)
+        weighed = functools.partial(_whole, usual, strategy, workload)
+        other = Aside(weighed) if can_be_aside() else None
+        _load(spec, planned)
+        model, per_layer = (other.result() if other else None) or weighed()
         reach = math.ceil(model["window"] / per_layer)
         depths = depths_of(config, reach)[:3]
-        _load(spec, planned)
         if len(depths) == 3 and can_be_aside():
             # The first depth takes more steps: alone it takes as long as half of the others.
-            for deeper in depths[1:]:
-                aside[deeper] = Aside(functools.partial(made, deeper, USUAL_STEPS))
+            aside = {
+                deeper: Aside(functools.partial(made, deeper, USUAL_STEPS)) for deeper in depths[1:]
+            }
         try:
             peaks, how = at_depth(at, config, reach)
         finally:
-            for other in aside.values():
-                other.drop()
+            for deeper in aside.values():
+                deeper.drop()
     numbers = round(model.pop("parameters")), round(model.pop("trained"))
     model_flops = model.pop("per_token"), model.pop("per_position")
     del model["window"], model["stored"]

@@ -29,7 +29,7 @@ def small_card(folder: Path) -> Path:
     """A file with a machine whose cards have too little for what is kept of rows."""
     path = folder / "small.toml"
     path.write_text(
-        '[card.small]\nbackend = "cuda"\nmemory = "1.3 GiB"\nreserved = "1 GiB"\n'
+        '[card.small]\nbackend = "cuda"\nmemory = "1.2 GiB"\nreserved = "1 GiB"\n'
         '[card.blank]\nbackend = "cuda"\n[machine.blanks]\ncard = "blank"\ncards = 2\n'
     )
     return path
@@ -56,12 +56,12 @@ def test_answers_of_a_run_that_does_not_fit(
     )
     options = ["--hardware", str(small_card(tmp_path)), "--machine", "small"]
     found: dict[str, Any] = json.loads(planned([str(path), *options, "--json"], capsys))
-    assert found["fits"] is False and found["fit"]["phase"] == "step"
+    assert found["fits"] is False and found["fit"]["phase"] == "loss"
     change = found["changes"][0]
     assert change["lines"]["train.micro_batch_size"] < 32
     assert change["left"] > 0
     lines = [word for option in change["set"] for word in ("--set", option)]
-    said = f"Fits: each small needs {change['needed'] / 2**30:.1f} of 1.3 GiB"
+    said = f"Fits: each small needs {change['needed'] / 2**30:.1f} of 1.2 GiB"
     again = planned([str(path), *options, *lines], capsys)
     assert again.startswith(said)
 
@@ -235,7 +235,9 @@ def test_ctrl_c_ends_it_at_once_and_leaves_no_process(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     sent = time.monotonic()
     out, err = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, out) == (130, "") and "Traceback" not in err
+    # Python ends itself by the signal where it met an import's generated code; shells show 130 then.
+    assert process.returncode in (130, -signal.SIGINT)
+    assert out == "" and "Traceback" not in err
     assert time.monotonic() - sent < 5
     assert group(process.pid) == []
 

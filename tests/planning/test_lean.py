@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import transformers
 
+from anygauge.planning.stand_ins import LATER
+
 NOT_IMPORTED = (
     "bitsandbytes",
     "functorch",
@@ -38,7 +40,7 @@ SCRIPT = """
     frozen = gc.get_freeze_count()
     import torch
     from anygauge.config import parse_run
-    from anygauge.planning import quick, run
+    from anygauge.planning import quick, run, stand_ins
     from anygauge.registry import Registry
 
     made, asked = [], []
@@ -58,8 +60,9 @@ SCRIPT = """
     asked_for = parse_run(sys.argv[1])
     run.rehearse_run(asked_for, registry, registry.create_backend("cpu"), 2, 0)
     imported = [name for name, module in sys.modules.items() if module is not None]
+    later = [name for name in stand_ins.LATER if type(sys.modules[name]) is stand_ins.Later]
     found = {"imported": imported, "made": made, "asked": asked, "frozen": frozen}
-    print(json.dumps({**found, "hashes": hashes}))
+    print(json.dumps({**found, "hashes": hashes, "later": later}))
 """
 
 
@@ -99,7 +102,36 @@ def found() -> dict[str, Any]:
 def test_nothing_is_imported_that_no_rehearsal_uses(found: dict[str, Any]) -> None:
     assert "deepspeed" in found["imported"]
     assert not set(found["imported"]) & set(NOT_IMPORTED)
+    assert found["later"] == list(LATER)
     assert found["frozen"] > 100_000
+
+
+def test_what_stands_for_a_module_gives_way_to_it() -> None:
+    script = """
+        import sys
+        from anygauge.planning.lean import import_usual, leave_out
+
+        leave_out()
+        import_usual()
+        import sympy as before
+        from torch.fx.experimental.symbolic_shapes import guard_or_false, is_symbolic
+        stood = type(sys.modules["sympy"]).__name__
+        plain = before.Basic, guard_or_false(True), guard_or_false(False)
+        assert not is_symbolic(3)  # has torch's own imported, and sympy for it
+        import sympy
+        from torch.fx.experimental import symbolic_shapes
+        print(stood, plain[1:], plain[0] is sympy.Basic)
+        print(isinstance(sympy.Symbol("x"), before.Basic))
+        print(symbolic_shapes.guard_or_false is guard_or_false)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["Later (True, False) False", "True", "False"]
 
 
 def test_sets_of_tensors_do_not_depend_on_addresses(found: dict[str, Any]) -> None:
