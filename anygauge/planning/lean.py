@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from anygauge.planning.stand_ins import COMPILER, LATER, Compiler, Later, Patterns, as_it_is
+from anygauge.planning.stand_ins import COMPILER, LATER, NoCompiler, Later, Patterns, as_it_is
 
 NOT_HERE = ("kernels", "mlflow", "triton")
 """transformers, DeepSpeed's tuner and torch's counter of operations see whether they are there."""
@@ -47,7 +47,7 @@ def leave_out(names: Iterable[str] = ()) -> None:
     gc.disable()
     for name in (*NOT_HERE, *names):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    sys.modules[COMPILER] = compiler = Compiler(COMPILER)
+    sys.modules[COMPILER] = compiler = NoCompiler(COMPILER)
     sys.modules[f"{COMPILER}.source"] = compiler.source
     for later, known in LATER.items():
         sys.modules[later] = Later(later, known)

@@ -30,7 +30,7 @@ def as_it_is(function: Any = None, *args: Any, **kwargs: Any) -> Any:
     return (lambda later: later) if function is None else function
 
 
-class Compiler(ModuleType):
+class NoCompiler(ModuleType):
     """torch's compiler as it is for code that is never compiled; its parts are found as usual."""
 
     disable = assume_constant_result = allow_in_graph = staticmethod(as_it_is)

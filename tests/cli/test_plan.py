@@ -235,7 +235,7 @@ def test_ctrl_c_ends_it_at_once_and_leaves_no_process(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     sent = time.monotonic()
     out, err = process.communicate(timeout=PATIENCE_S)
-    # Python ends itself by the signal where it met an import's generated code; shells show 130 then.
+    # Where Python met generated code of an import, it ends by the signal; shells show 130 then.
     assert process.returncode in (130, -signal.SIGINT)
     assert out == "" and "Traceback" not in err
     assert time.monotonic() - sent < 5
