@@ -44,11 +44,11 @@ def fetch_on_all(
             raise OrderedError("no rank was started here")
         return not asked
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         nodes.send("message", level="info", text=text)
 
     where = f"node {host}: " if job.launch.nodes > 1 else ""
-    fetch_here(job.run_file, environment, where, say, turn)
+    fetch_here(job.run_file, environment, where, log, turn)
     if not asked:
         nodes.ready()
     while not nodes.all_ready and turn():
@@ -59,14 +59,14 @@ def fetch_here(
     run_file: str,
     environment: Mapping[str, str],
     where: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     turn: Callable[[], bool],
 ) -> None:
     """Fetch the model of a resolved run.
 
     Args:
         where: begins each line.
-        say: takes lines: what is fetched, and now and then how far it is.
+        log: takes lines: what is fetched, and now and then how far it is.
         turn: called again and again meanwhile; False gives up.
 
     Raises:
@@ -76,10 +76,10 @@ def fetch_here(
     try:
         for event in fetching(["--run", run_file], environment, turn):
             if event["event"] == "message":
-                say(where + event["text"])
+                log(where + event["text"])
             elif event["event"] == "fetching" and time.monotonic() - told > _TOLD_S:
                 told = time.monotonic()
                 share = event["done"] / max(1, event["total"])
-                say(f"{where}{event['name']}: {share:.0%} of {event['total'] / 1e9:.1f} GB")
+                log(f"{where}{event['name']}: {share:.0%} of {event['total'] / 1e9:.1f} GB")
     except ModelError as error:
         raise ModelError(f"{where}{error}") from None

@@ -62,7 +62,7 @@ def data(
     if section.streaming:
         console.print(f"streamed: the first {STREAMED_ROWS:,} rows of each source\n", style="dim")
         section = _beginning(section)
-    prepared = prepare(section, tokenizer, run.train.seed, say=typer.echo)
+    prepared = prepare(section, tokenizer, run.train.seed, log=typer.echo)
     trained = prepared.train
     assert isinstance(trained, TokenizedRows)
     _show_counts(console, section, trained, "train")

@@ -64,13 +64,13 @@ def _fetch(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: 
             store.set(f"{key}/at", str(time.time()))
         return True
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if not quiet:
             print(text, file=sys.stderr)
 
     where = f"{socket.gethostname()}: " if launch.nodes > 1 else ""
     try:
-        fetch_here(job.run_file, os.environ, where, say, turn)
+        fetch_here(job.run_file, os.environ, where, log, turn)
     except AnygaugeError as error:
         store.set(key, str(error))
     else:

@@ -79,7 +79,7 @@ class Cache:
 
     Args:
         folder: None keeps nothing.
-        say: takes a line for the user, where an entry was damaged.
+        log: takes a line for the user, where an entry was damaged.
         run: what tells the start of a run from others: what one of its processes builds, none of
             them takes for found. Empty: only this object's own entries are new.
     """
@@ -87,11 +87,11 @@ class Cache:
     def __init__(
         self,
         folder: Path | None,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         run: str = "",
     ) -> None:
         self._kept = folder is not None
-        self._say = say
+        self._log = log
         self._run = run
         try:
             if folder is None:
@@ -136,7 +136,7 @@ class Cache:
                 if found is not None:
                     return found
                 if place.exists():
-                    self._say(f"cache: {place} is damaged and is built anew")
+                    self._log(f"cache: {place} is damaged and is built anew")
                 self._build(place, build)
                 found = self._read(place, built=True)
         except OSError as error:

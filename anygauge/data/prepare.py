@@ -36,7 +36,7 @@ PEEKED_ROWS = 20
 _CHUNK = 1024
 _PROGRESS_S = 30.0
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,7 +110,7 @@ def prepare(
     seed: int,
     *,
     environ: Mapping[str, str] | None = None,
-    say: Say = lambda text: None,
+    log: Log = lambda text: None,
     run: str = "",
 ) -> Prepared:
     """Read and tokenise all rows, or take them from the cache; with streaming, open the sources.
@@ -122,7 +122,7 @@ def prepare(
         tokenizer: a tokenizer of the transformers library.
         seed: decides which rows are held out.
         environ: variables that name the cache's folder; left out: those of the process.
-        say: takes lines for the user: progress, and damage in the cache.
+        log: takes lines for the user: progress, and damage in the cache.
         run: what tells this start of a run from others; see `Cache`.
 
     Raises:
@@ -131,13 +131,13 @@ def prepare(
         ModelError: the tokenizer cannot be used.
     """
     folder = cache_folder(data.cache, os.environ if environ is None else environ)
-    with Cache(folder, say, run) as cache:
-        train = _Preparer(data, "train", tokenizer, seed, cache, say)
+    with Cache(folder, log, run) as cache:
+        train = _Preparer(data, "train", tokenizer, seed, cache, log)
         part: _Part = "kept" if data.eval_fraction else "all"
         rows = train.stream() if data.streaming else train.rows(part)
         held_out = None
         if data.eval is not None:
-            held_out = _Preparer(data, "eval", tokenizer, seed, cache, say).rows("all")
+            held_out = _Preparer(data, "eval", tokenizer, seed, cache, log).rows("all")
         elif data.eval_fraction:
             held_out = train.rows("held out")
     return Prepared(train=rows, eval=held_out)
@@ -188,9 +188,9 @@ class _Preparer:
         tokenizer: Any,
         seed: int,
         cache: Cache,
-        say: Say,
+        log: Log,
     ) -> None:
-        self._data, self._seed, self._cache, self._say = data, seed, cache, say
+        self._data, self._seed, self._cache, self._log = data, seed, cache, log
         self._fraction = data.eval_fraction if which == "train" else 0.0
         self._sources = []
         for field, source in _fields(which, data):
@@ -261,7 +261,7 @@ class _Preparer:
             if time.monotonic() - said > _PROGRESS_S:
                 said = time.monotonic()
                 done = min(start + _CHUNK, count)
-                self._say(f"tokenising {name}: {done:,} of {count:,} rows")
+                self._log(f"tokenising {name}: {done:,} of {count:,} rows")
 
     def _nothing_left(self, piece: Piece, part: _Part) -> DataError:
         counts: Counts = piece.counts

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.dup2(2, 1)  # what libraries print must not stand among the events
     events = EventWriter(answers if arguments.events else None)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         events.message(text)
         if not arguments.events:
             print(text, file=sys.stderr)
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             def show(done: int, total: int, name: str = want.name) -> None:
                 events.send("fetching", name=name, done=done, total=total)
 
-            found = fetch(want, show, say)
+            found = fetch(want, show, log)
             if found.new:
-                say(f"fetched {want.name}: {readable_size(found.new)} in {found.folder}")
+                log(f"fetched {want.name}: {readable_size(found.new)} in {found.folder}")
             events.send("fetched", left=found.left)
     except AnygaugeError as error:
         unreachable = isinstance(error, HubUnreachableError)

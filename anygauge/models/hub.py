@@ -201,13 +201,13 @@ def weight_files(there: Iterable[str], path_of: Callable[[str], Path]) -> list[s
 
 
 def fetch(
-    want: Wanted, progress: Progress | None = None, say: Callable[[str], None] | None = None
+    want: Wanted, progress: Progress | None = None, log: Callable[[str], None] | None = None
 ) -> Fetched:
     """Bring what is needed of a repository to this machine; what is here is not fetched again.
 
     Args:
         progress: called at most once a second, while bytes arrive.
-        say: takes one line when something must be fetched.
+        log: takes one line when something must be fetched.
 
     Raises:
         ModelError: it cannot be had: which of the reasons it is, and what to do.
@@ -259,9 +259,9 @@ def fetch(
         index = [file for file in weights if file.endswith(".json")]
         new = dict.fromkeys([*files, *(weights if heavy else index)]).keys() - had
         count = sum(sizes[file] for file in new)
-        if new and say is not None:
+        if new and log is not None:
             number = "1 file" if len(new) == 1 else f"{len(new)} files"
-            say(f"fetching {_said(want)}: {number}, {readable_size(count)}")
+            log(f"fetching {_said(want)}: {number}, {readable_size(count)}")
         missing = [file for file in new if not (folder / file).exists()]
         with _counted(folder, info, missing, progress) as turn:
             _all(missing, download, turn)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from anygauge.planning.stand_ins import COMPILER, LATER, NoCompiler, Later, Patterns, as_it_is
+from anygauge.planning.stand_ins import COMPILER, LATER, Later, NoCompiler, Patterns, as_it_is
 
 NOT_HERE = ("kernels", "mlflow", "triton")
 """transformers, DeepSpeed's tuner and torch's counter of operations see whether they are there."""

@@ -94,14 +94,14 @@ def nothing(*_: str) -> None:
 def check_run(
     question: Question,
     run: RunFile,
-    say: Callable[[str], None] = nothing,
+    log: Callable[[str], None] = nothing,
     enter: Callable[[str], None] = nothing,
     hide: Callable[[], None] = nothing,
 ) -> Findings:
     """Check model, tokenizer, targets and rows; rows are then in the cache for the ranks.
 
     Args:
-        say: takes progress.
+        log: takes progress.
         enter: is told the part that begins: ``model`` or ``data``.
         hide: called where torch is of no use.
 
@@ -139,7 +139,7 @@ def check_run(
         _settings(question, run, None, found)
     if tokenizer is not None:
         enter("data")
-        _rows(question, run, tokenizer, say, found)
+        _rows(question, run, tokenizer, log, found)
     return found
 
 
@@ -222,7 +222,7 @@ def _tokenizer(section: ModelSection, has_files: bool, found: Findings) -> Any:
 
 
 def _rows(
-    question: Question, run: RunFile, tokenizer: Any, say: Callable[[str], None], found: Findings
+    question: Question, run: RunFile, tokenizer: Any, log: Callable[[str], None], found: Findings
 ) -> None:
     from anygauge.config.paths import names_data_set
     from anygauge.data import advice, prepare
@@ -234,7 +234,7 @@ def _rows(
     if any(names_data_set(source.path) for source in sources):
         found.notes.append("rows of the hub are read by the ranks")
         return
-    data = prepare(run.data, tokenizer, run.train.seed, say=say, run=question.id)
+    data = prepare(run.data, tokenizer, run.train.seed, log=log, run=question.id)
     found.data = data.report
     found.advice = advice(data.train, run.data) or ""
 

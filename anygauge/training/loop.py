@@ -16,10 +16,10 @@ from anygauge.config.schema import TrainSection
 from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Backend
 from anygauge.interface.strategy import DeviceBatch, Engine, LossFunction, Share
-from anygauge.training.checkpoints.keeper import CheckpointKeeper
+from anygauge.training.checkpoints.manager import CheckpointManager
 from anygauge.training.checkpoints.stop import StopRequest
 from anygauge.training.guard import check_finite
-from anygauge.training.meter import RunMeter
+from anygauge.training.meter import MetricsLogger
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
 
@@ -29,7 +29,7 @@ class Loop:
     """What a training loop is made of.
 
     Attributes:
-        place: moves a micro-batch to the device and makes the model's arguments.
+        to_device: moves a micro-batch to the device and makes the model's arguments.
         loss_function: the model's outputs -> summed loss.
         evaluations: name -> this rank's batches and the supervised tokens over all ranks.
         progress: told where this rank is.
@@ -40,11 +40,11 @@ class Loop:
     engine: Engine
     backend: Backend
     batches: Batches
-    place: Callable[[MicroBatch], DeviceBatch]
+    to_device: Callable[[MicroBatch], DeviceBatch]
     loss_function: LossFunction
     evaluations: Mapping[str, tuple[Sequence[MicroBatch], int]]
-    meter: RunMeter
-    checkpoints: CheckpointKeeper
+    meter: MetricsLogger
+    checkpoints: CheckpointManager
     stop: StopRequest
     settings: TrainSection
     progress: Progress
@@ -67,7 +67,7 @@ class Loop:
             tokens = self.batches.supervised_tokens(index)
             lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
             result = self.engine.run_step(
-                LazyBatches(micro_batches, self.place), self.loss_function, tokens
+                LazyBatches(micro_batches, self.to_device), self.loss_function, tokens
             )
             self.progress.at(f"step {index + 1}, update")
             update = self.engine.update(lr, self.settings.max_grad_norm)
@@ -89,7 +89,7 @@ class Loop:
             )
             done, last = index + 1, index + 1 == steps
             losses = self.evaluate(done) if self._due(done) and (last or not stop) else {}
-            self.checkpoints.after(done, last=last, stop=bool(stop), losses=losses)
+            self.checkpoints.maybe_save(done, last=last, stop=bool(stop), losses=losses)
             if stop and not last:
                 return False
         return True
@@ -106,7 +106,7 @@ class Loop:
         self.progress.at(f"evaluation after step {done}")
         losses = {}
         for name, (batches, tokens) in self.evaluations.items():
-            sums = self.engine.evaluate(map(self.place, batches), self.loss_function)
+            sums = self.engine.evaluate(map(self.to_device, batches), self.loss_function)
             (total,) = self.backend.collectives.sum_on_host([float(sum(sums))])
             losses[name] = total / tokens
             self.meter.evaluation(done, name, losses[name], tokens)
@@ -117,10 +117,10 @@ class LazyBatches(Sequence[DeviceBatch]):
     """Micro-batches that move to the device one at a time, as the engine comes to them."""
 
     def __init__(
-        self, batches: Sequence[MicroBatch], place: Callable[[MicroBatch], DeviceBatch]
+        self, batches: Sequence[MicroBatch], to_device: Callable[[MicroBatch], DeviceBatch]
     ) -> None:
         self._batches = batches
-        self._place = place
+        self._to_device = to_device
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -131,5 +131,5 @@ class LazyBatches(Sequence[DeviceBatch]):
     def __getitem__(self, index: slice) -> LazyBatches: ...
     def __getitem__(self, index: int | slice) -> DeviceBatch | LazyBatches:
         if isinstance(index, slice):
-            return LazyBatches(self._batches[index], self._place)
-        return self._place(self._batches[index])
+            return LazyBatches(self._batches[index], self._to_device)
+        return self._to_device(self._batches[index])

@@ -26,7 +26,7 @@ LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Volume:
+class StepTokens:
     """How much one step holds over all ranks: real tokens, learned tokens, sequences."""
 
     tokens: int
@@ -67,7 +67,7 @@ class History:
         return any(record["step"] == step for record in self.evaluations)
 
 
-class RunMeter:
+class MetricsLogger:
     """Collects what the loop measures; only rank 0 writes anything."""
 
     def __init__(
@@ -77,7 +77,7 @@ class RunMeter:
         rank: int,
         steps: int,
         world_size: int,
-        volume: Callable[[int], Volume],
+        volume: Callable[[int], StepTokens],
         epoch: Callable[[int], float],
         shapes: Set[tuple[int, ...]],
         flops: StepFlops,

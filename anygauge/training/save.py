@@ -108,7 +108,7 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
         supervised_tokens=0,
         tokens=ids.numel(),
     )
-    logits = prepared.engine.logits(prepared.loop.place(probe))
+    logits = prepared.engine.logits(prepared.loop.to_device(probe))
     # A rank may have been given sequences that are a little longer.
     return None if logits is None else logits[:, : ids.shape[1]]
 

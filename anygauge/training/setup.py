@@ -55,11 +55,11 @@ from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.common import torch_dtype, trained_parameters
 from anygauge.training.checkpoints.files import Checkpoint
 from anygauge.training.checkpoints.identity import identity_of, settings_of, usual_settings
-from anygauge.training.checkpoints.keeper import CheckpointKeeper
+from anygauge.training.checkpoints.manager import CheckpointManager
 from anygauge.training.checkpoints.resume import ResumedFactory, check_resumed, find_checkpoint
 from anygauge.training.checkpoints.stop import StopRequest
 from anygauge.training.loop import Loop
-from anygauge.training.meter import History, RunMeter, Volume
+from anygauge.training.meter import History, MetricsLogger, StepTokens
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.strategy import check_strategy, share_of, workload_of
@@ -79,7 +79,7 @@ class PreparedRun:
     spec: StrategySpec
     strategy: Strategy
     engine: Engine
-    meter: RunMeter
+    meter: MetricsLogger
     factory: CausalModelFactory
     tokenizer: Any
     precision: Precision
@@ -104,7 +104,7 @@ class Rank:
     progress: Progress
     listener: int | None = None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line for the terminal, once per run."""
         if self.index == 0:
             self.events.message(text)
@@ -138,7 +138,7 @@ def open_device(job: Job, rank: Rank, run: RunFile, registry: Registry) -> Backe
     return backend
 
 
-class Placer:
+class ToDevice:
     """Moves micro-batches to the device and makes the model's arguments.
 
     Attributes:
@@ -205,7 +205,7 @@ def prepare_run(
     )
     check_vocabulary(factory.config, tokenizer)
     if factory.new_tokens is not None:
-        rank.say(described_tokens(factory.new_tokens))
+        rank.log(described_tokens(factory.new_tokens))
     check_positions(factory.config, run.data.max_length)
     registry.find_strategy(run.strategy.name).spec.check_model(run.strategy, factory.config)
     plan = plan_kernels(run, backend, kernels, factory)
@@ -216,8 +216,8 @@ def prepare_run(
         because = {} if share.sequence is None else {"field": "strategy.cp", "off": "1"}
         packed = plan_masks(factory.config, plan.attention.masks_of, run.data.max_length, **because)
     # Any rank may be the one that tokenises, so each says for itself how far it has come.
-    data = prepare(run.data, tokenizer, run.train.seed, say=rank.events.message, run=job.id)
-    rank.say(f"data: {data.report}")
+    data = prepare(run.data, tokenizer, run.train.seed, log=rank.events.message, run=job.id)
+    rank.log(f"data: {data.report}")
     if short := advice(data.train, run.data):
         rank.warn(short)
     workload = workload_of(run, registry, backend, precision, rank.index, rank.world_size)
@@ -239,7 +239,7 @@ def prepare_run(
     )
     evaluations = {}
     if data.eval is not None:
-        rank.say(f"evaluation: {described(data.eval)}")
+        rank.log(f"evaluation: {described(data.eval)}")
         held_out = EvaluationBatches(data.eval, layout)
         evaluations["eval"] = (held_out, data.eval.report.supervised_tokens)
     resumed = find_checkpoint(
@@ -255,9 +255,9 @@ def prepare_run(
     settings = settings_of(run)
     changes = check_resumed(resumed, identity, settings, usual_settings(run), batches.steps)
     if start is not None:
-        rank.say(f"resumed: {start.folder} ({start.step} steps done)")
+        rank.log(f"resumed: {start.folder} ({start.step} steps done)")
     for change in changes:
-        rank.say(f"changed since: {change}")
+        rank.log(f"changed since: {change}")
     announced = strategy.description
     quantised = quantisation(run.model)
     engine = strategy.build(
@@ -271,7 +271,7 @@ def prepare_run(
     if run.train.activation_offloading:
         offload_activations(engine.model, backend.placement)
     if strategy.description != announced:
-        rank.say(f"strategy: {strategy.description}")
+        rank.log(f"strategy: {strategy.description}")
     seed_dropout(backend, run.train.seed, rank, share, start)
     wanted = run.checkpoint.every or run.checkpoint.keep_best or start is not None
     if wanted and not engine.checkpoint_support():
@@ -279,14 +279,14 @@ def prepare_run(
     if start is not None:
         engine.import_state(start)
     total, trained = parameter_counts(engine)
-    rank.say(
+    rank.log(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
         f"{trained:,} trained ({trained / total:.2%}); {precision.param_dtype} ({precision.why})"
         + ("" if quantised is None else f"; linear layers {in_words(quantised)}")
     )
-    rank.say(f"kernels: {plan.describe()}")
+    rank.log(f"kernels: {plan.describe()}")
     peak = backend.placement.peak_flops(precision.param_dtype)
-    place = Placer(
+    to_device = ToDevice(
         backend,
         precision.param_dtype,
         packed=packed,
@@ -296,18 +296,18 @@ def prepare_run(
     )
     if rank.index == 0:
         put_in_place(job.start_directory, Path(job.run_directory))
-    meter = RunMeter(
+    meter = MetricsLogger(
         path=Path(job.run_directory) / "metrics.jsonl",
         rank=rank.index,
         steps=batches.steps,
         world_size=rank.world_size,
-        volume=lambda index: Volume(
+        volume=lambda index: StepTokens(
             tokens=batches.real_tokens(index),
             supervised_tokens=batches.supervised_tokens(index),
             sequences=run.train.global_batch_size,
         ),
         epoch=batches.epoch,
-        shapes=place.shapes,
+        shapes=to_device.shapes,
         flops=step_flops(engine.model, factory.config, engine.parameter_shape),
         peak_flops=peak.value if peak else None,
         backend=backend,
@@ -331,7 +331,7 @@ def prepare_run(
         log_every=run.train.log_every,
         history=None if start is None else History.of_record(start.record["history"]),
     )
-    keeper = CheckpointKeeper(
+    manager = CheckpointManager(
         section=run.checkpoint,
         run_directory=Path(job.run_directory),
         engine=engine,
@@ -357,23 +357,23 @@ def prepare_run(
             dtype=precision.param_dtype,
             first=factory.first_factors,
         ),
-        say=rank.say,
+        log=rank.log,
         writing=lambda step: rank.progress.unlike_others(
             f"writing the checkpoint of step {step}",
             backend.collectives,
             then_limit_s=job.launch.collective_timeout_s,
         ),
     )
-    keeper.adopt()
+    manager.scan()
     loop = Loop(
         engine=engine,
         backend=backend,
         batches=batches,
-        place=place,
+        to_device=to_device,
         loss_function=model_loss,
         evaluations=evaluations,
         meter=meter,
-        checkpoints=keeper,
+        checkpoints=manager,
         stop=StopRequest(),
         settings=run.train,
         progress=rank.progress,

@@ -113,7 +113,7 @@ def run_rank(
         from anygauge.training.checkpoints.files import finite
         from anygauge.training.checkpoints.finished import REPORT, FinishedError
         from anygauge.training.checkpoints.identity import settings_of
-        from anygauge.training.checkpoints.keeper import checkpoint_folder
+        from anygauge.training.checkpoints.manager import checkpoint_folder
         from anygauge.training.save import save
         from anygauge.training.setup import Rank, open_device, prepare_run
         from anygauge.training.strategy import create_strategy
@@ -143,7 +143,7 @@ def run_rank(
             with progress.unlike_others("start-up", backend.collectives, then_limit_s=limit):
                 prepared = prepare_run(job, run, rank, registry, backend, strategy)
         except FinishedError as done:
-            rank.say(str(done))
+            rank.log(str(done))
             return done.finished.summary
         for library in backend.collectives.limit(limit):
             rank.warn(

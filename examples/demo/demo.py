@@ -73,7 +73,7 @@ class Demo:
             DemoError: a command failed, or the adapter learned nothing.
         """
         make_anew(self.folder)
-        self.say(
+        self.log(
             f"Everything goes to {shown(self.folder)}, which each start of the demo makes anew. "
             f"The commands below are typed in {ROOT}."
         )
@@ -85,7 +85,7 @@ class Demo:
         with self.stage("pre-train", "a small Llama from random weights, all weights"):
             self.train("pretrain.yaml", *self.pretrain_settings())
         with self.stage("fine-tune", "LoRA on frozen weights, ZeRO-3"):
-            self.say("Step 0 measures the held-out rows with the base, the last step with adapter.")
+            self.log("Step 0 measures the held-out rows with the base, the last step with adapter.")
             self.train("finetune.yaml", *self.finetune_settings())
         base, tuned, tokens = held_out_losses(self.finetuned / "metrics.jsonl")
         with self.stage("generate", "one held-out question, asked of the base and of the adapter"):
@@ -177,7 +177,7 @@ class Demo:
             DemoError: it failed; it has said why itself.
             KeyboardInterrupt: the demo was asked to end, and the command has ended.
         """
-        self.say(f"$ {shlex.join(printed)}", style="bold")
+        self.log(f"$ {shlex.join(printed)}", style="bold")
         process = subprocess.Popen(
             list(real),
             cwd=ROOT,
@@ -205,27 +205,27 @@ class Demo:
     @contextmanager
     def stage(self, name: str, what: str) -> Iterator[None]:
         """A headline, and the time that the stage takes."""
-        self.say("")
-        self.say(f"[{len(self.seconds) + 1}/5] {name}: {what}", style="bold cyan")
+        self.log("")
+        self.log(f"[{len(self.seconds) + 1}/5] {name}: {what}", style="bold cyan")
         began = time.monotonic()
         yield
         self.seconds[name] = time.monotonic() - began
 
-    def say(self, text: str, style: str = "") -> None:
+    def log(self, text: str, style: str = "") -> None:
         """A line, its text left as it is."""
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def show_answers(self, question: str, written: str, before: str, after: str) -> None:
         """One question, the documentation's answer and both models'."""
-        self.say("")
-        self.say(f"What does {question} do?", style="bold")
+        self.log("")
+        self.log(f"What does {question} do?", style="bold")
         for who, answer in (
             ("Python's documentation", written),
             ("base", before),
             ("base + adapter", after),
         ):
-            self.say(f"  {who + ':':<24} {' '.join(answer.split()) or '(nothing)'}")
-        self.say(
+            self.log(f"  {who + ':':<24} {' '.join(answer.split()) or '(nothing)'}")
+        self.log(
             "  A million weights, trained for minutes: expect the form of an answer, no wisdom."
         )
 
@@ -240,17 +240,17 @@ class Demo:
         table.add_row("base + adapter", f"{tuned:.4f}", f"{math.exp(tuned):.1f}")
         self.console.print()
         self.console.print(table)
-        self.say(f"The adapter's loss is {1 - tuned / base:.0%} below the base's.")
+        self.log(f"The adapter's loss is {1 - tuned / base:.0%} below the base's.")
 
     def show_seconds(self) -> None:
         """Where the time went."""
         parts = ", ".join(f"{name} {value:.0f}" for name, value in self.seconds.items())
-        self.say(f"Seconds: {parts}; in all {sum(self.seconds.values()):.0f}.")
+        self.log(f"Seconds: {parts}; in all {sum(self.seconds.values()):.0f}.")
 
     def show_places(self) -> None:
         """Where everything lies."""
-        self.say("")
-        self.say("Where everything lies", style="bold")
+        self.log("")
+        self.log("Where everything lies", style="bold")
         for path, what in (
             (self.data, "rows: pretrain.jsonl, train.jsonl, heldout.jsonl"),
             (self.tokenizer, "tokenizer, in the layout of transformers"),
@@ -259,14 +259,14 @@ class Demo:
             (self.finetuned / "metrics.jsonl", "loss, rate, tokens per second of every step"),
             (self.finetuned / "run.yaml", "the run as it was, every field filled in"),
         ):
-            self.say(f"  {shown(path):<40} {what}")
+            self.log(f"  {shown(path):<40} {what}")
 
     def show_next(self) -> None:
         """What a newcomer does now."""
         run_file, run = shown(HERE / "finetune.yaml"), shown(self.finetuned)
         model = shown(self.folder / "merged")
-        self.say("")
-        self.say("What next", style="bold")
+        self.log("")
+        self.log("What next", style="bold")
         for what, command in (
             (
                 f"Your own model and rows: copy {run_file} to my.yaml, change the lines "
@@ -281,8 +281,8 @@ class Demo:
                 f"{tool()} merge {run} --output {model}",
             ),
         ):
-            self.say(f"  {what}")
-            self.say(f"      {command}", style="bold")
+            self.log(f"  {what}")
+            self.log(f"      {command}", style="bold")
 
 
 def held_out_losses(metrics: Path) -> tuple[float, float, int]:

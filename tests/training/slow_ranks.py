@@ -37,12 +37,12 @@ def slow_once_real(adapt: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     from anygauge.models.factory import CausalModelFactory
     from anygauge.training import save, setup
-    from anygauge.training.checkpoints import keeper
+    from anygauge.training.checkpoints import manager
 
     with (
         mock.patch.object(setup, "prepare", slow(setup.prepare)),
         mock.patch.object(CausalModelFactory, "adapt", slow_once_real(CausalModelFactory.adapt)),
-        mock.patch.object(keeper, "write_checkpoint", slow(keeper.write_checkpoint)),
+        mock.patch.object(manager, "write_checkpoint", slow(manager.write_checkpoint)),
         mock.patch.object(save, "save_adapter", slow(save.save_adapter)),
     ):
         forked.main()

@@ -16,7 +16,7 @@ from anygauge.config.schema import CheckpointSection
 from anygauge.interface import AnygaugeError, Collectives
 from anygauge.interface.strategy import Counters
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
-from anygauge.training.checkpoints.keeper import CheckpointKeeper
+from anygauge.training.checkpoints.manager import CheckpointManager
 from anygauge.training.checkpoints.resume import find_checkpoint
 from anygauge.training.checkpoints.sound import complaint_about
 from tests.helpers.checkpoints import RECORD, exported, write
@@ -139,8 +139,8 @@ class FakeBackend:
 OF_THE_RUN = ("steps", "world_size", "identity", "settings", "history")
 
 
-def keeper(folder: Path, **section: Any) -> CheckpointKeeper:
-    made: Any = CheckpointKeeper
+def manager(folder: Path, **section: Any) -> CheckpointManager:
+    made: Any = CheckpointManager
     return made(
         section=CheckpointSection(**section),
         run_directory=folder,
@@ -149,7 +149,7 @@ def keeper(folder: Path, **section: Any) -> CheckpointKeeper:
         rank=0,
         record=lambda: {name: RECORD[name] for name in OF_THE_RUN},
         export_adapter=None,
-        say=lambda text: None,
+        log=lambda text: None,
     )
 
 
@@ -158,26 +158,26 @@ def kept(folder: Path) -> list[int]:
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    checkpoints = keeper(tmp_path, every=2, keep_last=2)
+    checkpoints = manager(tmp_path, every=2, keep_last=2)
     for step in range(1, 8):
-        checkpoints.after(step, last=step == 7, stop=False, losses={})
+        checkpoints.maybe_save(step, last=step == 7, stop=False, losses={})
     assert kept(tmp_path) == [6, 7]
 
 
 def test_the_best_are_kept_besides_also_after_a_resume(tmp_path: Path) -> None:
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 4.0, 6: 5.0, 7: 0.5}
     for half in (range(1, 4), range(4, 8)):
-        checkpoints = keeper(tmp_path, every=2, keep_last=1, keep_best=2)
-        checkpoints.adopt()
+        checkpoints = manager(tmp_path, every=2, keep_last=1, keep_best=2)
+        checkpoints.scan()
         for step in half:
-            checkpoints.after(step, last=False, stop=False, losses={"eval": losses[step]})
+            checkpoints.maybe_save(step, last=False, stop=False, losses={"eval": losses[step]})
     # 2 and 7 are the best; 7 is the newest as well.
     assert kept(tmp_path) == [2, 7]
 
 
 def test_a_request_to_end_writes_a_checkpoint_though_none_is_due(tmp_path: Path) -> None:
-    checkpoints = keeper(tmp_path)
-    checkpoints.after(4, last=False, stop=False, losses={"eval": 1.0})
+    checkpoints = manager(tmp_path)
+    checkpoints.maybe_save(4, last=False, stop=False, losses={"eval": 1.0})
     assert not (tmp_path / "checkpoints").exists()
-    checkpoints.after(5, last=False, stop=True, losses={})
+    checkpoints.maybe_save(5, last=False, stop=True, losses={})
     assert kept(tmp_path) == [5]

@@ -14,7 +14,7 @@ import pytest
 
 from anygauge.interface import AnygaugeError, Collectives
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
-from anygauge.training.checkpoints.keeper import losses_in, tidy
+from anygauge.training.checkpoints.manager import losses_in, tidy
 from anygauge.training.checkpoints.resume import find_checkpoint
 from anygauge.training.checkpoints.sound import complaint_about, digest_of
 from anygauge.util.files import read_text

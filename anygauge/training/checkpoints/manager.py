@@ -33,14 +33,14 @@ def checkpoint_folder(run_directory: Path, step: int) -> Path:
 
 
 @dataclass(kw_only=True, slots=True)
-class CheckpointKeeper:
+class CheckpointManager:
     """Writes a run's checkpoints and removes those that are not to be kept.
 
     Attributes:
         rank: of this process; rank 0 writes, all take part.
         record: what else goes into ``checkpoint.json``; called on rank 0.
-        export_adapter: writes trained parameters in peft's form; None where there is no adapter.
-        say: a line for the terminal.
+        export_adapter: writes trained parameters in peft's format; None where there is no adapter.
+        log: a line for the terminal.
         writing: around the writing of a step's checkpoint: rank 0 writes while the others wait.
         losses: step -> evaluation loss of the checkpoints that are there.
     """
@@ -52,12 +52,12 @@ class CheckpointKeeper:
     rank: int
     record: Callable[[], Mapping[str, Any]]
     export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     writing: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
     losses: dict[int, float | None] = field(default_factory=dict)
 
-    def adopt(self) -> None:
-        """Count the checkpoints that an earlier part of this run left in its folder, and tidy up
+    def scan(self) -> None:
+        """List the checkpoints that an earlier part of this run left in its folder, and tidy up
         after kills. Every rank calls it, once all have read what they go on from.
         """
         gather = self.backend.collectives.gather_objects
@@ -69,7 +69,7 @@ class CheckpointKeeper:
         # What is among the best decides whether all ranks write: they must agree on it.
         self.losses.update({step: loss for step, loss in gather(found)[0]})
 
-    def after(self, step: int, *, last: bool, stop: bool, losses: Mapping[str, float]) -> None:
+    def maybe_save(self, step: int, *, last: bool, stop: bool, losses: Mapping[str, float]) -> None:
         """Write a checkpoint after `step` steps, if one is due. Every rank calls it alike.
 
         Args:
@@ -108,7 +108,7 @@ class CheckpointKeeper:
             size = write_checkpoint(
                 folder, exported, record, rng, export_adapter=self.export_adapter
             )
-            self.say(f"checkpoint: {folder.name}, {size / 1e6:.1f} MB")
+            self.log(f"checkpoint: {folder.name}, {size / 1e6:.1f} MB")
         self.losses[step] = loss
         self._prune()
 
@@ -144,7 +144,7 @@ class CheckpointKeeper:
 def losses_in(run_directory: Path) -> list[list[Any]]:
     """[step, evaluation loss] of the checkpoints of a run; reads their records, and no tensors.
 
-    One that is torn is left as it is, neither kept nor removed.
+    One that is incomplete is left as it is, neither kept nor removed.
     """
     sound = (p for p in checkpoints_in(run_directory) if complaint_about(p, contents=False) is None)
     records = map(read_record, sound)
