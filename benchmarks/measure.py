@@ -32,7 +32,7 @@ class Steps:
     Attributes:
         times: end of each step, seconds since the epoch.
         tokens: real tokens of each step.
-        losses: (summed loss in nats, learned tokens) of each step; (mean, 1) where the contender
+        losses: (summed loss in nats, loss tokens) of each step; (mean, 1) where the contender
             tells the mean alone.
         slots: places for tokens in the batches of each step, padding among them.
         notes: what the contender says about itself.
@@ -46,7 +46,7 @@ class Steps:
 
     @property
     def mean_losses(self) -> list[float]:
-        """Mean loss of each step per learned token, nats."""
+        """Mean loss of each step per loss token, nats."""
         return [total / max(1, learned) for total, learned in self.losses]
 
     @property

@@ -128,7 +128,7 @@ LEGEND = (
     "padding: share of the batches' places that hold no token.",
     "peak MiB: resident memory of all ranks, each at its own peak, libraries included. "
     "sent: what a ring algorithm sends for the collectives of a step, over all ranks.",
-    f"final loss: mean per learned token of the last {LAST_STEPS} steps; orders of rows differ, "
+    f"final loss: mean per loss token of the last {LAST_STEPS} steps; orders of rows differ, "
     "and packed contenders learn from more rows.",
 )
 

@@ -79,10 +79,10 @@ def data(
 
 
 def example(tokenizer: Any, tokens: Any, *, in_colour: bool) -> Text:
-    """One row as the model reads it: what is learned in colour, or between ⟦ and ⟧.
+    """One row as the model reads it: loss tokens in colour, or between ⟦ and ⟧.
 
     Args:
-        tokens: with `ids` and `learned`.
+        tokens: with `ids` and `loss_mask`.
     """
     text = Text()
     was_learned = False
@@ -98,10 +98,10 @@ def example(tokenizer: Any, tokens: Any, *, in_colour: bool) -> Text:
 
 
 def _stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, str]]:
-    """Neighbouring tokens that are alike: whether learned, whether special, and their text."""
+    """Neighbouring tokens that are alike: loss tokens or not, special or not; and their text."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     ids = tokens.ids.tolist()
-    kinds = zip(tokens.learned.tolist(), [token in special for token in ids], strict=True)
+    kinds = zip(tokens.loss_mask.tolist(), [token in special for token in ids], strict=True)
     for kind, group in groupby(zip(kinds, ids, strict=True), key=lambda pair: pair[0]):
         part = tokenizer.decode(
             [token for _, token in group],

@@ -114,11 +114,11 @@ def question_ids(
     Where several sources were trained on, the first tells how.
 
     Raises:
-        DataError: the source that would tell the form cannot be read any more.
+        DataError: the source that would show the format can no longer be read.
         ModelError: the tokenizer has no chat template.
     """
     from anygauge.data import first_records, prompt_ids
-    from anygauge.data.forms import prompt_template, render
+    from anygauge.data.formats import prompt_template, render
     from anygauge.data.template import ChatTemplate, read_template
 
     if data is None:

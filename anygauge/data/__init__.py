@@ -1,4 +1,4 @@
-"""Files to batches: forms, templates, masking, packing, padding, order; imports no torch."""
+"""Files to batches: formats, templates, masking, packing, padding, order; imports no torch."""
 
 from anygauge.data.batches import Batches, Layout, Schedule, accumulation
 from anygauge.data.collate import IGNORED, MicroBatch

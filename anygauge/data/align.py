@@ -1,4 +1,4 @@
-"""Text with learned stretches to tokens with learned tokens.
+"""Text whose loss is on some stretches, to tokens and their loss mask.
 
 A text is tokenised as a whole. Where a token would stand on both sides of a stretch's border, the
 text is cut at the borders and tokenised in pieces instead: so the mask is that of the characters,
@@ -33,7 +33,7 @@ class Aligner:
         self._line_end = None if both == line_end + self._ids("b") else line_end
 
     def align(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
-        """Tokens of each text, and whether each is learned.
+        """Tokens of each text, and their loss mask.
 
         Args:
             spans: for each text the stretches to learn: sorted, apart, in characters.
@@ -48,19 +48,19 @@ class Aligner:
         for text, stretches, ids, offsets in zip(
             texts, spans, encoding["input_ids"], encoding["offset_mapping"], strict=True
         ):
-            learned = self._learned(ids, offsets, stretches)
-            if learned is None:
+            loss_mask = self._loss_mask(ids, offsets, stretches)
+            if loss_mask is None:
                 result.append(self._in_pieces(text, stretches))
             else:
-                result.append((np.asarray(ids, dtype=np.int32), learned))
+                result.append((np.asarray(ids, dtype=np.int32), loss_mask))
         return result
 
-    def _learned(
+    def _loss_mask(
         self, ids: list[int], offsets: list[tuple[int, int]], spans: Sequence[Span]
     ) -> NDArray[np.bool_] | None:
-        learned = np.zeros(len(ids), dtype=np.bool_)
+        loss_mask = np.zeros(len(ids), dtype=np.bool_)
         if not ids:
-            return learned
+            return loss_mask
         given = np.asarray(offsets, dtype=np.int64)
         # Offsets may leave out white space that a token begins with: it begins where the one before
         # ends, but not behind its own start, as several tokens may share one character.
@@ -74,23 +74,23 @@ class Aligner:
             inside |= touches & added & (starts >= first)
             if np.any(touches & ~inside & ~added):
                 return None
-            learned |= inside
-        return learned
+            loss_mask |= inside
+        return loss_mask
 
     def _in_pieces(self, text: str, spans: Sequence[Span]) -> Tokens:
         ids: list[int] = []
-        learned: list[bool] = []
+        loss_mask: list[bool] = []
         at = 0
         for first, last in spans:
             for start, end, counts in ((at, first, False), (first, last, True)):
                 piece = self._piece(text[start:end], is_first=start == 0)
                 ids += piece
-                learned += [counts] * len(piece)
+                loss_mask += [counts] * len(piece)
             at = last
         piece = self._piece(text[at:], is_first=at == 0)
         ids += piece
-        learned += [False] * len(piece)
-        return np.asarray(ids, dtype=np.int32), np.asarray(learned, dtype=np.bool_)
+        loss_mask += [False] * len(piece)
+        return np.asarray(ids, dtype=np.int32), np.asarray(loss_mask, dtype=np.bool_)
 
     def _piece(self, text: str, *, is_first: bool) -> list[int]:
         if not text:

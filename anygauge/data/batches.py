@@ -55,7 +55,7 @@ class Layout:
     Attributes:
         micro_batch: sequences per forward on one rank.
         max_length: most tokens of a sequence; with packing, the capacity of a pack.
-        pad_id: token number that fills up; never learned, never attended to.
+        pad_id: token number that fills up; never a loss token, never attended to.
         packing: whether a sequence holds several rows.
         share: the part of each step that this rank reads.
         shapes: decides padded lengths.
@@ -158,7 +158,7 @@ class Batches(ABC):
         """
 
     @abstractmethod
-    def supervised_tokens(self, index: int) -> int:
+    def num_loss_tokens(self, index: int) -> int:
         """Supervised tokens of a step over all ranks."""
 
     @abstractmethod

@@ -31,7 +31,10 @@ OFF = "off"
 VARIABLE = "ANYGAUGE_CACHE"
 MANIFEST = "manifest.json"
 
-_FORMAT = 1
+_FORMAT = 2
+"""Of an entry's files; one of another format is built again."""
+_DIGEST = 1
+"""Of keys and fingerprints: a run is resumed on data with the same ones."""
 _EDGE = 2**20
 _FRESH_S = 2.0
 _SOON_HASHED = 64 * 2**20
@@ -136,7 +139,9 @@ class Cache:
                 if found is not None:
                     return found
                 if place.exists():
-                    self._log(f"cache: {place} is damaged and is built anew")
+                    earlier = (_json(place / MANIFEST) or {}).get("format", _FORMAT) != _FORMAT
+                    why = "of another version of anygauge" if earlier else "damaged"
+                    self._log(f"cache: {place} is {why} and is built again")
                 self._build(place, build)
                 found = self._read(place, built=True)
         except OSError as error:
@@ -247,7 +252,7 @@ def quick_identity(path: str, *, with_times: bool) -> str:
 
 def key_of(*parts: Any) -> str:
     """Hexadecimal digest of values that JSON can write."""
-    return hashlib.sha256(json.dumps([_FORMAT, *parts], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_DIGEST, *parts], sort_keys=True).encode()).hexdigest()
 
 
 def unreadable(path: str, error: OSError) -> DataError:

@@ -40,7 +40,7 @@ class Chat:
     Attributes:
         turns: as chat templates read them; no value is null.
         tools: what the assistant may call, or None.
-        answers: indices of the turns to be learned, in order; each is one of the assistant.
+        answers: indices of the turns with a loss, in order; each is one of the assistant.
         origin: where it stands, as in its record.
         size: bytes of all of it as JSON in UTF-8.
     """
@@ -53,7 +53,7 @@ class Chat:
 
     @property
     def is_blank(self) -> bool:
-        """Whether the turns to be learned say nothing."""
+        """Whether the turns with a loss are empty."""
         return not any(_says_something(self.turns[index]) for index in self.answers)
 
 
@@ -64,7 +64,7 @@ def chat_from_messages(record: Record, source: SourceSection, field: str) -> Cha
         DataError: the record cannot be used; names file, row and turn.
     """
     turns = _turns(record, source.messages, f"{field}.messages", _message, field)
-    return _chat(record, turns, source, first_learned=0)
+    return _chat(record, turns, source, first_loss_turn=0)
 
 
 def chat_from_sharegpt(record: Record, source: SourceSection, field: str) -> Chat:
@@ -74,21 +74,23 @@ def chat_from_sharegpt(record: Record, source: SourceSection, field: str) -> Cha
         DataError: the record cannot be used; names file, row and turn.
     """
     turns = _turns(record, source.conversations, f"{field}.conversations", _sharegpt, field)
-    return _chat(record, turns, source, first_learned=0)
+    return _chat(record, turns, source, first_loss_turn=0)
 
 
 def chat_from_columns(record: Record, source: SourceSection, field: str) -> Chat:
-    """Two columns of turns, of which only the second is learned.
+    """Two columns of turns; only the second has a loss.
 
     Raises:
         DataError: the record cannot be used; names file, row and turn.
     """
     prompt = _turns(record, source.prompt, f"{field}.prompt", _message, field)
     answer = _turns(record, source.completion, f"{field}.completion", _message, field)
-    return _chat(record, prompt + answer, source, first_learned=len(prompt))
+    return _chat(record, prompt + answer, source, first_loss_turn=len(prompt))
 
 
-def _chat(record: Record, turns: list[Turn], source: SourceSection, *, first_learned: int) -> Chat:
+def _chat(
+    record: Record, turns: list[Turn], source: SourceSection, *, first_loss_turn: int
+) -> Chat:
     where = record.origin
     system = record.values.get(source.system)
     if system not in (None, ""):
@@ -98,7 +100,7 @@ def _chat(record: Record, turns: list[Turn], source: SourceSection, *, first_lea
             )
         check_text(system, f"{where}: column {source.system!r}")
         turns.insert(0, {"role": "system", "content": system})
-        first_learned += 1
+        first_loss_turn += 1
     systems = [number for number, turn in enumerate(turns, 1) if turn["role"] == "system"]
     if len(systems) > 1:
         of_column = f" (the first is of the column {source.system!r})" if system else ""
@@ -107,7 +109,7 @@ def _chat(record: Record, turns: list[Turn], source: SourceSection, *, first_lea
             "at most one is expected: join them in one turn"
         )
     spoken = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if not spoken or spoken[-1] < first_learned:
+    if not spoken or spoken[-1] < first_loss_turn:
         roles = ", ".join(turn["role"] for turn in turns)
         raise DataError(
             f"{where}: no turn of the assistant to learn from (turns here: {roles}); "
@@ -116,7 +118,7 @@ def _chat(record: Record, turns: list[Turn], source: SourceSection, *, first_lea
     answers = tuple(
         number
         for number in spoken
-        if number >= first_learned and _weight(turns[number], where, number + 1)
+        if number >= first_loss_turn and _weight(turns[number], where, number + 1)
     )
     tools = _tools(record, source.tools)
     # Names and arguments of calls and tools are text too; contents were checked with their turn.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100
-"""The label of positions that are not learned."""
+"""The label of positions without a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,7 +24,7 @@ class MicroBatch:
 
     Attributes:
         input_ids: token numbers; sequences are padded on the right.
-        labels: the tokens to be learned *at their own position* (the loss shifts them);
+        labels: the loss tokens *at their own position* (the loss shifts them);
             `IGNORED` elsewhere, and on the first token of every document.
         attention_mask: 1 for tokens, 0 for padding. A dummy sequence keeps one 1, since attention
             over nothing at all is not a number.
@@ -32,7 +32,7 @@ class MicroBatch:
         segment_ids: packed: the document's number in its sequence from 1, 0 for padding.
             None where nothing is packed.
         origins: where the rows came from; dummies have none.
-        supervised_tokens: labels that count.
+        num_loss_tokens: labels that count.
         tokens: real tokens, without padding and dummies.
     """
 
@@ -42,7 +42,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     segment_ids: torch.Tensor | None
     origins: tuple[str, ...]
-    supervised_tokens: int
+    num_loss_tokens: int
     tokens: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ def collate(
 
     Args:
         sequences: for each, the documents it holds, in order; none at all makes a dummy, from
-            which nothing is learned.
+            which there is no loss.
         packed: whether documents are told apart by positions and `segment_ids`; only then may a
             sequence hold several.
         shapes: decides the padded length.
@@ -100,7 +100,7 @@ def collate(
         for number, document in enumerate(sequence, start=1):
             end = at + len(document.ids)
             input_ids[place, at:end] = document.ids
-            labels[place, at:end] = np.where(document.learned, document.ids, IGNORED)
+            labels[place, at:end] = np.where(document.loss_mask, document.ids, IGNORED)
             mask[place, at:end] = 1
             segments[place, at:end] = number
             if packed:
@@ -118,6 +118,6 @@ def collate(
         position_ids=torch.from_numpy(positions),
         segment_ids=torch.from_numpy(segments) if packed else None,
         origins=tuple(document.origin for sequence in sequences for document in sequence),
-        supervised_tokens=int((labels != IGNORED).sum()),
+        num_loss_tokens=int((labels != IGNORED).sum()),
         tokens=tokens,
     )

@@ -1,4 +1,4 @@
-"""Records to sequences of tokens with the tokens marked that are learned."""
+"""Records to sequences of tokens and their loss masks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data.align import Aligner
 from anygauge.data.chat import Chat
 from anygauge.data.files import Record
-from anygauge.data.forms import CHAT_FORMS, Row, parse, told_form
+from anygauge.data.formats import CHAT_FORMATS, Row, detect_format, parse
 from anygauge.data.spans import rendered, rendered_spans
 from anygauge.data.template import ChatTemplate, Span, read_template
 from anygauge.data.tokens import encode_texts, start_ids
 from anygauge.interface import ModelError
 
-__all__ = ["Counts", "Encoded", "RowEncoder", "told_form"]
+__all__ = ["Counts", "Encoded", "RowEncoder", "detect_format"]
 
 _VERSION = 3
 """Counts up when the same rows become other tokens, masks or counts, so that none are read from a
@@ -39,14 +39,14 @@ class Encoded:
 
     Attributes:
         ids: token numbers; int32 of shape (length,).
-        learned: True where the token's own prediction counts, never for the first; bool of shape
+        loss_mask: True where the token's own prediction counts, never for the first; bool of shape
             (length,).
         record: index of the record it came from, in the batch that was given.
         part: 0; from 1 where a plain text was cut in pieces.
     """
 
     ids: NDArray[np.int32]
-    learned: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     record: int
     part: int = 0
 
@@ -60,11 +60,11 @@ class Counts:
         used: rows of which something is trained on.
         sequences: what they became; more than `used` where long texts were cut in pieces.
         dropped_empty: rows left out because they hold nothing to learn.
-        dropped_long: rows left out because nothing learned fits in the maximum length, or because
+        dropped_long: rows left out because no loss token fits in the maximum length, or because
             rows beyond it are to be dropped.
         truncated: rows that lost their end.
         tokens: tokens of all sequences.
-        supervised_tokens: those that are learned.
+        num_loss_tokens: those with a loss.
         beyond: rows longer than the maximum length, truncated and dropped ones: (whole length,
             rounded up; rows of it), rising.
     """
@@ -76,7 +76,7 @@ class Counts:
     dropped_long: int = 0
     truncated: int = 0
     tokens: int = 0
-    supervised_tokens: int = 0
+    num_loss_tokens: int = 0
     beyond: tuple[tuple[int, int], ...] = ()
 
     def __add__(self, other: Counts) -> Counts:
@@ -106,7 +106,7 @@ class Counts:
         parts = [f"{self.used} of {self.rows} rows"]
         if self.sequences != self.used:
             parts.append(f"{self.sequences} sequences")
-        parts.append(f"{self.tokens} tokens, {self.supervised_tokens} loss tokens")
+        parts.append(f"{self.tokens} tokens, {self.num_loss_tokens} loss tokens")
         if self.dropped_empty:
             parts.append(f"{self.dropped_empty} dropped with nothing to learn")
         if self.dropped_long:
@@ -122,13 +122,13 @@ class RowEncoder:
     Deterministic, picklable, and usable from any one thread at a time.
 
     Args:
-        source: with its form told: where it is ``auto``, resolve it before, with
-            ``source.model_copy(update={"format": told_form(first_record, source, field)})``.
+        source: with its format resolved: where it is ``auto``, resolve it first, with
+            ``source.model_copy(update={"format": detect_format(first_record, source, field)})``.
         tokenizer: a tokenizer of the transformers library.
         field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
 
     Raises:
-        ValueError: the form is still ``auto``.
+        ValueError: the format is still ``auto``.
         RunFileError: settings that do not go together, or a template that is not valid.
         ModelError: the tokenizer cannot be used.
     """
@@ -137,7 +137,7 @@ class RowEncoder:
         self, source: SourceSection, data: DataSection, tokenizer: Any, *, field: str
     ) -> None:
         if source.format == "auto":
-            raise ValueError("the form is to be told before, by told_form")
+            raise ValueError("source.format is still 'auto'; call detect_format() first")
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 "the tokenizer has no end-of-sequence token, so the model could not learn where "
@@ -149,7 +149,7 @@ class RowEncoder:
         self._start, self._end = start_ids(tokenizer), [int(tokenizer.eos_token_id)]
         self._template: ChatTemplate | None = None
         self._aligner: Aligner | None = None
-        if source.format in CHAT_FORMS:
+        if source.format in CHAT_FORMATS:
             self._template = ChatTemplate(tokenizer, self._given)
 
     def encode(self, records: Sequence[Record]) -> tuple[list[Encoded], Counts]:
@@ -157,7 +157,7 @@ class RowEncoder:
 
         A document of a .txt file comes as a record with one value under `source.text`. Plain text
         beyond the maximum length is never lost: it is cut in pieces, each starting with the last
-        token of the one before, so that every token but the first is learned exactly once.
+        token of the one before, so that every token but the first has a loss exactly once.
 
         Raises:
             DataError: a record cannot be used; names file and row.
@@ -197,10 +197,10 @@ class RowEncoder:
             else:
                 before = self._start + prompt
                 ids = np.asarray(before + answer + self._end, dtype=np.int32)
-                learned = np.ones(len(ids), dtype=np.bool_)
+                loss_mask = np.ones(len(ids), dtype=np.bool_)
                 if self.data.loss_on != "all":
-                    learned[: len(before)] = False
-                batch.add(index, ids, learned)
+                    loss_mask[: len(before)] = False
+                batch.add(index, ids, loss_mask)
 
     def _encode_chats(self, chats: Sequence[tuple[int, Chat]], batch: _Batch) -> None:
         if not chats:
@@ -215,8 +215,8 @@ class RowEncoder:
         batch.dropped_empty += len(chats) - len(kept)
         texts = [self._text(chat, self._template) for _, chat in kept]
         aligned = self._aligner.align(*zip(*texts, strict=True)) if texts else []
-        for (index, _), (ids, learned) in zip(kept, aligned, strict=True):
-            batch.add(index, ids, learned)
+        for (index, _), (ids, loss_mask) in zip(kept, aligned, strict=True):
+            batch.add(index, ids, loss_mask)
 
     def _text(self, chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
         if self.data.loss_on == "all":
@@ -234,30 +234,32 @@ class _Batch:
         self.used = self.dropped_empty = self.dropped_long = self.truncated = 0
         self.beyond: Counter[int] = Counter()
 
-    def add(self, record: int, ids: NDArray[np.int32], learned: NDArray[np.bool_]) -> None:
-        learned[:1] = False
-        if not learned.any():
+    def add(self, record: int, ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> None:
+        loss_mask[:1] = False
+        if not loss_mask.any():
             self.dropped_empty += 1
             return
         is_long = len(ids) > self.max_length
         if is_long:
             self.beyond[-(-len(ids) // _STEP) * _STEP] += 1
-        if is_long and (self.too_long == "drop" or not learned[: self.max_length].any()):
+        if is_long and (self.too_long == "drop" or not loss_mask[: self.max_length].any()):
             self.dropped_long += 1
             return
         self.truncated += is_long
         self.used += 1
-        ids, learned = ids[: self.max_length], learned[: self.max_length]
-        self.sequences.append(Encoded(ids, learned, record))
+        ids, loss_mask = ids[: self.max_length], loss_mask[: self.max_length]
+        self.sequences.append(Encoded(ids, loss_mask, record))
 
     def add_text(self, record: int, ids: list[int]) -> None:
         self.used += 1
         starts = range(0, len(ids) - 1, self.max_length - 1)
         for number, start in enumerate(starts, start=1):
             part = np.asarray(ids[start : start + self.max_length], dtype=np.int32)
-            learned = np.ones(len(part), dtype=np.bool_)
-            learned[0] = False
-            self.sequences.append(Encoded(part, learned, record, number if len(starts) > 1 else 0))
+            loss_mask = np.ones(len(part), dtype=np.bool_)
+            loss_mask[0] = False
+            self.sequences.append(
+                Encoded(part, loss_mask, record, number if len(starts) > 1 else 0)
+            )
 
     def finish(self, rows: int) -> tuple[list[Encoded], Counts]:
         self.sequences.sort(key=lambda one: (one.record, one.part))
@@ -269,7 +271,7 @@ class _Batch:
             dropped_long=self.dropped_long,
             truncated=self.truncated,
             tokens=sum(len(one.ids) for one in self.sequences),
-            supervised_tokens=sum(int(one.learned.sum()) for one in self.sequences),
+            num_loss_tokens=sum(int(one.loss_mask.sum()) for one in self.sequences),
             beyond=tuple(sorted(self.beyond.items())),
         )
 

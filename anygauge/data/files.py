@@ -20,7 +20,7 @@ from anygauge.interface import DataError
 from anygauge.util.files import read_bounded
 
 MOST_LINE = 2**25
-"""Bytes of a line; its text is bounded below that (`forms.MOST_TEXT`), JSON writes more."""
+"""Bytes of a line; its text is bounded below that (`formats.MOST_TEXT`), JSON writes more."""
 
 _MOST_WHOLE = 2**32
 BOM = b"\xef\xbb\xbf"

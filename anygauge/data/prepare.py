@@ -15,7 +15,7 @@ from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data.batches import Batches, Layout, Schedule
 from anygauge.data.cache import Cache, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
-from anygauge.data.forms import parse, told_form
+from anygauge.data.formats import detect_format, parse
 from anygauge.data.order import Split
 from anygauge.data.readers import (
     content_digest,
@@ -99,9 +99,9 @@ def peek(data: DataSection) -> None:
     read_template(data.chat_template)
     for field, source in (*_fields("train", data), *_fields("eval", data)):
         records = first_records(source, PEEKED_ROWS, field)
-        form = told_form(records[0], source, field)
+        row_format = detect_format(records[0], source, field)
         for record in records:
-            parse(record, form, source, field)
+            parse(record, row_format, source, field)
 
 
 def prepare(
@@ -194,8 +194,8 @@ class _Preparer:
         self._fraction = data.eval_fraction if which == "train" else 0.0
         self._sources = []
         for field, source in _fields(which, data):
-            form = told_form(first_records(source, 1, field)[0], source, field)
-            told = source.model_copy(update={"format": form})
+            row_format = detect_format(first_records(source, 1, field)[0], source, field)
+            told = source.model_copy(update={"format": row_format})
             self._sources.append((field, told, RowEncoder(told, data, tokenizer, field=field)))
 
     def rows(self, part: _Part) -> TokenizedRows:

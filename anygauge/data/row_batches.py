@@ -29,7 +29,7 @@ class _Sequences:
         sizes: sequences of each weight, one after another.
         weights: of the sequences of each size.
         tokens: of each sequence; int64 of shape (sequences,).
-        supervised: learned tokens of each; int64 of shape (sequences,).
+        num_loss_tokens: loss tokens of each; int64 of shape (sequences,).
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class _Sequences:
             self.sizes = [len(part) for part in packs]
             self._packs = Groups.joined(packs)
             self.tokens = self._packs.sums(rows.lengths)
-            self.supervised = self._packs.sums(rows.supervised_counts)
+            self.num_loss_tokens = self._packs.sums(rows.loss_token_counts)
         else:
             self.weights, self.sizes = list(weights), rows.sizes
-            self.tokens, self.supervised = rows.lengths, rows.supervised_counts
+            self.tokens, self.num_loss_tokens = rows.lengths, rows.loss_token_counts
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -105,9 +105,9 @@ class RowBatches(OrderedBatches):
         documents = [self._sequences.documents(turn.tolist()) for turn in items]
         return self.layout.step(documents)
 
-    def supervised_tokens(self, index: int) -> int:
+    def num_loss_tokens(self, index: int) -> int:
         """See `Batches`; needs no communication."""
-        return int(self._sequences.supervised[self._real(index)].sum())
+        return int(self._sequences.num_loss_tokens[self._real(index)].sum())
 
     def real_tokens(self, index: int) -> int:
         """See `Batches`; needs no communication."""
@@ -161,7 +161,7 @@ class EvaluationBatches(Sequence[MicroBatch]):
     """The evaluation micro-batches of one rank; each is laid out when it is asked for.
 
     All rows once, in their own order, divided over ranks; every rank has as many batches. Missing
-    sequences at the end are dummies, so summed loss over summed `supervised_tokens` is the same
+    sequences at the end are dummies, so summed loss over summed `num_loss_tokens` is the same
     for every number of ranks and size of micro-batch.
     """
 

@@ -27,12 +27,12 @@ class Tokens:
 
     Attributes:
         ids: token numbers; int32 of shape (length,).
-        learned: True where the token's own prediction counts; bool of shape (length,).
+        loss_mask: True where the token's own prediction counts; bool of shape (length,).
         origin: where it stands: ``data.jsonl:17``.
     """
 
     ids: NDArray[np.int32]
-    learned: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     origin: str
 
 
@@ -42,21 +42,21 @@ class Piece:
 
     Attributes:
         ids: token numbers of all sequences, one after another; int32 of shape (tokens,).
-        learned: whether each is learned; bool of shape (tokens,).
+        loss_mask: whether each has a loss; bool of shape (tokens,).
         starts: where each sequence begins, and the end of the last; int64 of shape (n + 1,).
-        supervised: learned tokens of each; int32 of shape (n,).
+        num_loss_tokens: loss tokens of each; int32 of shape (n,).
         places: line or index of the record that each came from; int64 of shape (n,).
         parts: 0, or which part of its record it is, from 1; int32 of shape (n,).
         origin: how a place is written: ``data.jsonl:{}``.
-        fingerprint: hexadecimal digest of ids, learned and starts.
+        fingerprint: hexadecimal digest of ids, loss mask and starts.
         counts: what became of the records.
         records: of the whole source, those included that another part of it has.
     """
 
     ids: NDArray[np.int32]
-    learned: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     starts: NDArray[np.int64]
-    supervised: NDArray[np.int32]
+    num_loss_tokens: NDArray[np.int32]
     places: NDArray[np.int64]
     parts: NDArray[np.int32]
     origin: str
@@ -65,14 +65,14 @@ class Piece:
     records: int
 
     def __len__(self) -> int:
-        return len(self.supervised)
+        return len(self.num_loss_tokens)
 
 
 _ARRAYS: dict[str, Any] = {
     "ids": np.int32,
-    "learned": np.bool_,
+    "loss_mask": np.bool_,
     "starts": np.int64,
-    "supervised": np.int32,
+    "num_loss_tokens": np.int32,
     "places": np.int64,
     "parts": np.int32,
 }
@@ -86,7 +86,7 @@ class PieceWriter:
         self._files = {
             name: self._open.enter_context((folder / name).open("wb")) for name in _ARRAYS
         }
-        self._digests = {name: hashlib.sha256() for name in ("ids", "learned", "starts")}
+        self._digests = {name: hashlib.sha256() for name in ("ids", "loss_mask", "starts")}
         self._tokens = 0
         self._counts = Counts()
         self._append("starts", [0])
@@ -104,9 +104,9 @@ class PieceWriter:
             return
         ends = np.cumsum([len(each.ids) for each in encoded], dtype=np.int64) + self._tokens
         self._append("ids", np.concatenate([each.ids for each in encoded]))
-        self._append("learned", np.concatenate([each.learned for each in encoded]))
+        self._append("loss_mask", np.concatenate([each.loss_mask for each in encoded]))
         self._append("starts", ends)
-        self._append("supervised", [int(each.learned.sum()) for each in encoded])
+        self._append("num_loss_tokens", [int(each.loss_mask.sum()) for each in encoded])
         self._append("places", [places[each.record] for each in encoded])
         self._append("parts", [each.part for each in encoded])
         self._tokens = int(ends[-1])
@@ -170,27 +170,27 @@ class TokenizedRows:
         return np.concatenate([np.diff(piece.starts) for piece in self.pieces])
 
     @cached_property
-    def supervised_counts(self) -> NDArray[np.int64]:
+    def loss_token_counts(self) -> NDArray[np.int64]:
         """Learned tokens of each sequence; int64 of shape (n,)."""
-        return np.concatenate([piece.supervised for piece in self.pieces]).astype(np.int64)
+        return np.concatenate([piece.num_loss_tokens for piece in self.pieces]).astype(np.int64)
 
     def tokens(self, index: int) -> Tokens:
         """One sequence with all that a batch needs of it."""
         piece, inside = self._find(index)
         here = slice(int(piece.starts[inside]), int(piece.starts[inside + 1]))
-        return Tokens(piece.ids[here], piece.learned[here], self.origin(index))
+        return Tokens(piece.ids[here], piece.loss_mask[here], self.origin(index))
 
     def row(self, index: int) -> NDArray[np.int32]:
         """Token numbers of one sequence; int32 of shape (length,)."""
         return self.tokens(index).ids
 
-    def learned(self, index: int) -> NDArray[np.bool_]:
-        """Which tokens of one sequence are learned; bool of shape (length,)."""
-        return self.tokens(index).learned
+    def loss_mask(self, index: int) -> NDArray[np.bool_]:
+        """Which tokens of one sequence have a loss; bool of shape (length,)."""
+        return self.tokens(index).loss_mask
 
-    def supervised(self, index: int) -> int:
+    def num_loss_tokens(self, index: int) -> int:
         """Learned tokens of one sequence."""
-        return int(self.supervised_counts[index])
+        return int(self.loss_token_counts[index])
 
     def origin(self, index: int) -> str:
         """Where one sequence came from: ``data.jsonl:17`` or ``notes.txt:3 (part 2)``."""
@@ -199,7 +199,7 @@ class TokenizedRows:
         return piece.origin.format(int(piece.places[inside])) + (f" (part {part})" if part else "")
 
     def fingerprint(self) -> str:
-        """Hexadecimal digest of all tokens and which are learned."""
+        """Hexadecimal digest of all tokens and their loss masks."""
         return key_of(*(piece.fingerprint for piece in self.pieces))
 
     def _find(self, index: int) -> tuple[Piece, int]:

@@ -1,4 +1,4 @@
-"""Which characters of a rendered chat are learned: what the assistant says, up to its end token.
+"""Which characters of a rendered chat have a loss: what the assistant says, up to its end token.
 
 A chat is rendered once as a whole. Where its template has ``{% generation %}`` marks, they tell.
 Otherwise a turn is what the rendering grows by between the turns before it with the generation
@@ -24,7 +24,7 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 
 
 def rendered_spans(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
-    """A chat's text, and the stretches of it to be learned: sorted, apart, in characters.
+    """A chat's text, and its stretches with a loss: sorted, without overlap, in characters.
 
     Raises:
         DataError: the template does not take the chat, leaves out a part of it, or does not let
@@ -95,7 +95,7 @@ class _Finder:
         self._anchors: dict[int, _Anchor | None] = {}
 
     def span(self, index: int) -> Span | None:
-        """The characters of a turn that are learned; None where they cannot be told."""
+        """The characters of a turn that have a loss; None where they cannot be found."""
         return self._grown(index) or self._marked(index)
 
     def _grown(self, index: int) -> Span | None:
@@ -286,7 +286,7 @@ def _untold(chat: Chat, finder: _Finder, index: int) -> DataError:
         )
     eased = index != last and finder.span(last) is not None
     return DataError(
-        f"{where}: cannot tell which text is learned: the chat template renders this turn in "
+        f"{where}: cannot tell which text has a loss: the chat template renders this turn in "
         "another way once other turns follow it, or leaves it out. Enclose what the assistant "
         "says in {% generation %} and {% endgeneration %} in a data.chat_template"
         + ("; or set data.loss_on: last_turn" if eased else "")

@@ -67,7 +67,7 @@ class StreamedRows:
             for each in encoded:
                 part = f" (part {each.part})" if each.part else ""
                 origin = records[each.record].origin + part
-                documents[places[each.record]].append(Tokens(each.ids, each.learned, origin))
+                documents[places[each.record]].append(Tokens(each.ids, each.loss_mask, origin))
         return documents, counts
 
     def origins(self, numbers: NDArray[np.int64]) -> tuple[str, ...]:
@@ -109,6 +109,6 @@ def first_parts(
         sequences=sum(map(len, kept)),
         truncated=counts.truncated + lost,
         tokens=sum(len(each.ids) for parts in kept for each in parts),
-        supervised_tokens=sum(int(each.learned.sum()) for parts in kept for each in parts),
+        num_loss_tokens=sum(int(each.loss_mask.sum()) for parts in kept for each in parts),
     )
     return kept, counts

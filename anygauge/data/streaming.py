@@ -76,7 +76,7 @@ class _Step:
 class StreamedBatches(OrderedBatches):
     """Training batches without packing; see `Batches`.
 
-    `step`, `supervised_tokens` and `real_tokens` of a step must be called on every rank, for the
+    `step`, `num_loss_tokens` and `real_tokens` of a step must be called on every rank, for the
     same steps in the same order: the first of them speaks with the other ranks.
 
     Args:
@@ -102,9 +102,9 @@ class StreamedBatches(OrderedBatches):
             [sequences[at : at + size] for at in range(0, len(sequences), size)]
         )
 
-    def supervised_tokens(self, index: int) -> int:
+    def num_loss_tokens(self, index: int) -> int:
         """See `Batches`."""
-        return self._step(index).counts.supervised_tokens
+        return self._step(index).counts.num_loss_tokens
 
     def real_tokens(self, index: int) -> int:
         """See `Batches`."""
@@ -144,7 +144,7 @@ class StreamedBatches(OrderedBatches):
             sums = self._sum([float(getattr(mine.counts, name)) for name in _COUNTED])
             counted: dict[str, Any] = dict(zip(_COUNTED, map(round, sums), strict=True))
             counts = Counts(**counted)
-            if not counts.supervised_tokens:
+            if not counts.num_loss_tokens:
                 raise _nothing_to_learn(index, self.global_origins(index))
             self._rows.counts += counts
             self._steps[index] = _Step(mine.sequences, counts)
@@ -188,10 +188,10 @@ class PackedStream(Batches):
         sequences = self._sequences(index)
         return self.layout.step([[sequences[at] for at in turn] for turn in self._places()])
 
-    def supervised_tokens(self, index: int) -> int:
+    def num_loss_tokens(self, index: int) -> int:
         """See `Batches`."""
         return sum(
-            int(each.learned.sum()) for sequence in self._sequences(index) for each in sequence
+            int(each.loss_mask.sum()) for sequence in self._sequences(index) for each in sequence
         )
 
     def real_tokens(self, index: int) -> int:

@@ -209,7 +209,7 @@ class DeviceBatch:
     Attributes:
         inputs: keyword arguments of the model's forward, ``shift_labels`` among them where it is
             to return its loss: (B, T) int64, the token that each position is to predict; -100
-            where not supervised. They are shifted already, so that a sequence can be cut anywhere.
+            where there is none. They are shifted already, so that a sequence can be cut anywhere.
     """
 
     inputs: Mapping[str, Any]
@@ -289,7 +289,7 @@ class Engine(Protocol):
         Args:
             batches: this rank's; each is moved to the device when it is taken.
             normalizer: the gradient is that of the loss, summed over all ranks, divided by this
-                number, the same on every rank: use it as it is given. It is the supervised tokens
+                number, the same on every rank: use it as it is given. It is the loss tokens
                 of the whole global batch.
 
         Returns:

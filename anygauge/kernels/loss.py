@@ -189,7 +189,7 @@ def return_loss(model: Any, kernel: LossKernel | None = None) -> None:
     """Let `model` return its loss, and no logits, whenever it is called with ``shift_labels``.
 
     Call it once adapters are in place. With shift_labels (B, T) int64, the token that each position
-    is to predict and -100 where not supervised, the model's output has ``loss``, the sum of token
+    is to predict and -100 where there is no loss, the model's output has ``loss``, the sum of token
     losses in nats, () float32, and its logits are None; without them it is what it was.
 
     Args:
@@ -220,10 +220,10 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: (B, T, V), any floating type.
-        targets: (B, T) int64, the token that each position predicts; -100 where not supervised.
+        targets: (B, T) int64, the token that each position predicts; -100 where there is no loss.
 
     Returns:
-        () float32. Zero, with a gradient path, where nothing is supervised.
+        () float32. Zero, with a gradient path, where nothing has a loss.
     """
     vocabulary = logits.shape[-1]
     return torch.nn.functional.cross_entropy(

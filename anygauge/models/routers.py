@@ -1,7 +1,7 @@
 """The auxiliary loss of a mixture of experts: how unevenly its routers use the experts.
 
 transformers has the formula, and says which modules' outputs it takes. It is added for each
-micro-batch, weighted with the tokens that are learned there, so that a step's loss is the mean over
+micro-batch, weighted with the loss tokens there, so that a step's loss is the mean over
 tokens of both, whoever computed which micro-batch.
 """
 
@@ -105,8 +105,8 @@ def add_router_loss(model: Any, coefficient: float) -> None:
         assert tokens is not None
         with routers.heard() as given:
             outputs = usual(self, *args, shift_labels=shift_labels, **kwargs)
-        learned = (shift_labels != IGNORE).sum()
-        outputs.loss = outputs.loss + coefficient * learned * routers.loss(given, tokens)
+        loss_tokens = (shift_labels != IGNORE).sum()
+        outputs.loss = outputs.loss + coefficient * loss_tokens * routers.loss(given, tokens)
         return outputs
 
     replace_forward(causal, forward)

@@ -15,7 +15,7 @@ from anygauge.models.vocabulary import add_tokens
 def load_tokenizer(section: ModelSection) -> Any:
     """The run's tokenizer, with a pad token and the run's new tokens.
 
-    Where it has none, the end-of-text token pads: padded positions are masked and never learned.
+    Where it has none, the end-of-text token pads: padded positions are masked and have no loss.
 
     Raises:
         ModelError: there is no usable tokenizer, or a new token is none.

@@ -79,7 +79,7 @@ class Trained:
     """A run that ended well.
 
     Attributes:
-        losses: of every step, nats per learned token.
+        losses: of every step, nats per loss token.
         metrics: every record of ``metrics.jsonl``.
     """
 

@@ -31,7 +31,7 @@ class Loop:
     Attributes:
         to_device: moves a micro-batch to the device and makes the model's arguments.
         loss_function: the model's outputs -> summed loss.
-        evaluations: name -> this rank's batches and the supervised tokens over all ranks.
+        evaluations: name -> this rank's batches and the loss tokens over all ranks.
         progress: told where this rank is.
         share: the part of each step's rows that this rank reads.
         start: steps that were done before, in the part of the run that this one resumes.
@@ -64,7 +64,7 @@ class Loop:
             self.progress.at(f"step {index + 1}, forward and backward")
             began = time.perf_counter()
             micro_batches = self.batches.step(index)
-            tokens = self.batches.supervised_tokens(index)
+            tokens = self.batches.num_loss_tokens(index)
             lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
             result = self.engine.run_step(
                 LazyBatches(micro_batches, self.to_device), self.loss_function, tokens
@@ -102,7 +102,7 @@ class Loop:
         return done == self.batches.steps or bool(every and done % every == 0)
 
     def evaluate(self, done: int) -> dict[str, float]:
-        """Mean loss per supervised token of each evaluation set, after `done` steps."""
+        """Mean loss per loss token of each evaluation set, after `done` steps."""
         self.progress.at(f"evaluation after step {done}")
         losses = {}
         for name, (batches, tokens) in self.evaluations.items():

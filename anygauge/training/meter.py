@@ -27,10 +27,10 @@ LARGEST_EXPONENT = 700.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTokens:
-    """How much one step holds over all ranks: real tokens, learned tokens, sequences."""
+    """How much one step holds over all ranks: real tokens, loss tokens, sequences."""
 
     tokens: int
-    supervised_tokens: int
+    num_loss_tokens: int
     sequences: int
 
 
@@ -174,7 +174,7 @@ class MetricsLogger:
             "grad_norm": grad_norm,
             "epoch": round(self._epoch(index), 6),
             "tokens": volume.tokens,
-            "supervised_tokens": volume.supervised_tokens,
+            "num_loss_tokens": volume.num_loss_tokens,
             "padding": round(1 - volume.tokens / slots, 6),
             "seconds": seconds,
             "tokens_per_s": volume.tokens / seconds,
@@ -201,7 +201,7 @@ class MetricsLogger:
         self._system_samples()
 
     def evaluation(self, step: int, name: str, loss: float, tokens: int) -> None:
-        """Record one evaluation after `step` steps; `loss` in nats per supervised token."""
+        """Record one evaluation after `step` steps; `loss` in nats per loss token."""
         record = {"step": step, "name": name, "eval_loss": loss, "eval_tokens": tokens}
         self.history.evaluations.append(record)
         if self._file is None:

@@ -105,7 +105,7 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
         position_ids=torch.arange(ids.shape[1])[None],
         segment_ids=torch.ones_like(ids) if prepared.run.data.packing else None,
         origins=(),
-        supervised_tokens=0,
+        num_loss_tokens=0,
         tokens=ids.numel(),
     )
     logits = prepared.engine.logits(prepared.loop.to_device(probe))

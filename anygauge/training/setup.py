@@ -241,7 +241,7 @@ def prepare_run(
     if data.eval is not None:
         rank.log(f"evaluation: {described(data.eval)}")
         held_out = EvaluationBatches(data.eval, layout)
-        evaluations["eval"] = (held_out, data.eval.report.supervised_tokens)
+        evaluations["eval"] = (held_out, data.eval.report.num_loss_tokens)
     resumed = find_checkpoint(
         "auto" if job.resume else run.checkpoint.resume,
         Path(job.run_directory),
@@ -303,7 +303,7 @@ def prepare_run(
         world_size=rank.world_size,
         volume=lambda index: StepTokens(
             tokens=batches.real_tokens(index),
-            supervised_tokens=batches.supervised_tokens(index),
+            num_loss_tokens=batches.num_loss_tokens(index),
             sequences=run.train.global_batch_size,
         ),
         epoch=batches.epoch,

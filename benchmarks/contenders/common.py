@@ -50,7 +50,7 @@ class Recorder:
         self._tokens = self._slots = 0
 
     def rank_loss(self, loss_sum: float, learned: int) -> None:
-        """Loss of the last step on this rank: the sum over learned tokens, and their number."""
+        """Loss of the last step on this rank: the sum over loss tokens, and their number."""
         self._write({"loss_sum": loss_sum, "learned": learned})
 
     def loss(self, value: float) -> None:

@@ -17,9 +17,9 @@ WORDS = (FIXTURES / "text.txt").read_text(encoding="utf-8")
 
 def aligned(tokenizer, text, *spans):
     """The texts of learned and other tokens, in their order."""
-    [(ids, learned)] = Aligner(tokenizer).align([text], [spans])
-    edges = [0, *(n for n in range(1, len(ids)) if learned[n] != learned[n - 1]), len(ids)]
-    return [(bool(learned[a]), text_of(tokenizer, ids[a:b].tolist())) for a, b in pairwise(edges)]
+    [(ids, loss_mask)] = Aligner(tokenizer).align([text], [spans])
+    edges = [0, *(n for n in range(1, len(ids)) if loss_mask[n] != loss_mask[n - 1]), len(ids)]
+    return [(bool(loss_mask[a]), text_of(tokenizer, ids[a:b].tolist())) for a, b in pairwise(edges)]
 
 
 def spaced(prepend_scheme):
@@ -59,16 +59,16 @@ def test_every_border_is_kept(tokenizer, border):
 
 def test_borders_that_no_token_crosses_leave_the_tokens_alone(tokenizer):
     text = "one two three"
-    [(ids, learned)] = Aligner(tokenizer).align([text], [[(len("one"), len("one two"))]])
+    [(ids, loss_mask)] = Aligner(tokenizer).align([text], [[(len("one"), len("one two"))]])
     assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert text_of(tokenizer, ids[learned].tolist()) == " two"
+    assert text_of(tokenizer, ids[loss_mask].tolist()) == " two"
 
 
 def test_nothing_and_everything(tokenizer):
     assert aligned(tokenizer, "abc") == [(False, "abc")]
     assert aligned(tokenizer, "abc", (0, 3)) == [(True, "abc")]
-    [(ids, learned)] = Aligner(tokenizer).align([""], [[]])
-    assert len(ids) == len(learned) == 0
+    [(ids, loss_mask)] = Aligner(tokenizer).align([""], [[]])
+    assert len(ids) == len(loss_mask) == 0
     assert Aligner(tokenizer).align([], []) == []
 
 
@@ -87,10 +87,10 @@ def test_pieces_get_no_space_of_their_own(scheme):
     tokenizer = spaced(scheme)
     text = "The rails of the tracks"
     start, end = len("The rai"), len("The rails of the tra")
-    [(ids, learned)] = Aligner(tokenizer).align([text], [[(start, end)]])
+    [(ids, loss_mask)] = Aligner(tokenizer).align([text], [[(start, end)]])
     names = tokenizer.convert_ids_to_tokens(ids.tolist())
     assert "".join(names) == "▁The▁rails▁of▁the▁tracks"
-    assert "".join(name for name, counts in zip(names, learned, strict=True) if counts) == (
+    assert "".join(name for name, counts in zip(names, loss_mask, strict=True) if counts) == (
         "ls▁of▁the▁tra"
     )
 
@@ -103,6 +103,6 @@ def test_a_token_that_swallows_white_space_belongs_to_where_it_begins(tmp_path):
     )
     text = "<ask>\nq<ask>\n\nanswer<end>\n<ask>\nq"
     start, end = text.index("\nanswer"), text.index("<end>") + len("<end>")
-    [(ids, learned)] = Aligner(tokenizer).align([text], [[(start, end)]])
+    [(ids, loss_mask)] = Aligner(tokenizer).align([text], [[(start, end)]])
     assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert text_of(tokenizer, ids[learned].tolist()) == "answer<end>"
+    assert text_of(tokenizer, ids[loss_mask].tolist()) == "answer<end>"

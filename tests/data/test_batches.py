@@ -46,7 +46,7 @@ def check(batch, rows, packed):
     for tensor in batch.tensors().values():
         assert tensor.dtype is torch.int64
         assert tensor.shape == ids.shape
-    assert batch.supervised_tokens == int((labels[:, 1:] != IGNORED).sum())
+    assert batch.num_loss_tokens == int((labels[:, 1:] != IGNORED).sum())
     assert (labels[:, 0] == IGNORED).all()
     assert (labels[labels != IGNORED] == ids[labels != IGNORED]).all()
     assert (ids[mask == 0] == PAD).all()
@@ -78,7 +78,7 @@ def test_one_padded_batch_token_by_token(tokenizer, prepared):
     assert batch.segment_ids is None
     assert "segment_ids" not in batch.tensors()
     assert [origin[-2:] for origin in batch.origins] == [":1", ":2"]
-    assert (batch.supervised_tokens, batch.tokens) == (6, 10)
+    assert (batch.num_loss_tokens, batch.tokens) == (6, 10)
 
 
 def test_one_pack_token_by_token(tokenizer, prepared):
@@ -93,7 +93,7 @@ def test_one_pack_token_by_token(tokenizer, prepared):
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]]
     assert batch.segment_ids.tolist() == [[1] * 6 + [2] * 4 + [0] * 2]
     assert [origin[-2:] for origin in batch.origins] == [":2", ":1"]
-    assert (batch.supervised_tokens, batch.tokens) == (6, 10)
+    assert (batch.num_loss_tokens, batch.tokens) == (6, 10)
 
 
 @settings(max_examples=15, deadline=None)
@@ -124,8 +124,8 @@ def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
             check(batch, tokenized, packing)
         assert tuple(origin for part in parts for origin in part.origins) == together.origins
         assert together.origins == whole.global_origins(index)
-        tokens = sum(part.supervised_tokens for part in parts)
-        assert tokens == together.supervised_tokens == whole.supervised_tokens(index)
+        tokens = sum(part.num_loss_tokens for part in parts)
+        assert tokens == together.num_loss_tokens == whole.num_loss_tokens(index)
         assert sum(part.tokens for part in parts) == whole.real_tokens(index)
     with pytest.raises(IndexError):
         whole.step(whole.steps)
@@ -226,8 +226,8 @@ def test_evaluation_reads_every_row_once_on_equal_ranks(tokenized, packing, micr
         assert batch.input_ids.shape[0] == micro
     origins = [origin for batch in every for origin in batch.origins]
     assert sorted(origins) == sorted(origins_of(tokenized))
-    total = sum(batch.supervised_tokens for batch in every)
-    assert total == tokenized.report.supervised_tokens
+    total = sum(batch.num_loss_tokens for batch in every)
+    assert total == tokenized.report.num_loss_tokens
     with pytest.raises(IndexError):
         ranks[0][len(ranks[0])]
 

@@ -43,7 +43,7 @@ def shown(tokenizer: Any, chat_template: str, *turns: dict[str, Any], **fields: 
     """The one sequence of a chat, with marks; its tokens are those of the rendered text."""
     row = {"messages": list(turns), "tools": fields.pop("tools", None)}
     [sequence], _ = encode(tokenizer, "messages", row, chat_template=chat_template, **fields)
-    assert not sequence.learned[0]
+    assert not sequence.loss_mask[0]
     return marked(tokenizer, sequence)
 
 
@@ -99,8 +99,8 @@ def test_only_the_last_turn(tokenizer, text):
 def test_loss_on_all_learns_every_token_but_the_first(tokenizer, text):
     row = {"messages": list(CHAT)}
     [sequence], counts = encode(tokenizer, "messages", row, chat_template=text, loss_on="all")
-    assert sequence.learned.tolist() == [False] + [True] * (len(sequence.ids) - 1)
-    assert counts.supervised_tokens == counts.tokens - 1
+    assert sequence.loss_mask.tolist() == [False] + [True] * (len(sequence.ids) - 1)
+    assert counts.num_loss_tokens == counts.tokens - 1
 
 
 def test_tokens_and_mask_one_by_one(tokenizer):
@@ -109,7 +109,7 @@ def test_tokens_and_mask_one_by_one(tokenizer):
     )
     names = tokenizer.convert_ids_to_tokens(sequence.ids.tolist())
     assert names == ["<s>", "[INST]", "Ġa", "[/INST]", "b", "</s>"]
-    assert sequence.learned.tolist() == [False, False, False, False, True, True]
+    assert sequence.loss_mask.tolist() == [False, False, False, False, True, True]
 
 
 # -- history that templates rewrite ---------------------------------------------------------------
@@ -241,16 +241,16 @@ def test_an_empty_answer_among_others_is_its_end_token(tokenizer, text):
 def test_prompt_and_completion_of_turns_learn_the_completion_alone(tokenizer, text):
     row = {"prompt": [user("q"), assistant("a"), user("r")], "completion": [assistant("b")]}
     [sequence], _ = encode(tokenizer, "prompt_completion", row, chat_template=text)
-    learned = [part for counts, part in stretches(tokenizer, sequence) if counts]
-    assert learned == ["b<|eot_id|>"]
+    loss_mask = [part for counts, part in stretches(tokenizer, sequence) if counts]
+    assert loss_mask == ["b<|eot_id|>"]
 
 
 @pytest.mark.parametrize("text", [HEADERS, MARKED])
 def test_turns_of_weight_0(tokenizer, text):
     turns = [user("q"), assistant("a", weight=0), user("r"), assistant("b", weight=1)]
-    learned = shown(tokenizer, text, *turns)
-    assert learned.count("⟦") == 1
-    assert "⟦b<|eot_id|>⟧" in learned
+    loss_mask = shown(tokenizer, text, *turns)
+    assert loss_mask.count("⟦") == 1
+    assert "⟦b<|eot_id|>⟧" in loss_mask
 
 
 def test_a_mark_that_stands_in_the_data_is_data(tokenizer):
@@ -304,7 +304,7 @@ FORGETFUL = (
 def test_a_template_that_leaves_answers_out(tokenizer):
     turns = (user("q"), assistant("a"), user("r"), assistant("b"))
     message = refusal(tokenizer, FORGETFUL, *turns)
-    assert "c.jsonl:1: turn 2 (assistant): cannot tell which text is learned" in message
+    assert "c.jsonl:1: turn 2 (assistant): cannot tell which text has a loss" in message
     assert message.endswith(
         "{% endgeneration %} in a data.chat_template; or set data.loss_on: last_turn"
     )
@@ -343,8 +343,8 @@ def test_learned_tokens_are_the_answers_whatever_is_said(tokenizer, turns, text)
     if not any(said):
         assert counts.dropped_empty == 1
         return
-    learned = [part for is_learned, part in stretches(tokenizer, sequences[0]) if is_learned]
-    assert learned == [f"{words}<|eot_id|>" for words in said]
+    loss_mask = [part for is_learned, part in stretches(tokenizer, sequences[0]) if is_learned]
+    assert loss_mask == [f"{words}<|eot_id|>" for words in said]
     whole = tokenizer.apply_chat_template(turns, chat_template=text, tokenize=False)
     assert text_of(tokenizer, sequences[0].ids.tolist()) == whole
 
@@ -357,6 +357,6 @@ def test_rewritten_history_whatever_is_said(tokenizer, turns):
     if not any(words.strip() for words in said):
         assert counts.dropped_empty == 1
         return
-    learned = [part for is_learned, part in stretches(tokenizer, sequences[0]) if is_learned]
+    loss_mask = [part for is_learned, part in stretches(tokenizer, sequences[0]) if is_learned]
     said[-1] = f"<think>\n\n</think>\n\n{said[-1]}"
-    assert learned == [f"{words}<|im_end|>" for words in said]
+    assert loss_mask == [f"{words}<|im_end|>" for words in said]

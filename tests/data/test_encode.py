@@ -30,8 +30,8 @@ def pairs(tokenizer, *rows, **data):
     return encode(tokenizer, "prompt_completion", *values, source={"template": "{prompt}"}, **data)
 
 
-def learned(sequence):
-    return sequence.ids[sequence.learned].tolist()
+def loss_mask(sequence):
+    return sequence.ids[sequence.loss_mask].tolist()
 
 
 # -- prompt and answer ----------------------------------------------------------------------------
@@ -44,10 +44,10 @@ def test_start_prompt_answer_end_with_the_answer_learned(tokenizer, loss_on):
     assert sequence.ids.tolist() == [
         tokenizer.bos_token_id, *ids(tokenizer, "Größe?\n"), *answer
     ]  # fmt: skip
-    assert learned(sequence) == answer
+    assert loss_mask(sequence) == answer
     assert marked(tokenizer, sequence) == "<s>Größe?\n⟦東京 🙂\r\n</s>⟧"
     assert (sequence.record, sequence.part) == (0, 0)
-    assert (counts.rows, counts.used, counts.supervised_tokens) == (1, 1, len(answer))
+    assert (counts.rows, counts.used, counts.num_loss_tokens) == (1, 1, len(answer))
 
 
 def test_generation_reads_the_tokens_that_training_masked(tokenizer):
@@ -55,8 +55,8 @@ def test_generation_reads_the_tokens_that_training_masked(tokenizer):
     sequences, _ = pairs(tokenizer, *rows)
     assert len(sequences) == 40
     for sequence, (prompt, answer) in zip(sequences, rows, strict=True):
-        assert prompt_ids(tokenizer, prompt) == sequence.ids[~sequence.learned].tolist()
-        assert learned(sequence) == [*ids(tokenizer, answer), tokenizer.eos_token_id]
+        assert prompt_ids(tokenizer, prompt) == sequence.ids[~sequence.loss_mask].tolist()
+        assert loss_mask(sequence) == [*ids(tokenizer, answer), tokenizer.eos_token_id]
 
 
 def test_a_tokenizer_that_adds_no_start_token(tmp_path):
@@ -64,13 +64,13 @@ def test_a_tokenizer_that_adds_no_start_token(tmp_path):
     sequences, counts = pairs(tokenizer, ("a", "b"), ("", "bc"))
     assert sequences[0].ids.tolist() == [*ids(tokenizer, "a"), *ids(tokenizer, "b"), 1]
     # Nothing stands before the first token of row 2, so it cannot be learned.
-    assert [one.learned.tolist()[:2] for one in sequences] == [[False, True]] * 2
-    assert counts.supervised_tokens == 2 + len(ids(tokenizer, "bc"))
+    assert [one.loss_mask.tolist()[:2] for one in sequences] == [[False, True]] * 2
+    assert counts.num_loss_tokens == 2 + len(ids(tokenizer, "bc"))
 
 
 def test_loss_on_all_learns_the_prompt_too(tokenizer):
     [sequence], _ = pairs(tokenizer, ("pq\n", "r"), loss_on="all")
-    assert learned(sequence) == [*ids(tokenizer, "pq\n"), *ids(tokenizer, "r"), 1]
+    assert loss_mask(sequence) == [*ids(tokenizer, "pq\n"), *ids(tokenizer, "r"), 1]
 
 
 def test_alpaca(tokenizer):
@@ -93,12 +93,12 @@ def test_answers_are_cut_and_prompts_are_not(tokenizer):
     assert (counts.rows, counts.used, counts.truncated) == (4, 2, 1)
     assert (counts.dropped_long, counts.dropped_empty) == (1, 1)
     assert [one.record for one in sequences] == [0, 1]
-    assert len(sequences[1].ids) == len(sequences[1].learned) == 8
+    assert len(sequences[1].ids) == len(sequences[1].loss_mask) == 8
     assert tokenizer.eos_token_id not in sequences[1].ids
     assert counts.tokens == sum(len(one.ids) for one in sequences)
-    assert counts.supervised_tokens == sum(len(learned(one)) for one in sequences)
+    assert counts.num_loss_tokens == sum(len(loss_mask(one)) for one in sequences)
     assert str(counts) == (
-        f"2 of 4 rows; {counts.tokens} tokens, {counts.supervised_tokens} loss tokens; "
+        f"2 of 4 rows; {counts.tokens} tokens, {counts.num_loss_tokens} loss tokens; "
         "1 dropped with nothing to learn; 1 dropped as too long; 1 truncated"
     )
 
@@ -116,7 +116,7 @@ def test_a_prompt_that_fills_the_sequence_exactly_is_dropped(tokenizer):
     length = len(prompt_ids(tokenizer, "abc"))
     assert [one.record for one in pairs(tokenizer, *rows, max_length=length)[0]] == [1]
     kept, _ = pairs(tokenizer, *rows, max_length=length + 1)
-    assert [len(learned(one)) for one in kept] == [1, 2]
+    assert [len(loss_mask(one)) for one in kept] == [1, 2]
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 7, 64])
@@ -127,9 +127,9 @@ def test_every_token_of_a_text_but_the_first_is_learned_once(tokenizer, max_leng
         tokenizer, "text", {"text": text}, max_length=max_length, too_long=too_long
     )
     whole = [tokenizer.bos_token_id, *ids(tokenizer, text), tokenizer.eos_token_id]
-    assert [token for one in parts for token in learned(one)] == whole[1:]
+    assert [token for one in parts for token in loss_mask(one)] == whole[1:]
     assert max(len(one.ids) for one in parts) <= max_length
-    assert all(one.learned.tolist() == [False] + [True] * (len(one.ids) - 1) for one in parts)
+    assert all(one.loss_mask.tolist() == [False] + [True] * (len(one.ids) - 1) for one in parts)
     assert (counts.used, counts.truncated, counts.sequences) == (1, 0, len(parts))
     assert [one.part for one in parts] == (list(range(1, len(parts) + 1)) if parts[1:] else [0])
     for one, following in pairwise(parts):
@@ -150,7 +150,7 @@ def test_chats_are_cut_at_their_end_and_dropped_without_an_answer(chats):
     sequences, counts = encode(chats, "messages", *rows, **fields)
     assert [one.record for one in sequences] == [0]
     assert len(sequences[0].ids) == 12
-    assert learned(sequences[0]) == sequences[0].ids[4:].tolist()
+    assert loss_mask(sequences[0]) == sequences[0].ids[4:].tolist()
     assert (counts.used, counts.truncated) == (1, 1)
     assert (counts.dropped_long, counts.dropped_empty) == (1, 1)
     _, counts = encode(chats, "messages", *rows, too_long="drop", **fields)
@@ -248,7 +248,7 @@ def test_an_encoder_can_be_sent_to_another_process(chats):
 
 
 def test_refusals(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="told before"):
+    with pytest.raises(ValueError, match="call detect_format"):
         encoder(tokenizer, "auto")
     endless = make_tokenizer(tmp_path)
     endless.eos_token = None

@@ -80,7 +80,7 @@ def test_ranks_divide_grouped_steps(tokenized, epochs):
         first, second = (rank.step(index) for rank in ranks)
         parts = [batch for turn in zip(first, second, strict=True) for batch in turn]
         assert sum((part.origins for part in parts), ()) == together.origins
-        assert together.supervised_tokens == whole.supervised_tokens(index)
+        assert together.num_loss_tokens == whole.num_loss_tokens(index)
         assert together.tokens == whole.real_tokens(index)
         seen += together.origins
     if epochs >= 1:

@@ -51,10 +51,10 @@ def test_several_sources_of_several_forms(source, tokenizer):
     assert texts(found, tokenizer)[2] == "<s>q\nr</s>"
     assert found.report.tokens == int(found.lengths.sum())
     for index in range(len(found)):
-        learned = found.learned(index)
-        assert not learned[0]
-        assert found.supervised(index) == learned.sum() > 0
-        assert len(learned) == len(found.row(index)) == found.lengths[index]
+        loss_mask = found.loss_mask(index)
+        assert not loss_mask[0]
+        assert found.num_loss_tokens(index) == loss_mask.sum() > 0
+        assert len(loss_mask) == len(found.row(index)) == found.lengths[index]
 
 
 def test_rows_come_from_the_cache_and_are_the_same(source, tokenizer, tmp_path):
@@ -172,9 +172,9 @@ def test_masks_and_places_survive_the_files(source, tokenizer, tmp_path):
     found = [prepare(data, tokenizer, seed=0).train for _ in range(2)]
     assert origins(found[1]) == ["data.jsonl:1", "data.jsonl:3", "data.jsonl:5"]
     for index in range(3):
-        assert np.array_equal(found[0].learned(index), found[1].learned(index))
+        assert np.array_equal(found[0].loss_mask(index), found[1].loss_mask(index))
         assert found[1].row(index).dtype == np.int32
-        assert found[1].learned(index).dtype == np.bool_
+        assert found[1].loss_mask(index).dtype == np.bool_
 
 
 def test_what_a_process_of_this_run_has_built_is_not_from_the_cache(source, tokenizer, tmp_path):

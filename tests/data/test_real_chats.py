@@ -10,7 +10,7 @@ import pytest
 
 from anygauge.config.schema import SourceSection
 from anygauge.data import Record, first_records
-from anygauge.data.forms import told_form
+from anygauge.data.formats import detect_format
 from tests.helpers.chats import make_chat_tokenizer, template
 from tests.helpers.masks import encode, stretches
 
@@ -33,7 +33,7 @@ def test_tool_calls_of_a_sharegpt_file(tmp_path):
     path = Path(FOLDER) / "toolcall_sharegpt.json"
     source = SourceSection(path=str(path))
     rows = [dict(one.values) for one in first_records(source, 40, "data.train")]
-    assert told_form(Record(rows[0], "x"), source, "data.train") == "sharegpt"
+    assert detect_format(Record(rows[0], "x"), source, "data.train") == "sharegpt"
     sequences, counts = encode(
         tokenizer, "sharegpt", *rows, chat_template=template("chatml"), max_length=10**5
     )
@@ -42,5 +42,5 @@ def test_tool_calls_of_a_sharegpt_file(tmp_path):
         turns = [turn for turn in row["conversations"] if turn["from"] in ("gpt", "function_call")]
         expected = [f"{spoken(turn)}<|im_end|>" for turn in turns]
         expected[-1] = f"<think>\n\n</think>\n\n{expected[-1]}"
-        learned = [text for is_learned, text in stretches(tokenizer, sequence) if is_learned]
-        assert learned == expected
+        loss_mask = [text for is_learned, text in stretches(tokenizer, sequence) if is_learned]
+        assert loss_mask == expected

@@ -1,4 +1,4 @@
-"""Real files of the forms that are read; found through ANYGAUGE_DATA."""
+"""Real files of the formats that are read; found through ANYGAUGE_DATA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_question_and_answer(tokenizer):
     assert report.rows == 400
     assert report.used == 400
     first = json.loads(path.read_text(encoding="utf-8").split("\n")[0])
-    masked = int(prepared.train.learned(0).argmax())
+    masked = int(prepared.train.loss_mask(0).argmax())
     assert tokenizer.decode(prepared.train.row(0)[1:masked]) == first["question"] + "\n"
     assert tokenizer.decode(prepared.train.row(0)[masked:-1]) == first["answer"]
     layout = Layout(micro_batch=4, max_length=2048, pad_id=tokenizer.pad_token_id, packing=True)
@@ -54,5 +54,5 @@ def test_plain_text(tokenizer):
     rows = prepare(data, tokenizer, seed=0).train
     lines = path.read_text(encoding="utf-8").split("\n")[:4]
     whole = tokenizer([line for line in lines if line], add_special_tokens=False)["input_ids"]
-    assert rows.report.supervised_tokens == sum(len(ids) + 1 for ids in whole)
+    assert rows.report.num_loss_tokens == sum(len(ids) + 1 for ids in whole)
     assert rows.lengths.max() == 512

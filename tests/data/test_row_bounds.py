@@ -12,11 +12,11 @@ import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import SourceSection
-from anygauge.data import files, forms, lines, tokens
+from anygauge.data import files, formats, lines, tokens
 from anygauge.data.cache import Cache
 from anygauge.data.chat import Chat
 from anygauge.data.files import Record
-from anygauge.data.forms import parse
+from anygauge.data.formats import parse
 from anygauge.data.hub import written
 from anygauge.data.readers import first_records, open_reader
 from anygauge.data.template import ChatTemplate, read_template
@@ -106,7 +106,7 @@ def test_a_number_that_json_lacks_is_no_argument_of_a_call() -> None:
 
 def test_a_row_with_too_much_text_is_refused_by_name() -> None:
     source = SourceSection(path="x.jsonl")
-    half = "é" * (forms.MOST_TEXT // 4)
+    half = "é" * (formats.MOST_TEXT // 4)
     record = Record({"prompt": half, "completion": half + "long"}, "x.jsonl:7")
     with pytest.raises(DataError, match=r"^x\.jsonl:7: the row has 2,000,005 bytes of text, at mo"):
         parse(record, "prompt_completion", source, "data.train")

@@ -107,7 +107,7 @@ def test_streamed_steps_are_the_prepared_ones(batches, counting, settings, field
     assert streamed.sequences_per_epoch == prepared.sequences_per_epoch
     for index in range(streamed.steps):
         assert content(streamed, index) == content(prepared, index)
-        assert streamed.supervised_tokens(index) == prepared.supervised_tokens(index)
+        assert streamed.num_loss_tokens(index) == prepared.num_loss_tokens(index)
         assert streamed.real_tokens(index) == prepared.real_tokens(index)
         assert streamed.global_origins(index) == prepared.global_origins(index)
         assert streamed.epoch(index) == prepared.epoch(index)
@@ -138,7 +138,7 @@ def test_ranks_divide_streamed_steps(batches, packing, world):
             packing=packing, world=world, rank=rank, sums=ranks.of(rank), settings=settings
         )
         return [
-            (content(mine, index), mine.supervised_tokens(index), mine.real_tokens(index))
+            (content(mine, index), mine.num_loss_tokens(index), mine.real_tokens(index))
             for index in range(mine.steps)
         ], str(mine.rows.report)
 
@@ -150,7 +150,7 @@ def test_ranks_divide_streamed_steps(batches, packing, world):
         turns = zip(*(step[0] for step in steps), strict=True)
         origins = [origin for turn in turns for _, _, origins in turn for origin in origins]
         assert tuple(origins) == together.origins
-        assert {step[1] for step in steps} == {together.supervised_tokens}
+        assert {step[1] for step in steps} == {together.num_loss_tokens}
         assert {step[2] for step in steps} == {together.tokens}
     assert {report for _, report in results} == {str(whole.rows.report)}
 
@@ -202,7 +202,7 @@ def test_packs_are_full_and_every_row_is_read(batches, source):
     for index in range(made.steps):
         read.update(made.global_origins(index))
         tokens += made.real_tokens(index)
-        assert made.supervised_tokens(index) > 0
+        assert made.num_loss_tokens(index) > 0
     assert made.epoch(made.steps - 1) == 1
     assert max(read.values()) == 1
     assert len(read) + made.rows.left_out == 6000

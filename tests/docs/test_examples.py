@@ -17,7 +17,7 @@ import yaml
 from anygauge.cli import COMMANDS, run
 from anygauge.cli.intent import read_intent
 from anygauge.data import first_records
-from anygauge.data.forms import Row, parse, told_form
+from anygauge.data.formats import Row, detect_format, parse
 from anygauge.interface import AnygaugeError
 from anygauge.registry import BLOCK_VARIABLE
 from tests.docs.pages import ROOT, Block, blocks, click_command, marked, section, table_names
@@ -86,7 +86,7 @@ def test_run_files_describe_a_run(block: Block, tmp_path: Path) -> None:
     source = intent.run.data.train
     records = first_records(source, 40, "data.train")
     assert len(records) == 40
-    row = parse(records[0], told_form(records[0], source, "data.train"), source, "data.train")
+    row = parse(records[0], detect_format(records[0], source, "data.train"), source, "data.train")
     if isinstance(row, Row):
         prompt, answer = row.prompt, row.text
     else:

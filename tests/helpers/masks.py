@@ -26,10 +26,10 @@ def encode(
 
 def stretches(tokenizer: Any, sequence: Encoded) -> list[tuple[bool, str]]:
     """The texts of neighbouring tokens that are all learned, or all not."""
-    pairs = zip(sequence.learned.tolist(), sequence.ids.tolist(), strict=True)
+    pairs = zip(sequence.loss_mask.tolist(), sequence.ids.tolist(), strict=True)
     groups = groupby(pairs, key=lambda pair: pair[0])
     return [
-        (learned, text_of(tokenizer, [token for _, token in group])) for learned, group in groups
+        (has_loss, text_of(tokenizer, [token for _, token in group])) for has_loss, group in groups
     ]
 
 
@@ -41,5 +41,5 @@ def text_of(tokenizer: Any, ids: list[int]) -> str:
 def marked(tokenizer: Any, sequence: Encoded) -> str:
     """The whole text with its learned stretches between ⟦ and ⟧."""
     return "".join(
-        f"⟦{text}⟧" if learned else text for learned, text in stretches(tokenizer, sequence)
+        f"⟦{text}⟧" if has_loss else text for has_loss, text in stretches(tokenizer, sequence)
     )

@@ -20,7 +20,7 @@ LENGTH = 96
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Each position's loss in nats: (B, T) float32, zero where not supervised."""
+    """Each position's loss in nats: (B, T) float32, zero where there is no loss."""
     losses = torch.nn.functional.cross_entropy(
         logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], ignore_index=-100, reduction="none"
     )
@@ -28,7 +28,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def losses_by_document(model: Any, tokenizer: Any, packing: bool) -> list[list[float]]:
-    """Every document's supervised token losses; documents in an order of their own."""
+    """Every document's loss token losses; documents in an order of their own."""
     data = DataSection(
         train=SourceSection(path=str(FIXTURES / "rows.jsonl")),
         max_length=LENGTH,

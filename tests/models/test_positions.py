@@ -31,7 +31,7 @@ def batch(packed: bool) -> MicroBatch:
         position_ids=starts.expand(2, -1),
         segment_ids=torch.tensor([1] * 5 + [2] * 7).expand(2, -1) if packed else None,
         origins=(),
-        supervised_tokens=0,
+        num_loss_tokens=0,
         tokens=24,
     )
 

@@ -169,7 +169,7 @@ def placed(
         position_ids=places.to(device),
         segment_ids=None if segments is None else segments.to(device),
         origins=(),
-        supervised_tokens=0,
+        num_loss_tokens=0,
         tokens=0,
     )
     inputs = model_inputs(batch, torch.float32, MaskPlan("boolean"), share.sequence)

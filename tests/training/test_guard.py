@@ -22,7 +22,7 @@ def batch(*origins: str) -> MicroBatch:
         position_ids=ids,
         segment_ids=None,
         origins=origins,
-        supervised_tokens=1,
+        num_loss_tokens=1,
         tokens=2,
     )
 

@@ -66,7 +66,7 @@ def plain_loss(model: Any, run: Run) -> float:
             ).item()
             for b in batches
         )
-    return total / rows.report.supervised_tokens
+    return total / rows.report.num_loss_tokens
 
 
 def load_base(run: Run) -> Any:

@@ -8,13 +8,13 @@ import pytest
 from anygauge.config.schema import SourceSection
 from anygauge.data.chat import Chat
 from anygauge.data.files import Record
-from anygauge.data.forms import (
+from anygauge.data.formats import (
     Row,
+    detect_format,
     parse,
     prompt_template,
     render,
     render_alpaca,
-    told_form,
 )
 from anygauge.interface import DataError, RunFileError
 from tests.helpers.tokenizer import FIXTURES
@@ -41,7 +41,7 @@ def row(values: dict[str, Any], **fields: Any) -> Row:
 def either(values: dict[str, Any], **fields: Any) -> Row | Chat:
     source = section(**fields)
     first = record(values)
-    return parse(first, told_form(first, source, "data.train"), source, "data.train")
+    return parse(first, detect_format(first, source, "data.train"), source, "data.train")
 
 
 def failure(
@@ -52,11 +52,11 @@ def failure(
 ) -> str:
     source, first = section(**fields), record(values)
     with pytest.raises(error) as caught:
-        parse(first, told_form(first, source, field), source, field)
+        parse(first, detect_format(first, source, field), source, field)
     return str(caught.value)
 
 
-# -- which form -----------------------------------------------------------------------------------
+# -- which format ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def failure(
         ({"text": "words"}, {"path": "notes.TXT"}, "text"),
     ],
 )
-def test_the_form_is_told_from_run_file_path_and_columns(values, fields, form):
-    assert told_form(record(values), section(**fields), "data.train") == form
+def test_the_format_is_detected_from_run_file_path_and_columns(values, fields, form):
+    assert detect_format(record(values), section(**fields), "data.train") == form
 
 
 def test_auto_without_a_form_says_what_to_set():
@@ -88,9 +88,9 @@ def test_auto_without_a_form_says_what_to_set():
 
 def test_settings_that_do_not_go_together():
     with pytest.raises(RunFileError, match="has no columns"):
-        told_form(record({"text": "t"}), section("notes.txt", format="alpaca"), "data.train")
+        detect_format(record({"text": "t"}), section("notes.txt", format="alpaca"), "data.train")
     assert "lacks {prompt}" in failure(PAIR, RunFileError, template="Question:")
-    # A template is of no use to the other forms, and does no harm.
+    # A template is of no use to the other formats, and does no harm.
     assert row({"text": "t"}, template="Question:").text == "t"
 
 

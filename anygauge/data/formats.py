@@ -1,4 +1,4 @@
-"""From records to rows: which form a source has, and prompts with answers, texts and chats."""
+"""From records to rows: which format a source has, and prompts with answers, texts and chats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALPACA_WITHOUT_INPUT = (
 MOST_TEXT = 2_000_000
 """Bytes of text in a row: a tokenizer takes some 200 of memory for each."""
 
-CHAT_FORMS = ("messages", "sharegpt")
+CHAT_FORMATS = ("messages", "sharegpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Row:
 
     Attributes:
         prompt: all that the model reads before it answers, template applied; None for plain
-            text, where every token is to be learned.
+            text, where every token has a loss.
         text: the answer or the plain text; may be empty (such rows are counted and left out).
         origin: where it stands, as in its record.
     """
@@ -53,44 +53,44 @@ class Row:
         return sum(byte_length(text) for text in (self.prompt or "", self.text))
 
 
-def told_form(first: Record, source: SourceSection, field: str) -> str:
-    """The form of a source's rows: as the run file says, or told from path and first record.
+def detect_format(first: Record, source: SourceSection, field: str) -> str:
+    """The format of a source's rows, from the run file, else from its path and first record.
 
     Args:
         field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
 
     Raises:
-        DataError: no form fits.
-        RunFileError: form, template and file do not go together.
+        DataError: no format fits.
+        RunFileError: format, template and file do not match.
     """
-    form: str = source.format
+    row_format: str = source.format
     if source.path.lower().endswith(".txt"):
-        if form not in ("auto", "text"):
+        if row_format not in ("auto", "text"):
             raise RunFileError(
-                f"{field}.format is {form!r}, but {source.path} is plain text and has no columns; "
-                "set the form to 'text' or 'auto', or give a file with columns"
+                f"{field}.format is {row_format!r}, but {source.path} is plain text and has no "
+                "columns; set format to 'text' or 'auto', or give a file with columns"
             )
         return "text"
-    if form == "auto":
-        form = _told_by_columns(first, source, field)
-    if form == "prompt_completion" and PLACEHOLDER not in source.template:
+    if row_format == "auto":
+        row_format = _by_columns(first, source, field)
+    if row_format == "prompt_completion" and PLACEHOLDER not in source.template:
         raise RunFileError(
             f"{field}.template is {source.template!r}, which lacks {PLACEHOLDER}: "
             "the model would never see the prompt"
         )
-    return form
+    return row_format
 
 
-def parse(record: Record, form: str, source: SourceSection, field: str) -> Row | Chat:
+def parse(record: Record, row_format: str, source: SourceSection, field: str) -> Row | Chat:
     """One record as a row or a chat.
 
     Args:
-        form: as `told_form` says.
+        row_format: see `detect_format`.
 
     Raises:
         DataError: the record cannot be used; names file, row and what was expected.
     """
-    row = _parsed(record, form, source, field)
+    row = _parsed(record, row_format, source, field)
     length = row.size
     if length > MOST_TEXT:
         raise DataError(
@@ -100,8 +100,8 @@ def parse(record: Record, form: str, source: SourceSection, field: str) -> Row |
     return row
 
 
-def _parsed(record: Record, form: str, source: SourceSection, field: str) -> Row | Chat:
-    match form:
+def _parsed(record: Record, row_format: str, source: SourceSection, field: str) -> Row | Chat:
+    match row_format:
         case "messages":
             return chat_from_messages(record, source, field)
         case "sharegpt":
@@ -112,7 +112,7 @@ def _parsed(record: Record, form: str, source: SourceSection, field: str) -> Row
             return Row(None, text_column(record, source.text, f"{field}.text"), record.origin)
         case "prompt_completion":
             return _prompt_completion(record, source, field)
-    raise ValueError(f"no form {form!r}")
+    raise ValueError(f"no format {row_format!r}")
 
 
 def render(template: str, prompt: str) -> str:
@@ -133,37 +133,39 @@ def prompt_template(first: Record, source: SourceSection) -> str | None:
 
     None for chats: there a question goes through the chat template.
     """
-    form = told_form(first, source, "data.train")
-    is_turns = form == "prompt_completion" and isinstance(first.values.get(source.prompt), list)
-    if form in CHAT_FORMS or is_turns:
+    row_format = detect_format(first, source, "data.train")
+    is_turns = row_format == "prompt_completion" and isinstance(
+        first.values.get(source.prompt), list
+    )
+    if row_format in CHAT_FORMATS or is_turns:
         return None
-    if form == "alpaca":
+    if row_format == "alpaca":
         return ALPACA_WITHOUT_INPUT.replace("{instruction}", PLACEHOLDER)
-    return PLACEHOLDER if form == "text" else source.template
+    return PLACEHOLDER if row_format == "text" else source.template
 
 
-def _told_by_columns(first: Record, source: SourceSection, field: str) -> str:
-    forms = {
+def _by_columns(first: Record, source: SourceSection, field: str) -> str:
+    formats = {
         "prompt_completion": ("prompt", "completion"),
         "messages": ("messages",),
         "sharegpt": ("conversations",),
         "text": ("text",),
     }
-    # A column that the run file names settles the form, so a misspelt one is never passed over.
-    for form, names in forms.items():
+    # A column that the run file names decides the format, so a misspelt one is never ignored.
+    for row_format, names in formats.items():
         if any(getattr(source, name) != _default(name) for name in names):
-            return form
+            return row_format
     columns = set(first.values)
-    for form in ("prompt_completion", "messages", "sharegpt"):
-        if {getattr(source, name) for name in forms[form]} <= columns:
-            return form
+    for row_format in ("prompt_completion", "messages", "sharegpt"):
+        if {getattr(source, name) for name in formats[row_format]} <= columns:
+            return row_format
     if {"instruction", "output"} <= columns:
         return "alpaca"
     if source.text in columns:
         return "text"
     example = next(iter(first.values), "question")
     raise DataError(
-        f"{first.origin}: cannot tell the form of these rows; columns here: {listed(first)}. "
+        f"{first.origin}: cannot detect the format of these rows; columns here: {listed(first)}. "
         f"Name the two columns ({field}.prompt: {example} and {field}.completion: ...), one "
         f"column of turns ({field}.messages: ... or {field}.conversations: ...), or one column of "
         f"plain text ({field}.text: ...)"
