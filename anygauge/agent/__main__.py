@@ -17,13 +17,13 @@ from typing import Any
 
 from anygauge.agent.delivery import bring_run_file, claim, read_secrets
 from anygauge.agent.fetching import OrderedError, fetch_on_all
-from anygauge.agent.identity import read_head, read_number, read_variables
+from anygauge.agent.identity import read_coordinator, read_number, read_variables
 from anygauge.agent.inherited import scrub
-from anygauge.agent.nodes import EndedError, Introduction, Nodes, Order
+from anygauge.agent.nodes import EndedError, Hello, Nodes, Order
 from anygauge.agent.outbox import Outbox
+from anygauge.agent.outcome import JobFailure, Report
 from anygauge.agent.parent import end_parent, obey_standard_input
 from anygauge.agent.supervisor import GRACE_S, Supervisor
-from anygauge.agent.verdict import Ending, Report
 from anygauge.agent.wakeup import collect
 from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.util.processes import die_with_parent, tie_to_parent
@@ -102,7 +102,9 @@ def main(
             settings, rank_environment, cores = own.digests(), own.of_rank, own.cores
             fabric = own.fabric.name
             network = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
-        nodes = meet(job, outbox, node_rank, host, arguments.head, settings, asked, fabric=fabric)
+        nodes = meet(
+            job, outbox, node_rank, host, arguments.coordinator, settings, asked, fabric=fabric
+        )
         if job.run_text:
             bring_run_file(job)
         if network and node_rank == 0 and job.launch.nodes > 1:
@@ -125,7 +127,7 @@ def main(
                 cores=cores,
                 asked=asked,
             ).run()
-            if nodes.verdict is None or nodes.verdict.state != "again":
+            if nodes.outcome is None or nodes.outcome.state != "again":
                 break
             if node_rank == 0:
                 nodes.send("message", level="warning", text=_once_more(job, nodes))
@@ -167,9 +169,9 @@ def worker_argv(job_file: str, nodes: Nodes, *, again: bool) -> tuple[str, ...]:
 
 
 def _once_more(job: Job, nodes: Nodes) -> str:
-    assert nodes.verdict is not None
+    assert nodes.outcome is not None
     return (
-        f"{nodes.verdict.cause}\nstarting again from the newest checkpoint (restart "
+        f"{nodes.outcome.cause}\nstarting again from the newest checkpoint (restart "
         f"{nodes.restarts + 1} of {job.launch.max_restarts}, launch.max_restarts)"
     )
 
@@ -179,7 +181,7 @@ def meet(
     outbox: Outbox,
     node_rank: int,
     host: str,
-    head: str,
+    coordinator: str,
     settings: dict[str, str],
     asked: Sequence[object] = (),
     *,
@@ -188,7 +190,7 @@ def meet(
     """Find the job's other nodes.
 
     Args:
-        head: ``host:port`` of node 0's agent, or ``$NAME:port``.
+        coordinator: ``host:port`` of node 0's agent, or ``$NAME:port``.
         settings: digest of each variable that must be the same on every node.
         asked: fills when this agent is asked to end.
         fabric: network between machines that this node would use.
@@ -200,10 +202,10 @@ def meet(
         return Nodes(job, outbox)
     from importlib.metadata import version
 
-    from anygauge.agent.head import Head
-    from anygauge.agent.member import Member
+    from anygauge.agent.coordinator import Coordinator
+    from anygauge.agent.worker_node import WorkerNode
 
-    own = Introduction(
+    own = Hello(
         node_rank=node_rank,
         host=host,
         nodes=job.launch.nodes,
@@ -218,15 +220,15 @@ def meet(
             "read. anygauge train and anygauge launch draw one when they submit the job; for one "
             "that is submitted by hand, put a long random text into its field token"
         )
-    address = read_head(head, os.environ)
+    address = read_coordinator(coordinator, os.environ)
     if not 0 <= node_rank < job.launch.nodes:
         raise AnygaugeError(
             f"{host} was started as node {node_rank}; the job has nodes 0 to {job.launch.nodes - 1}"
         )
     return (
-        Head(job, outbox, own, address, asked)
+        Coordinator(job, outbox, own, address, asked)
         if node_rank == 0
-        else Member(job, outbox, own, address, asked)
+        else WorkerNode(job, outbox, own, address, asked)
     )
 
 
@@ -245,17 +247,17 @@ def _report(
         state = "cancelled" if status == EndedError.exit_status else "failed"
         outbox.send("ended", state=state, exit_status=status, cause=text, node_rank=node_rank)
         return status
-    ending = Ending(time=time.time(), text=text, exit_status=status, final=True)
+    failure = JobFailure(time=time.time(), text=text, exit_status=status, final=True)
     nodes.tell(Order.END)
-    nodes.report(Report(node_rank=node_rank, host=host, endings=(ending,) if text else ()))
+    nodes.report(Report(node_rank=node_rank, host=host, failures=(failure,) if text else ()))
     deadline = time.monotonic() + _REPORTING_S
     while not nodes.over and time.monotonic() < deadline:
         nodes.turn()
         time.sleep(0.05)
     state = "failed"
-    if not text and nodes.verdict is not None:
-        state, status = nodes.verdict.state, nodes.verdict.exit_status
-        text = nodes.verdict.cause or ""
+    if not text and nodes.outcome is not None:
+        state, status = nodes.outcome.state, nodes.outcome.exit_status
+        text = nodes.outcome.cause or ""
     nodes.send("ended", state=state, exit_status=status, cause=text, node_rank=node_rank)
     return status
 
@@ -289,7 +291,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--node-rank", default="0", help="which machine this is, from 0; or $NAME of a variable"
     )
     parser.add_argument(
-        "--head", default="", help="host:port of node 0; or $NAME:port, with NAME of a variable"
+        "--coordinator",
+        default="",
+        help="host:port of node 0; or $NAME:port, with NAME of a variable",
     )
     parser.add_argument(
         "--stdin",

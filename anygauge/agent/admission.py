@@ -1,12 +1,12 @@
 """How the agents of a job know each other before they say anything that matters.
 
-1. The member says hello, with a number that it has drawn.
-2. The head answers with a number of its own. Both now make the key of this connection from the
-   job's secret and the two numbers, and seal it. The head sends the first proof: ``known``.
-3. The member, sure of the head, sends its introduction under the seal: ``join``.
+1. The worker says hello, with a number that it has drawn.
+2. The coordinator answers with a number of its own. Both make the key of this connection from the
+   job's secret and the two numbers, and seal it. The coordinator sends the first proof: ``known``.
+3. The worker, sure of the coordinator, sends its hello under the seal: ``join``.
 
 The secret is never on the wire, nothing that was recorded opens another connection, and a false
-head learns nothing and can give no orders.
+coordinator learns nothing and can give no orders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from anygauge.agent.link import LONGEST_LINE, UNPROVEN, Link
 from anygauge.agent.messages import shown
-from anygauge.agent.nodes import Introduction
+from anygauge.agent.nodes import Hello
 from anygauge.interface import AnygaugeError
 from anygauge.util.exchange import derived_key
 
@@ -31,9 +31,9 @@ def drawn_number() -> str:
     return secrets.token_hex(16)
 
 
-def key_of(token: str, member: str, head: str) -> bytes:
+def key_of(token: str, worker: str, coordinator: str) -> bytes:
     """The key of a connection, from the job's secret and the numbers of both ends."""
-    return derived_key(token, f"link between agents {member} {head}")
+    return derived_key(token, f"link between agents {worker} {coordinator}")
 
 
 def _is_number(value: object) -> bool:
@@ -41,7 +41,7 @@ def _is_number(value: object) -> bool:
 
 
 class Newcomer:
-    """A connection at the head, from the first byte until its sender is known.
+    """A connection at the coordinator, from the first byte until its sender is known.
 
     Attributes:
         since: when it came, in monotonic seconds.
@@ -79,23 +79,23 @@ class Newcomer:
             return
         own = drawn_number()
         self.link.send("number", number=own)
-        self.link.seal(key_of(self._token, number, own), "head", "member")
+        self.link.seal(key_of(self._token, number, own), "coordinator", "worker")
         self.link.send("known")
         self.greeted = True
 
 
 class Application:
-    """A connection at a member, until the head has answered.
+    """A connection at a worker, until the coordinator has answered.
 
     Attributes:
-        joined: the head has proved itself, and was told who this is.
+        joined: the coordinator has proved itself, and was told who this is.
     """
 
     def __init__(self, link: Link, token: str, join: Mapping[str, Any]) -> None:
         """Say hello.
 
         Args:
-            join: what the head is told once it has proved itself.
+            join: what the coordinator is told once it has proved itself.
         """
         self.link = link
         self._token = token
@@ -105,14 +105,14 @@ class Application:
         link.send("hello", number=self._number)
 
     def advance(self) -> Mapping[str, Any] | None:
-        """Read and answer; a message of the proven head that comes after the member has joined."""
+        """Read and answer; the proven coordinator's message once the worker has joined."""
         message = self.link.receive_one()
         if message is None or self.joined:
             return message
         if not self._sealed:
             number = message.get("number", "")
             if message["kind"] == "number" and _is_number(number):
-                self.link.seal(key_of(self._token, self._number, number), "member", "head")
+                self.link.seal(key_of(self._token, self._number, number), "worker", "coordinator")
                 self._sealed = True
             else:
                 self.link.close(UNPROVEN)
@@ -123,7 +123,7 @@ class Application:
         return None
 
 
-def read_introduction(record: object) -> Introduction:
+def read_hello(record: object) -> Hello:
     """What a node says of itself, every field looked at.
 
     Raises:
@@ -131,7 +131,7 @@ def read_introduction(record: object) -> Introduction:
     """
     if not isinstance(record, dict):
         raise ValueError("it is not a mapping")
-    names = {each.name for each in fields(Introduction)}
+    names = {each.name for each in fields(Hello)}
     for name in sorted(names ^ set(record)):
         raise ValueError(f"{shown(name)} is {'missing' if name in names else 'unknown'}")
     for name in ("node_rank", "nodes", "devices_per_node"):
@@ -143,10 +143,10 @@ def read_introduction(record: object) -> Introduction:
     settings = record["settings"]
     if not isinstance(settings, dict) or not all(isinstance(v, str) for v in settings.values()):
         raise ValueError("'settings' is not a mapping from names to text")
-    return Introduction(**record)
+    return Hello(**record)
 
 
-def check_introduction(own: Introduction, other: Introduction, known: Mapping[int, str]) -> None:
+def check_hello(own: Hello, other: Hello, known: Mapping[int, str]) -> None:
     """Refuse a node that does not fit.
 
     Raises:
@@ -168,19 +168,19 @@ def check_introduction(own: Introduction, other: Introduction, known: Mapping[in
     ):
         if mine != theirs:
             raise AnygaugeError(
-                f"{who} has {theirs} for {name}, the head ({own.host}) {mine}: all nodes must "
-                "have the same"
+                f"{who} has {theirs} for {name}, the coordinator ({own.host}) {mine}: all nodes "
+                "must have the same"
             )
     names = sorted({*own.settings, *other.settings})
     differ = [name for name in names if own.settings.get(name) != other.settings.get(name)]
     if own.fabric != other.fabric:
         raise AnygaugeError(
             f"launch.fabric: {who} would use {other.fabric or 'what its library finds'} between "
-            f"machines, the head ({own.host}) {own.fabric or 'what its library finds'}: name one "
-            "that all have"
+            f"machines, the coordinator ({own.host}) {own.fabric or 'what its library finds'}: "
+            "name one that all have"
         )
     if differ:
         raise AnygaugeError(
-            f"{', '.join(differ)}: {who} has another value than the head ({own.host}), and the "
+            f"{', '.join(differ)}: {who} has another value than the coordinator ({own.host}); the "
             "whole job needs one. Set it in the run file (environment), which wins on every node"
         )

@@ -20,10 +20,10 @@ OWNER = "job.sha256"
 def claim(job: Job, node_rank: int) -> None:
     """Look whether the run directory is this job's, before anything is written there.
 
-    The head makes it so, and puts the run file there: into `START`, if it takes over another job's
-    run, whose files stay until the ranks accept. A cluster may start the same job again, with all
-    its containers: that is another attempt, which finds its own claim and goes on from the newest
-    checkpoint.
+    The coordinator makes it so, and puts the run file there: into `START`, if it takes over another
+    job's run, whose files stay until the ranks accept. A cluster may start the same job again, with
+    all its containers: that is another attempt, which finds its own claim and resumes from the
+    newest checkpoint.
 
     Raises:
         AnygaugeError: the run directory holds the run of another job, or cannot be written.
@@ -33,7 +33,7 @@ def claim(job: Job, node_rank: int) -> None:
     with _written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / OWNER
-        if not job.takes_over and _is_taken(mark, own, head=node_rank == 0):
+        if not job.takes_over and _is_taken(mark, own, coordinator=node_rank == 0):
             raise AnygaugeError(
                 f"{folder} holds another job's run: give this one another 'name', or resume that "
                 "one with --resume auto"
@@ -82,17 +82,17 @@ def _written(folder: Path) -> Iterator[None]:
 
 def _is_anothers(mark: Path, own: str) -> bool:
     """Whether a run is there that this job would go on with, and is none of its own attempts."""
-    # In this order: the head may be marking an empty folder now.
+    # In this order: the coordinator may be marking an empty folder now.
     there = (mark.parent / RECORD).exists()
     return mark.read_text().strip() != own if mark.exists() else there
 
 
-def _is_taken(mark: Path, own: str, *, head: bool) -> bool:
+def _is_taken(mark: Path, own: str, *, coordinator: bool) -> bool:
     if mark.exists():
         return mark.read_text().strip() != own
     # The first of several machines marks it; what is there without a mark was there before.
     left = ("metrics.jsonl", "checkpoints")
-    return head and any((mark.parent / name).exists() for name in left)
+    return coordinator and any((mark.parent / name).exists() for name in left)
 
 
 def read_secrets(folder: str) -> dict[str, str]:

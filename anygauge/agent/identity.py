@@ -1,4 +1,4 @@
-"""Which node an agent is, and where the head is: told outright, or by a variable of the target."""
+"""Which node an agent is, and where the coordinator is: given, or in a variable of the target."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_variables(path: str) -> dict[str, str]:
         raise AnygaugeError(f"{path} is not a file of variables: {error}") from error
 
 
-def read_head(text: str, environ: Mapping[str, str]) -> tuple[str, int]:
+def read_coordinator(text: str, environ: Mapping[str, str]) -> tuple[str, int]:
     """``host:port``; the host may be ``$NAME`` of the variable that holds it.
 
     Raises:
@@ -50,8 +50,8 @@ def read_head(text: str, environ: Mapping[str, str]) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise AnygaugeError(f"the head of the job: {text!r} is not host:port")
-    return _value(host, environ, "the head of the job").strip("[]"), int(port)
+        raise AnygaugeError(f"the coordinator of the job: {text!r} is not host:port")
+    return _value(host, environ, "the coordinator of the job").strip("[]"), int(port)
 
 
 def _value(text: str, environ: Mapping[str, str], what: str) -> str:

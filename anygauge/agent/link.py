@@ -32,7 +32,7 @@ class Seal:
     """What proves the lines of one direction.
 
     Attributes:
-        sender: who sends them: ``head`` or ``member``.
+        sender: who sends them: ``coordinator`` or ``worker``.
         count: of lines so far.
     """
 

@@ -1,4 +1,4 @@
-"""Where the head listens, and whom it lets in: few at a time, and nobody for long."""
+"""Where the coordinator listens, and whom it lets in: few at a time, and nobody for long."""
 
 from __future__ import annotations
 

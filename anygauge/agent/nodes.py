@@ -1,9 +1,9 @@
 """The agents of a job's nodes: what they say to each other, and the case of a single one.
 
-They meet before anything starts, and end together. The agent of node 0 is the head: the others
-connect to it, and to nobody else. What one node does (a rank fails, a signal arrives) the head
-tells all; a node that falls silent is lost, whatever cut it off. `Supervisor` asks its `Nodes` for
-orders at each turn of its loop, and gives it its report.
+They meet before anything starts, and end together. The agent of node 0 is the coordinator: the
+others (workers) connect to it, and to nobody else. It tells all what one node does (a rank fails, a
+signal arrives); a node that falls silent is lost, whatever cut it off. A `Supervisor` asks its
+`Nodes` for orders at each turn of its loop, and gives it its report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anygauge.agent.outbox import Outbox
-from anygauge.agent.verdict import Report, Verdict, settle
+from anygauge.agent.outcome import JobOutcome, Report, resolve_outcome
 from anygauge.interface import AnygaugeError, Job
 
 BEAT_S = 1.0
@@ -48,7 +48,7 @@ class EndedError(AnygaugeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Introduction:
+class Hello:
     """What an agent says of itself when it joins.
 
     Attributes:
@@ -78,7 +78,7 @@ class Nodes:
 
     def __init__(self, job: Job, outbox: Outbox) -> None:
         self.rendezvous = job.rendezvous
-        self.verdict: Verdict | None = None
+        self.outcome: JobOutcome | None = None
         self.signum: int | None = None
         self.restarts = 0
         self.all_ready = False
@@ -116,7 +116,7 @@ class Nodes:
 
     def report(self, report: Report) -> None:
         """All ranks of this node have ended."""
-        self.verdict = self._once_more(settle([report]))
+        self.outcome = self._once_more(resolve_outcome([report]))
 
     def ready(self) -> None:
         """This node has what its ranks need."""
@@ -124,26 +124,26 @@ class Nodes:
 
     @property
     def over(self) -> bool:
-        """Whether there is a verdict."""
-        return self.verdict is not None
+        """Whether there is an outcome."""
+        return self.outcome is not None
 
     def begin_again(self) -> None:
-        """After a verdict of ``again``: be ready for the next attempt."""
-        assert self.verdict is not None
-        self.rendezvous = self.verdict.rendezvous
+        """After an outcome of ``again``: be ready for the next attempt."""
+        assert self.outcome is not None
+        self.rendezvous = self.outcome.rendezvous
         self.restarts += 1
-        self.verdict = self.signum = None
+        self.outcome = self.signum = None
         self._orders.clear()
 
     def close(self) -> None:
         """Let go of the others."""
 
-    def _once_more(self, verdict: Verdict) -> Verdict:
-        """The verdict, or ``again`` in its place where the ranks may be started once more."""
+    def _once_more(self, outcome: JobOutcome) -> JobOutcome:
+        """The outcome, or ``again`` in its place where the ranks may be started once more."""
         used_up = self.restarts >= self._job.launch.max_restarts
-        if verdict.state != "failed" or verdict.final or used_up:
-            return verdict
-        return replace(verdict, state="again", rendezvous=self._next_rendezvous())
+        if outcome.state != "failed" or outcome.final or used_up:
+            return outcome
+        return replace(outcome, state="again", rendezvous=self._next_rendezvous())
 
     def _next_rendezvous(self) -> str:
         return f"{self._job.rendezvous}-{self.restarts + 1}"

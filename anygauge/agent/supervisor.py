@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from anygauge.agent.failures import Failure, cause
 from anygauge.agent.nodes import Nodes, Order
+from anygauge.agent.outcome import JobFailure, JobOutcome, Report
 from anygauge.agent.ranks import Rank
-from anygauge.agent.verdict import Ending, Report, Verdict
 from anygauge.agent.wakeup import SIGNALLED, wakened_by_signals
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.processes import END_AT_ONCE
@@ -113,8 +113,8 @@ class Supervisor:
             for rank in self._ranks:
                 rank.abandon()
             self._selector.close()
-        assert self._nodes.verdict is not None
-        return self._conclude(self._nodes.verdict)
+        assert self._nodes.outcome is not None
+        return self._conclude(self._nodes.outcome)
 
     def _over(self) -> bool:
         """Whether all ranks have ended, here and elsewhere; reports once those here have."""
@@ -348,15 +348,17 @@ class Supervisor:
             host=self._hostname,
             ok=complete and all(rank.ok for rank in self._ranks),
             stopped=(self._ranks[0].stopped or {}) if in_order else None,
-            endings=tuple(self._ending(r, r.failure) for r in self._ranks if r.failure is not None),
+            failures=tuple(
+                self._job_failure(r, r.failure) for r in self._ranks if r.failure is not None
+            ),
             signalled_at=self._cancelled_at,
             signum=self._cancelled_by,
         )
 
-    def _ending(self, rank: Rank, failure: Failure) -> Ending:
+    def _job_failure(self, rank: Rank, failure: Failure) -> JobFailure:
         if self._then and not failure.for_user:
             failure = replace(failure, what=f"{failure.what}\n{self._then}")
-        return Ending(
+        return JobFailure(
             time=failure.time,
             rank=rank.rank,
             by_signal=failure.by_signal,
@@ -371,27 +373,27 @@ class Supervisor:
             ),
         )
 
-    def _conclude(self, verdict: Verdict) -> int:
-        text = verdict.cause
+    def _conclude(self, outcome: JobOutcome) -> int:
+        text = outcome.cause
         stuck = [rank for rank in self._ranks if rank.running]
         if stuck:
             text = f"{text}\nprocesses that SIGKILL does not end: {[rank.pid for rank in stuck]}"
         for rank in self._ranks:
             try:
-                rank.write_result(self._state_of(rank, verdict.state), self._hostname)
+                rank.write_result(self._state_of(rank, outcome.state), self._hostname)
             except OSError as error:
                 _note(f"{rank.result} cannot be written: {error}")
-        _note(f"ended: {verdict.state}, exit status {verdict.exit_status}")
-        if verdict.state == "again":
-            return verdict.exit_status
+        _note(f"ended: {outcome.state}, exit status {outcome.exit_status}")
+        if outcome.state == "again":
+            return outcome.exit_status
         self._nodes.send(
             "ended",
-            state=verdict.state,
-            exit_status=verdict.exit_status,
+            state=outcome.state,
+            exit_status=outcome.exit_status,
             cause=text,
             node_rank=self._node_rank,
         )
-        return verdict.exit_status
+        return outcome.exit_status
 
     def _state_of(self, rank: Rank, state: str) -> str:
         if rank.ok:

@@ -48,7 +48,7 @@ class Part:
 
     launch: ForeignLaunch
     answer: Mapping[str, Any] | None
-    introduction: Mapping[str, Any]
+    hello: Mapping[str, Any]
     provenance: Mapping[str, Any] | None
     run_directory: str
     join_timeout_s: float
@@ -114,7 +114,7 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bo
     from importlib.metadata import version
 
     from anygauge.agent.environment import NodeEnvironment
-    from anygauge.agent.nodes import Introduction
+    from anygauge.agent.nodes import Hello
     from anygauge.agent.supervisor import rank_numbers
     from anygauge.training.checks import check_settings
 
@@ -126,8 +126,8 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bo
     if leads:
         for note in _notes(intent, foreign, own):
             typer.echo(f"note: {note}", err=True)
-    introduction = asdict(
-        Introduction(
+    hello = asdict(
+        Hello(
             node_rank=foreign.node_rank,
             host=socket.gethostname(),
             nodes=foreign.nodes,
@@ -141,8 +141,8 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bo
         answer = _answer(intent, foreign, held, quiet) if leads else None
         part = Part(
             launch=foreign,
-            answer=answer and {**answer, "introduction": introduction},
-            introduction=introduction,
+            answer=answer and {**answer, "hello": hello},
+            hello=hello,
             provenance=own.record() if foreign.local_rank == 0 else None,
             run_directory=job.run_directory,
             join_timeout_s=job.launch.join_timeout_s,

@@ -209,8 +209,8 @@ def _job(part: Part, answer: Mapping[str, Any]) -> Job:
     Raises:
         AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
     """
-    from anygauge.agent.admission import check_introduction, read_introduction
-    from anygauge.agent.nodes import Introduction
+    from anygauge.agent.admission import check_hello, read_hello
+    from anygauge.agent.nodes import Hello
 
     path, wanted = Path(answer["job"]), Path(part.run_directory)
     home = path.parent.parent if path.parent.name == START else path.parent
@@ -233,8 +233,8 @@ def _job(part: Part, answer: Mapping[str, Any]) -> Job:
             )
         time.sleep(_TURN_S)
     if part.launch.node_rank:
-        head = read_introduction(answer["introduction"])
-        check_introduction(head, Introduction(**part.introduction), {})
+        first = read_hello(answer["hello"])
+        check_hello(first, Hello(**part.hello), {})
     return Job.load(path)
 
 
@@ -278,7 +278,7 @@ class _Terminal:
     def conclude(self, part: Part, job: Job) -> None:
         """How it ended: by rank 0 for all, or why this rank failed."""
         from anygauge.agent.failures import cause, from_event
-        from anygauge.agent.verdict import stopped_words
+        from anygauge.agent.outcome import stopped_words
 
         launch, ending = part.launch, self.events.ending
         kind = ending.get("event")

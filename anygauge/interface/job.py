@@ -38,7 +38,7 @@ class LaunchSettings:
         fabric: network between machines: ``auto``, or one of `Backend.fabrics`.
         binding: how ranks are bound to cores: ``auto`` (the backend's), ``cores`` or ``none``.
         max_restarts: how often the ranks are started again after a failure.
-        port: where the head's agent listens for the others.
+        port: where the coordinator's agent listens for the others.
         pass_environment: names of variables of the submitting process that go to every agent.
     """
 

@@ -93,14 +93,21 @@ def prepared(argv: list[str]) -> tuple[list[str], dict[str, str]]:
         secrets = json.loads(Path("secrets.json").read_text())["secrets"]
     except (OSError, ValueError, KeyError) as error:
         raise AnygaugeError(f"secrets.json: {error}") from error
-    rank, head = os.environ.get("NODE_RANK"), os.environ.get("MASTER_ADDR")
+    rank, coordinator = os.environ.get("NODE_RANK"), os.environ.get("MASTER_ADDR")
     if job.launch.nodes == 1:
-        rank, head = rank or "0", head or "localhost"
-    if rank is None or head is None:
+        rank, coordinator = rank or "0", coordinator or "localhost"
+    if rank is None or coordinator is None:
         raise AnygaugeError("NODE_RANK and MASTER_ADDR are not set: Azure did not start this")
     command = [
         *(sys.executable, "-m", "anygauge.agent", "--job", str(Path("job.json").absolute())),
-        *("--node-rank", rank, "--head", f"{head}:{job.launch.port}", "--grace", arguments.grace),
+        *(
+            "--node-rank",
+            rank,
+            "--coordinator",
+            f"{coordinator}:{job.launch.port}",
+            "--grace",
+            arguments.grace,
+        ),
         *("--variables", str(Path("variables.json").absolute())),
     ]
     return command, fetched(secrets)

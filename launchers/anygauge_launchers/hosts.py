@@ -16,30 +16,30 @@ class HostsOptions(Options):
     """Options of launchers that are told the machines.
 
     Attributes:
-        hosts: the machines, ``host`` or ``user@host``; the first is the head.
+        hosts: the machines, ``host`` or ``user@host``; the first is the coordinator.
         hostfile: a file of them instead, with lines ``host slots=N``.
-        head: address of the first machine for the others, where it is not its name.
+        coordinator: address of the first machine for the others, where it is not its name.
     """
 
     hosts: list[str] = Field(default_factory=list)
     hostfile: str | None = None
-    head: str | None = None
+    coordinator: str | None = None
 
     def settled(self, job: Job) -> tuple[tuple[str, ...], str]:
-        """One host for each node, and ``host:port`` of the head's agent.
+        """One host for each node, and ``host:port`` of the coordinator's agent.
 
         Raises:
             RunFileError: see `hosts_of`.
         """
         found = hosts_of(job, self.hosts, self.hostfile)
-        return found, f"{self.head or bare(found[0])}:{job.launch.port}"
+        return found, f"{self.coordinator or bare(found[0])}:{job.launch.port}"
 
 
 _HOST = re.compile(r"^(?!-)[A-Za-z0-9_.:@\[\]%-]+$")
 
 
 def hosts_of(job: Job, hosts: Sequence[str], hostfile: str | None) -> tuple[str, ...]:
-    """One host for each node, in order; the first is the head.
+    """One host for each node, in order; the first is the coordinator.
 
     Raises:
         RunFileError: none or both are given, a name is none, or there are not as many as nodes.

@@ -66,7 +66,7 @@ class Kubernetes:
                 "submit": service.kubectl("create", "-f", str(here / MANIFEST)),
                 "secret": secret,
                 "status": service.kubectl("get", own.kind.lower(), name),
-                "logs": service.kubectl("logs", "-f", "-l", service.head, "--tail=-1"),
+                "logs": service.kubectl("logs", "-f", "-l", service.coordinator, "--tail=-1"),
                 "cancel": service.kubectl("delete", own.kind.lower(), name),
             },
             folders=own.folders,

@@ -41,11 +41,11 @@ def secret_of(name: str) -> str:
     return f"{name}-anygauge"
 
 
-def _agent(job: Job, own: KubernetesOptions, node_rank: str, head: str) -> list[str]:
+def _agent(job: Job, own: KubernetesOptions, node_rank: str, coordinator: str) -> list[str]:
     """The agent's command; nothing of the user's is in it that a cluster could read otherwise."""
     return [
         *(own.python, "-m", "anygauge.agent", "--job", f"{JOB}/job.json"),
-        *("--node-rank", node_rank, "--head", f"{head}:{job.launch.port}"),
+        *("--node-rank", node_rank, "--coordinator", f"{coordinator}:{job.launch.port}"),
         *("--variables", f"{JOB}/variables.json", "--grace", f"{own.grace_s:g}"),
         *(("--secrets", SECRETS) if own.secrets else ()),
         *("--cause-file", "/dev/termination-log"),
@@ -274,7 +274,7 @@ SSHD = (
 
 def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
     own = own.model_copy(update={"run_as_user": 0})  # for sshd, and for the keys in /root/.ssh
-    agent = _agent(job, own, "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_HEAD")
+    agent = _agent(job, own, "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_COORDINATOR")
     launcher = {
         "name": "launcher",
         "image": own.image_for(job),

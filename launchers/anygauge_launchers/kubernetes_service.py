@@ -63,7 +63,7 @@ class KubernetesService(Service):
         return f"{self.kind} {self.namespace}/{self.name}"
 
     @property
-    def head(self) -> str:
+    def coordinator(self) -> str:
         """Selector of the pod whose output tells of the whole job."""
         return _HEADS[self.kind].format(self.name)
 
@@ -87,7 +87,7 @@ class KubernetesService(Service):
             for one in found.get("status", {}).get("conditions", [])
             if one.get("status") == "True"
         }
-        pod = self._head_pod()
+        pod = self._coordinator_pod()
         if "Failed" in conditions:
             text = _words(conditions["Failed"]) + (_last_words(pod) if pod else "")
             return Seen(phase="failed", text=f"{self.shown} failed{text}")
@@ -102,7 +102,7 @@ class KubernetesService(Service):
 
     def log_command(self) -> tuple[str, ...] | None:
         """See `Service.log_command`."""
-        pod = self._head_pod()
+        pod = self._coordinator_pod()
         if pod is None or pod.get("status", {}).get("phase") not in (
             "Running", "Succeeded", "Failed",
         ):  # fmt: skip
@@ -125,8 +125,8 @@ class KubernetesService(Service):
         if done.returncode:
             raise AnygaugeError(f"kubectl cannot end {self.shown}: {last_line(done.stderr)}")
 
-    def _head_pod(self) -> dict[str, Any] | None:
-        found = self._get("pods", "-l", self.head)
+    def _coordinator_pod(self) -> dict[str, Any] | None:
+        found = self._get("pods", "-l", self.coordinator)
         pods = [] if isinstance(found, Seen) else found.get("items", [])
         made = [(pod["metadata"].get("creationTimestamp", ""), pod) for pod in pods]
         return max(made, key=lambda one: one[0])[1] if made else None

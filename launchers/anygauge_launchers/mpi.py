@@ -48,7 +48,7 @@ class Mpi(TiedLauncher):
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
         own = read_options(MpiOptions, "mpi", options)
-        hosts, head = own.settled(job)
+        hosts, coordinator = own.settled(job)
         folder = Path(job.run_file).parent
         settings: dict[str, str] = {}
         # The ssh that leads to a daemon must notice, too, that nobody is there any more.
@@ -70,7 +70,7 @@ class Mpi(TiedLauncher):
             *own.extra,
             *(own.python, "-m", "anygauge.agent"),
             *("--job", str(folder / "job.json"), "--node-rank", "$OMPI_COMM_WORLD_RANK"),
-            *("--head", head, "--grace", f"{own.grace_s:g}"),
+            *("--coordinator", coordinator, "--grace", f"{own.grace_s:g}"),
             *("--variables", str(folder / "variables.json"), "--tied"),
             # mpirun's daemons behind a cut cable would wait for each other.
             "--parent-too",

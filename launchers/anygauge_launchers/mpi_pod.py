@@ -22,7 +22,7 @@ SSH_ARGUMENTS = "OMPI_MCA_plm_rsh_args"
 """Both are set by the operator in the launcher."""
 
 
-def head_of(hostfile: Path) -> str:
+def coordinator_of(hostfile: Path) -> str:
     """The first host of a host file.
 
     Raises:
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         print(f"{HOSTFILE} is not set: this is not the launcher of an MPIJob", file=sys.stderr)
         return 1
     try:
-        head = head_of(Path(path))
+        coordinator = coordinator_of(Path(path))
     except (OSError, ValueError) as error:
         print(f"{HOSTFILE}: {error}", file=sys.stderr)
         return 1
@@ -98,11 +98,11 @@ def main(argv: list[str]) -> int:
             (
                 *("mpirun", "--allow-run-as-root", "-np", nodes, "--map-by", "ppr:1:node"),
                 # sshd on the workers has none of the image's variables.
-                *("--bind-to", "none", "-x", "ANYGAUGE_HEAD", "-x", "PATH"),
+                *("--bind-to", "none", "-x", "ANYGAUGE_COORDINATOR", "-x", "PATH"),
                 *(("-x", "LD_LIBRARY_PATH") if "LD_LIBRARY_PATH" in os.environ else ()),
                 *command,
             ),
-            env={**os.environ, "ANYGAUGE_HEAD": head, SSH_ARGUMENTS: ssh_arguments()},
+            env={**os.environ, "ANYGAUGE_COORDINATOR": coordinator, SSH_ARGUMENTS: ssh_arguments()},
         )
     except OSError as error:
         print(f"mpirun cannot be started: {error}", file=sys.stderr)

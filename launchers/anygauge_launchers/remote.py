@@ -121,10 +121,14 @@ class RemoteJob:
                 trouble = trouble or {
                     "event": "ended", "state": state, "exit_status": status, "cause": text,
                 }  # fmt: skip
-        head = endings.get(0)
-        if trouble is not None and head is not None and head.get("state") == "cancelled":
-            head = None  # it was let go of, since another node was not to be reached
-        final = head or trouble or next(iter(endings.values()), _CANCELLED)
+        coordinator = endings.get(0)
+        if (
+            trouble is not None
+            and coordinator is not None
+            and coordinator.get("state") == "cancelled"
+        ):
+            coordinator = None  # it was let go of, since another node was not to be reached
+        final = coordinator or trouble or next(iter(endings.values()), _CANCELLED)
         self._status = int(str(final["exit_status"]))
         yield final
 
@@ -139,13 +143,13 @@ class RemoteJob:
         return any(connection.running for connection in self._connections)
 
     def cancel(self) -> None:
-        """Ask the head to end all ranks; again to kill them; a third time, let go of all."""
+        """Ask the coordinator to end all ranks; again to kill them; a third time, let go of all."""
         self._cancellations += 1
-        head = self._connections[0]
+        coordinator = self._connections[0]
         for connection in self._connections:
             if self._cancellations > 2:
                 connection.kill()
-            elif connection is head or not head.running:
+            elif connection is coordinator or not coordinator.running:
                 connection.ask_to_end()
 
     def wait(self) -> int:

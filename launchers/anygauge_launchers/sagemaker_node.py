@@ -103,7 +103,7 @@ def prepared(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         )
     command = [
         *(sys.executable, "-m", "anygauge.agent", "--job", str(job_file)),
-        *("--node-rank", str(rank), "--head", f"{hosts[0]}:{job.launch.port}"),
+        *("--node-rank", str(rank), "--coordinator", f"{hosts[0]}:{job.launch.port}"),
         *("--cause-file", FAILURE, *arguments),
     ]
     return command, fetched(secrets)

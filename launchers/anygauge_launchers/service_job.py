@@ -1,4 +1,4 @@
-"""A job that a cluster's service runs: followed through its head's log and the service's word."""
+"""A job that a cluster's service runs: followed by its coordinator's log and by the service."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Service(abc.ABC):
     """One job in the hands of a cluster's service: a dataclass of what it is found by.
 
     Attributes:
-        settling_s: seconds that the head's last words may take after the service knows of the end.
+        settling_s: seconds for the coordinator's last words after the service knows the end.
     """
 
     __slots__ = ()
@@ -66,10 +66,10 @@ class Service(abc.ABC):
 
     @abc.abstractmethod
     def log_command(self) -> tuple[str, ...] | None:
-        """What prints the head's output and follows it; None while there is none."""
+        """What prints the coordinator's output and follows it; None while there is none."""
 
     def whole_log(self, folder: Path) -> bytes:
-        """The head's output, once the job has ended; empty where the follower has all of it.
+        """The coordinator's output, once the job has ended; empty where the follower has all of it.
 
         Args:
             folder: of the run, on this machine.
@@ -84,13 +84,13 @@ class Service(abc.ABC):
 class ServiceJob:
     """A submitted job. It goes on when this process ends.
 
-    The head's agent prints events; the service keeps them as the head's log.
+    The coordinator's agent prints events; the service keeps them as the coordinator's log.
     """
 
     def __init__(self, service: Service, folder: Path) -> None:
         self._service = service
         self._folder = folder
-        self._log = folder / "logs" / "head.log"
+        self._log = folder / "logs" / "coordinator.log"
         self._client_log = folder / "logs" / "client.log"
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader: subprocess.Popen[bytes] | None = None
@@ -109,7 +109,7 @@ class ServiceJob:
         return self._service.record
 
     def events(self) -> Iterator[Event]:
-        """What the head reports and how the job fares, until it is over.
+        """What the coordinator reports and how the job fares, until it is over.
 
         Raises:
             AnygaugeError: the service's client is not installed.
@@ -121,7 +121,7 @@ class ServiceJob:
             while True:
                 for event in self._new():
                     if event["event"] == "ended":
-                        # Of several agents that speak there, the head knows best.
+                        # Of several agents that speak there, the coordinator knows best.
                         if ended is None or event.get("node_rank") == 0:
                             ended = event
                     else:
@@ -235,7 +235,7 @@ class ServiceJob:
         self._lines.put(None)
 
     def _complain(self) -> None:
-        """Why the head's output cannot be read, once."""
+        """Why the coordinator's output cannot be read, once."""
         said = last_line(self._client_log.read_text(errors="replace"))
         if said and said not in self._complaints:
             self._complaints.add(said)

@@ -32,8 +32,8 @@ again=$2
 restarts=$3
 shift 3
 [ -z "$log" ] || exec >>"$log" 2>&1
-ANYGAUGE_HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export ANYGAUGE_HEAD
+ANYGAUGE_COORDINATOR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export ANYGAUGE_COORDINATOR
 srun "$@"
 status=$?
 if [ -n "$again" ] && [ ! -e "$again" ]; then
@@ -184,7 +184,7 @@ class Slurm:
         """Arguments of an agent."""
         return (
             *("--job", _job_file(job), "--node-rank", "$SLURM_NODEID"),
-            *("--head", f"$ANYGAUGE_HEAD:{job.launch.port}"),
+            *("--coordinator", f"$ANYGAUGE_COORDINATOR:{job.launch.port}"),
             *("--grace", f"{own.grace_s:g}", "--tied"),
         )
 
@@ -195,7 +195,7 @@ class Slurm:
             # Agents end each other, and agree on why before they do. One behind a cut cable ends by
             # itself, but srun does not hear of it.
             *("--kill-on-bad-exit=0", "--wait=15", "--cpu-bind=none"),
-            f"--export={','.join(('ANYGAUGE_HEAD', *passed))}",
+            f"--export={','.join(('ANYGAUGE_COORDINATOR', *passed))}",
             *(() if own.cpus_per_task is None else (f"--cpus-per-task={own.cpus_per_task}",)),
         )
 

@@ -56,7 +56,7 @@ class Ssh(TiedLauncher):
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
         own = read_options(SshOptions, "ssh", options)
-        hosts, head = own.settled(job)
+        hosts, coordinator = own.settled(job)
         job_file = str(Path(job.run_file).with_name("job.json"))
         alive = max(1, int(job.launch.lost_after_s // _ALIVE_S))
         command = (
@@ -72,7 +72,14 @@ class Ssh(TiedLauncher):
                     host=host,
                     argv=(*command, host, f"exec {own.python} -m anygauge.agent --stdin"),
                     arguments=(
-                        *("--job", job_file, "--node-rank", str(rank), "--head", head),
+                        *(
+                            "--job",
+                            job_file,
+                            "--node-rank",
+                            str(rank),
+                            "--coordinator",
+                            coordinator,
+                        ),
                         *("--grace", f"{own.grace_s:g}"),
                     ),
                 )

@@ -47,7 +47,7 @@ class Cluster:
         self.agents[node if key is None else key] = subprocess.Popen(
             [
                 *(sys.executable, FAKE_AGENT, str(self.script), "--job", str(self.job)),
-                *("--node-rank", str(node), "--head", f"127.0.0.1:{self.port}"),
+                *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{self.port}"),
                 *("--grace", "0.5", *extra),
             ],
             stdout=subprocess.PIPE,

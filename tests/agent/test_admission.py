@@ -28,13 +28,13 @@ TOKEN = "of this job"
 
 @contextlib.contextmanager
 def connected(port: int) -> Iterator[socket.socket]:
-    """A connection to the head, once it listens."""
+    """A connection to the coordinator, once it listens."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             found = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
         except ConnectionRefusedError:
-            assert time.monotonic() < deadline, "the head does not listen"
+            assert time.monotonic() < deadline, "the coordinator does not listen"
             time.sleep(0.05)
             continue
         with found:
@@ -43,7 +43,7 @@ def connected(port: int) -> Iterator[socket.socket]:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Whether the head closes a connection; whatever it says before is read."""
+    """Whether the coordinator closes a connection; whatever it says before is read."""
     try:
         while connection.recv(65536):
             pass
@@ -53,7 +53,7 @@ def ends(connection: socket.socket) -> bool:
 
 
 def sent(port: int, *pieces: bytes) -> None:
-    """Send until the head has had enough, and see that it closes the connection."""
+    """Send until the coordinator has had enough, and see that it closes the connection."""
     with connected(port) as stranger:
         with contextlib.suppress(ConnectionError):
             for piece in pieces:
@@ -112,10 +112,10 @@ INTRODUCTION = {
 
 
 def introduced(port: int, record: Any, clock: Any = 0.0) -> str:
-    """What the head answers to one who knows the secret, and says this of himself."""
+    """What the coordinator answers to one who knows the secret, and says this of himself."""
     with connected(port) as stranger:
         application = Application(
-            Link(stranger.dup(), "the head"), TOKEN, {"clock": clock, "introduction": record}
+            Link(stranger.dup(), "the coordinator"), TOKEN, {"clock": clock, "hello": record}
         )
         answer = None
         deadline = time.monotonic() + PATIENCE_S
@@ -208,7 +208,7 @@ def test_nobody_stays_unknown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(port: int, to: int, heard: list[bytes]) -> threading.Thread:
-    """Stand between a member and its head, and write down what the member says."""
+    """Stand between a worker and its coordinator, and write down what the worker says."""
 
     def pass_on(source: socket.socket, target: socket.socket, copy: list[bytes]) -> None:
         with contextlib.suppress(OSError):
@@ -219,11 +219,11 @@ def recorded(port: int, to: int, heard: list[bytes]) -> threading.Thread:
             target.shutdown(socket.SHUT_WR)
 
     def run() -> None:
-        with listener, listener.accept()[0] as member, connected(to) as head:
-            member.settimeout(PATIENCE_S)
-            back = threading.Thread(target=pass_on, args=(head, member, []), daemon=True)
+        with listener, listener.accept()[0] as worker, connected(to) as coordinator:
+            worker.settimeout(PATIENCE_S)
+            back = threading.Thread(target=pass_on, args=(coordinator, worker, []), daemon=True)
             back.start()
-            pass_on(member, head, heard)
+            pass_on(worker, coordinator, heard)
             back.join(PATIENCE_S)
 
     listener = socket.create_server(("127.0.0.1", port))
@@ -236,15 +236,15 @@ def recorded(port: int, to: int, heard: list[bytes]) -> threading.Thread:
 def test_a_recorded_join_is_refused(cluster: Cluster) -> None:
     cluster.prepare({rank: [FINISHED] for rank in range(3)}, 3)
     cluster.start(0)
-    head, cluster.port = cluster.port, free_port()
+    coordinator, cluster.port = cluster.port, free_port()
     heard: list[bytes] = []
-    between = recorded(cluster.port, head, heard)
+    between = recorded(cluster.port, coordinator, heard)
     cluster.start(1)
     until(lambda: b'"join"' in b"".join(heard), "the join")
     said = b"".join(heard)
     assert TOKEN.encode() not in said
-    sent(head, said)
-    cluster.port = head
+    sent(coordinator, said)
+    cluster.port = coordinator
     cluster.start(2)
     for node in range(3):
         assert cluster.end(node)["state"] == "ok"
@@ -260,14 +260,14 @@ def test_a_false_head_learns_nothing_and_is_not_obeyed(cluster: Cluster) -> None
     def false_head() -> None:
         with socket.create_server(("127.0.0.1", cluster.port)) as listener:
             listener.settimeout(PATIENCE_S)
-            with listener.accept()[0] as member:
-                member.settimeout(PATIENCE_S)
-                heard.append(member.recv(65536))
-                member.sendall(b'{"kind": "number", "number": "%s"}\n' % (b"0" * 32))
-                member.sendall(b"0" * 64 + b'{"kind": "known"}\n')
-                member.sendall(b'{"kind": "start", "rendezvous": "tcp://evil:1", "clock": 0}\n')
+            with listener.accept()[0] as worker:
+                worker.settimeout(PATIENCE_S)
+                heard.append(worker.recv(65536))
+                worker.sendall(b'{"kind": "number", "number": "%s"}\n' % (b"0" * 32))
+                worker.sendall(b"0" * 64 + b'{"kind": "known"}\n')
+                worker.sendall(b'{"kind": "start", "rendezvous": "tcp://evil:1", "clock": 0}\n')
                 with contextlib.suppress(ConnectionError):
-                    while data := member.recv(65536):
+                    while data := worker.recv(65536):
                         heard.append(data)
 
     thread = threading.Thread(target=false_head, daemon=True)
@@ -294,8 +294,8 @@ def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
     (left, inner_left), (inner_right, right) = socket.socketpair(), socket.socketpair()
     one, two = Link(left, "two"), Link(right, "one")
     key = key_of(TOKEN, "a", "b")
-    one.seal(key, "head", "member")
-    two.seal(key, "member", "head")
+    one.seal(key, "coordinator", "worker")
+    two.seal(key, "worker", "coordinator")
     return one, two, inner_left, inner_right
 
 
@@ -303,7 +303,7 @@ def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
 def test_a_head_that_draws_no_number_is_none(number: Any) -> None:
     inside, outside = socket.socketpair()
     with outside:
-        application = Application(Link(inside, "the head"), TOKEN, {"clock": 0.0})
+        application = Application(Link(inside, "the coordinator"), TOKEN, {"clock": 0.0})
         outside.sendall(json.dumps({"kind": "number", "number": number}).encode() + b"\n")
         assert application.advance() is None
         assert application.link.why == UNPROVEN
@@ -342,7 +342,7 @@ def test_both_ends_of_a_link_must_know_the_secret() -> None:
     for token, joined in (("one", True), ("two", False)):
         left, right = socket.socketpair()
         newcomer = Newcomer(Link(left, "stranger"), "one", 0.0)
-        application = Application(Link(right, "the head"), token, {"clock": 0.0})
+        application = Application(Link(right, "the coordinator"), token, {"clock": 0.0})
         assert newcomer.advance() is None
         for _ in range(2):
             assert application.advance() is None

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from anygauge.agent.failures import Failure, cause, from_event, from_exit, tail
-from anygauge.agent.verdict import Ending, Report, settle
+from anygauge.agent.outcome import JobFailure, Report, resolve_outcome
 
 
 def exit_of(rank: int, code: int, *, seen_alive: float, observed: float) -> Failure:
@@ -19,13 +19,13 @@ def report(rank: int, time: float) -> Failure:
 
 
 def earliest(failures: list[Failure]) -> Failure:
-    endings = tuple(
-        Ending(time=f.time, rank=f.rank, by_signal=f.by_signal, text=str(index))
+    reported = tuple(
+        JobFailure(time=f.time, rank=f.rank, by_signal=f.by_signal, text=str(index))
         for index, f in enumerate(failures)
     )
-    verdict = settle([Report(node_rank=0, host="h", endings=endings)])
-    assert verdict.state == "failed" and verdict.cause is not None
-    return failures[int(verdict.cause)]
+    outcome = resolve_outcome([Report(node_rank=0, host="h", failures=reported)])
+    assert outcome.state == "failed" and outcome.cause is not None
+    return failures[int(outcome.cause)]
 
 
 def test_a_kill_noticed_after_a_peers_report_is_still_the_cause() -> None:

@@ -88,7 +88,7 @@ def test_without_its_head_a_node_ends(cluster: Cluster) -> None:
     cluster.agents[0].kill()
     ended = cluster.end(1)
     assert (ended["state"], ended["exit_status"]) == ("lost", LOST)
-    assert "the head is lost" in ended["cause"]
+    assert "the coordinator is lost" in ended["cause"]
     until(lambda: not any(map(alive, pids)), "the end of all ranks")
 
 
@@ -174,7 +174,7 @@ def test_two_agents_of_one_number_are_refused(cluster: Cluster) -> None:
 def test_an_agent_of_another_job_is_turned_away(cluster: Cluster) -> None:
     cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
     cluster.start(0)
-    until((cluster.job.parent / "logs" / "agent0.log").exists, "the head")
+    until((cluster.job.parent / "logs" / "agent0.log").exists, "the coordinator")
     own = cluster.job.read_text()
     other = cluster.folder / "other.json"
     other.write_text(own.replace("of this job", "of another"))
@@ -207,7 +207,7 @@ def test_settings_that_all_must_share_are_compared(cluster: Cluster) -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     for node in (0, 1):
-        assert "MODE: node 1 (host1) has another value than the head (host0)" in causes[node]
+        assert "MODE: node 1 (host1) has another value than the coordinator (host0)" in causes[node]
         assert "ALIKE" not in causes[node]
 
 
@@ -221,7 +221,10 @@ def test_other_numbers_are_refused(cluster: Cluster) -> None:
     cluster.start(1)
     for node in (0, 1):
         cause = cluster.end(node)["cause"]
-        assert "has 2 for launch.devices, the head (" in cause and ") 1: all nodes must" in cause
+        assert (
+            "has 2 for launch.devices, the coordinator (" in cause
+            and ") 1: all nodes must" in cause
+        )
 
 
 def test_a_taken_port_is_named(cluster: Cluster) -> None:
@@ -300,7 +303,7 @@ def test_a_node_may_be_told_by_variables(cluster: Cluster) -> None:
     cluster.agents[1] = subprocess.Popen(
         [
             *(sys.executable, FAKE_AGENT, str(cluster.script), "--job", str(cluster.job)),
-            *("--node-rank", "$NODE", "--head", f"$FIRST:{cluster.port}"),
+            *("--node-rank", "$NODE", "--coordinator", f"$FIRST:{cluster.port}"),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -141,13 +141,16 @@ def test_the_batch_file_starts_the_agents_that_the_launcher_would(tmp_path: Path
         assert (home / name).read_bytes() == (plan / name).read_bytes()
     words = (odd / "asked").read_text().splitlines()
     assert words[:2] == ["--nodes=2", "--ntasks=2"]
-    assert "--export=ANYGAUGE_HEAD,HF_HOME" in words and "--cpu-bind=none" in words
+    assert "--export=ANYGAUGE_COORDINATOR,HF_HOME" in words and "--cpu-bind=none" in words
     begin = words.index("-m")
     assert words[begin + 1] == "anygauge.agent"
     told = dict(zip(words[begin + 2 :: 2], words[begin + 3 :: 2], strict=False))
     assert told["--job"] == str(home / "job.json")
-    assert (told["--node-rank"], told["--head"]) == ("$SLURM_NODEID", "$ANYGAUGE_HEAD:29400")
-    assert "ANYGAUGE_HEAD=node1\n" in (odd / "environment").read_text()
+    assert (told["--node-rank"], told["--coordinator"]) == (
+        "$SLURM_NODEID",
+        "$ANYGAUGE_COORDINATOR:29400",
+    )
+    assert "ANYGAUGE_COORDINATOR=node1\n" in (odd / "environment").read_text()
 
     again = executed(plan / "job.sbatch", odd)
     assert again.returncode == 2

@@ -236,16 +236,16 @@ class TestKubernetes:
         name = self.made
         if kind == "JobSet":
             return {"JOB_COMPLETION_INDEX": str(rank)}
-        head = f"{name}-node-0-0.{name}" if kind == "TrainJob" else f"{name}-master-0"
+        coordinator = f"{name}-node-0-0.{name}" if kind == "TrainJob" else f"{name}-master-0"
         torchrun = {
             "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank),
-            "PET_MASTER_ADDR": head, "PET_MASTER_PORT": "29500",
+            "PET_MASTER_ADDR": coordinator, "PET_MASTER_PORT": "29500",
         }  # fmt: skip
         if kind == "TrainJob":
             return torchrun
         return {
-            **torchrun, "PYTHONUNBUFFERED": "1", "PET_MASTER_PORT": "23456", "MASTER_ADDR": head,
-            "MASTER_PORT": "23456", "WORLD_SIZE": "2", "RANK": str(rank),
+            **torchrun, "PYTHONUNBUFFERED": "1", "PET_MASTER_PORT": "23456", "WORLD_SIZE": "2",
+            "MASTER_ADDR": coordinator, "MASTER_PORT": "23456", "RANK": str(rank),
         }  # fmt: skip
 
     def start(
@@ -340,9 +340,11 @@ class TestKubernetes:
         pods = self.pods(cluster, "JobSet", "waits")
         # The first process of a container: signals that it does not handle do not reach it.
         inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        head = cluster.start("node1", [*inside, *pods[0]["command"]], self.variables("JobSet", 0))
+        coordinator = cluster.start(
+            "node1", [*inside, *pods[0]["command"]], self.variables("JobSet", 0)
+        )
         log = cluster.folder / "runs" / "waits" / "logs" / "agent0.log"
-        until(log.exists, "the head")
+        until(log.exists, "the coordinator")
 
         def agents() -> list[int]:
             found = cluster.machines.of_job("node1").items()
@@ -353,7 +355,7 @@ class TestKubernetes:
         for pid in agents():
             os.kill(pid, signal.SIGTERM)
         began = time.monotonic()
-        ((_, out, _),) = ends_of([head])
+        ((_, out, _),) = ends_of([coordinator])
         assert time.monotonic() - began < 20
         ended = [json.loads(line) for line in out.splitlines() if '"ended"' in line]
         assert ended[-1]["state"] == "cancelled" and ended[-1]["exit_status"] == 143

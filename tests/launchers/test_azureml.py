@@ -141,7 +141,7 @@ class TestContainer:
             command, variables = azureml_node.prepared(self.words(tmp_path))
         assert command[1:] == [
             *("-m", "anygauge.agent", "--job", str(tmp_path / "job.json"), "--node-rank", "1"),
-            *("--head", "10.0.0.4:4711", "--grace", "5"),
+            *("--coordinator", "10.0.0.4:4711", "--grace", "5"),
             *("--variables", str(tmp_path / "variables.json")),
         ]
         assert variables == {}

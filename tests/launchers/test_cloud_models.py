@@ -205,7 +205,11 @@ class TestRealAwsClient:
         now = int(time.time() * 1000)
         said = {
             stream: {"event": "ended", "time": 1.0, "state": "ok", "exit_status": 0, "cause": ""},
-            f"{name}/algo-2-1700000000": {"event": "message", "time": 1.0, "text": "not the head"},
+            f"{name}/algo-2-1700000000": {
+                "event": "message",
+                "time": 1.0,
+                "text": "not the coordinator",
+            },
         }
         for where, event in said.items():
             self.aws("logs", "create-log-stream", *place, where)

@@ -181,7 +181,7 @@ def test_a_host_is_powered_off(up: Target, node: str) -> None:
     kept(up, f"{node} powered off", seconds, err)
     assert status == LOST, err
     # ssh itself may tell of the first machine before the second one does.
-    known = {"node1": ("the head is lost", "node 0 (node1): ssh ended"), "node2": LOST_NODE2}
+    known = {"node1": ("the coordinator is lost", "node 0 (node1): ssh ended"), "node2": LOST_NODE2}
     assert any(text in err for text in known[node]), err
 
 
@@ -197,7 +197,7 @@ def test_a_link_is_cut(up: Target, node: str) -> None:
         up.machines.mend(node)
     kept(up, f"cable of {node} cut", seconds, err)
     assert status == LOST, err
-    who = {"node1": ("the head is lost",), "node2": ("node 1 (node2) is lost",)}
+    who = {"node1": ("the coordinator is lost",), "node2": ("node 1 (node2) is lost",)}
     # The storage of emulated machines is on no cable: under Slurm both sides write their view.
     allowed = who["node1"] + who["node2"] if up.name == "slurm" else who[node]
     ways = [f"{text}: nothing was heard from it for {LOST_AFTER_S:g} s" for text in allowed]

@@ -130,18 +130,18 @@ def test_an_option_shows_in_every_kind_or_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "rank", "head"),
+    ("kind", "rank", "coordinator"),
     [
         ("JobSet", "$JOB_COMPLETION_INDEX", f"{NAME}-node-0-0.{NAME}:4711"),
         ("TrainJob", "$PET_NODE_RANK", "$PET_MASTER_ADDR:4711"),
         ("PyTorchJob", "$PET_NODE_RANK", "$MASTER_ADDR:4711"),
-        ("MPIJob", "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_HEAD:4711"),
+        ("MPIJob", "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_COORDINATOR:4711"),
     ],
 )
-def test_each_kind_tells_the_agent_who_it_is(kind: str, rank: str, head: str) -> None:
+def test_each_kind_tells_the_agent_who_it_is(kind: str, rank: str, coordinator: str) -> None:
     command = find(manifest(rendered({"kind": kind})), "command")[0]
     assert command[command.index("--node-rank") + 1] == rank
-    assert command[command.index("--head") + 1] == head
+    assert command[command.index("--coordinator") + 1] == coordinator
     assert command[command.index("--secrets") + 1] == "/anygauge/secrets"
 
 
@@ -335,7 +335,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(kubectl: Client, tmp_path: 
     # The log is read again after each end of its stream, and nothing of it is told twice.
     assert [event["event"] for event in events if event["event"] != "message"] == ["step", "ended"]
     assert running.wait() == 0
-    assert (tmp_path / "Tiny_Run.1/logs/head.log").read_text() == "a greeting of the image\n"
+    assert (tmp_path / "Tiny_Run.1/logs/coordinator.log").read_text() == "a greeting of the image\n"
 
 
 def test_a_failure_is_told_in_the_words_that_the_agent_left(

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from anygauge_launchers import mpi_pod
-from anygauge_launchers.mpi_pod import HOSTFILE, head_of
+from anygauge_launchers.mpi_pod import HOSTFILE, coordinator_of
 
 POD = (sys.executable, "-m", "anygauge_launchers.mpi_pod")
 MPIRUN = """#!/bin/sh
-echo "$ANYGAUGE_HEAD" "$@"
+echo "$ANYGAUGE_COORDINATOR" "$@"
 trap 'echo asked; exit 75' USR1
 trap 'echo hurried; exit 1' TERM
 echo ready
@@ -26,15 +26,15 @@ AGENT = "import signal, sys, time; signal.signal(10, lambda *_: sys.exit(75)); t
 
 
 @pytest.mark.parametrize(
-    ("text", "head"),
+    ("text", "coordinator"),
     [
         ("j-worker-0.j.ns.svc slots=1\nj-worker-1.j.ns.svc slots=1\n", "j-worker-0.j.ns.svc"),
         ("# ours\n\nj-worker-0:1\n", "j-worker-0"),
     ],
 )
-def test_the_head_is_the_first_host(text: str, head: str, tmp_path: Path) -> None:
+def test_the_head_is_the_first_host(text: str, coordinator: str, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text(text)
-    assert head_of(tmp_path / "hostfile") == head
+    assert coordinator_of(tmp_path / "hostfile") == coordinator
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_clusters_request_reaches_agents_as_the_signal_that_mpirun_passes_on
     assert first.startswith(
         "worker-0 --allow-run-as-root -np 2 --map-by ppr:1:node --bind-to none "
     )
-    assert "-x ANYGAUGE_HEAD -x PATH" in first and first.endswith("agent a b $HOME\n")
+    assert "-x ANYGAUGE_COORDINATOR -x PATH" in first and first.endswith("agent a b $HOME\n")
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)

@@ -63,14 +63,14 @@ def test_the_agent_of_each_host_gets_its_number_through_standard_input() -> None
         assert process.argv[-2:] == (process.host, "exec /opt/py -m anygauge.agent --stdin")
         assert process.argv[process.argv.index("-F") + 1] == "/c d"
         assert process.arguments == (
-            *("--job", f"{ODD}/job.json", "--node-rank", str(rank), "--head", "node1:4711"),
+            *("--job", f"{ODD}/job.json", "--node-rank", str(rank), "--coordinator", "node1:4711"),
             *("--grace", "2.5"),
         )
 
 
 def test_the_head_may_have_another_address() -> None:
     for name in ("ssh", "mpi"):
-        process = rendered(name, head="10.0.0.1").processes[-1]
+        process = rendered(name, coordinator="10.0.0.1").processes[-1]
         assert "10.0.0.1:4711" in (*process.argv, *process.arguments)
 
 

@@ -169,7 +169,7 @@ class TestContainer:
         command, variables = sagemaker_node.prepared(["--grace", "5"])
         assert command[1:] == [
             *("-m", "anygauge.agent", "--job", str(config / "job.json"), "--node-rank", "1"),
-            *("--head", "algo-1:4711", "--cause-file", str(config / "output" / "failure")),
+            *("--coordinator", "algo-1:4711", "--cause-file", str(config / "output" / "failure")),
             *("--grace", "5"),
         ]
         assert variables == {}

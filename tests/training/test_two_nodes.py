@@ -46,7 +46,7 @@ def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path:
         subprocess.Popen(
             [
                 *(sys.executable, "-m", "anygauge.agent", "--job", str(run / "job.json")),
-                *("--node-rank", str(node), "--head", f"127.0.0.1:{port}"),
+                *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from anygauge.agent.admission import check_introduction, read_introduction
+from anygauge.agent.admission import check_hello, read_hello
 from anygauge.agent.link import Link
 from anygauge.agent.listening import Door
 from anygauge.agent.messages import field_of, is_signal, is_text, is_time, or_none, shown
@@ -20,12 +20,12 @@ from anygauge.agent.nodes import (
     BEAT_S,
     ORDERS,
     EndedError,
-    Introduction,
+    Hello,
     Nodes,
     Order,
 )
 from anygauge.agent.outbox import Outbox
-from anygauge.agent.verdict import Ending, Report, parse_report, settle
+from anygauge.agent.outcome import JobFailure, Report, parse_report, resolve_outcome
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.rendezvous import listen_at, tcp_address
 
@@ -33,14 +33,14 @@ _TURN_S = 0.05
 _MAYBE_TIME = or_none(is_time)
 
 
-class Head(Nodes):
+class Coordinator(Nodes):
     """The agent of node 0: gathers the others, and decides."""
 
     def __init__(
         self,
         job: Job,
         outbox: Outbox,
-        own: Introduction,
+        own: Hello,
         address: tuple[str, int],
         asked: Sequence[object] = (),
     ) -> None:
@@ -55,7 +55,7 @@ class Head(Nodes):
         """
         super().__init__(job, outbox)
         self._reports: dict[int, Report] = {}
-        self._members: dict[int, Joined] = {}
+        self._workers: dict[int, Joined] = {}
         self._ready: set[int] = set()
         self._told: set[Order] = set()
         self._beat = time.monotonic()
@@ -64,22 +64,22 @@ class Head(Nodes):
             try:
                 self._gather(door, own, asked)
             except AnygaugeError as error:
-                for member in self._members.values():
-                    member.link.send("refused", reason=str(error))
-                    member.link.shut()
+                for worker in self._workers.values():
+                    worker.link.send("refused", reason=str(error))
+                    worker.link.shut()
                 raise
-        self._address = next(iter(self._members.values())).link.own_address
+        self._address = next(iter(self._workers.values())).link.own_address
         self.rendezvous = self._next_rendezvous()
-        for member in self._members.values():
+        for worker in self._workers.values():
             # Those who joined early have waited in silence for the last.
-            member.link.heard = time.monotonic()
-            member.link.send("start", rendezvous=self.rendezvous, clock=time.time())
+            worker.link.heard = time.monotonic()
+            worker.link.send("start", rendezvous=self.rendezvous, clock=time.time())
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """See `Nodes.attach`."""
-        for member in self._members.values():
-            if not member.link.closed:
-                selector.register(member.link, selectors.EVENT_READ, self)
+        for worker in self._workers.values():
+            if not worker.link.closed:
+                selector.register(worker.link, selectors.EVENT_READ, self)
 
     def turn(self) -> list[Order]:
         """See `Nodes.turn`."""
@@ -87,21 +87,21 @@ class Head(Nodes):
         if now - self._beat >= BEAT_S:
             self._beat = now
             self._send_all("beat", clock=time.time())
-        for rank, member in self._members.items():
-            member.link.flush()
-            for message in member.link.receive():
+        for rank, worker in self._workers.items():
+            worker.link.flush()
+            for message in worker.link.receive():
                 try:
-                    self._take(rank, member, message)
+                    self._take(rank, worker, message)
                 except ValueError as error:
-                    member.unreadable = True
-                    member.link.close(f"{shown(message['kind'])}: {error}")
+                    worker.unreadable = True
+                    worker.link.close(f"{shown(message['kind'])}: {error}")
                     break
             if rank not in self._reports:
-                self._look_after(rank, member, now)
-        if self.verdict is None and len(self._reports) == self._job.launch.nodes:
+                self._look_after(rank, worker, now)
+        if self.outcome is None and len(self._reports) == self._job.launch.nodes:
             reports = [self._reports[rank] for rank in sorted(self._reports)]
-            self.verdict = self._once_more(settle(reports))
-            self._send_all("verdict", **asdict(self.verdict))
+            self.outcome = self._once_more(resolve_outcome(reports))
+            self._send_all("outcome", **asdict(self.outcome))
         return super().turn()
 
     def tell(self, order: Order, signum: int | None = None) -> None:
@@ -134,8 +134,8 @@ class Head(Nodes):
     def close(self) -> None:
         """See `Nodes.close`."""
         self._close_store()
-        for member in self._members.values():
-            member.link.shut()
+        for worker in self._workers.values():
+            worker.link.shut()
 
     def store_socket(self, rank: int) -> contextlib.AbstractContextManager[socket.socket | None]:
         """See `Nodes.store_socket`."""
@@ -156,12 +156,12 @@ class Head(Nodes):
             self._store = None
 
     def _send_all(self, kind: str, **fields: Any) -> None:
-        for member in self._members.values():
-            member.link.send(kind, **fields)
+        for worker in self._workers.values():
+            worker.link.send(kind, **fields)
 
-    def _gather(self, door: Door, own: Introduction, asked: Sequence[object]) -> None:
+    def _gather(self, door: Door, own: Hello, asked: Sequence[object]) -> None:
         deadline = time.monotonic() + self._job.launch.join_timeout_s
-        while len(self._members) < self._job.launch.nodes - 1:
+        while len(self._workers) < self._job.launch.nodes - 1:
             now = time.monotonic()
             if now > deadline:
                 raise AnygaugeError(self._missing(door.where))
@@ -173,9 +173,9 @@ class Head(Nodes):
             for link, message in door.joined(_TURN_S):
                 self._admit(door, link, message, own)
 
-    def _admit(self, door: Door, link: Link, message: Mapping[str, Any], own: Introduction) -> None:
+    def _admit(self, door: Door, link: Link, message: Mapping[str, Any], own: Hello) -> None:
         try:
-            other = read_introduction(message.get("introduction"))
+            other = read_hello(message.get("hello"))
             joined = Joined(link, other.host)
             joined.compare_clocks(message)
         except ValueError as error:
@@ -185,18 +185,18 @@ class Head(Nodes):
             door.note(link, reason)
             return
         link.peer = f"node {other.node_rank} ({other.host})"
-        known = {0: own.host, **{rank: each.host for rank, each in self._members.items()}}
+        known = {0: own.host, **{rank: each.host for rank, each in self._workers.items()}}
         try:
-            check_introduction(own, other, known)
+            check_hello(own, other, known)
         except AnygaugeError as error:
             link.send("refused", reason=str(error))
             link.shut()
             raise
-        self._members[other.node_rank] = joined
+        self._workers[other.node_rank] = joined
 
     def _missing(self, where: str) -> str:
-        missing = [r for r in range(1, self._job.launch.nodes) if r not in self._members]
-        here = ", ".join(f"node {rank} ({m.host})" for rank, m in sorted(self._members.items()))
+        missing = [r for r in range(1, self._job.launch.nodes) if r not in self._workers]
+        here = ", ".join(f"node {rank} ({m.host})" for rank, m in sorted(self._workers.items()))
         return (
             f"{len(missing)} of {self._job.launch.nodes} nodes did not join within "
             f"{self._job.launch.join_timeout_s:g} s (launch.join_timeout_s): "
@@ -206,17 +206,17 @@ class Head(Nodes):
             f"reach this node, which listens at {where}"
         )
 
-    def _take(self, rank: int, member: Joined, message: Mapping[str, Any]) -> None:
+    def _take(self, rank: int, worker: Joined, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
         if "clock" in message:
-            member.compare_clocks(message)
+            worker.compare_clocks(message)
         if kind == "event":
             self._outbox.forward(field_of(message, "line", is_text).encode() + b"\n")
         elif kind == "ready":
             self._note_ready(rank)
         elif kind == "report":
             record = message.get("report")
-            report = parse_report(record, least=member.least, most=member.most)
+            report = parse_report(record, least=worker.least, most=worker.most)
             if report.node_rank != rank:
                 raise ValueError(f"it is of node {report.node_rank}")
             self._reports[rank] = report
@@ -226,13 +226,13 @@ class Head(Nodes):
             self._orders.append(order)
             self.tell(order, self.signum)
 
-    def _look_after(self, rank: int, member: Joined, now: float) -> None:
-        link, limit = member.link, self._job.launch.lost_after_s
+    def _look_after(self, rank: int, worker: Joined, now: float) -> None:
+        link, limit = worker.link, self._job.launch.lost_after_s
         silent = now - link.heard
         if not link.closed and silent <= limit:
             return
-        who = f"node {rank} ({member.host})"
-        if member.unreadable:
+        who = f"node {rank} ({worker.host})"
+        if worker.unreadable:
             text = (
                 f"{who} is lost: its agent sent what cannot be read here ({link.why}). Its ranks "
                 "end with it. Has each node the same version of anygauge?"
@@ -245,22 +245,22 @@ class Head(Nodes):
         else:
             text = (
                 f"{who} is lost: nothing was heard from it for {limit:g} s (launch.lost_after_s). "
-                "The machine or the network between it and the head is down"
+                "The machine or the network between it and the coordinator is down"
             )
             link.shut(0)
         # It was there when it was last heard; what others say since may be its doing.
-        ending = Ending(time=time.time() - silent, text=text, by_signal=True, lost=True)
-        self._reports[rank] = Report(node_rank=rank, host=member.host, endings=(ending,))
+        failure = JobFailure(time=time.time() - silent, text=text, by_signal=True, lost=True)
+        self._reports[rank] = Report(node_rank=rank, host=worker.host, failures=(failure,))
         self._orders.append(Order.END)
         self.tell(Order.END)
 
 
 @dataclass(slots=True)
 class Joined:
-    """A node as the head knows it.
+    """A node as the coordinator knows it.
 
     Attributes:
-        least: seconds that the head's clock is ahead of the node's, at the least: what the head
+        least: seconds that the coordinator's clock is ahead of the node's, at the least: what it
             sent arrived later than it was sent.
         most: and at the most, by what the node sent. The least delayed messages tell best.
         unreadable: it sent what no agent sends.

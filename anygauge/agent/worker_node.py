@@ -1,4 +1,4 @@
-"""The agent of any node but the first: joins the head, and does what it says."""
+"""The agent of any node but the first: joins the coordinator, and does what it says."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from anygauge.agent.nodes import (
     BEAT_S,
     ORDERS,
     EndedError,
-    Introduction,
+    Hello,
     Nodes,
     Order,
 )
 from anygauge.agent.outbox import Outbox
-from anygauge.agent.verdict import Report, Verdict, parse_verdict
+from anygauge.agent.outcome import JobOutcome, Report, parse_outcome
 from anygauge.interface import LOST, AnygaugeError, Job
 
 _RETRY_S = 0.5
@@ -32,18 +32,18 @@ _VERDICT_S = 30.0
 _PROOF_S = 10.0
 
 
-class Member(Nodes):
-    """The agent of another node: does what the head says."""
+class WorkerNode(Nodes):
+    """The agent of another node: does what the coordinator says."""
 
     def __init__(
         self,
         job: Job,
         outbox: Outbox,
-        own: Introduction,
-        head: tuple[str, int],
+        own: Hello,
+        coordinator: tuple[str, int],
         asked: Sequence[object] = (),
     ) -> None:
-        """Join the head.
+        """Join the coordinator.
 
         Args:
             asked: fills when this agent is asked to end.
@@ -56,8 +56,8 @@ class Member(Nodes):
         self._reported_at: float | None = None
         self._lost: str | None = None
         self._beat = time.monotonic()
-        self._least: float | None = None  # seconds that the head's clock is ahead, at the least
-        self._link = self._join(head, asked)
+        self._least: float | None = None  # seconds that its clock is ahead, at the least
+        self._link = self._join(coordinator, asked)
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """See `Nodes.attach`."""
@@ -77,7 +77,7 @@ class Member(Nodes):
             except ValueError as error:
                 self._link.close(_unreadable(message, error))
                 break
-        if self.verdict is None:
+        if self.outcome is None:
             self._look_after(now)
         return super().turn()
 
@@ -88,7 +88,7 @@ class Member(Nodes):
     def send(self, event: str, **fields: Any) -> None:
         """See `Nodes.send`."""
         if event == "ended":
-            # The head says the same. Where it is lost, this is all that a follower hears.
+            # The coordinator says the same. Where it is lost, this is all that a follower hears.
             if fields.get("state") == "lost" or not self._outbox.shared:
                 self._outbox.send(event, **fields)
         else:
@@ -122,25 +122,25 @@ class Member(Nodes):
         """See `Nodes.close`."""
         self._link.shut()
 
-    def _join(self, head: tuple[str, int], asked: Sequence[object]) -> Link:
+    def _join(self, coordinator: tuple[str, int], asked: Sequence[object]) -> Link:
         deadline = time.monotonic() + self._job.launch.join_timeout_s
-        trouble = "nothing answered"
+        trouble, where = "nothing answered", f"{coordinator[0]}:{coordinator[1]}"
         while time.monotonic() < deadline:
             if asked:
                 raise EndedError(ASKED_TOO_EARLY)
             try:
-                connection = socket.create_connection(head, timeout=5.0)
+                connection = socket.create_connection(coordinator, timeout=5.0)
             except OSError as error:
                 trouble = str(error)
                 time.sleep(_RETRY_S)
                 continue
-            link = Link(connection, "the head")
-            join = {"clock": time.time(), "introduction": asdict(self._own)}
+            link = Link(connection, "the coordinator")
+            join = {"clock": time.time(), "hello": asdict(self._own)}
             application = Application(link, self._job.token, join)
             answer = _answer(application, self._job.launch.lost_after_s, asked)
             if link.why == UNPROVEN:
                 raise AnygaugeError(
-                    f"what listens at {head[0]}:{head[1]} is not the head of this job, or does not "
+                    f"what listens at {where} is not the coordinator of this job, or does not "
                     f"know its secret: {OF_ANOTHER_JOB}. If another job has that port, give this "
                     "one launch.port"
                 )
@@ -159,24 +159,22 @@ class Member(Nodes):
                     time.sleep(_RETRY_S)
                     continue
                 return link
-            raise AnygaugeError(
-                f"the head at {head[0]}:{head[1]} refused this node: {_reason(answer)}"
-            )
+            raise AnygaugeError(f"the coordinator at {where} refused this node: {_reason(answer)}")
         raise AnygaugeError(
-            f"node {self._own.node_rank} ({self._own.host}) could not join the head at "
-            f"{head[0]}:{head[1]} within {self._job.launch.join_timeout_s:g} s "
+            f"node {self._own.node_rank} ({self._own.host}) could not join the coordinator at "
+            f"{where} within {self._job.launch.join_timeout_s:g} s "
             f"(launch.join_timeout_s): {trouble}. Is the agent of node 0 running, and may this "
             "node connect to that port?"
         )
 
     def _take(self, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
-        if kind == "verdict":
+        if kind == "outcome":
             fields = {key: value for key, value in message.items() if key != "kind"}
-            verdict = parse_verdict(fields)
-            if verdict.state == "again":
+            outcome = parse_outcome(fields)
+            if outcome.state == "again":
                 field_of(message, "rendezvous", _is_meeting_point)
-            self.verdict = verdict
+            self.outcome = outcome
         elif kind == "ready":
             self.all_ready = True
         elif kind in ORDERS:
@@ -193,16 +191,16 @@ class Member(Nodes):
         return {"clock": time.time(), "least": self._least}
 
     def _look_after(self, now: float) -> None:
-        """Without its head, a node ends."""
+        """Without its coordinator, a node ends."""
         link, limit = self._link, self._job.launch.lost_after_s
         if self._lost is not None:
             text = self._lost
         elif link.closed:
-            text = f"the head is lost: its agent ended without a report ({link.why})"
+            text = f"the coordinator is lost: its agent ended without a report ({link.why})"
         elif now - link.heard > limit:
-            text = f"the head is lost: nothing was heard from it for {limit:g} s"
+            text = f"the coordinator is lost: nothing was heard from it for {limit:g} s"
         elif self._reported_at is not None and now - self._reported_at > limit + _VERDICT_S:
-            text = "the head did not report how the job ended"
+            text = "the coordinator did not report how the job ended"
         else:
             return
         if self._lost is None:
@@ -210,11 +208,11 @@ class Member(Nodes):
             link.shut(0)
             self._orders.append(Order.END)
         if self._reported_at is not None:
-            self.verdict = Verdict(state="lost", exit_status=LOST, cause=text)
+            self.outcome = JobOutcome(state="lost", exit_status=LOST, cause=text)
 
 
 def _is_meeting_point(value: object) -> bool:
-    """Whether ranks can be told of it: what the head draws is an address and a port."""
+    """Whether ranks can be told of it: what the coordinator draws is an address and a port."""
     return isinstance(value, str) and re.fullmatch("tcp://[!-~]{1,300}", value) is not None
 
 
@@ -230,11 +228,11 @@ def _reason(answer: Mapping[str, Any]) -> str:
 def _answer(
     application: Application, limit_s: float, asked: Sequence[object]
 ) -> Mapping[str, Any] | None:
-    """The head's first word but for its beats; None if it falls silent before."""
+    """The coordinator's first word but for its beats; None if it falls silent before."""
     link, began = application.link, time.monotonic()
     while not link.closed and not asked and time.monotonic() - link.heard < limit_s:
         if not application.joined and time.monotonic() - began > _PROOF_S:
-            link.close(f"it had not proved that it is the head after {_PROOF_S:g} s")
+            link.close(f"it had not proved that it is the coordinator after {_PROOF_S:g} s")
         link.flush()
         message = application.advance()
         if message is not None and message["kind"] in ("start", "refused"):

@@ -23,11 +23,11 @@ from anygauge.interface import LOST, STOPPED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class JobFailure:
     """One rank's or node's end before its time, as the whole job sees it.
 
     Attributes:
-        time: seconds since the epoch, by the head's clock; see `anygauge.agent.failures`.
+        time: seconds since the epoch, by the coordinator's clock; see `anygauge.agent.failures`.
         text: who, what, and the last lines of its log.
         rank: None for a whole node.
         by_signal: nobody in the run can have caused it.
@@ -61,7 +61,7 @@ class Report:
     host: str
     ok: bool = False
     stopped: Mapping[str, Any] | None = None
-    endings: tuple[Ending, ...] = ()
+    failures: tuple[JobFailure, ...] = ()
     signalled_at: float | None = None
     signum: int | None = None
 
@@ -70,17 +70,17 @@ class Report:
         return asdict(self)
 
 
-_ENDING: Mapping[str, Check] = {
+_FAILURE: Mapping[str, Check] = {
     "time": is_time, "text": is_text, "rank": or_none(is_count), "by_signal": is_truth,
     "exit_status": is_status, "final": is_truth, "lost": is_truth,
 }  # fmt: skip
 _REPORT: Mapping[str, Check] = {
     "node_rank": is_count, "host": is_text, "ok": is_truth,
     "stopped": or_none(lambda value: isinstance(value, dict)),
-    "endings": lambda value: isinstance(value, list | tuple),
+    "failures": lambda value: isinstance(value, list | tuple),
     "signalled_at": or_none(is_time), "signum": or_none(is_signal),
 }  # fmt: skip
-_VERDICT: Mapping[str, Check] = {
+_OUTCOME: Mapping[str, Check] = {
     "state": lambda value: value in ("ok", "stopped", "cancelled", "failed", "lost", "again"),
     "exit_status": is_status, "cause": or_none(is_text), "final": is_truth, "rendezvous": is_text,
 }  # fmt: skip
@@ -98,12 +98,12 @@ def parse_report(record: object, *, least: float, most: float) -> Report:
     """
     likely = (least + most) / 2
     fields = fields_of(record, _REPORT)
-    endings = []
-    for each in fields["endings"]:
-        ending = fields_of(each, _ENDING)
+    failures = []
+    for each in fields["failures"]:
+        failure = fields_of(each, _FAILURE)
         # A death by signal counts from the earliest moment that it can have come.
-        ahead = min(least, most) if ending["by_signal"] else likely
-        endings.append(Ending(**{**ending, "time": ending["time"] + ahead}))
+        ahead = min(least, most) if failure["by_signal"] else likely
+        failures.append(JobFailure(**{**failure, "time": failure["time"] + ahead}))
     at, stopped = fields["signalled_at"], fields["stopped"]
     if stopped:
         field_of(stopped, "step", or_none(is_count))
@@ -111,14 +111,14 @@ def parse_report(record: object, *, least: float, most: float) -> Report:
     return Report(
         **{
             **fields,
-            "endings": tuple(endings),
+            "failures": tuple(failures),
             "signalled_at": None if at is None else at + likely,
         }
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class JobOutcome:
     """How the job ended.
 
     Attributes:
@@ -136,39 +136,39 @@ class Verdict:
     rendezvous: str = ""
 
 
-def parse_verdict(record: object) -> Verdict:
-    """What the head says of the job's end.
+def parse_outcome(record: object) -> JobOutcome:
+    """What the coordinator says of the job's end.
 
     Raises:
         ValueError: a field is missing, unknown, or has a value that it cannot have; says which.
     """
-    return Verdict(**fields_of(record, _VERDICT))
+    return JobOutcome(**fields_of(record, _OUTCOME))
 
 
-def settle(reports: Sequence[Report]) -> Verdict:
-    """The verdict over the reports of all nodes; a lost node's is made by those who lost it."""
-    endings = [ending for report in reports for ending in report.endings]
-    first = min(endings, key=_order, default=None)
+def resolve_outcome(reports: Sequence[Report]) -> JobOutcome:
+    """The outcome over the reports of all nodes; a lost node's is made by those who lost it."""
+    failures = [failure for report in reports for failure in report.failures]
+    first = min(failures, key=_order, default=None)
     asked = [r for r in reports if r.signalled_at is not None]
     request = min(asked, key=lambda report: report.signalled_at or 0.0, default=None)
     if all(report.ok for report in reports):
-        return Verdict(state="ok", exit_status=0)
+        return JobOutcome(state="ok", exit_status=0)
     if all(report.stopped is not None for report in reports):
         event = next((r.stopped for r in reports if r.stopped and "checkpoint" in r.stopped), {})
-        return Verdict(state="stopped", exit_status=STOPPED, cause=stopped_words(event))
+        return JobOutcome(state="stopped", exit_status=STOPPED, cause=stopped_words(event))
     if request is not None and not (
         first is not None and first.time < (request.signalled_at or 0.0)
     ):
         number = request.signum or signal.SIGTERM
         text = f"ended by {signal.Signals(number).name}"
-        return Verdict(state="cancelled", exit_status=128 + number, cause=text)
+        return JobOutcome(state="cancelled", exit_status=128 + number, cause=text)
     if first is None:
         names = ", ".join(f"node {r.node_rank} ({r.host})" for r in reports if not r.ok)
         text = f"the ranks of {names} ended before their work was done, and no cause was reported"
-        return Verdict(state="failed", exit_status=1, cause=text)
+        return JobOutcome(state="failed", exit_status=1, cause=text)
     if first.lost:
-        return Verdict(state="lost", exit_status=LOST, cause=first.text)
-    return Verdict(
+        return JobOutcome(state="lost", exit_status=LOST, cause=first.text)
+    return JobOutcome(
         state="failed", exit_status=first.exit_status, cause=first.text, final=first.final
     )
 
@@ -180,6 +180,6 @@ def stopped_words(event: Mapping[str, Any]) -> str:
     )
 
 
-def _order(ending: Ending) -> tuple[float, bool, int]:
+def _order(failure: JobFailure) -> tuple[float, bool, int]:
     """The earliest caused the others; of two at the same time, a death by signal."""
-    return (ending.time, not ending.by_signal, -1 if ending.rank is None else ending.rank)
+    return (failure.time, not failure.by_signal, -1 if failure.rank is None else failure.rank)
