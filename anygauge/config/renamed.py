@@ -23,7 +23,6 @@ RENAMED: Mapping[tuple[str, ...], str] = {
     ("train", "micro_batch"): "micro_batch_size",
     ("train", "clip"): "max_grad_norm",
     ("train", "optimizer", "lora_plus_ratio"): "loraplus_lr_ratio",
-    ("launch", "options", "head"): "coordinator",
     ("precision", "compute"): "param_dtype",
     ("precision", "reduce"): "reduce_dtype",
 }

@@ -48,6 +48,7 @@ def read_options(model: type[Read], launcher: str, options: Mapping[str, Any]) -
         ) from None
 
 
+_RENAMED = {("head",): "coordinator"}
 _SECRET = (
     "say where the secret is kept (docs/clouds.md), not what it is; what was received is not shown"
 )
@@ -59,6 +60,8 @@ def _sentence(model: type[Options], launcher: str, one: Mapping[str, Any]) -> st
     parts = [part for part in parts if not part[:1].isupper() or part.isupper()]
     place = ".".join(("launch.options", *parts))
     if one["type"] == "extra_forbidden":
+        if one["loc"] in _RENAMED:
+            return f"{place}: is called {_RENAMED[one['loc']]} now; rename it"
         has, near = "", get_close_matches(str(one["loc"][-1]), model.model_fields, 1)
         if len(one["loc"]) == 1:
             has = f"; it has: {', '.join(model.model_fields)}"
