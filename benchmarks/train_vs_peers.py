@@ -156,7 +156,7 @@ def main(
     if warmup >= steps:
         raise typer.BadParameter(f"--warmup {warmup} leaves none of --steps {steps} to measure")
     if hidden % heads or hidden // heads % 2:
-        raise typer.BadParameter(f"--hidden {hidden} is no even multiple of --heads {heads}")
+        raise typer.BadParameter(f"--hidden {hidden} is not an even multiple of --heads {heads}")
     if output.exists() and any(output.iterdir()):
         raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
     data = os.environ.get("ANYGAUGE_DATA")

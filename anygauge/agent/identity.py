@@ -19,7 +19,7 @@ def read_number(
         absent: what an unset variable means; None: an error.
 
     Raises:
-        AnygaugeError: the variable is unset, or it is no number.
+        AnygaugeError: the variable is unset, or it is not a number.
     """
     if absent is not None and text.startswith("$") and not environ.get(text[1:]):
         return absent

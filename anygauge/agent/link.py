@@ -53,7 +53,7 @@ class Link:
     Attributes:
         peer: who is at the other end, in words.
         heard: when something last arrived (monotonic seconds).
-        closed: nothing more will arrive: the other end closed, died, or sent what is no line.
+        closed: nothing more will arrive: the other end closed, died, or sent what is not a line.
         why: what closed it, in words.
         longest: bytes that a line may have.
     """

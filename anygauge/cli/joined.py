@@ -148,7 +148,7 @@ def _store(launch: ForeignLaunch, timeout: datetime.timedelta) -> dist.Store:
                 "your launcher serves torch's store there"
             ) from error
         return serve(address or launch.host, launch.port, listener, timeout)
-    raise AnygaugeError(f"rank 0 cannot listen at {launch.host}: it is no address of this machine")
+    raise AnygaugeError(f"rank 0 cannot listen at {launch.host}: not an address of this machine")
 
 
 def _agreed(

@@ -22,7 +22,7 @@ def gone_on_with(intent: Intent) -> tuple[bool, Finished | None]:
     For a run and its dry run alike; only where the files are on this machine.
 
     Raises:
-        AnygaugeError: what is to be gone on from is no checkpoint, or belongs to another run.
+        AnygaugeError: what is to be gone on from is not a checkpoint, or belongs to another run.
     """
     run, folder = intent.run, Path(intent.job.run_directory)
     resume = run.checkpoint.resume

@@ -40,7 +40,7 @@ def run_folder(wanted: Path, *, resume: bool) -> Path:
 
 
 def _free(wanted: Path) -> Path:
-    """`wanted`, or the first of ``wanted-2``, ``wanted-3``, ... that is no run's already.
+    """`wanted`, or the first of ``wanted-2``, ``wanted-3``, ... that is not a run's already.
 
     A start that never took a step has no claim to its name.
     """

@@ -95,7 +95,7 @@ def _of_targets(root: Node) -> Iterator[Problem]:
 
 
 def expression_complaint(text: str) -> str:
-    """Why a text is no regular expression; "" if it is one."""
+    """Why a text is not a regular expression; "" if it is one."""
     if len(text) > LONGEST_EXPRESSION:
         return f"has {len(text):,} characters; at most {LONGEST_EXPRESSION:,}"
     try:

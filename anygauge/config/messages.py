@@ -54,7 +54,7 @@ def explain(error: ValidationError, root: Node) -> list[Problem]:
 
 
 def _path(loc: Sequence[object], root: Node) -> tuple[object, ...]:
-    """`loc` without pydantic's names of union members, which are no part of the file."""
+    """`loc` without pydantic's names of union members, which are not part of the file."""
     path: tuple[object, ...] = ()
     for index, part in enumerate(loc):
         last = index == len(loc) - 1

@@ -78,7 +78,7 @@ def _parse(text: str, folder: Path, problems: list[Problem]) -> tuple[str, Node]
         except NotYaml as error:
             problems.append(Problem(origin, path, f"the value is not valid YAML: {error}"))
         else:
-            # A comment alone is no value either.
+            # A comment alone is not a value either.
             if node is not None:
                 return path, node
             problems.append(Problem(origin, path, "no value; quote a value that begins with '#'"))

@@ -64,7 +64,7 @@ def names_data_set(text: str) -> bool:
 
 
 def holds_template(path: Place, text: str) -> bool:
-    """Whether a field is no path at all, but a chat template itself."""
+    """Whether a field is not a path at all, but a chat template itself."""
     return path == CHAT_TEMPLATE and ("{{" in text or "{%" in text or "\n" in text)
 
 

@@ -41,7 +41,7 @@ _ON_THE_WAY = frozenset(path[:length] for path in RENAMED for length in range(1,
 
 
 def new_name(path: tuple[object, ...]) -> str | None:
-    """What the field at a path is called today; None where that is no old name."""
+    """What the field at a path is called today; None where that is not an old name."""
     return RENAMED.get(tuple(part for part in path if isinstance(part, str)))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 LARGEST = 2**31 - 1
-"""Of counts. It is no setting that anyone wants: beyond it, products of two counts overflow."""
+"""Of counts. It is not a setting that anyone wants: beyond it, products of two counts overflow."""
 
 LARGEST_NUMBER = 1e6
 """Of factors, rates and repetitions. A rate of a million moves every weight beyond all use."""

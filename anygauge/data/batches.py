@@ -133,7 +133,7 @@ class Batches(ABC):
         sequences_per_epoch: rows or packs, each times its weight.
 
     Raises:
-        RunFileError: global_batch is no multiple of micro_batch times the number of parts.
+        RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
     """
 
     steps: int
@@ -177,7 +177,7 @@ class Batches(ABC):
     def fingerprint(self) -> str:
         """Hexadecimal digest of the data and all that decides which rows are in which step.
 
-        Ranks, micro-batches and the number of steps are no part of it.
+        Ranks, micro-batches and the number of steps are not part of it.
         """
 
     def _checked(self, index: int) -> int:

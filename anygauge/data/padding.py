@@ -39,7 +39,7 @@ def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
     """Lay out one epoch without making a tensor.
 
     Raises:
-        RunFileError: global_batch is no multiple of micro_batch times the number of ranks.
+        RunFileError: global_batch is not a multiple of micro_batch times the number of ranks.
     """
     batches = RowBatches(rows, replace(schedule, epochs=1.0, steps=None), layout)
     tokens = positions = sequences = 0

@@ -157,7 +157,7 @@ def training_batches(
         sum_on_ranks: sums each number over all parts of a step; used by streams.
 
     Raises:
-        RunFileError: global_batch is no multiple of micro_batch times the number of parts.
+        RunFileError: global_batch is not a multiple of micro_batch times the number of parts.
         DataError: no row can be used.
     """
     schedule = Schedule(

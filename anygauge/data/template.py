@@ -39,7 +39,7 @@ def read_template(given: str | None) -> str | None:
     """The text of `data.chat_template`, which is a template or the file of one; None if not given.
 
     Raises:
-        RunFileError: no such file, or the text is no valid template; names the line.
+        RunFileError: no such file, or the text is not a valid template; names the line.
     """
     if given is None:
         return None

@@ -94,7 +94,7 @@ def read_hardware(
             figure's source is the file.
 
     Raises:
-        UsageError: it is no TOML, or says what cannot be; names the place and what is valid.
+        UsageError: it is not TOML, or says what cannot be; names the place and what is valid.
     """
     try:
         document = tomllib.loads(text)

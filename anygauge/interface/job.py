@@ -140,7 +140,7 @@ class Job:
         """Read a job file written by `dump`.
 
         Raises:
-            AnygaugeError: the file is missing or is no job file of this version.
+            AnygaugeError: the file is missing or is not a job file of this version.
         """
         path = Path(path)
         if path.parent.name == START and not path.exists():

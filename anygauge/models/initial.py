@@ -69,7 +69,7 @@ def for_the_base_as_it_was(
         config: peft's.
 
     Raises:
-        ModelError: a tensor is no factor of a linear layer.
+        ModelError: a tensor is not a factor of a linear layer.
     """
     import copy
 
@@ -83,7 +83,7 @@ def for_the_base_as_it_was(
         elif name.endswith("lora_B.weight"):
             found[name] = torch.cat([tensor, -before], dim=1)
         else:
-            raise ModelError(f"adapter.init: {config.init_lora_weights}: {name} is no factor of it")
+            raise ModelError(f"adapter.init: {config.init_lora_weights}: {name} is not a factor")
     # What multiplies the product stays the same.
     times = math.sqrt(2) if config.use_rslora else 2
     changed = copy.copy(config)

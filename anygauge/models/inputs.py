@@ -41,7 +41,7 @@ def shift_labels(labels: Tensor) -> Tensor:
 def padded(tensors: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
     """A micro-batch's tensors, by name, with a length that is a multiple.
 
-    What is added is no token: it has no loss, and nobody attends to it.
+    What is added is not a token: it has no loss, and nobody attends to it.
     """
     length = next(iter(tensors.values())).shape[1]
     more = -length % multiple

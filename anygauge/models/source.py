@@ -61,7 +61,7 @@ def load_config(section: ModelSection) -> Any:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse what is no configuration's file; the library says of some that they are unknown."""
+    """Refuse what is not a configuration's file; the library says of some that they are unknown."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -152,7 +152,7 @@ def check_written(section: ModelSection, config: Any) -> None:
 
 
 def check_sizes(config: Any, where: str) -> None:
-    """Refuse a configuration whose sizes are no counts; the library does not look at all of them.
+    """Refuse a configuration whose sizes are not counts; the library does not look at all of them.
 
     Raises:
         ModelError: names field and value.

@@ -56,7 +56,7 @@ def read_config(folder: Path, *, dropout: float) -> Any:
     """peft's configuration of a saved adapter, to be trained on.
 
     Args:
-        dropout: of this run; it is no part of what was learned.
+        dropout: of this run; it is not a part of what was learned.
 
     Raises:
         ModelError: there is no adapter, or its configuration cannot be read.
@@ -157,7 +157,7 @@ def fill(adapted: Any, folder: Path, adapter_name: str) -> None:
     """Give the trained parameters the saved tensors' values, in the parameters' own type.
 
     Raises:
-        ModelError: names or shapes are not those of this model's adapter, or a value is no number.
+        ModelError: names or shapes are not those of this model's adapter, or a value is NaN.
     """
     import torch
     from peft import get_peft_model_state_dict

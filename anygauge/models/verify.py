@@ -98,7 +98,7 @@ def available_memory() -> int | None:
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         found.append(int(line.split()[1]) * 1024)
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
+    with contextlib.suppress(OSError, ValueError):  # "max" is not a number: there is no limit
         limit = int((group / "memory.max").read_text())
         found.append(limit - int((group / "memory.current").read_text()))
     return min(found, default=None)

@@ -179,8 +179,8 @@ def _listed(given: str | list[str], where: str) -> list[str]:
     for number, token in enumerate(tokens, 1):
         if not token.strip():
             raise ModelError(
-                f"{where}: token {number} is {token!r}; a token has at least one letter that is no "
-                "space: remove it"
+                f"{where}: token {number} is {token!r}; a token has at least one "
+                "letter that is not white space: remove it"
             )
     return tokens
 
@@ -281,7 +281,7 @@ def trained_rows(
         whole: ends of the names of modules that are trained whole.
 
     Raises:
-        UnsupportedError: a layer has factors too, or rows of the output layer alone are no sum.
+        UnsupportedError: a layer has factors too, or the output layer has a bias.
     """
     ends = {
         "embedding": model.get_input_embeddings(),
@@ -341,7 +341,7 @@ def fit_adapter(model: Any, folder: Path) -> None:
             names = {id(m): n for n, m in model.named_modules()}
             key = f"base_model.model.{names[id(embedding)]}.weight"
             with safe_open(weights, framework="pt") as file:
-                if key in file.keys():  # noqa: SIM118 - it is no mapping
+                if key in file.keys():  # noqa: SIM118 - it is not a mapping
                     rows = file.get_slice(key).get_shape()[0]
     except Exception as error:
         raise ModelError(

@@ -82,7 +82,7 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
 
 
 def _types(backend: Backend) -> list[str]:
-    """What runs may compute in; float32 is no capability, since all do."""
+    """What runs may compute in; float32 is not a capability, since all do."""
     return [kind for kind in AUTO_ORDER if kind == "float32" or backend.support(kind)]
 
 

@@ -136,7 +136,7 @@ def rehearse_run(
     strategy = create_strategy(registry, run)
     peaks: Mapping[str, Peak]
     if stages_of(run) > 1:
-        # How layers are cut into stages is no line.
+        # How layers are cut into stages is not a line.
         layers = layers_of(config)
         model = _at_rest(usual, strategy, workload, layers)
         peaks, how = at(layers), "all layers"

@@ -103,7 +103,7 @@ def without_values(
     """Let new tensors of any device have no values; the answers are to run each operation.
 
     Args:
-        counter: is told what attention multiplies, which is no operation here.
+        counter: is told what attention multiplies, which is not an operation here.
         padded: what asks whether all of a mask is set gets no for an answer.
         stages: there is a pipeline.
     """

@@ -113,7 +113,7 @@ def resolve_environment(
         In the order: the backend's, the sites', the run file's.
 
     Raises:
-        PluginError: a backend or hook raises or proposes what is no setting, or two hooks
+        PluginError: a backend or hook raises or proposes what is not a setting, or two hooks
             disagree.
         RunFileError: the backend cannot work with the outcome.
     """

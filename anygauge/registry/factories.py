@@ -61,7 +61,7 @@ def load_options(provided: Provided[StrategySpec]) -> type[Any] | None:
     """The class of a strategy's own fields; None where it has none.
 
     Raises:
-        PluginError: it cannot be imported, or is no class.
+        PluginError: it cannot be imported, or is not a class.
     """
     if not provided.spec.options:
         return None
@@ -69,7 +69,7 @@ def load_options(provided: Provided[StrategySpec]) -> type[Any] | None:
     if not isinstance(options, type):
         raise PluginError(
             f"strategy {provided.spec.name!r} of {provided.origin}: its options "
-            f"{provided.spec.options!r} are no class, but a {type(options).__name__}"
+            f"{provided.spec.options!r} is not a class, but a {type(options).__name__}"
         )
     return options
 

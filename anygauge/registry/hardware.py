@@ -139,7 +139,7 @@ class Hardware:
             raise UnknownNameError(self._unknown("machine", name, self._machines, self._cards))
         if colon and not (count.strip().isdecimal() and 0 < int(count) <= 1024):
             raise UsageError(
-                f"machine {name!r}: {count!r} is no number of cards; write 1 to 1024 behind the "
+                f"machine {name!r}: {count!r} is not a number of cards; write 1 to 1024 behind the "
                 f"colon, such as {found.name}:8"
             )
         return Machine(name=name, card=found.name, cards=int(count or 1), origin=found.origin)
@@ -149,7 +149,7 @@ class Hardware:
         if card.backend not in self._asks:
             raise UsageError(
                 f"{card.origin}: [card.{card.name}] leaves figures to this machine, and "
-                f"{card.backend or 'none'} is no backend that is installed: name it with "
+                f"{card.backend or 'none'} is not a backend that is installed: name it with "
                 'backend = "...", or write the figures'
             )
         try:
@@ -291,6 +291,6 @@ def _users(file: Path) -> tuple[Sequence[Card], Sequence[Machine]]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        why = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
         raise UsageError(f"{file}: cannot be read as a description of hardware: {why}") from None
     return read_hardware(text, str(file), sourced=False)

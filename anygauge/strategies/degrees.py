@@ -108,7 +108,7 @@ def check_divides(options: Any, world_size: int) -> None:
         if world_size % degree:
             divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
             raise RunFileError(
-                f"strategy.{name}: {world_size} ranks (--devices times --nodes) are no multiple "
+                f"strategy.{name}: {world_size} ranks (--devices times --nodes) are not a multiple "
                 f"of {degree}. Set strategy.{name} to one of {', '.join(divisors)}"
             )
 

@@ -207,7 +207,7 @@ class Stage(nn.Module):
         loss: Callable[[int, Any], Tensor],
     ) -> None:
         super().__init__()
-        # It is no module: torch asks a stage for the parameters that are its own.
+        # It is not a module: torch asks a stage for the parameters that are its own.
         self._pipeline = model
         self.own = model.part(part)
         self.part = part

@@ -78,7 +78,7 @@ def check_folder(path: str) -> None:
     """Raises: RunFileError: no folder of this machine that can be written to."""
     folder = Path(path)
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist on this machine"
+        what = "is not a folder" if folder.exists() else "does not exist on this machine"
         raise RunFileError(f"strategy.nvme: {path} {what}; make it, on a local disk")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise RunFileError(f"strategy.nvme: {path} cannot be written to; change its permissions")

@@ -2,7 +2,7 @@
 
 Out: DeepSpeed's own functions put a tensor together from the ranks, one tensor at a time. In: each
 rank takes its own part of the whole. Written with what DeepSpeed 0.19 has; its function that sets
-a whole tensor in stage 3 fails where a tensor's size is no multiple of the number of ranks.
+a whole tensor in stage 3 fails where a tensor's size is not a multiple of the number of ranks.
 """
 
 from __future__ import annotations

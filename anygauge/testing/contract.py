@@ -56,7 +56,7 @@ class BackendContract:
     loss_noise: ClassVar[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 2e-2}
 
     def __init_subclass__(cls) -> None:
-        """Raises: ValueError: `rank_counts` are no numbers of ranks."""
+        """Raises: ValueError: `rank_counts` are not numbers of ranks."""
         counts: Any = cls.rank_counts
         fit = isinstance(counts, Sequence) and len(counts) > 0
         if not fit or not all(type(count) is int and count > 0 for count in counts):

@@ -448,7 +448,7 @@ def utilisation_is_sound(on: Opened) -> None:
         assert isinstance(value, float) and value == value, f"{name}: {value!r}"
 
 
-@check("nothing is open after closing, and closing twice is no error", part="device")
+@check("nothing is open after closing, and closing twice is not an error", part="device")
 def closes(on: Opened) -> None:
     other = on.fresh()
     other.open(0)

@@ -35,7 +35,7 @@ class Answers:
     Attributes:
         answers: by the check's name; of several ranks the first that does not hold.
         trouble: how a process ended if not in order, or why it lacked its environment: why there
-            are no answers, or fewer; empty if there was none.
+            are not answers, or fewer; empty if there was none.
     """
 
     answers: Mapping[str, Answer]

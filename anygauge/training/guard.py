@@ -1,4 +1,4 @@
-"""Stops a run whose loss is no number, and names the rows that made it so."""
+"""Stops a run whose loss is not a number, and names the rows that made it so."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def read_text(path: Path, limit: int) -> str:
 
     Raises:
         OSError: as of `read_bounded`.
-        UnicodeDecodeError: it is no UTF-8.
+        UnicodeDecodeError: it is not UTF-8.
     """
     return read_bounded(path, limit).decode("utf-8")
 
@@ -88,7 +88,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading; a pipe or a device would wait or read for ever.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file; `strerror` says what it is.
+        OSError: it cannot be opened, or is not a regular file; `strerror` says what it is.
     """
     # Without O_NONBLOCK, opening a named pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

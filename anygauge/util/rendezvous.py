@@ -95,7 +95,7 @@ def open_store(
 ) -> dist.Store:
     """The store of a run. Its keys stand under a prefix that follows from the job's secret.
 
-    The prefix keeps jobs apart, those before this one too. It is no password: whoever reaches the
+    The prefix keeps jobs apart, earlier ones too. It is not a password: whoever reaches the
     store can read it there.
 
     Args:
@@ -142,7 +142,7 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
     """A socket that listens at one address (all, where it is empty); port 0 takes a free one.
 
     Raises:
-        OSError: it is no address of this machine, or the port is taken.
+        OSError: it is not an address of this machine, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)

@@ -10,7 +10,7 @@ from anygauge.interface import Finding, Probe
 def probe() -> Probe:
     """Look, and import nothing."""
     return Probe(
-        # Not "yes": a processor is no accelerator that `--backend auto` should have preferred.
+        # Not "yes": a processor is not an accelerator that `--backend auto` should have preferred.
         devices=Finding.not_needed("the host's processors"),
         driver=Finding.not_needed(),
         software=_software(),

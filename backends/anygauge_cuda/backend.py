@@ -90,7 +90,7 @@ class CudaBackend(Backend):
         """Args: options: the run file's ``backend_options``.
 
         Raises:
-            RunFileError: an option is unknown, or the version is no version.
+            RunFileError: an option is unknown, or the version is not a version.
         """
         super().__init__(options)
         version = self.options.get("ofi_nccl_version")

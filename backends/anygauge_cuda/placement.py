@@ -98,6 +98,6 @@ class CudaPlacement(Placement):
         import torch
 
         if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
-            # Multiplications then run in TF32, and the plain float32 rate is no bound on them.
+            # Multiplications then run in TF32, and the plain float32 rate is not a bound on them.
             return None
         return published_peak(torch.cuda.get_device_name(self.device), dtype)

@@ -48,7 +48,7 @@ def release_of(version: str | None) -> ImageRelease | None:
 
 
 def major_minor(version: str | None) -> tuple[int, int] | None:
-    """``1.23.0.695`` is (1, 23); None for what is no version."""
+    """``1.23.0.695`` is (1, 23); None for what is not a version."""
     match = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(match[1]), int(match[2])) if match else None
 

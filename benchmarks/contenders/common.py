@@ -173,7 +173,7 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
 def join_ranks_for_trainers() -> None:
     """Join the process group before a trainer does.
 
-    Where there is no other device than the host, a trainer's own choice is no process group at
+    Where there is no other device than the host, a trainer's own choice is not a process group at
     all, and every rank would train alone; it keeps one that is there.
     """
     from accelerate import PartialState

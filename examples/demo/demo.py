@@ -292,7 +292,7 @@ def held_out_losses(metrics: Path) -> tuple[float, float, int]:
     adapter adds nothing, and what is measured is the base.
 
     Raises:
-        DemoError: the file lacks one of the two, or a loss is no number.
+        DemoError: the file lacks one of the two, or a loss is not a number.
     """
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     losses = {r["step"]: r for r in records if r.get("name") == "eval" and r.get("eval_loss")}
@@ -310,7 +310,7 @@ def check_learned(base: float, tuned: float, metrics: Path) -> None:
     """Return if the adapter's held-out loss is clearly below the base's.
 
     Raises:
-        DemoError: it is not, or it is no number.
+        DemoError: it is not, or it is not a number.
     """
     if not tuned <= CLEARLY_BELOW * base:
         raise DemoError(

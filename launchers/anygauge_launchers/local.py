@@ -128,7 +128,7 @@ class LocalJob:
         return self._agent.pid
 
     def events(self) -> Iterator[Mapping[str, Any]]:
-        """What the agent reports, until it ends; lines that are no events go to its log."""
+        """What the agent reports, until it ends; lines that are not events go to its log."""
         assert self._agent.stdout is not None
         for line in self._agent.stdout:
             event = _parse(line)

@@ -55,7 +55,7 @@ _SECRET = (
 
 
 def _sentence(model: type[Options], launcher: str, one: Mapping[str, Any]) -> str:
-    # Names of alternatives that pydantic has tried are no part of the place.
+    # Names of alternatives that pydantic has tried are not part of the place.
     parts = [str(part) for part in one["loc"] if not re.search(r"constrained|\[key\]", str(part))]
     parts = [part for part in parts if not part[:1].isupper() or part.isupper()]
     place = ".".join(("launch.options", *parts))

@@ -279,7 +279,7 @@ class _Connection:
             self._process.stdin.close()
 
     def events(self) -> Iterator[Event]:
-        """What the agent reports; what is no event goes to the log (greetings of a shell)."""
+        """What the agent reports; what is not an event goes to the log (greetings of a shell)."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             event = _parse(line)

@@ -333,7 +333,7 @@ def test_a_sealed_link_takes_its_lines_once_and_in_order(
     taken = [message["number"] for message in two.receive()]
     assert two.closed and two.why == UNPROVEN
     assert taken == ([1] if changed[0] == lines[0] else [])
-    # What one says is no word of the other either.
+    # What one says is not a word of the other either.
     left.sendall(lines[0])
     assert one.receive() == [] and one.why == UNPROVEN
 

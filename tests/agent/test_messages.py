@@ -160,7 +160,7 @@ def test_a_head_that_sends_nonsense_is_lost(
 
 
 def test_half_characters_become_marks(cluster: Cluster) -> None:
-    """A path that is no text has them, and its node is as good as any."""
+    """A path that is not a text has them, and its node is as good as any."""
     ending = JobFailure(time=1.0, text=f"/a/{HALF} \U0001f600", final=True)
     with met(cluster) as (coordinator, worker):
         worker.report(Report(node_rank=1, host="host1", failures=(ending,)))

@@ -78,7 +78,7 @@ def test_interfaces_are_told_apart(tmp_path: Path) -> None:
     )
     for name in ("ib0", "enp1", "enp2", "enp3", "enp4"):
         files[f"sys/class/net/{name}/device/vendor"] = "0x15b3\n"
-    # A file that is no interface lies there as well on machines with bonding.
+    # A file that is not an interface lies there as well on machines with bonding.
     files["sys/class/net/bonding_masters"] = "\n"
     node = inspect_node(root=write_tree(tmp_path, files))
     assert node.interfaces == (

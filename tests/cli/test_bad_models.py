@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         index(lambda weights: weights.update({"no.such": min(weights.values())})),
         r"names 1 tensors that its files do not have, first 'no\.such' in model-0000",
     ),
-    "an index that is no JSON": (written(INDEX, "{"), "is not an index of weights"),
+    "an index that is not JSON": (written(INDEX, "{"), "is not an index of weights"),
     "another architecture": (another, r"parameters have no tensor, first 'gpt_neox"),
     "other sizes": (
         config(hidden_size=64),
@@ -108,12 +108,12 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         r"the tokenizer has \d+ tokens, the model only 99",
     ),
     "no configuration": (lambda f: (f / "config.json").unlink(), r"config\.json cannot be read"),
-    "a configuration that is no JSON": (
+    "a configuration that is not JSON": (
         written("config.json", "{ no"),
         r"config\.json is not JSON",
     ),
     "a configuration that is a list": (written("config.json", "[1]"), r"config\.json holds a list"),
-    "a tokenizer that is no JSON": (
+    "a tokenizer that is not JSON": (
         written("tokenizer.json", "{"),
         r"model\.tokenizer: no tokenizer could be loaded from .*Give a folder",
     ),

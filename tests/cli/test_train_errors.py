@@ -116,7 +116,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"adapter": {"targets": ["q_porj"]}},
         "did you mean 'q_proj'",
     ),
-    "a loss that is no number": (
+    "a loss that is not a number": (
         {"train": {"optimizer": {"lr": 1.0e6}, "max_grad_norm": 0.0, "steps": 8}},
         r"rows\.jsonl:\d+",
     ),
@@ -133,7 +133,7 @@ def test_errors_that_only_a_rank_can_find(case: str, tmp_path: Path) -> None:
 
 
 def test_an_error_of_two_ranks_is_one_message(tmp_path: Path) -> None:
-    changes, expected = CHANGES["a loss that is no number"]
+    changes, expected = CHANGES["a loss that is not a number"]
     run = train(run_file(tmp_path, **changes), "--devices", "2", timeout_s=PATIENCE_S)
     assert run.status == 1
     assert len(re.findall("(?:the loss|norm) became", run.err)) == 1, run.err

@@ -1,4 +1,4 @@
-"""Reading YAML, `extends`, and files that are no run files."""
+"""Reading YAML, `extends`, and files that are not run files."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import Prepared, TokenizedRows, prepare
 from tests.helpers.tokenizer import make_tokenizer
 
-# A busy machine is no failure.
+# A busy machine is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 

@@ -87,5 +87,5 @@ def _expression(text: str, scope: Mapping[str, Any]) -> str:
     value: Any = scope
     for name in text.split("."):
         value = value[name]
-    assert isinstance(value, str), f"{text} is no text: {value!r}"
+    assert isinstance(value, str), f"{text} is not a text: {value!r}"
     return value

@@ -20,7 +20,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
 
 def load(name: str) -> ModuleType:
-    """A script of the demo as a module; it is no package, so that it can be copied and run."""
+    """A script of the demo as a module; it is not a package, so that it can be copied and run."""
     spec = importlib.util.spec_from_file_location(f"anygauge_demo_{name}", DEMO / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

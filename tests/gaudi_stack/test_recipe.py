@@ -144,7 +144,7 @@ def test_the_engine_is_configured_alike(intent: Intent, tmp_path: Path) -> None:
     assert filled["train_batch_size"] == 80 and filled["zero_optimization.stage"] == 3
     found = preflight(intent, engine=True)
     assert found.settings and not found.engine_note
-    # Whose code drives the device is no setting of DeepSpeed's configuration.
+    # Whose code drives the device is not a setting of DeepSpeed's configuration.
     ours = {s.name: s.value for s in found.settings if s.name != "accelerator"}
     assert_documented(differences(ours, filled), documented("DeepSpeed's configuration"))
 

@@ -67,7 +67,7 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
 
 
 def raw(source: Random, rows: list[dict[str, Any]]) -> bytes:
-    """Lines of which one is no row."""
+    """Lines of which one is not a row."""
     odd = source.choice(
         (
             b'{"prompt": 5, "completion": NaN}',

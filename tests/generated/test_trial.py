@@ -29,7 +29,7 @@ def tried(*arguments: str, timeout_s: float) -> dict[str, Any]:
 
 
 def test_a_few_broken_files_and_rows() -> None:
-    # A busy machine is no failure: the processor's time is what counts.
+    # A busy machine is not a failure: the processor's time is what counts.
     found = tried("--files", "4", "--rows", "12", "--seed", "1", "--broken", timeout_s=400)
     assert found["cases"] == 16
     assert found["wrong"] == []

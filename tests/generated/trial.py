@@ -208,7 +208,7 @@ def trial(arguments: argparse.Namespace, root: Path) -> list[Outcome]:
     chosen = Random(arguments.seed).sample(accepted, min(arguments.run, len(accepted)))
     for number, kind, folder in chosen:
         outcome = child(one_step("run.yaml"), folder, f"run {number} {kind}", 120)
-        # A rank's log has a traceback. What a loss becomes is no reason that is in the file.
+        # A rank's log has a traceback. What a loss becomes is not a reason that is in the file.
         refused = outcome.status and "NonFiniteLossError" not in outcome.said
         said = "a run refuses what a dry run accepts" if refused else ""
         outcome = replace(outcome, complaint=said)

@@ -27,7 +27,7 @@ LAUNCHERS: dict[str, tuple[Launcher, dict[str, Any]]] = {
     "sagemaker": (Sagemaker(), test_sagemaker.OPTIONS),
 }
 MARK = "\N{SNOWMAN}mine"
-# A variable cannot hold a NUL, and lone surrogates are no text.
+# A variable cannot hold a NUL, and lone surrogates are not text.
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=60)
 WITH_ODD = st.one_of(
     TEXTS,

@@ -21,7 +21,7 @@ from tests.launchers.targets import PROGRAMS, Target, reason, target
 pytestmark = pytest.mark.launchers
 
 ODD = 'it\'s a "test" $HOME `id` $(id) \\ \n %j;&|<>*?[~]!#ü 雪 \t'
-# Neither a path nor a variable can hold NUL, and half a character is no text.
+# Neither a path nor a variable can hold NUL, and half a character is not a text.
 VALUES = st.text(
     st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=40
 )

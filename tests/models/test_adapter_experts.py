@@ -1,4 +1,4 @@
-"""Adapters on tensors that are no layers: fused experts, alone and beside layers."""
+"""Adapters on tensors that are not layers: fused experts, alone and beside layers."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_the_card_says_how_it_was_made(adapter: Run) -> None:
     card = (adapter.folder / "adapter/README.md").read_text()
     fields = front_matter(card)
     assert fields["library_name"] == "peft" and "lora" in fields["tags"]
-    assert "base_model" not in fields, "a folder is no name on the hub"
+    assert "base_model" not in fields, "a folder is not a name on the hub"
     report = json.loads((adapter.folder / "report.json").read_text())
     for said in (
         "from `model`",

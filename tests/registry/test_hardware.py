@@ -98,7 +98,7 @@ def test_a_card_and_a_number_is_a_machine(plugin, load) -> None:
 @pytest.mark.parametrize("count", ["", "0", "-1", "8x", "1.5", "2000"])
 def test_a_number_of_cards_is_a_number(plugin, load, count: str) -> None:
     plugin("one", CARD)
-    with pytest.raises(UsageError, match=f"'{count}' is no number of cards.*such as mine-80:8"):
+    with pytest.raises(UsageError, match=f"'{count}' is not a number of cards.*such as mine-80:8"):
         Hardware.load(load()).machine(f"mine-80:{count}")
 
 

@@ -47,7 +47,7 @@ def test_a_run_without_a_name_needs_one_default(install, load):
     ("options", "told"),
     [
         ("nowhere:Options", r"its options 'nowhere:Options' cannot be loaded: ModuleNotFoundError"),
-        ("fake_a:number", r"its options 'fake_a:number' are no class, but a int"),
+        ("fake_a:number", r"its options 'fake_a:number' is not a class, but a int"),
     ],
 )
 def test_options_that_cannot_be_read_are_named_when_they_are_asked_for(

@@ -87,7 +87,7 @@ def test_the_folder_is_looked_at_where_ranks_run(tmp_path: Path) -> None:
         check("disk")
     with pytest.raises(RunFileError, match=r"nothing does not exist on this machine; make it"):
         check(tmp_path / "nothing")
-    with pytest.raises(RunFileError, match=r"file is no folder"):
+    with pytest.raises(RunFileError, match=r"file is not a folder"):
         check(file)
     check(tmp_path / "nothing", here=False)
 

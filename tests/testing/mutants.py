@@ -283,7 +283,7 @@ def _changing() -> list[Setting]:
 _ENVIRONMENTS: dict[str, Callable[[], list[Setting]]] = {
     "environment varies": lambda: _setting(value=str(random.random())),
     "environment sets variables itself": _changing,
-    "a value that is no text": lambda: _setting(value=1),
+    "a value that is not a text": lambda: _setting(value=1),
     "a setting without a reason": lambda: _setting(reason=""),
     "a rank's value without a rank": lambda: _setting(scope=Scope.RANK),
 }

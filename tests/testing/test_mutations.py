@@ -34,7 +34,7 @@ CAUGHT_BY = {
         "an engine is refused without a reason": "described",
         "environment varies": "environment_is_pure",
         "environment sets variables itself": "environment_is_pure",
-        "a value that is no text": "settings_explain_themselves",
+        "a value that is not a text": "settings_explain_themselves",
         "a setting without a reason": "settings_explain_themselves",
         "a rank's value without a rank": "scopes_hold",
         "aborts at its end": "ends_on_paper",

@@ -213,7 +213,7 @@ def test_only_targets_that_weights_do_not_show_need_the_model(tmp_path: Path, fo
     assert sure() and sure(targets=["q_proj", "embed_tokens"])
     assert sure(targets=["all-linear", "lm_head"])
     assert not sure(targets=["q_porj"]) and not sure(targets=[".*q_proj"])
-    assert not sure(targets=["norm"]), "one dimension is no layer for an adapter"
+    assert not sure(targets=["norm"]), "one dimension is not a layer for an adapter"
     assert not sure(groups=[{"targets": ["q_proj"], "r": 2}])
 
 

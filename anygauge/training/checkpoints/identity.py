@@ -139,7 +139,7 @@ def changed_settings(
     """
     new = {name: usual[name] for name in settings if name in usual}
     kept = {**new, **translated_record(kept)}
-    # What another strategy had besides is no field of this one.
+    # What another strategy had besides is not a field of this one.
     gone = {name for name in kept.keys() - settings.keys() if name.startswith("strategy.")}
     names = sorted({*kept, *settings} - gone)
     return [

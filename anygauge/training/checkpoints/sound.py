@@ -158,7 +158,7 @@ def state_files(folder: Path) -> dict[str, Path]:
     """``KIND/NAME`` -> the file that holds this tensor; reads headers alone.
 
     Raises:
-        AnygaugeError: a file is no safetensors file.
+        AnygaugeError: a file is not a safetensors file.
     """
     return {
         key: path for path in sorted(folder.glob("state-*.safetensors")) for key in keys_of(path)

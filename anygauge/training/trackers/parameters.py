@@ -42,7 +42,7 @@ def _public(value: Any) -> Any:
         return {
             name: _public(below)
             for name, below in value.items()
-            # A number such as a count of key heads is no secret.
+            # A number such as a count of key heads is not a secret.
             if not (is_secret(str(name)) and isinstance(below, str))
         }
     if isinstance(value, list):

@@ -60,7 +60,7 @@ def _is_new(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _on_device(values: Any) -> bool:
-    """Whether any tensor among them is on the device: others are no part of a graph."""
+    """Whether any tensor among them is on the device: others are not part of a graph."""
     return any(
         isinstance(each, torch.Tensor) and each.device.type == DEVICE
         for each in tree_leaves(values)

@@ -132,7 +132,7 @@ def _number(environ: Mapping[str, str], name: str, default: int, most: int) -> i
     text = environ.get(name, str(default))
     value = _whole(text)
     if not value or value > most:
-        raise ValueError(f"{name}: '{text}' is no positive whole number up to {most}")
+        raise ValueError(f"{name}: '{text}' is not a positive whole number up to {most}")
     return value
 
 
@@ -144,7 +144,7 @@ def _visible(text: str | None, count: int) -> tuple[int, ...]:
         number = _whole(item)
         if number is None or number >= count:
             raise ValueError(
-                f"{VISIBLE}: '{item}' is no card of 0 to {count - 1}; they are listed as 0,2,3"
+                f"{VISIBLE}: '{item}' is not a card of 0 to {count - 1}; they are listed as 0,2,3"
             )
         if number in found:
             raise ValueError(f"{VISIBLE}: '{text}' names card {number} twice; name each once")

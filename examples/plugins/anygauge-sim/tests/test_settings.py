@@ -11,15 +11,15 @@ from anygauge_sim.probe import probe
 from children import run
 
 WRONG = [
-    ("CARDS", "many", "'many' is no positive whole number up to 64"),
-    ("CARDS", "65", "'65' is no positive whole number up to 64"),
-    ("CARDS", "", "'' is no positive whole number"),
-    ("CAPACITY", "-1", "'-1' is no positive whole number"),
-    ("CAPACITY", "0", "'0' is no positive whole number"),
-    ("CAPACITY", " 5", "' 5' is no positive whole number"),
+    ("CARDS", "many", "'many' is not a positive whole number up to 64"),
+    ("CARDS", "65", "'65' is not a positive whole number up to 64"),
+    ("CARDS", "", "'' is not a positive whole number"),
+    ("CAPACITY", "-1", "'-1' is not a positive whole number"),
+    ("CAPACITY", "0", "'0' is not a positive whole number"),
+    ("CAPACITY", " 5", "' 5' is not a positive whole number"),
     ("CAPACITY", str(2**63), f"up to {2**63 - 1}"),
-    ("VISIBLE_CARDS", "0,9", "'9' is no card of 0 to 1"),
-    ("VISIBLE_CARDS", "0,", "'' is no card of 0 to 1"),
+    ("VISIBLE_CARDS", "0,9", "'9' is not a card of 0 to 1"),
+    ("VISIBLE_CARDS", "0,", "'' is not a card of 0 to 1"),
     ("VISIBLE_CARDS", "0,0", "'0,0' names card 0 twice"),
     ("FAULTS", "often", "'often' is none of oom@N"),
     ("FAULTS", "oom@0", "'oom@0' is none of oom@N"),
@@ -106,7 +106,7 @@ def test_opening_a_card_says_what_is_wrong_and_may_be_tried_again(tmp_path: Path
         ("CARDS", "4", True, 4, "4 simulated cards"),
         ("VISIBLE_CARDS", "1", True, 1, "1 simulated card"),
         ("VISIBLE_CARDS", "", False, 0, "ANYGAUGE_SIM_VISIBLE_CARDS is empty"),
-        ("CARDS", "many", False, None, "ANYGAUGE_SIM_CARDS: 'many' is no positive whole number"),
+        ("CARDS", "many", False, None, "ANYGAUGE_SIM_CARDS: 'many' is not a positive whole number"),
         ("FAULTS", "often", False, None, "ANYGAUGE_SIM_FAULTS: 'often' is none of oom@N"),
     ],
 )
