@@ -324,7 +324,7 @@ class Backend:
         self.placement.close()
 
     def __enter__(self) -> Self:
-        """For ``with anygauge.open_backend(...) as backend:``; expects `open` to be done."""
+        """For ``with anygauge.open_backend(...) as backend:``; the device must already be open."""
         return self
 
     def __exit__(self, *error: object) -> None:

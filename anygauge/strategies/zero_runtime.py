@@ -178,8 +178,8 @@ def _differentiable_input_first(
     name = next((name for name, value in kwargs.items() if _differentiable(value)), None)
     if args or name is None:
         raise UnsupportedError(
-            f"strategy zero, stage 3: {type(block).__name__} got no input to differentiate, so its "
-            "gradients would be lost; set strategy.gather: module"
+            f"strategy zero, stage 3: {type(block).__name__} received no input that requires "
+            "grad, so ZeRO-3 would drop its gradients; set strategy.gather: module"
         )
     return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
 

@@ -128,8 +128,7 @@ def run_rank(
         )
         if rank.world_size != job.world_size:
             raise AnygaugeError(
-                f"the job has {job.world_size} ranks, but this process was told of "
-                f"{rank.world_size}"
+                f"WORLD_SIZE is {rank.world_size}, but job.json expects {job.world_size} ranks"
             )
         began = time.time()
         registry = Registry.load()

@@ -108,7 +108,7 @@ def test_one_that_fails_is_told_once_and_harms_no_other() -> None:
     assert [c[1] for c in failing.calls] == [1, 2, "finished"], "closed, so that it can flush"
     assert [c[1] for c in sound.calls] == [1, 2, 3, 4, "finished"]
     assert trackers.troubles == warnings and len(warnings) == 1
-    assert "'bad' gets nothing more from step 2 on: ConnectionError: no route" in warnings[0]
+    assert "'bad' is disabled from step 2 on: ConnectionError: no route" in warnings[0]
 
 
 def test_one_that_hangs_holds_up_neither_training_nor_its_end() -> None:

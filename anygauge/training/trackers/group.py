@@ -137,7 +137,9 @@ class _TrackerThread:
     def join(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() and self._open.is_set():
-            self._trouble(f"tracker {self._name!r} did not end in time; its last records may lack")
+            self._trouble(
+                f"tracker {self._name!r} did not shut down in time; its last records may be missing"
+            )
 
     def _run(self) -> None:
         try:
@@ -162,7 +164,7 @@ class _TrackerThread:
     def _drop(self, step: int, reason: str) -> None:
         self._dropped = True
         self._trouble(
-            f"tracker {self._name!r} gets nothing more from step {step} on: {reason}. Training "
+            f"tracker {self._name!r} is disabled from step {step} on: {reason}. Training "
             "continues; metrics.jsonl has everything"
         )
 
