@@ -37,6 +37,7 @@ def test_a_few_broken_files_and_rows() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3700)
 def test_many_files_and_rows_and_steps_of_those_that_are_accepted() -> None:
     found = tried(
         *("--files", "300", "--rows", "150", "--run", "20", "--seed", "2"), timeout_s=3600
