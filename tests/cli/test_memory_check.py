@@ -16,7 +16,7 @@ from anygauge.config import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
 from anygauge.planning.candidates import candidates, in_words
-from anygauge.planning.memory import Peak, RunMemory
+from anygauge.planning.memory import PHASES, Peak, RunMemory
 from anygauge.planning.process import TooLongError
 from anygauge.planning.time import Duration
 from anygauge.planning.work import Work
@@ -190,7 +190,7 @@ def test_what_was_planned_is_kept_beside_what_was_measured(
     run = trained(path, "--plan")
     memory = json.loads((run.folder / "report.json").read_text())["memory"]
     assert memory["counted"] == "allocator"
-    assert set(memory["predicted"]) == {"load", "step", "update", "evaluation"}
+    assert set(memory["predicted"]) == set(PHASES)
     measured, predicted = max(memory["measured"].values()), max(memory["predicted"].values())
     assert measured == max(run.steps("peak_memory")) <= predicted
     assert " MiB (peak of rank 0)" in run.out and "memory: needs " in run.out
