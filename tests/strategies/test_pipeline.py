@@ -119,7 +119,7 @@ def a_run(options: Any, **changes: Any) -> StrategyRun:
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (a_run(Degrees(pp=3)), r"no multiple of 3\. Set strategy\.pp to one of 1, 2"),
+        (a_run(Degrees(pp=3)), r"not a multiple of 3\. Set strategy\.pp to one of 1, 2"),
         (a_run(Degrees(pp=2, tp=2)), "tp 2 and pp 2 cannot be combined yet"),
         (a_run(Degrees(schedule="gpipe")), "nothing to order"),
         (a_run(Degrees(pp=2), micro_batches=1), "at least 2 micro-batches, but a rank has 1"),

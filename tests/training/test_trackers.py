@@ -120,7 +120,7 @@ def test_one_that_hangs_holds_up_neither_training_nor_its_end() -> None:
     trackers.close("finished", {})
     assert time.monotonic() - began < 5
     assert "10,000 records behind" in warnings[0]
-    assert "did not end in time" in warnings[1]
+    assert "did not shut down in time" in warnings[1]
     go.set()
     deadline = time.monotonic() + 10
     while alive() and time.monotonic() < deadline:
