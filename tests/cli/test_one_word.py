@@ -53,7 +53,7 @@ def test_a_dry_run_on_the_stand_in_for_gaudi(word: str, tmp_path: Path) -> None:
 REFUSED: list[tuple[int, tuple[str, ...], dict[str, Any], str]] = [
     (3, ("strategy=tensor",), {}, "3 ranks cannot share 4 attention heads evenly"),
     (4, ("strategy=tensor",), {}, "cannot share 2 key-value heads evenly. Set strategy.tp to one"),
-    (3, ("strategy=ddp", "strategy.tp=2"), {}, "not a multiple of 2. Set strategy.tp to one of 1, 3"),
+    (3, ("strategy=ddp", "strategy.tp=2"), {}, "not a multiple of 2. Set strategy.tp to"),
     (4, ("strategy=ddp", "strategy.pp=2", "strategy.tp=2"), {}, "cannot be combined yet"),
     (2, ("strategy=ddp", "strategy.schedule=gpipe"), {}, "nothing to order"),
     (2, ("strategy=fsdp", "strategy.pp=2"), {}, "Set strategy.name: ddp to have stages"),
