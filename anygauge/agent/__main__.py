@@ -13,27 +13,33 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from anygauge.agent.delivery import bring_run_file, claim, read_secrets
-from anygauge.agent.fetching import OrderedError, fetch_on_all
-from anygauge.agent.identity import read_coordinator, read_number, read_variables
-from anygauge.agent.inherited import scrub
-from anygauge.agent.nodes import EndedError, Hello, Nodes, Order
-from anygauge.agent.outbox import Outbox
-from anygauge.agent.outcome import JobFailure, Report
-from anygauge.agent.parent import end_parent, obey_standard_input
-from anygauge.agent.supervisor import GRACE_S, Supervisor
-from anygauge.agent.wakeup import collect
+from anygauge.agent.foreign import scrub
+from anygauge.agent.nodes import CancelledError, Hello, Instruction, Nodes, Outbox
+from anygauge.agent.outcome import JobFailure, NodeReport
+from anygauge.agent.startup import (
+    StartAbortedError,
+    claim_run_directory,
+    fetch_on_all,
+    place_run_file,
+    read_coordinator,
+    read_number,
+    read_secrets,
+    read_standard_input,
+    read_variables,
+)
+from anygauge.agent.supervisor import GRACE_S, Supervisor, collect_signals
 from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.util.processes import die_with_parent, tie_to_parent
 from anygauge.util.rendezvous import file_of
 
 RankEnvironment = Callable[[int], dict[str, str]]
-"""Local rank -> the whole environment of that rank, but for its identity."""
+"""Local rank -> all variables of that rank, except for those of its numbers."""
 
 _REPORTING_S = 30.0
 _CAUSE_SIZE = 4000
+_PARENT_FORWARDS_S = 2.0
+_PARENT_ENDS_S = 2.0
 
 
 def main(
@@ -46,27 +52,62 @@ def main(
 
     Args:
         argv: command line; None for this process's own.
-        rank_argv: what to start as a rank instead of the training worker.
-        rank_environment: where a rank's environment comes from instead of the job's backend.
+        rank_argv: the command of a rank; None for the training worker's.
+        rank_environment: the environment of each rank; None for that of the job's backend.
 
     Returns:
         The exit status of this node's part of the job.
     """
-    # SIGTERM rather than SIGKILL: the agent has ranks to end in order.
+    # SIGTERM rather than SIGKILL: the agent must end its ranks.
     die_with_parent(signal.SIGTERM)
-    argv = sys.argv[1:] if argv is None else list(argv)
-    outbox = Outbox(sys.stdout.fileno())
-    nodes: Nodes | None = None
-    arguments: argparse.Namespace | None = None
-    node_rank, host = -1, socket.gethostname()
-    # From the first moment, and between two attempts: the first process of a container does not
-    # even get signals that it does not handle.
-    asked: list[tuple[int, float]] = []
-    collect(asked)
-    try:
-        if "--stdin" in argv:
-            argv += obey_standard_input()
-        arguments = _parse(argv)
+    return _Agent(rank_argv, rank_environment).run(sys.argv[1:] if argv is None else argv)
+
+
+class _Agent:
+    """One node's agent from its command line to its exit status."""
+
+    def __init__(
+        self, rank_argv: Sequence[str] | None, rank_environment: RankEnvironment | None
+    ) -> None:
+        self._rank_argv = rank_argv
+        self._rank_environment = rank_environment
+        self._outbox = Outbox(sys.stdout.fileno())
+        self._nodes: Nodes | None = None
+        self._node_rank, self._host = -1, socket.gethostname()
+        # Collected from now on, also between two attempts: the first process of a container does
+        # not even receive signals that it does not handle.
+        self._requests: list[tuple[int, float]] = []
+        collect_signals(self._requests)
+
+    def run(self, argv: Sequence[str]) -> int:
+        """Run; every failure is reported. Returns the exit status."""
+        arguments: argparse.Namespace | None = None
+        try:
+            more = read_standard_input() if "--stdin" in argv else []
+            arguments = _parse([*argv, *more])
+            status = self._run(arguments)
+        except StartAbortedError as error:
+            print(error, file=sys.stderr)
+            status = self._report(error.exit_status, "")
+        except (AnygaugeError, OSError) as error:
+            print(error, file=sys.stderr)
+            status = error.exit_status if isinstance(error, AnygaugeError) else 1
+            self._report(status, str(error))
+        except Exception as error:
+            traceback.print_exc()
+            status = 1
+            text = f"the agent of node {self._node_rank} failed: {type(error).__name__}: {error}"
+            self._report(status, text)
+        if self._nodes is not None:
+            self._nodes.close()
+        self._outbox.close()
+        if arguments is not None and arguments.cause_file is not None and status:
+            self._write_cause(Path(arguments.cause_file))
+        if arguments is not None and arguments.parent_too and status == LOST:
+            _end_parent()
+        return status
+
+    def _run(self, arguments: argparse.Namespace) -> int:
         if arguments.tied:
             tie_to_parent(signal.SIGTERM)
         if arguments.variables is not None:
@@ -74,43 +115,47 @@ def main(
         if arguments.secrets is not None:
             os.environ.update(read_secrets(arguments.secrets))
         inherited = scrub(os.environ)
-        node_rank = read_number(arguments.node_rank, os.environ, "the number of this node")
+        self._node_rank = read_number(arguments.node_rank, os.environ, "the number of this node")
         if arguments.events is not None:
             mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            outbox = Outbox(os.open(arguments.events, mode, 0o644), shared=True)
-        again = read_number(arguments.attempt, os.environ, "the attempt", absent=0) > 0
+            self._outbox = Outbox(os.open(arguments.events, mode, 0o644), shared=True)
+        resume = read_number(arguments.attempt, os.environ, "the attempt", absent=0) > 0
         job = Job.load(arguments.job)
         if job.run_text:
-            claim(job, node_rank)
-            again = True
+            claim_run_directory(job, self._node_rank)
+            resume = True
         if job.launch.nodes > 1:
-            _keep_log(job.start_directory / "logs" / f"agent{node_rank}.log")
+            _log_to(job.start_directory / "logs" / f"agent{self._node_rank}.log")
         if job.working_directory:
             os.chdir(job.working_directory)
-        settings: dict[str, str] = {}
-        network = fabric = ""
-        cores: dict[int, tuple[int, ...]] = {}
-        if rank_environment is None:
+        own, environment = None, self._rank_environment
+        if environment is None:
             from anygauge.agent.environment import (
                 NodeEnvironment,
                 provenance_file,
                 write_provenance,
             )
 
-            own = NodeEnvironment(job, node_rank, inherited)
-            write_provenance(provenance_file(job, node_rank), own.record())
-            settings, rank_environment, cores = own.digests(), own.of_rank, own.cores
-            fabric = own.fabric.name
-            network = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
-        nodes = meet(
-            job, outbox, node_rank, host, arguments.coordinator, settings, asked, fabric=fabric
+            own = NodeEnvironment(job, self._node_rank, inherited)
+            write_provenance(provenance_file(job, self._node_rank), own.record())
+            environment = own.of_rank
+        nodes = self._nodes = meet(
+            job,
+            self._outbox,
+            self._node_rank,
+            self._host,
+            arguments.coordinator,
+            own.digests() if own else {},
+            self._requests,
+            fabric=own.fabric.name if own else "",
         )
         if job.run_text:
-            bring_run_file(job)
-        if network and node_rank == 0 and job.launch.nodes > 1:
-            nodes.send("message", level="info", text=network)
+            place_run_file(job)
+        if own and self._node_rank == 0 and job.launch.nodes > 1:
+            text = f"network between machines: {own.fabric.name or 'any'} ({own.fabric.why})"
+            nodes.send("message", level="info", text=text)
         if job.fetch:
-            fetch_on_all(job, nodes, rank_environment(0), host, asked)
+            fetch_on_all(job, nodes, environment(0), self._host, self._requests)
         while True:
             meeting = file_of(nodes.rendezvous)
             if meeting is not None:
@@ -118,61 +163,74 @@ def main(
                 Path(meeting).unlink(missing_ok=True)
             status = Supervisor(
                 replace(job, rendezvous=nodes.rendezvous),
-                node_rank=node_rank,
-                hostname=host,
-                rank_argv=rank_argv or worker_argv(arguments.job, nodes, again=again),
-                rank_environment=rank_environment,
+                node_rank=self._node_rank,
+                hostname=self._host,
+                rank_argv=self._rank_argv or worker_argv(arguments.job, nodes, resume=resume),
+                rank_environment=environment,
                 nodes=nodes,
                 grace_s=arguments.grace,
-                cores=cores,
-                asked=asked,
+                cores=own.cores if own else {},
+                signals=self._requests,
             ).run()
             if nodes.outcome is None or nodes.outcome.state != "again":
-                break
-            if node_rank == 0:
-                nodes.send("message", level="warning", text=_once_more(job, nodes))
-            nodes.begin_again()
-            again = True
-    except OrderedError as error:
-        assert nodes is not None
-        print(error, file=sys.stderr)
-        status = _report(outbox, nodes, node_rank, host, error.exit_status, "")
-    except (AnygaugeError, OSError) as error:
-        status = error.exit_status if isinstance(error, AnygaugeError) else 1
-        print(error, file=sys.stderr)
-        _report(outbox, nodes, node_rank, host, status, str(error))
-    except Exception as error:
-        traceback.print_exc()
-        status = 1
-        text = f"the agent of node {node_rank} failed: {type(error).__name__}: {error}"
-        _report(outbox, nodes, node_rank, host, status, text)
-    if nodes is not None:
-        nodes.close()
-    outbox.close()
-    if arguments is not None and arguments.cause_file is not None and status:
-        _leave_cause(Path(arguments.cause_file), outbox.last)
-    if status == LOST and arguments is not None and arguments.parent_too:
-        end_parent()
-    return status
+                return status
+            if self._node_rank == 0:
+                text = (
+                    f"{nodes.outcome.cause}\nstarting again from the newest checkpoint (restart "
+                    f"{nodes.restarts + 1} of {job.launch.max_restarts}, launch.max_restarts)"
+                )
+                nodes.send("message", level="warning", text=text)
+            nodes.restart()
+            resume = True
+
+    def _report(self, status: int, text: str) -> int:
+        """Report to the follower, and to the other nodes if they have met, why this agent ends.
+
+        Args:
+            text: the cause; empty where another node reports it.
+
+        Returns:
+            The exit status: where another node reports the cause, that of the whole job.
+        """
+        nodes = self._nodes
+        if nodes is None or nodes.over:
+            state = "cancelled" if status == CancelledError.exit_status else "failed"
+            self._outbox.send(
+                "ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank
+            )
+            return status
+        failure = JobFailure(time=time.time(), text=text, exit_status=status, final=True)
+        failures = (failure,) if text else ()
+        nodes.broadcast(Instruction.END)
+        nodes.report(NodeReport(node_rank=self._node_rank, host=self._host, failures=failures))
+        deadline = time.monotonic() + _REPORTING_S
+        while not nodes.over and time.monotonic() < deadline:
+            nodes.poll()
+            time.sleep(0.05)
+        state = "failed"
+        if not text and nodes.outcome is not None:
+            state, status = nodes.outcome.state, nodes.outcome.exit_status
+            text = nodes.outcome.cause or ""
+        nodes.send("ended", state=state, exit_status=status, cause=text, node_rank=self._node_rank)
+        return status
+
+    def _write_cause(self, path: Path) -> None:
+        """Write the cause where a cluster reads it; clusters keep only the beginning."""
+        cause = str(self._outbox.last.get("cause") or "the agent ended without a cause")
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(cause[:_CAUSE_SIZE])
 
 
-def worker_argv(job_file: str, nodes: Nodes, *, again: bool) -> tuple[str, ...]:
+def worker_argv(job_file: str, nodes: Nodes, *, resume: bool) -> tuple[str, ...]:
     """The command of a rank.
 
     Args:
-        again: it goes on from the newest checkpoint.
+        resume: it resumes from the newest checkpoint.
     """
     return (
         *(sys.executable, "-m", "anygauge.training.worker", "--job", job_file),
-        *("--rendezvous", nodes.rendezvous, *(("--resume",) if again else ())),
-    )
-
-
-def _once_more(job: Job, nodes: Nodes) -> str:
-    assert nodes.outcome is not None
-    return (
-        f"{nodes.outcome.cause}\nstarting again from the newest checkpoint (restart "
-        f"{nodes.restarts + 1} of {job.launch.max_restarts}, launch.max_restarts)"
+        *("--rendezvous", nodes.rendezvous, *(("--resume",) if resume else ())),
     )
 
 
@@ -183,20 +241,20 @@ def meet(
     host: str,
     coordinator: str,
     settings: dict[str, str],
-    asked: Sequence[object] = (),
+    requests: Sequence[object] = (),
     *,
     fabric: str = "",
 ) -> Nodes:
-    """Find the job's other nodes.
+    """Meet the agents of the job's other nodes.
 
     Args:
         coordinator: ``host:port`` of node 0's agent, or ``$NAME:port``.
         settings: digest of each variable that must be the same on every node.
-        asked: fills when this agent is asked to end.
+        requests: not empty once this agent is asked to end.
         fabric: network between machines that this node would use.
 
     Raises:
-        AnygaugeError: they cannot be found, or do not belong together.
+        AnygaugeError: they cannot be reached, or do not belong to one job.
     """
     if job.launch.nodes == 1:
         return Nodes(job, outbox)
@@ -225,52 +283,27 @@ def meet(
         raise AnygaugeError(
             f"{host} was started as node {node_rank}; the job has nodes 0 to {job.launch.nodes - 1}"
         )
-    return (
-        Coordinator(job, outbox, own, address, asked)
-        if node_rank == 0
-        else WorkerNode(job, outbox, own, address, asked)
-    )
+    kind = Coordinator if node_rank == 0 else WorkerNode
+    return kind(job, outbox, own, address, requests)
 
 
-def _report(
-    outbox: Outbox, nodes: Nodes | None, node_rank: int, host: str, status: int, text: str
-) -> int:
-    """Tell the follower, and the other nodes if they were met, why this agent ends.
+def _end_parent() -> None:
+    """End the process that started this one: SIGTERM, then SIGKILL.
 
-    Args:
-        text: the cause; empty where another node has it.
-
-    Returns:
-        The exit status: what all nodes agree on, where the cause is another's.
+    It first gets some time to forward the last events of this agent.
     """
-    if nodes is None or nodes.over:
-        state = "cancelled" if status == EndedError.exit_status else "failed"
-        outbox.send("ended", state=state, exit_status=status, cause=text, node_rank=node_rank)
-        return status
-    failure = JobFailure(time=time.time(), text=text, exit_status=status, final=True)
-    nodes.tell(Order.END)
-    nodes.report(Report(node_rank=node_rank, host=host, failures=(failure,) if text else ()))
-    deadline = time.monotonic() + _REPORTING_S
-    while not nodes.over and time.monotonic() < deadline:
-        nodes.turn()
-        time.sleep(0.05)
-    state = "failed"
-    if not text and nodes.outcome is not None:
-        state, status = nodes.outcome.state, nodes.outcome.exit_status
-        text = nodes.outcome.cause or ""
-    nodes.send("ended", state=state, exit_status=status, cause=text, node_rank=node_rank)
-    return status
+    parent = os.getppid()
+    time.sleep(_PARENT_FORWARDS_S)
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(parent, signum)
+        deadline = time.monotonic() + _PARENT_ENDS_S
+        while os.getppid() == parent and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
-def _leave_cause(path: Path, last: dict[str, Any]) -> None:
-    """Where a cluster looks for it. Its beginning matters: clusters keep no more than so much."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(str(last.get("cause") or "the agent ended without a cause")[:_CAUSE_SIZE])
-
-
-def _keep_log(path: Path) -> None:
-    """Have this process's standard error go to a file that stays with the run."""
+def _log_to(path: Path) -> None:
+    """Send this process's standard error to a file that stays with the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as log:
@@ -282,7 +315,7 @@ def _keep_log(path: Path) -> None:
         ) from error
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m anygauge.agent", description="Run the ranks of one node of a job."
     )
@@ -302,7 +335,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--events", help="a file for events, instead of standard output")
     parser.add_argument("--variables", help="a JSON file of variables: name -> value")
-    parser.add_argument("--secrets", help="a folder with a file for each of more variables")
+    parser.add_argument("--secrets", help="a folder with one file for each further variable")
     parser.add_argument("--cause-file", help="where to write why the job failed")
     parser.add_argument(
         "--attempt", default="0", help="above 0: resume from a checkpoint; or $NAME of a variable"

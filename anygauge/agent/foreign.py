@@ -1,12 +1,14 @@
-"""A process that another launcher started as a rank: which rank it is, and where the ranks meet.
+"""Ranks that another launcher started: which rank this process is, and where the ranks meet.
 
-Read from variables of the launcher, by these rules, the first that fits:
+It is read from the launcher's variables. The first rule that applies counts:
 
-1. ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``, as torchrun sets them, and all that speak its
-   language: accelerate, DeepSpeed's launcher, Ray Train, a script of one's own.
-2. A step of Slurm with several tasks (``SLURM_STEP_NUM_TASKS``, which neither a batch script nor
-   salloc's shell has). Its first node is where the ranks meet.
-3. Several processes of Open MPI's mpirun, which names no address: on one machine none is needed.
+1. ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR`` are set, as torchrun sets them, and with it
+   accelerate, DeepSpeed's launcher, Ray Train or a script of the user.
+2. A step of Slurm has several tasks (``SLURM_STEP_NUM_TASKS``, which neither a batch script nor
+   salloc's shell has). The ranks meet on its first node.
+3. Open MPI's mpirun started several processes. It gives no address; one machine needs none.
+
+Ranks that anygauge starts must not inherit such variables: see `scrub`.
 """
 
 from __future__ import annotations
@@ -19,32 +21,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anygauge.interface import UsageError
+from anygauge.util.events import EVENTS_FD
 from anygauge.util.files import write_text
+from anygauge.util.processes import PARENT_PID
+from anygauge.util.rendezvous import STORE_FD
 
 _LOCALHOST = "127.0.0.1"
 _FIRST_PORT, _PORTS = 20_000, 10_000
 """Derived ports: below those that systems give to connections (32768 and up on Linux)."""
 
+_IDENTITY = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "CROSS_RANK"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+        *("LOCAL_SIZE", "CROSS_SIZE", "ROLE_NAME"),
+        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS"),
+        *("SLURM_GTIDS", "SLURM_TASK_PID"),
+        *(EVENTS_FD, PARENT_PID, STORE_FD),
+    }
+)
+_IDENTITY_PREFIXES = ("MASTER_", "TORCHELASTIC_", "PET_", "OMPI_COMM_", "PMI_", "PMIX_")
 
 ALONE = "start it without that launcher, or unset RANK, WORLD_SIZE and MASTER_ADDR"
-"""What leads back to ranks that anygauge starts."""
+"""How to have anygauge start the ranks instead."""
 
 _OR_UNSET = f"or, to have anygauge start the ranks itself: {ALONE}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignLaunch:
-    """One rank of a launch that is not anygauge's.
+    """One rank of another launcher.
 
     Attributes:
-        launcher: what started it, in words.
+        launcher: its name, for messages.
         devices: ranks on each machine.
         host: of rank 0, as all ranks know it.
         port: where the ranks meet there.
-        served: the launcher itself has a store at that port (torch's agent), and rank 0 opens none.
-        tied: it is a child of the launcher, and is to end with it.
-        restarts: how often the launcher would start the ranks again.
-        error_file: where the launcher looks for a rank's error; empty where it does not.
+        served: the launcher serves a store at that port (torch's agent does); rank 0 opens none.
+        tied: it is a child of the launcher, and must end with it.
+        restarts: how often the launcher would restart the ranks.
+        error_file: where the launcher reads a rank's error; empty where it reads none.
     """
 
     launcher: str
@@ -70,7 +86,7 @@ class ForeignLaunch:
         return self.rank // self.devices
 
     def report(self, text: str, at: float | None = None) -> None:
-        """Leave an error where the launcher looks for it: torchrun shows that of the earliest.
+        """Write an error where the launcher reads it: torchrun shows that of the earliest rank.
 
         Args:
             at: seconds since the epoch; None for now.
@@ -83,11 +99,11 @@ class ForeignLaunch:
 
 
 def find_launch(environ: Mapping[str, str]) -> ForeignLaunch | None:
-    """Whose rank this process is; None where anygauge is to start ranks itself.
+    """The rank that this process is; None where anygauge is to start ranks itself.
 
     Raises:
-        UsageError: the variables do not say enough, contradict each other, or give the machines
-            different numbers of ranks.
+        UsageError: variables are missing, contradict each other, or give the machines different
+            numbers of ranks.
     """
     if all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         found = _of_torch(environ)
@@ -99,6 +115,18 @@ def find_launch(environ: Mapping[str, str]) -> ForeignLaunch | None:
         return None
     _check(found)
     return found
+
+
+def scrub(environ: Mapping[str, str]) -> dict[str, str]:
+    """A copy without the variables by which another launcher numbers its processes.
+
+    Libraries inside a rank would believe them over those of the agent.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _IDENTITY and not name.startswith(_IDENTITY_PREFIXES)
+    }
 
 
 def first_host(nodes: str) -> str:
@@ -129,8 +157,8 @@ def _of_torch(environ: Mapping[str, str]) -> ForeignLaunch:
     if not local or not devices:
         raise UsageError(
             "RANK, WORLD_SIZE and MASTER_ADDR are set, so this process is a rank that another "
-            "launcher started; but LOCAL_RANK and LOCAL_WORLD_SIZE, which say which device of this "
-            f"machine it has, are not both set. Set them, as torchrun does; {_OR_UNSET}"
+            "launcher started; but LOCAL_RANK and LOCAL_WORLD_SIZE, which choose its device on "
+            f"this machine, are not both set. Set them, as torchrun does; {_OR_UNSET}"
         )
     known = {**environ, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": devices}
     return ForeignLaunch(
@@ -171,8 +199,8 @@ def _of_open_mpi(environ: Mapping[str, str]) -> ForeignLaunch:
     host = environ.get("MASTER_ADDR", "")
     if not host and world_size != devices:
         raise UsageError(
-            f"mpirun started {world_size} ranks on several machines and names no address: say "
-            "where rank 0 is (mpirun -x MASTER_ADDR=HOST, with the host of the first machine)"
+            f"mpirun started {world_size} ranks on several machines and gives them no address of "
+            "rank 0: pass it (mpirun -x MASTER_ADDR=HOST, with the host of the first machine)"
         )
     return ForeignLaunch(
         launcher="mpirun",
@@ -189,8 +217,8 @@ def _of_open_mpi(environ: Mapping[str, str]) -> ForeignLaunch:
 def _check(found: ForeignLaunch) -> None:
     if not 0 <= found.rank < found.world_size or not 0 < found.port < 65536:
         raise UsageError(
-            f"{found.launcher} says that this is rank {found.rank} of {found.world_size}, and port "
-            f"{found.port} where ranks meet: ranks count from 0, ports are 1 to 65535; {_OR_UNSET}"
+            f"{found.launcher} made this rank {found.rank} of {found.world_size}, to meet at port "
+            f"{found.port}: ranks count from 0, ports are 1 to 65535; {_OR_UNSET}"
         )
     if found.devices < 1 or found.world_size % found.devices:
         raise UsageError(
@@ -206,7 +234,7 @@ def _check(found: ForeignLaunch) -> None:
 
 
 def _port(environ: Mapping[str, str], of: str) -> int:
-    """The user's, or one that all ranks of a launch derive alike."""
+    """The user's ``MASTER_PORT``, or one that all ranks derive from the launch in the same way."""
     if environ.get("MASTER_PORT"):
         return _number(environ, "MASTER_PORT")
     return _FIRST_PORT + zlib.crc32(of.encode()) % _PORTS
@@ -221,7 +249,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not text.isascii() or not text.isdecimal():
         raise UsageError(
-            f"{name} is {text!r}, not a number from 0: this process was started as a rank by "
-            f"another launcher, which sets it; {_OR_UNSET}"
+            f"{name} is {text!r}, not a whole number from 0. Another launcher started this process "
+            f"as a rank, and sets that variable; {_OR_UNSET}"
         )
     return int(text)

@@ -1,8 +1,17 @@
-"""A connection between the agents of two nodes: JSON lines both ways, without ever blocking.
+"""The connection between the agents of two nodes: authenticated JSON lines that never block.
 
-It begins in the open, and is sealed once both ends have drawn a number (`admission`): from then on
-each line carries an HMAC over who sent it, its number and its text. A line that was altered, left
-out, repeated or sent by somebody else closes the connection.
+How the two ends authenticate each other:
+
+1. The worker sends ``hello`` with a random number.
+2. The coordinator answers ``number`` with one of its own. Both derive the key of this connection
+   from the job's secret and the two numbers. From then on each line carries an HMAC over its
+   sender, its sequence number and its text. The coordinator sends ``known``, the first such line.
+3. The worker now trusts the coordinator and sends ``join``, which describes its node.
+
+The secret is never sent, a recording opens no other connection, and a false coordinator receives
+nothing and can give no instructions. A line that was altered, dropped, repeated or sent by somebody
+else closes the connection. So does a field that no agent of this version sends: JSON has numbers
+that no clock shows, and texts that no encoding can hold.
 """
 
 from __future__ import annotations
@@ -11,29 +20,38 @@ import contextlib
 import hmac
 import json
 import re
+import secrets
+import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from anygauge.util.exchange import derived_key
+
 LONGEST_LINE = 16 * 1024 * 1024
 LONGEST_OF_STRANGERS = 64 * 1024
-"""Bytes of a line before its sender is known."""
+"""Bytes of a line before its sender is authenticated."""
 
-_HALF = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
+UNPROVEN = "it did not prove that it knows this job's secret"
+OF_ANOTHER_JOB = "that agent is of another job, or of another version of anygauge"
+
+_HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _CHUNK = 65536
 _CHUNKS = 16
 _PROOF = 64  # hexadecimal digits
+_LONGEST_S = 1e12
 
 
 @dataclass(slots=True)
 class Seal:
-    """What proves the lines of one direction.
+    """Computes the HMACs of one direction.
 
     Attributes:
-        sender: who sends them: ``coordinator`` or ``worker``.
-        count: of lines so far.
+        sender: who sends its lines: ``coordinator`` or ``worker``.
+        count: lines so far.
     """
 
     key: bytes
@@ -41,21 +59,21 @@ class Seal:
     count: int = 0
 
     def next(self, text: bytes) -> bytes:
-        """The proof of the next line."""
-        said = f"{self.sender} {self.count} ".encode() + text
+        """The HMAC of the next line."""
+        signed = f"{self.sender} {self.count} ".encode() + text
         self.count += 1
-        return hmac.digest(self.key, said, "sha256").hex().encode()
+        return hmac.digest(self.key, signed, "sha256").hex().encode()
 
 
 class Link:
-    """One end of a connection. What it cannot send at once it keeps until `flush`.
+    """One end of a connection. It keeps what it cannot send at once until `flush`.
 
     Attributes:
         peer: who is at the other end, in words.
         heard: when something last arrived (monotonic seconds).
-        closed: nothing more will arrive: the other end closed, died, or sent what is not a line.
-        why: what closed it, in words.
-        longest: bytes that a line may have.
+        closed: nothing more will arrive: the other end closed, died, or sent an invalid line.
+        why: why it was closed, in words.
+        longest: the most bytes that a line may have.
     """
 
     def __init__(
@@ -87,15 +105,15 @@ class Link:
 
     @property
     def waiting(self) -> int:
-        """Messages that have not been sent yet."""
+        """Number of messages that are not sent yet."""
         return len(self._outgoing)
 
     def seal(self, key: bytes, own: str, other: str) -> None:
-        """Prove every line from now on, and demand it of the other end.
+        """From now on, send an HMAC with every line and demand one of the other end.
 
         Args:
             key: of this connection alone.
-            own, other: what the two ends are.
+            own, other: the roles of the two ends.
         """
         self._sent, self._received = Seal(key, own), Seal(key, other)
 
@@ -126,7 +144,7 @@ class Link:
                 self._outgoing[0] = first[sent:]
 
     def receive(self, chunks: int = _CHUNKS) -> list[dict[str, Any]]:
-        """The whole messages that have arrived; bounded, so that no peer can hold up its agent."""
+        """The complete messages that have arrived; bounded, so that no peer can stall its agent."""
         found: list[dict[str, Any]] = []
         for _ in range(chunks):
             while (message := self._next()) is not None:
@@ -138,14 +156,28 @@ class Link:
         return found
 
     def receive_one(self) -> dict[str, Any] | None:
-        """The next whole message, if it has arrived; for what must be sealed between two."""
+        """The next complete message, if it has arrived: the link may be sealed before another."""
         message = self._next()
         if message is None and self._read():
             message = self._next()
         return message
 
+    def shut(self, timeout_s: float = 2.0) -> None:
+        """Send what is left, for at most `timeout_s`, and close."""
+        with contextlib.suppress(OSError):
+            self._socket.settimeout(timeout_s)
+            while self._outgoing and not self.closed:
+                self._socket.sendall(self._outgoing.popleft())
+        self.close("it was closed here")
+
+    def close(self, why: str) -> None:
+        """Close at once, and keep the reason."""
+        if not self.closed:
+            self.closed, self.why = True, why
+            self._socket.close()
+
     def _read(self) -> bool:
-        """Take in what has arrived, so much at most; whether there was anything."""
+        """Read one chunk of what has arrived; whether there was any."""
         if self.closed:
             return False
         try:
@@ -163,12 +195,10 @@ class Link:
         return True
 
     def _next(self) -> dict[str, Any] | None:
-        """The next message of what was read; closes the connection where it is none."""
+        """The next message of what was read; an invalid one closes the connection."""
         end = self._incoming.find(b"\n", self._searched)
         if (len(self._incoming) if end < 0 else end) > self.longest:
-            self._incoming.clear()
-            self._searched = 0
-            self.close(f"it sent a line of more than {self.longest:,} bytes")
+            self._reject(f"it sent a line of more than {self.longest:,} bytes")
             return None
         if end < 0:
             self._searched = len(self._incoming)
@@ -179,39 +209,25 @@ class Link:
         if self._received is not None:
             proof, line = line[:_PROOF], line[_PROOF:]
             if not hmac.compare_digest(proof, self._received.next(line)):
-                self._incoming.clear()
-                self.close(UNPROVEN)
+                self._reject(UNPROVEN)
                 return None
         message = _parse(line)
         if message is None:
-            self._incoming.clear()
-            self.close(f"it sent a line that is not a message: {line[:80]!r}")
+            self._reject(f"it sent a line that is not a message: {line[:80]!r}")
         return message
 
-    def shut(self, timeout_s: float = 2.0) -> None:
-        """Send what is left, for so long at most, and close."""
-        with contextlib.suppress(OSError):
-            self._socket.settimeout(timeout_s)
-            while self._outgoing and not self.closed:
-                self._socket.sendall(self._outgoing.popleft())
-        self.close("it was closed here")
-
-    def close(self, why: str) -> None:
-        """Close at once, and keep the reason."""
-        if not self.closed:
-            self.closed, self.why = True, why
-            self._socket.close()
-
-
-UNPROVEN = "it did not prove that it knows this job's secret"
+    def _reject(self, why: str) -> None:
+        self._incoming.clear()
+        self._searched = 0
+        self.close(why)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        text = line.decode()  # of bytes, json takes more encodings, and halves of characters
+        text = line.decode()  # json would take more encodings from bytes, and half characters
         message = json.loads(text)
-        if _HALF.search(text):
-            # Half a character cannot be encoded again: not for a log, a key or a follower.
+        if _HALF_CHARACTER.search(text):
+            # Half a character cannot be encoded again, for a log, a key or a follower.
             whole = json.dumps(message, ensure_ascii=False).encode(errors="replace")
             message = json.loads(whole)
     except (ValueError, RecursionError):
@@ -219,3 +235,173 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         return None
     return message
+
+
+def key_of(token: str, worker: str, coordinator: str) -> bytes:
+    """The key of a connection, from the job's secret and the random numbers of both ends."""
+    return derived_key(token, f"link between agents {worker} {coordinator}")
+
+
+def _random_number() -> str:
+    return secrets.token_hex(16)
+
+
+def _is_random_number(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
+
+
+class CoordinatorHandshake:
+    """A connection at the coordinator, from its first byte until its sender is authenticated.
+
+    Attributes:
+        since: when it was accepted, in monotonic seconds.
+        greeted: it sent a valid ``hello``, which proves nothing yet.
+    """
+
+    def __init__(self, link: Link, token: str, since: float) -> None:
+        self.link = link
+        self.since = since
+        self.greeted = False
+        self._token = token
+
+    def advance(self) -> Mapping[str, Any] | None:
+        """Read and answer what has arrived; the authenticated ``join``, once it is there.
+
+        Anything else closes the link.
+        """
+        message = self.link.receive_one()
+        if message is not None and not self.greeted:
+            self._answer(message)
+            message = self.link.receive_one()
+        if message is None:
+            return None
+        if message["kind"] != "join":
+            self.link.close(f"it sent {message['kind'][:40]!r} before it had joined")
+            return None
+        self.link.longest = LONGEST_LINE
+        return message
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        number = message.get("number", "")
+        if message["kind"] != "hello" or not _is_random_number(number):
+            self.link.send("refused", reason=OF_ANOTHER_JOB)
+            self.link.close("it belongs to another job, or is not an agent")
+            return
+        own = _random_number()
+        self.link.send("number", number=own)
+        self.link.seal(key_of(self._token, number, own), "coordinator", "worker")
+        self.link.send("known")
+        self.greeted = True
+
+
+class WorkerHandshake:
+    """A connection at a worker, until the coordinator has answered.
+
+    Attributes:
+        joined: the coordinator is authenticated, and ``join`` was sent to it.
+    """
+
+    def __init__(self, link: Link, token: str, join: Mapping[str, Any]) -> None:
+        """Send ``hello``.
+
+        Args:
+            join: fields of the message to send once the coordinator is authenticated.
+        """
+        self.link = link
+        self._token = token
+        self._join = join
+        self._number = _random_number()
+        self._sealed = self.joined = False
+        link.send("hello", number=self._number)
+
+    def advance(self) -> Mapping[str, Any] | None:
+        """Read and answer; once the worker has joined, the coordinator's next message."""
+        message = self.link.receive_one()
+        if message is None or self.joined:
+            return message
+        if not self._sealed:
+            number = message.get("number", "")
+            if message["kind"] == "number" and _is_random_number(number):
+                self.link.seal(key_of(self._token, self._number, number), "worker", "coordinator")
+                self._sealed = True
+            else:
+                self.link.close(UNPROVEN)
+        elif message["kind"] == "known":
+            self.link.longest = LONGEST_LINE
+            self.link.send("join", **self._join)
+            self.joined = True
+        return None
+
+
+FieldCheck = Callable[[Any], bool]
+"""Whether a field may have a value."""
+
+
+def is_text(value: object) -> bool:
+    """Whether it is text."""
+    return isinstance(value, str)
+
+
+def is_bool(value: object) -> bool:
+    """Whether it is true or false."""
+    return isinstance(value, bool)
+
+
+def is_count(value: object) -> bool:
+    """Whether it is an integer that a rank or a step may have."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_exit_status(value: object) -> bool:
+    """Whether a process can exit with it."""
+    return type(value) is int and 0 <= value < 256
+
+
+def is_time(value: Any) -> bool:
+    """Whether it is a time or a difference of times in seconds, as a clock may show it."""
+    # Compared before it is converted: an integer may be too large for a float. No comparison with
+    # NaN holds.
+    return type(value) in (int, float) and -_LONGEST_S < value < _LONGEST_S
+
+
+def is_signal(value: object) -> bool:
+    """Whether it is the number of a signal."""
+    return type(value) is int and value in {int(each) for each in signal.Signals}
+
+
+def or_none(check: FieldCheck) -> FieldCheck:
+    """Accepts what `check` accepts, and None."""
+    return lambda value: value is None or check(value)
+
+
+def shown(value: object) -> str:
+    """A value for a message, shortened; never the contents of a list or mapping."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "a mapping"
+    return repr(value)[:40]
+
+
+def field_of(message: Mapping[str, Any], name: str, check: FieldCheck) -> Any:
+    """One field; None where it is missing and may be.
+
+    Raises:
+        ValueError: `check` does not accept it; names it.
+    """
+    value = message.get(name)
+    if not check(value):
+        problem = f"has an impossible value: {shown(value)}" if name in message else "is missing"
+        raise ValueError(f"{name!r} {problem}")
+    return value
+
+
+def fields_of(record: object, checks: Mapping[str, FieldCheck]) -> dict[str, Any]:
+    """A mapping that has exactly these fields, each of them checked.
+
+    Raises:
+        ValueError: a field is missing, unknown, or not accepted by its check; names it.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{shown(record)} is not a mapping of fields")
+    for name in sorted(checks.keys() ^ record.keys()):
+        raise ValueError(f"{shown(name)} is {'missing' if name in checks else 'unknown'}")
+    return {name: field_of(record, name, check) for name, check in checks.items()}

@@ -1,55 +1,64 @@
-"""The agents of a job's nodes: what they say to each other, and the case of a single one.
+"""The nodes of a job as one agent sees them: what they are, and what they tell it to do.
 
-They meet before anything starts, and end together. The agent of node 0 is the coordinator: the
-others (workers) connect to it, and to nobody else. It tells all what one node does (a rank fails, a
-signal arrives); a node that falls silent is lost, whatever cut it off. A `Supervisor` asks its
-`Nodes` for orders at each turn of its loop, and gives it its report.
+The agents meet before any rank starts, and end together. The agent of node 0 is the coordinator;
+the others (workers) connect to it and to nobody else. It passes on to all nodes what happens on one
+(a rank fails, a signal arrives). A node that sends no heartbeats is lost, whatever cut it off.
+
+`Nodes` itself serves a job of one node; `Coordinator` and `WorkerNode` build on it. A `Supervisor`
+takes instructions from it at each turn of its loop, and gives it a report at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import json
+import os
+import queue
 import selectors
 import signal
 import socket
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from anygauge.agent.outbox import Outbox
-from anygauge.agent.outcome import JobOutcome, Report, resolve_outcome
+from anygauge.agent.link import FieldCheck, fields_of, is_count, is_text
+from anygauge.agent.outcome import JobOutcome, NodeReport, resolve_outcome
 from anygauge.interface import AnygaugeError, Job
 
-BEAT_S = 1.0
-"""How often an agent says that it lives."""
+HEARTBEAT_S = 1.0
+OUTBOX_CAPACITY = 100_000
+"""Lines kept for a follower that does not read; when it is full, no events are read from ranks."""
+CANCELLED_EARLY = "asked to end before all nodes had met; no rank was started"
 
 
-class Order(enum.Enum):
-    """What other nodes demand of this one's supervisor."""
-
-    END = "end"
-    """A rank or node has failed: nobody can go on."""
-    STOP = "stop"
-    """The job was asked to end: a checkpoint may be written."""
-    KILL = "kill"
-    """It was asked twice."""
-    FINISH = "finish"
-    """Ranks elsewhere have finished, or save: those that are still at work should be done soon."""
-
-
-ASKED_TOO_EARLY = "asked to end before all nodes had met; no rank was started"
-
-
-class EndedError(AnygaugeError):
-    """The agent was asked to end before there was a job."""
+class CancelledError(AnygaugeError):
+    """The agent was asked to end before all nodes had met."""
 
     exit_status = 128 + signal.SIGTERM
 
 
+class Instruction(enum.Enum):
+    """What another node tells this one's supervisor to do. The values are kinds of messages."""
+
+    END = "end"
+    """End the ranks: a rank or a node has failed."""
+    STOP = "stop"
+    """Let the ranks write a checkpoint and end: the job was asked to."""
+    KILL = "kill"
+    """Kill the ranks: the job was asked twice."""
+    FINISH = "finish"
+    """Expect the ranks to finish soon: a rank of another node has finished, or saves."""
+
+
+INSTRUCTIONS = {each.value for each in Instruction}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """What an agent says of itself when it joins.
+    """How an agent describes its node when it joins.
 
     Attributes:
         fabric: network between machines that it would use; empty: its library chooses.
@@ -65,13 +74,127 @@ class Hello:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
+def _is_settings(value: object) -> bool:
+    return isinstance(value, dict) and all(map(is_text, value.values()))
+
+
+_HELLO: Mapping[str, FieldCheck] = {
+    "node_rank": is_count, "host": is_text, "nodes": is_count, "devices_per_node": is_count,
+    "version": is_text, "fabric": is_text, "settings": _is_settings,
+}  # fmt: skip
+
+
+def read_hello(record: object) -> Hello:
+    """The description that another node sent, every field checked.
+
+    Raises:
+        ValueError: a field is missing, unknown, or has an impossible value; names it.
+    """
+    return Hello(**fields_of(record, _HELLO))
+
+
+def check_hello(own: Hello, other: Hello, known: Mapping[int, str]) -> None:
+    """Refuse a node that does not belong to this job.
+
+    Args:
+        own: of the coordinator.
+        known: node rank -> host, of the nodes that have joined.
+
+    Raises:
+        AnygaugeError: its number is taken, or it was started for another job or version.
+    """
+    who = f"node {other.node_rank} ({other.host})"
+    if other.node_rank in known:
+        raise AnygaugeError(
+            f"two agents report that they are node {other.node_rank}: {known[other.node_rank]} and "
+            f"{other.host}. Give each machine a number of its own, from 0 to {own.nodes - 1}"
+        )
+    if not 0 <= other.node_rank < own.nodes:
+        raise AnygaugeError(f"{who}: the job has nodes 0 to {own.nodes - 1}")
+    for name, mine, theirs in (
+        ("launch.nodes", own.nodes, other.nodes),
+        ("launch.devices", own.devices_per_node, other.devices_per_node),
+        ("the version of anygauge", own.version, other.version),
+    ):
+        if mine != theirs:
+            raise AnygaugeError(
+                f"{who} has {theirs} for {name}, the coordinator ({own.host}) {mine}: all nodes "
+                "must have the same"
+            )
+    names = sorted({*own.settings, *other.settings})
+    differ = [name for name in names if own.settings.get(name) != other.settings.get(name)]
+    if own.fabric != other.fabric:
+        raise AnygaugeError(
+            f"launch.fabric: between machines {who} would use "
+            f"{other.fabric or 'what its library finds'}, the coordinator ({own.host}) "
+            f"{own.fabric or 'what its library finds'}: name one that all have"
+        )
+    if differ:
+        raise AnygaugeError(
+            f"{', '.join(differ)}: {who} has another value than the coordinator ({own.host}), and "
+            "all nodes must have the same. Set it in the run file (environment), which takes "
+            "precedence on every node"
+        )
+
+
+class Outbox:
+    """Writes whole lines for whoever follows the job, and never blocks the agent.
+
+    A follower that is stopped (Ctrl-Z) leaves the pipe full. The agent must still notice signals
+    and dead ranks then, so a thread does the writing.
+
+    Attributes:
+        shared: the agents of other nodes write to the same file.
+        last: fields of the event that reported the job's end.
+    """
+
+    def __init__(self, descriptor: int, *, shared: bool = False) -> None:
+        self.shared = shared
+        self.last: dict[str, Any] = {}
+        self._descriptor = descriptor
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="outbox", daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """Whether the follower is so far behind that no events should be read from ranks."""
+        return self._lines.qsize() >= OUTBOX_CAPACITY
+
+    def forward(self, line: bytes) -> None:
+        """Add a rank's line as it is; it ends in a newline."""
+        self._lines.put(line)
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Add an event of the agent's own."""
+        record = {"event": event, "time": time.time(), **fields}
+        if event == "ended":
+            self.last = fields
+        self._lines.put((json.dumps(record) + "\n").encode())
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Let the follower read what is left, for at most `timeout_s`."""
+        self._lines.put(None)
+        self._thread.join(timeout_s)
+
+    def _write_all(self) -> None:
+        gone = False
+        while (line := self._lines.get()) is not None:
+            rest = memoryview(line)
+            while rest and not gone:
+                try:
+                    rest = rest[os.write(self._descriptor, rest) :]
+                except OSError:  # nobody reads any more; the run's files have everything
+                    gone = True
+
+
 class Nodes:
-    """The only node of its job; what `Head` and `Member` build on.
+    """The only node of its job; `Coordinator` and `WorkerNode` build on it.
 
     Attributes:
         rendezvous: where the ranks meet.
-        signum: the signal that came with `Order.STOP`.
-        verdict: how the attempt ended, once `over`.
+        signum: the signal that came with `Instruction.STOP`.
+        outcome: how the attempt ended, once it has.
         restarts: attempts that failed and were followed by another.
         all_ready: each node has what its ranks need.
     """
@@ -84,42 +207,42 @@ class Nodes:
         self.all_ready = False
         self._job = job
         self._outbox = outbox
-        self._orders: list[Order] = []
+        self._instructions: list[Instruction] = []
 
     def attach(self, selector: selectors.BaseSelector) -> None:
-        """Have the supervisor's loop wake when another node speaks."""
+        """Have a selector wake when a message of another node arrives."""
 
-    def turn(self) -> list[Order]:
-        """Read and answer the others; what they demand."""
-        found, self._orders = self._orders, []
+    def poll(self) -> list[Instruction]:
+        """Read and answer messages of other nodes; what they tell this one to do."""
+        found, self._instructions = self._instructions, []
         return found
 
     def store_socket(self, rank: int) -> contextlib.AbstractContextManager[socket.socket | None]:
-        """The socket on which the ranks' store listens, for the rank whose store it is."""
+        """The socket on which the ranks' store listens, for the rank that serves it."""
         return contextlib.nullcontext()
 
     def forward(self, line: bytes) -> None:
-        """Pass on a rank's event."""
+        """Pass on a rank's event to the follower."""
         self._outbox.forward(line)
 
     def send(self, event: str, **fields: Any) -> None:
-        """Report an event of the agent's own."""
+        """Send an event of the agent's own to the follower."""
         self._outbox.send(event, **fields)
 
     @property
     def full(self) -> bool:
-        """Whether ranks should wait with their events."""
+        """Whether no events should be read from ranks for now."""
         return self._outbox.full
 
-    def tell(self, order: Order, signum: int | None = None) -> None:
-        """Pass on what happened here."""
+    def broadcast(self, instruction: Instruction, signum: int | None = None) -> None:
+        """Send an instruction to all other nodes."""
 
-    def report(self, report: Report) -> None:
-        """All ranks of this node have ended."""
-        self.outcome = self._once_more(resolve_outcome([report]))
+    def report(self, report: NodeReport) -> None:
+        """Report that all ranks of this node have ended."""
+        self.outcome = self._or_restart(resolve_outcome([report]))
 
-    def ready(self) -> None:
-        """This node has what its ranks need."""
+    def mark_ready(self) -> None:
+        """Report that this node has what its ranks need."""
         self.all_ready = True
 
     @property
@@ -127,19 +250,19 @@ class Nodes:
         """Whether there is an outcome."""
         return self.outcome is not None
 
-    def begin_again(self) -> None:
-        """After an outcome of ``again``: be ready for the next attempt."""
+    def restart(self) -> None:
+        """After an outcome of ``again``: prepare for the next attempt."""
         assert self.outcome is not None
         self.rendezvous = self.outcome.rendezvous
         self.restarts += 1
         self.outcome = self.signum = None
-        self._orders.clear()
+        self._instructions.clear()
 
     def close(self) -> None:
-        """Let go of the others."""
+        """Close the connections to other nodes."""
 
-    def _once_more(self, outcome: JobOutcome) -> JobOutcome:
-        """The outcome, or ``again`` in its place where the ranks may be started once more."""
+    def _or_restart(self, outcome: JobOutcome) -> JobOutcome:
+        """The outcome, or ``again`` in its place where the ranks may be restarted."""
         used_up = self.restarts >= self._job.launch.max_restarts
         if outcome.state != "failed" or outcome.final or used_up:
             return outcome
@@ -147,6 +270,3 @@ class Nodes:
 
     def _next_rendezvous(self) -> str:
         return f"{self._job.rendezvous}-{self.restarts + 1}"
-
-
-ORDERS = {order.value for order in Order}

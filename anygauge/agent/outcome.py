@@ -1,39 +1,160 @@
-"""How a job ended, from what the agents of its nodes report: one cause, one exit status."""
+"""How a job ended: the earliest failure of any rank or node is its cause.
+
+One failing rank makes the others fail, because their collectives lose a peer. Times are known with
+different precision:
+
+- A ``failed`` event carries the rank's own clock. A rank reports before it closes its connections,
+  so its event precedes whatever it causes in others.
+- A process that is killed from outside reports nothing. It died between the moment it was last seen
+  alive (the kernel had not begun to take it down) and the moment its exit was noticed. By the
+  latter a peer may have reported a broken connection already. A peer cannot have caused such a
+  death, but the death may well have caused the peer's report, so the *earlier* bound counts.
+- An abort (SIGABRT) may be caused by a peer: communication libraries abort when a connection
+  breaks. There the moment of observation counts.
+
+Each agent sends one `NodeReport`; `resolve_outcome` makes one `JobOutcome` of all.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from anygauge.agent.messages import (
-    Check,
+from anygauge.agent.link import (
+    FieldCheck,
     field_of,
     fields_of,
+    is_bool,
     is_count,
+    is_exit_status,
     is_signal,
-    is_status,
     is_text,
     is_time,
-    is_truth,
     or_none,
 )
 from anygauge.interface import LOST, STOPPED
+from anygauge.util.processes import describe_exit
+
+LAST_LINES = 15
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One rank's failure, as its agent knows it.
+
+    Attributes:
+        time: seconds since the epoch, by the rules above.
+        what: what happened, to follow "rank 3 on host"; for a user's error, the whole message.
+        for_user: `what` is all that helps; no log is needed.
+        exit_status: what the command line should exit with.
+        error: class and message as the rank reported them, if it did.
+        by_signal: no other rank can have caused it.
+    """
+
+    rank: int
+    time: float
+    what: str
+    for_user: bool = False
+    exit_status: int = 1
+    error: Mapping[str, str] | None = None
+    by_signal: bool = False
+
+    @classmethod
+    def from_event(cls, rank: int, event: Mapping[str, Any], received: float) -> Failure:
+        """The failure that a rank reported itself."""
+        time: Any = event.get("time")
+        name, message = str(event.get("error", "")), str(event.get("message", "")).strip()
+        for_user = event.get("for_user") is True
+        status = event.get("exit_status")
+        reason = ": ".join(part for part in (name, message) if part) or "no reason given"
+        return cls(
+            rank=rank,
+            time=float(time) if is_time(time) else received,
+            what=message if for_user and message else f"failed with {reason}",
+            for_user=for_user and bool(message),
+            exit_status=status if isinstance(status, int) and 0 < status < 256 else 1,
+            error={"class": name, "message": message},
+        )
+
+    @classmethod
+    def from_exit(
+        cls, rank: int, code: int, *, finished: bool, last_alive: float, observed: float
+    ) -> Failure:
+        """The failure of a rank that exited without a report.
+
+        Args:
+            code: its exit code, as `subprocess` reports it.
+            finished: it had finished its work before.
+            last_alive: when it was last seen alive, in seconds since the epoch.
+            observed: when its exit was noticed.
+        """
+        if code == -signal.SIGKILL:
+            what = (
+                f"was killed ({describe_exit(code)}): often by the kernel, out of memory; see "
+                "`dmesg` or the scheduler's log"
+            )
+        elif code < 0:
+            what = f"died ({describe_exit(code)})"
+        elif code > 0:
+            what = f"ended with {describe_exit(code)} and reported no error"
+        else:
+            what = "ended early: exit status 0, but its work was not finished"
+        if finished:
+            what += ", after it had finished its work"
+        aborted = code == -signal.SIGABRT
+        return cls(
+            rank=rank,
+            time=observed if aborted else last_alive,
+            what=what,
+            by_signal=code < 0 and not aborted,
+        )
+
+    def cause(self, *, host: str, world_size: int, log: Path, log_offset: int) -> str:
+        """The failure in words: who, what, and the end of its log.
+
+        Args:
+            log_offset: where this run begins in the rank's log, in bytes.
+        """
+        who = f"rank {self.rank} on {host}"
+        if self.for_user:
+            return self.what if world_size == 1 else f"{self.what}\n({who})"
+        lines = tail(log, log_offset)
+        text = f"{who} {self.what}\nits log: {log}"
+        if lines:
+            text += "\nlast lines of it:\n" + "\n".join(f"  | {line}" for line in lines)
+        return text
+
+
+def tail(log: Path, offset: int, count: int = LAST_LINES) -> list[str]:
+    """The last non-empty lines of a log, from `offset` bytes on; empty if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(offset, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    # A progress bar redraws its line with carriage returns: only its last state is of interest.
+    lines = [line.rstrip().rsplit("\r", 1)[-1] for line in text.split("\n")]
+    return [line for line in lines if line.strip()][-count:]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFailure:
-    """One rank's or node's end before its time, as the whole job sees it.
+    """A rank's or a node's failure, as all nodes compare it.
 
     Attributes:
-        time: seconds since the epoch, by the coordinator's clock; see `anygauge.agent.failures`.
-        text: who, what, and the last lines of its log.
+        time: seconds since the epoch, by the coordinator's clock.
+        text: who, what, and the end of its log.
         rank: None for a whole node.
-        by_signal: nobody in the run can have caused it.
+        by_signal: no other rank can have caused it.
         exit_status: what the job should exit with.
-        final: another attempt would end the same way: the message is for the user.
-        lost: a node that is not heard from any more.
+        final: another attempt would fail in the same way: the message is for the user.
+        lost: a node that sends no heartbeats any more.
     """
 
     time: float
@@ -46,15 +167,15 @@ class JobFailure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What became of one node's ranks.
+class NodeReport:
+    """How the ranks of one node ended.
 
     Attributes:
-        ok: all did their work and left in order.
-        stopped: the event of one that was asked to end and did so, if all were.
-        endings: of those that failed on their own account.
-        signalled_at: when this node was asked to end, in seconds since the epoch.
-        signum: by which signal.
+        ok: all finished their work and exited with 0.
+        stopped: if all ended on request, the event of one of them.
+        failures: of those that this agent did not end itself.
+        signalled_at: when this node received a request to end, in seconds since the epoch.
+        signum: the signal of that request.
     """
 
     node_rank: int
@@ -70,59 +191,12 @@ class Report:
         return asdict(self)
 
 
-_FAILURE: Mapping[str, Check] = {
-    "time": is_time, "text": is_text, "rank": or_none(is_count), "by_signal": is_truth,
-    "exit_status": is_status, "final": is_truth, "lost": is_truth,
-}  # fmt: skip
-_REPORT: Mapping[str, Check] = {
-    "node_rank": is_count, "host": is_text, "ok": is_truth,
-    "stopped": or_none(lambda value: isinstance(value, dict)),
-    "failures": lambda value: isinstance(value, list | tuple),
-    "signalled_at": or_none(is_time), "signum": or_none(is_signal),
-}  # fmt: skip
-_OUTCOME: Mapping[str, Check] = {
-    "state": lambda value: value in ("ok", "stopped", "cancelled", "failed", "lost", "again"),
-    "exit_status": is_status, "cause": or_none(is_text), "final": is_truth, "rendezvous": is_text,
-}  # fmt: skip
-
-
-def parse_report(record: object, *, least: float, most: float) -> Report:
-    """A report from another node, its times by the clock of this one.
-
-    Args:
-        least: seconds that this clock is ahead of the other, at the least.
-        most: and at the most; messages between the two took what lies between.
-
-    Raises:
-        ValueError: a field is missing, unknown, or has a value that it cannot have; says which.
-    """
-    likely = (least + most) / 2
-    fields = fields_of(record, _REPORT)
-    failures = []
-    for each in fields["failures"]:
-        failure = fields_of(each, _FAILURE)
-        # A death by signal counts from the earliest moment that it can have come.
-        ahead = min(least, most) if failure["by_signal"] else likely
-        failures.append(JobFailure(**{**failure, "time": failure["time"] + ahead}))
-    at, stopped = fields["signalled_at"], fields["stopped"]
-    if stopped:
-        field_of(stopped, "step", or_none(is_count))
-        field_of(stopped, "checkpoint", or_none(is_text))
-    return Report(
-        **{
-            **fields,
-            "failures": tuple(failures),
-            "signalled_at": None if at is None else at + likely,
-        }
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOutcome:
     """How the job ended.
 
     Attributes:
-        state: ``ok``, ``stopped`` (at request, with a checkpoint), ``cancelled``, ``failed``,
+        state: ``ok``, ``stopped`` (on request, with a checkpoint), ``cancelled``, ``failed``,
             ``lost`` (a node is gone), or ``again`` (failed, and the ranks start once more).
         cause: in words, where it is not ok.
         final: another attempt would not help.
@@ -136,26 +210,74 @@ class JobOutcome:
     rendezvous: str = ""
 
 
-def parse_outcome(record: object) -> JobOutcome:
-    """What the coordinator says of the job's end.
+_FAILURE: Mapping[str, FieldCheck] = {
+    "time": is_time, "text": is_text, "rank": or_none(is_count), "by_signal": is_bool,
+    "exit_status": is_exit_status, "final": is_bool, "lost": is_bool,
+}  # fmt: skip
+_REPORT: Mapping[str, FieldCheck] = {
+    "node_rank": is_count, "host": is_text, "ok": is_bool,
+    "stopped": or_none(lambda value: isinstance(value, dict)),
+    "failures": lambda value: isinstance(value, list | tuple),
+    "signalled_at": or_none(is_time), "signum": or_none(is_signal),
+}  # fmt: skip
+_OUTCOME: Mapping[str, FieldCheck] = {
+    "state": lambda value: value in ("ok", "stopped", "cancelled", "failed", "lost", "again"),
+    "exit_status": is_exit_status, "cause": or_none(is_text), "final": is_bool,
+    "rendezvous": is_text,
+}  # fmt: skip
+
+
+def parse_report(record: object, *, least: float, most: float) -> NodeReport:
+    """A report from another node, with its times converted to the clock of this one.
+
+    Args:
+        least: lower bound of how far this clock is ahead of the other, in seconds.
+        most: upper bound. The two differ by the time that messages took.
 
     Raises:
-        ValueError: a field is missing, unknown, or has a value that it cannot have; says which.
+        ValueError: a field is missing, unknown, or has an impossible value; names it.
+    """
+    likely = (least + most) / 2
+    fields = fields_of(record, _REPORT)
+    failures = []
+    for each in fields["failures"]:
+        failure = fields_of(each, _FAILURE)
+        # A death by signal counts from the earliest moment at which it can have happened.
+        ahead = min(least, most) if failure["by_signal"] else likely
+        failures.append(JobFailure(**{**failure, "time": failure["time"] + ahead}))
+    at, stopped = fields["signalled_at"], fields["stopped"]
+    if stopped:
+        field_of(stopped, "step", or_none(is_count))
+        field_of(stopped, "checkpoint", or_none(is_text))
+    return NodeReport(
+        **{
+            **fields,
+            "failures": tuple(failures),
+            "signalled_at": None if at is None else at + likely,
+        }
+    )
+
+
+def parse_outcome(record: object) -> JobOutcome:
+    """The outcome that the coordinator sent.
+
+    Raises:
+        ValueError: a field is missing, unknown, or has an impossible value; names it.
     """
     return JobOutcome(**fields_of(record, _OUTCOME))
 
 
-def resolve_outcome(reports: Sequence[Report]) -> JobOutcome:
-    """The outcome over the reports of all nodes; a lost node's is made by those who lost it."""
+def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
+    """One outcome from the reports of all nodes; the coordinator writes that of a lost node."""
     failures = [failure for report in reports for failure in report.failures]
     first = min(failures, key=_order, default=None)
-    asked = [r for r in reports if r.signalled_at is not None]
-    request = min(asked, key=lambda report: report.signalled_at or 0.0, default=None)
+    signalled = [r for r in reports if r.signalled_at is not None]
+    request = min(signalled, key=lambda report: report.signalled_at or 0.0, default=None)
     if all(report.ok for report in reports):
         return JobOutcome(state="ok", exit_status=0)
     if all(report.stopped is not None for report in reports):
         event = next((r.stopped for r in reports if r.stopped and "checkpoint" in r.stopped), {})
-        return JobOutcome(state="stopped", exit_status=STOPPED, cause=stopped_words(event))
+        return JobOutcome(state="stopped", exit_status=STOPPED, cause=stopped_text(event))
     if request is not None and not (
         first is not None and first.time < (request.signalled_at or 0.0)
     ):
@@ -164,7 +286,7 @@ def resolve_outcome(reports: Sequence[Report]) -> JobOutcome:
         return JobOutcome(state="cancelled", exit_status=128 + number, cause=text)
     if first is None:
         names = ", ".join(f"node {r.node_rank} ({r.host})" for r in reports if not r.ok)
-        text = f"the ranks of {names} ended before their work was done, and no cause was reported"
+        text = f"the ranks of {names} ended before their work was done and reported no cause"
         return JobOutcome(state="failed", exit_status=1, cause=text)
     if first.lost:
         return JobOutcome(state="lost", exit_status=LOST, cause=first.text)
@@ -173,7 +295,7 @@ def resolve_outcome(reports: Sequence[Report]) -> JobOutcome:
     )
 
 
-def stopped_words(event: Mapping[str, Any]) -> str:
+def stopped_text(event: Mapping[str, Any]) -> str:
     """A ``stopped`` event in words."""
     return (
         f"stopped at request after step {event.get('step')}; checkpoint: {event.get('checkpoint')}"

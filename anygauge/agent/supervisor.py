@@ -1,25 +1,25 @@
-"""Watches the ranks of one node from start to end: all of them do their work, or none goes on.
+"""Watches the ranks of one node from start to end: when one fails, all end.
 
-One thread, one loop: it wakes for events, ends of processes and signals, forwards what ranks
-report, and ends the others when one fails. Nothing it starts outlives it. What other nodes do, it
-learns from `Nodes`, at each turn.
+One thread runs one loop. It wakes for events, exits of processes and signals, forwards what ranks
+report, and ends the others when one fails. No process that it starts outlives it. At each turn it
+takes the instructions of other nodes from `Nodes`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import FrameType
 
-from anygauge.agent.failures import Failure, cause
-from anygauge.agent.nodes import Nodes, Order
-from anygauge.agent.outcome import JobFailure, JobOutcome, Report
-from anygauge.agent.ranks import Rank
-from anygauge.agent.wakeup import SIGNALLED, wakened_by_signals
+from anygauge.agent.nodes import Instruction, Nodes
+from anygauge.agent.outcome import Failure, JobFailure, JobOutcome, NodeReport
+from anygauge.agent.rank import RankProcess, rank_numbers
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.processes import END_AT_ONCE
 
@@ -33,27 +33,55 @@ _REPEATED_SIGNAL_S = 0.5
 _LIMITS = "launch.collective_timeout_s and the grace time"
 
 
-def rank_numbers(job: Job, node_rank: int, local_rank: int) -> dict[str, str]:
-    """The variables that tell a process which rank of the job it is, as torchrun names them."""
-    count = job.launch.devices
-    return {
-        "RANK": str(node_rank * count + local_rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_WORLD_SIZE": str(count),
-    }
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Each is a request to end. Schedulers send SIGUSR1 before the time limit."""
+
+_SIGNALLED = "signals"  # data of the selector's key that becomes ready when one has arrived
+
+
+def collect_signals(received: list[tuple[int, float]]) -> None:
+    """From now on, append each signal and its time (seconds since the epoch) to a list."""
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        received.append((signum, time.time()))
+
+    for number in SIGNALS:
+        signal.signal(number, note)
+
+
+@contextlib.contextmanager
+def _woken_by_signals(
+    received: list[tuple[int, float]], selector: selectors.BaseSelector
+) -> Iterator[None]:
+    """Collect signals meanwhile, and have each wake the selector. For the main thread."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    selector.register(reader, selectors.EVENT_READ, _SIGNALLED)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    collect_signals(received)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        selector.unregister(reader)
+        os.close(reader)
+        os.close(writer)
 
 
 class Supervisor:
-    """Starts one rank per device of this node and stays until all have ended.
+    """Starts one rank per device of this node, and watches them until all have ended.
 
     Args:
         rank_argv: the command of a rank; all ranks run the same.
-        rank_environment: local rank -> its whole environment, but for its identity.
+        rank_environment: local rank -> all its variables, except for those of `rank_numbers`.
         nodes: the job's other nodes, and where events go.
         grace_s: seconds between `END_AT_ONCE` and SIGKILL when ranks are ended.
         cores: local rank -> logical processors that it is bound to.
-        asked: signals, and when they came, that had arrived before.
+        signals: requests to end that had arrived before, each with its time.
     """
 
     def __init__(
@@ -67,7 +95,7 @@ class Supervisor:
         nodes: Nodes,
         grace_s: float = GRACE_S,
         cores: Mapping[int, tuple[int, ...]] | None = None,
-        asked: list[tuple[int, float]] | None = None,
+        signals: list[tuple[int, float]] | None = None,
     ) -> None:
         self._job = job
         self._node_rank = node_rank
@@ -77,36 +105,37 @@ class Supervisor:
         self._nodes = nodes
         self._grace_s = grace_s
         self._cores = cores or {}
-        self._ranks: list[Rank] = []
+        self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._signals = [] if asked is None else asked
+        self._signals = [] if signals is None else signals
         self._reading = True
         self._ended_with: int | None = None  # the signal that ranks were sent
         self._kill_at: float | None = None  # monotonic, as are the next two
         self._killed_at: float | None = None
         self._first_finish: float | None = None
-        self._finish_told = 0.0
+        self._finish_sent = 0.0
         self._reported = False
         self._limit_s = job.launch.collective_timeout_s + grace_s
-        self._then = ""  # what the ranks were in when the first of them failed
+        self._doings = ""  # what the ranks were doing when the first of them failed
         self._cancelled_by: int | None = None
         self._cancelled_at: float | None = None  # since the epoch: compared with failures
 
     def run(self) -> int:
-        """Start the ranks, watch them and the other nodes to their end; call it from the main
-        thread.
+        """Start the ranks, and watch them and the other nodes until all have ended.
+
+        Call it from the main thread.
 
         Returns:
             The exit status: 0, that of the earliest failure, or 128 + the signal received.
 
         Raises:
-            AnygaugeError: a rank cannot be started; those that were have been ended.
+            AnygaugeError: a rank cannot be started; those that had started were ended.
         """
         try:
-            with wakened_by_signals(self._signals, self._selector):
+            with _woken_by_signals(self._signals, self._selector):
                 self._nodes.attach(self._selector)
                 self._start()
-                self._act_on_signals()  # one that has kept ranks from starting has its answer here
+                self._act_on_signals()  # a signal that kept ranks from starting is handled here
                 while not self._over():
                     self._turn()
         finally:
@@ -117,8 +146,8 @@ class Supervisor:
         return self._conclude(self._nodes.outcome)
 
     def _over(self) -> bool:
-        """Whether all ranks have ended, here and elsewhere; reports once those here have."""
-        if any(rank.running for rank in self._ranks) and not self._given_up():
+        """Whether the ranks of all nodes have ended; reports once those of this node have."""
+        if any(rank.running for rank in self._ranks) and not self._is_unkillable():
             return False
         if not self._reported:
             self._reported = True
@@ -136,13 +165,13 @@ class Supervisor:
             environment = {**self._environment(local_rank), **numbers}
             try:
                 cores = self._cores.get(local_rank, ())
-                # The rank holds a copy of the socket from then on; this one is closed.
+                # The rank inherits a copy of the socket; this one is closed.
                 with self._nodes.store_socket(rank) as store:
                     listener = None if store is None else store.fileno()
-                    started = Rank(
+                    started = RankProcess(
                         *(rank, local_rank, self._argv, environment, directory, cores),
                         listener=listener,
-                        still_limit_s=self._limit_s,
+                        idle_limit_s=self._limit_s,
                     )
             except OSError as error:
                 raise AnygaugeError(
@@ -156,36 +185,37 @@ class Supervisor:
             _note(f"rank {rank} started, process {started.pid}{on}")
 
     def _turn(self) -> None:
-        """Wait for news, and act on it."""
+        """Wait until something happens, and act on it."""
         polled = any(rank.handle is None for rank in self._ranks)
         for key, _ in self._selector.select(_TURN_WITHOUT_HANDLES_S if polled else _TURN_S):
-            if isinstance(key.data, Rank):
+            if isinstance(key.data, RankProcess):
                 self._read(key.data)
-            elif key.data == SIGNALLED:
+            elif key.data == _SIGNALLED:
                 os.read(key.fd, 512)  # the signal itself is in self._signals
         self._check_all()
         self._act_on_signals()
-        for order in self._nodes.turn():
-            self._obey(order)
+        for instruction in self._nodes.poll():
+            self._follow(instruction)
         self._keep_time()
         self._balance_reading()
 
     def _check_all(self) -> None:
-        now = time.time()  # one time for all, so that no order is read into their sequence
+        # One time for all, so that none seems to have died later for its place in this loop.
+        now = time.time()
         for rank in self._ranks:
-            if not rank.check(now):
+            if not rank.poll_exit(now):
                 continue
             self._read(rank)
             self._listen(rank, False)
             if rank.handle is not None:
                 self._selector.unregister(rank.handle)
-            rank.release()
+            rank.reap()
             _note(f"rank {rank.rank} ended with code {rank.code}")
             self._nodes.send("rank_exited", rank=rank.rank, code=rank.code, log=str(rank.log))
-            if not (rank.ok or rank.stopped_in_order):
+            if not (rank.ok or rank.stopped_cleanly):
                 self._fail()
 
-    def _read(self, rank: Rank) -> None:
+    def _read(self, rank: RankProcess) -> None:
         for event, line in rank.read_events():
             if event is None:
                 _note(f"rank {rank.rank} sent a line that is not an event: {line[:500]!r}")
@@ -193,42 +223,42 @@ class Supervisor:
             if event["event"] != "progress":  # for this agent alone
                 self._nodes.forward(line)
             if self._first_finish is not None:
-                self._finishing()  # who reports is not stuck
-        if rank.silent:
+                self._expect_finish()  # a rank that reports is not stuck
+        if rank.events_closed:
             self._listen(rank, False)
         if rank.failure is not None:
             self._fail()
         if (rank.finished_at is not None or rank.stopped) and self._first_finish is None:
-            self._finishing()
+            self._expect_finish()
 
-    def _finishing(self) -> None:
-        """Ranks have nothing more to do but to wait for the last; other nodes' have not, either."""
+    def _expect_finish(self) -> None:
+        """Allow the remaining ranks, on all nodes, a limited time to finish from now on."""
         self._first_finish = now = time.monotonic()
-        if now - self._finish_told > 1:
-            self._finish_told = now
-            self._nodes.tell(Order.FINISH)
+        if now - self._finish_sent > 1:
+            self._finish_sent = now
+            self._nodes.broadcast(Instruction.FINISH)
 
     def _fail(self) -> None:
-        self._keep_doings()
+        self._record_doings()
         self._end_ranks(END_AT_ONCE, self._grace_s)
-        self._nodes.tell(Order.END)
+        self._nodes.broadcast(Instruction.END)
 
-    def _obey(self, order: Order) -> None:
-        if order is Order.FINISH:
+    def _follow(self, instruction: Instruction) -> None:
+        if instruction is Instruction.FINISH:
             self._first_finish = time.monotonic()
-        elif order is Order.END:
+        elif instruction is Instruction.END:
             self._end_ranks(END_AT_ONCE, self._grace_s)
-        elif order is Order.STOP:
+        elif instruction is Instruction.STOP:
             self._stop(self._nodes.signum or signal.SIGTERM, time.time())
         else:
             self._kill_ranks()
 
     def _end_ranks(self, signum: int, grace_s: float) -> None:
-        """Send all that run a signal to end, and SIGKILL after a while.
+        """Send all running ranks a signal to end, and SIGKILL after `grace_s`.
 
-        SIGTERM asks them to end the step under way and write a checkpoint; after a failure none of
-        them can, and they are sent `END_AT_ONCE`. One that has reported its own failure is on its
-        way out.
+        SIGTERM asks them to finish the current step and write a checkpoint. After a failure none of
+        them can, and they are sent `END_AT_ONCE`. A rank that has reported its own failure is about
+        to exit, and is sent nothing.
         """
         if self._ended_with in (signum, END_AT_ONCE):
             return
@@ -236,8 +266,8 @@ class Supervisor:
         deadline = time.monotonic() + grace_s
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
         for rank in self._ranks:
-            # How a rank ends from here on may be our doing: settle first whether it is alive.
-            rank.touch(time.time())
+            # From here on this agent may be the cause of an exit: note first whether it is alive.
+            rank.mark_alive(time.time())
             if rank.failure is None:
                 rank.signal(signum)
 
@@ -254,13 +284,13 @@ class Supervisor:
         if self._cancelled_at is None:
             _note(f"received {signal.Signals(signum).name}: ending the ranks")
             self._stop(signum, at)
-            self._nodes.tell(Order.STOP, signum)
-        # Schedulers deliver one request twice in a row, to the step and to its processes; and a
-        # terminal that closes asks for nothing more than the Ctrl-C before it.
+            self._nodes.broadcast(Instruction.STOP, signum)
+        # Schedulers deliver one request twice in a row, to the step and to its processes. A
+        # terminal that closes adds nothing to the Ctrl-C before it.
         again, later = self._signals[-1]
         if later - at > _REPEATED_SIGNAL_S and again in (signal.SIGTERM, signal.SIGINT):
             self._kill_ranks()
-            self._nodes.tell(Order.KILL)
+            self._nodes.broadcast(Instruction.KILL)
 
     def _stop(self, signum: int, at: float) -> None:
         if self._cancelled_at is None:
@@ -288,46 +318,46 @@ class Supervisor:
             )
 
     def _watch(self, now: float) -> None:
-        """End the job if a rank neither works nor reports: no library need ever notice."""
+        """End the job if a rank neither works nor reports; libraries may never notice."""
         for rank in self._ranks:
             if rank.running:
-                rank.movement.turn(now, excused=not self._reading)
+                rank.watchdog.poll(now, excused=not self._reading)
         if self._kill_at is not None:
             return
         at_work = [rank for rank in self._ranks if rank.at_work]
-        still = max(at_work, key=lambda rank: rank.movement.still_s(now), default=None)
-        if still is not None and still.movement.still_s(now) > still.movement.limit_s:
+        idlest = max(at_work, key=lambda rank: rank.watchdog.idle_s(now), default=None)
+        if idlest is not None and idlest.watchdog.idle_s(now) > idlest.watchdog.limit_s:
             self._give_up(
-                still,
-                f"neither worked nor reported anything for {still.movement.limit_s:g} s "
+                idlest,
+                f"neither worked nor reported anything for {idlest.watchdog.limit_s:g} s "
                 f"({_LIMITS}); it was killed",
             )
 
-    def _give_up(self, rank: Rank, what: str) -> None:
-        """Kill all ranks because of one that does not go on."""
-        self._keep_doings()
+    def _give_up(self, rank: RankProcess, what: str) -> None:
+        """Kill all ranks because one of them hangs."""
+        self._record_doings()
         rank.failure = Failure(rank=rank.rank, time=time.time(), what=what)
         self._ended_with, self._kill_at = END_AT_ONCE, time.monotonic()
         self._kill_ranks()
-        self._nodes.tell(Order.END)
+        self._nodes.broadcast(Instruction.END)
 
-    def _keep_doings(self) -> None:
-        """Before ranks are ended: what each was in, if one of them hangs."""
+    def _record_doings(self) -> None:
+        """Before ranks are ended: if one of them seems to hang, note what each is doing."""
         now = time.monotonic()
         running = [rank for rank in self._ranks if rank.running]
-        if not self._then and any(rank.movement.suspicious(now) for rank in running):
-            doings = (f"rank {rank.rank}: {rank.movement.describe(now)}" for rank in running)
-            self._then = "\n".join((f"the ranks on {self._hostname} then:", *doings))
+        if not self._doings and any(rank.watchdog.suspicious(now) for rank in running):
+            doings = (f"rank {rank.rank}: {rank.watchdog.describe(now)}" for rank in running)
+            self._doings = "\n".join((f"what the ranks on {self._hostname} were doing:", *doings))
 
     def _balance_reading(self) -> None:
-        """Let ranks wait with their events while the follower is far behind."""
+        """Stop reading events of ranks while the follower is far behind."""
         if self._reading is not self._nodes.full:
             return
         self._reading = not self._reading
         for rank in self._ranks:
-            self._listen(rank, self._reading and rank.running and not rank.silent)
+            self._listen(rank, self._reading and rank.running and not rank.events_closed)
 
-    def _listen(self, rank: Rank, wanted: bool) -> None:
+    def _listen(self, rank: RankProcess, wanted: bool) -> None:
         if wanted is (rank.pipe in self._selector.get_map()):
             return
         if wanted:
@@ -335,19 +365,19 @@ class Supervisor:
         else:
             self._selector.unregister(rank.pipe)
 
-    def _given_up(self) -> bool:
-        """Whether a killed rank does not die: it waits inside the kernel, for a device say."""
+    def _is_unkillable(self) -> bool:
+        """Whether a killed rank does not exit: it waits inside the kernel, perhaps for a device."""
         return self._killed_at is not None and time.monotonic() - self._killed_at > _UNKILLABLE_S
 
-    def _report(self) -> Report:
-        """What became of the ranks."""
+    def _report(self) -> NodeReport:
+        """How the ranks of this node ended."""
         complete = len(self._ranks) == self._job.launch.devices
-        in_order = complete and all(rank.stopped_in_order for rank in self._ranks)
-        return Report(
+        clean = complete and all(rank.stopped_cleanly for rank in self._ranks)
+        return NodeReport(
             node_rank=self._node_rank,
             host=self._hostname,
             ok=complete and all(rank.ok for rank in self._ranks),
-            stopped=(self._ranks[0].stopped or {}) if in_order else None,
+            stopped=(self._ranks[0].stopped or {}) if clean else None,
             failures=tuple(
                 self._job_failure(r, r.failure) for r in self._ranks if r.failure is not None
             ),
@@ -355,17 +385,16 @@ class Supervisor:
             signum=self._cancelled_by,
         )
 
-    def _job_failure(self, rank: Rank, failure: Failure) -> JobFailure:
-        if self._then and not failure.for_user:
-            failure = replace(failure, what=f"{failure.what}\n{self._then}")
+    def _job_failure(self, rank: RankProcess, failure: Failure) -> JobFailure:
+        if self._doings and not failure.for_user:
+            failure = replace(failure, what=f"{failure.what}\n{self._doings}")
         return JobFailure(
             time=failure.time,
             rank=rank.rank,
             by_signal=failure.by_signal,
             exit_status=failure.exit_status,
             final=failure.for_user,
-            text=cause(
-                failure,
+            text=failure.cause(
                 host=self._hostname,
                 world_size=self._job.world_size,
                 log=rank.log,
@@ -377,7 +406,7 @@ class Supervisor:
         text = outcome.cause
         stuck = [rank for rank in self._ranks if rank.running]
         if stuck:
-            text = f"{text}\nprocesses that SIGKILL does not end: {[rank.pid for rank in stuck]}"
+            text = f"{text}\nprocesses that SIGKILL did not end: {[rank.pid for rank in stuck]}"
         for rank in self._ranks:
             try:
                 rank.write_result(self._state_of(rank, outcome.state), self._hostname)
@@ -395,10 +424,10 @@ class Supervisor:
         )
         return outcome.exit_status
 
-    def _state_of(self, rank: Rank, state: str) -> str:
+    def _state_of(self, rank: RankProcess, state: str) -> str:
         if rank.ok:
             return "ok"
-        if rank.stopped_in_order:
+        if rank.stopped_cleanly:
             return "stopped"
         if rank.running:
             return "stuck"
@@ -408,5 +437,5 @@ class Supervisor:
 
 
 def _note(text: str) -> None:
-    """A line in the agent's own log."""
+    """Write a line to the agent's own log."""
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The agent of any node but the first: joins the coordinator, and does what it says."""
+"""The agent of any other node: joins the coordinator, and follows its instructions."""
 
 from __future__ import annotations
 
@@ -11,29 +11,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anygauge.agent.admission import OF_ANOTHER_JOB, Application
-from anygauge.agent.link import UNPROVEN, Link
-from anygauge.agent.messages import field_of, is_signal, is_time, or_none, shown
-from anygauge.agent.nodes import (
-    ASKED_TOO_EARLY,
-    BEAT_S,
-    ORDERS,
-    EndedError,
-    Hello,
-    Nodes,
-    Order,
+from anygauge.agent.link import (
+    OF_ANOTHER_JOB,
+    UNPROVEN,
+    Link,
+    WorkerHandshake,
+    field_of,
+    is_signal,
+    is_time,
+    or_none,
+    shown,
 )
-from anygauge.agent.outbox import Outbox
-from anygauge.agent.outcome import JobOutcome, Report, parse_outcome
+from anygauge.agent.nodes import (
+    CANCELLED_EARLY,
+    HEARTBEAT_S,
+    INSTRUCTIONS,
+    CancelledError,
+    Hello,
+    Instruction,
+    Nodes,
+    Outbox,
+)
+from anygauge.agent.outcome import JobOutcome, NodeReport, parse_outcome
 from anygauge.interface import LOST, AnygaugeError, Job
 
 _RETRY_S = 0.5
-_VERDICT_S = 30.0
+_OUTCOME_S = 30.0
 _PROOF_S = 10.0
+_MOST_WAITING = 1000
 
 
 class WorkerNode(Nodes):
-    """The agent of another node: does what the coordinator says."""
+    """The coordinator as another agent sees it. See `Nodes` for each public method."""
 
     def __init__(
         self,
@@ -41,12 +50,12 @@ class WorkerNode(Nodes):
         outbox: Outbox,
         own: Hello,
         coordinator: tuple[str, int],
-        asked: Sequence[object] = (),
+        requests: Sequence[object] = (),
     ) -> None:
         """Join the coordinator.
 
         Args:
-            asked: fills when this agent is asked to end.
+            requests: not empty once this agent is asked to end.
 
         Raises:
             AnygaugeError: it cannot be reached in time, or refuses this node.
@@ -55,31 +64,31 @@ class WorkerNode(Nodes):
         self._own = own
         self._reported_at: float | None = None
         self._lost: str | None = None
-        self._beat = time.monotonic()
-        self._least: float | None = None  # seconds that its clock is ahead, at the least
-        self._link = self._join(coordinator, asked)
+        self._heartbeat_at = time.monotonic()
+        self._least: float | None = None  # lower bound of how far its clock is ahead, in seconds
+        self._link = self._join(coordinator, requests)
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """See `Nodes.attach`."""
         if not self._link.closed:
             selector.register(self._link, selectors.EVENT_READ, self)
 
-    def turn(self) -> list[Order]:
-        """See `Nodes.turn`."""
+    def poll(self) -> list[Instruction]:
+        """See `Nodes.poll`."""
         now = time.monotonic()
-        if now - self._beat >= BEAT_S:
-            self._beat = now
+        if now - self._heartbeat_at >= HEARTBEAT_S:
+            self._heartbeat_at = now
             self._link.send("beat", **self._clocks())
         self._link.flush()
         for message in self._link.receive():
             try:
-                self._take(message)
+                self._handle(message)
             except ValueError as error:
                 self._link.close(_unreadable(message, error))
                 break
         if self.outcome is None:
-            self._look_after(now)
-        return super().turn()
+            self._check_lost(now)
+        return super().poll()
 
     def forward(self, line: bytes) -> None:
         """See `Nodes.forward`."""
@@ -88,7 +97,7 @@ class WorkerNode(Nodes):
     def send(self, event: str, **fields: Any) -> None:
         """See `Nodes.send`."""
         if event == "ended":
-            # The coordinator says the same. Where it is lost, this is all that a follower hears.
+            # The coordinator reports it too. If that is lost, a follower learns it only from here.
             if fields.get("state") == "lost" or not self._outbox.shared:
                 self._outbox.send(event, **fields)
         else:
@@ -98,36 +107,36 @@ class WorkerNode(Nodes):
     @property
     def full(self) -> bool:
         """See `Nodes.full`."""
-        return self._link.waiting > 1000
+        return self._link.waiting > _MOST_WAITING
 
-    def tell(self, order: Order, signum: int | None = None) -> None:
-        """See `Nodes.tell`."""
-        self._link.send(order.value, signum=signum)
+    def broadcast(self, instruction: Instruction, signum: int | None = None) -> None:
+        """See `Nodes.broadcast`."""
+        self._link.send(instruction.value, signum=signum)
 
-    def ready(self) -> None:
-        """See `Nodes.ready`."""
+    def mark_ready(self) -> None:
+        """See `Nodes.mark_ready`."""
         self._link.send("ready")
 
-    def report(self, report: Report) -> None:
+    def report(self, report: NodeReport) -> None:
         """See `Nodes.report`."""
         self._reported_at = time.monotonic()
         self._link.send("report", report=report.record(), **self._clocks())
 
-    def begin_again(self) -> None:
-        """See `Nodes.begin_again`."""
-        super().begin_again()
+    def restart(self) -> None:
+        """See `Nodes.restart`."""
+        super().restart()
         self._reported_at = None
 
     def close(self) -> None:
         """See `Nodes.close`."""
         self._link.shut()
 
-    def _join(self, coordinator: tuple[str, int], asked: Sequence[object]) -> Link:
+    def _join(self, coordinator: tuple[str, int], requests: Sequence[object]) -> Link:
         deadline = time.monotonic() + self._job.launch.join_timeout_s
         trouble, where = "nothing answered", f"{coordinator[0]}:{coordinator[1]}"
         while time.monotonic() < deadline:
-            if asked:
-                raise EndedError(ASKED_TOO_EARLY)
+            if requests:
+                raise CancelledError(CANCELLED_EARLY)
             try:
                 connection = socket.create_connection(coordinator, timeout=5.0)
             except OSError as error:
@@ -136,50 +145,49 @@ class WorkerNode(Nodes):
                 continue
             link = Link(connection, "the coordinator")
             join = {"clock": time.time(), "hello": asdict(self._own)}
-            application = Application(link, self._job.token, join)
-            answer = _answer(application, self._job.launch.lost_after_s, asked)
+            handshake = WorkerHandshake(link, self._job.token, join)
+            answer = _answer(handshake, self._job.launch.lost_after_s, requests)
             if link.why == UNPROVEN:
                 raise AnygaugeError(
                     f"what listens at {where} is not the coordinator of this job, or does not "
-                    f"know its secret: {OF_ANOTHER_JOB}. If another job has that port, give this "
-                    "one launch.port"
+                    f"know its secret: {OF_ANOTHER_JOB}. If another job uses that port, give this "
+                    "one another launch.port"
                 )
             if answer is None:
                 trouble = link.why or "it did not answer"
-                link.shut(0)
-                time.sleep(_RETRY_S)
-                continue
-            if answer["kind"] == "start":
+            elif answer["kind"] == "refused":
+                raise AnygaugeError(
+                    f"the coordinator at {where} refused this node: {_reason(answer)}"
+                )
+            else:
                 try:
                     self._compare_clocks(answer)
-                    self.rendezvous = field_of(answer, "rendezvous", _is_meeting_point)
+                    self.rendezvous = field_of(answer, "rendezvous", _is_rendezvous)
+                    return link
                 except ValueError as error:
                     trouble = _unreadable(answer, error)
-                    link.shut(0)
-                    time.sleep(_RETRY_S)
-                    continue
-                return link
-            raise AnygaugeError(f"the coordinator at {where} refused this node: {_reason(answer)}")
+            link.shut(0)
+            time.sleep(_RETRY_S)
         raise AnygaugeError(
             f"node {self._own.node_rank} ({self._own.host}) could not join the coordinator at "
             f"{where} within {self._job.launch.join_timeout_s:g} s "
-            f"(launch.join_timeout_s): {trouble}. Is the agent of node 0 running, and may this "
+            f"(launch.join_timeout_s): {trouble}. Is the agent of node 0 running, and can this "
             "node connect to that port?"
         )
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
         if kind == "outcome":
             fields = {key: value for key, value in message.items() if key != "kind"}
             outcome = parse_outcome(fields)
             if outcome.state == "again":
-                field_of(message, "rendezvous", _is_meeting_point)
+                field_of(message, "rendezvous", _is_rendezvous)
             self.outcome = outcome
         elif kind == "ready":
             self.all_ready = True
-        elif kind in ORDERS:
+        elif kind in INSTRUCTIONS:
             self.signum = field_of(message, "signum", or_none(is_signal)) or self.signum
-            self._orders.append(Order(kind))
+            self._instructions.append(Instruction(kind))
         elif kind == "beat":
             self._compare_clocks(message)
 
@@ -190,7 +198,7 @@ class WorkerNode(Nodes):
     def _clocks(self) -> dict[str, float | None]:
         return {"clock": time.time(), "least": self._least}
 
-    def _look_after(self, now: float) -> None:
+    def _check_lost(self, now: float) -> None:
         """Without its coordinator, a node ends."""
         link, limit = self._link, self._job.launch.lost_after_s
         if self._lost is not None:
@@ -199,20 +207,20 @@ class WorkerNode(Nodes):
             text = f"the coordinator is lost: its agent ended without a report ({link.why})"
         elif now - link.heard > limit:
             text = f"the coordinator is lost: nothing was heard from it for {limit:g} s"
-        elif self._reported_at is not None and now - self._reported_at > limit + _VERDICT_S:
+        elif self._reported_at is not None and now - self._reported_at > limit + _OUTCOME_S:
             text = "the coordinator did not report how the job ended"
         else:
             return
         if self._lost is None:
             self._lost = text
             link.shut(0)
-            self._orders.append(Order.END)
+            self._instructions.append(Instruction.END)
         if self._reported_at is not None:
             self.outcome = JobOutcome(state="lost", exit_status=LOST, cause=text)
 
 
-def _is_meeting_point(value: object) -> bool:
-    """Whether ranks can be told of it: what the coordinator draws is an address and a port."""
+def _is_rendezvous(value: object) -> bool:
+    """Whether it can be given to ranks: the coordinator sends an address and a port."""
     return isinstance(value, str) and re.fullmatch("tcp://[!-~]{1,300}", value) is not None
 
 
@@ -226,15 +234,15 @@ def _reason(answer: Mapping[str, Any]) -> str:
 
 
 def _answer(
-    application: Application, limit_s: float, asked: Sequence[object]
+    handshake: WorkerHandshake, limit_s: float, requests: Sequence[object]
 ) -> Mapping[str, Any] | None:
-    """The coordinator's first word but for its beats; None if it falls silent before."""
-    link, began = application.link, time.monotonic()
-    while not link.closed and not asked and time.monotonic() - link.heard < limit_s:
-        if not application.joined and time.monotonic() - began > _PROOF_S:
+    """The coordinator's ``start`` or ``refused``; None if none comes while it sends heartbeats."""
+    link, began = handshake.link, time.monotonic()
+    while not link.closed and not requests and time.monotonic() - link.heard < limit_s:
+        if not handshake.joined and time.monotonic() - began > _PROOF_S:
             link.close(f"it had not proved that it is the coordinator after {_PROOF_S:g} s")
         link.flush()
-        message = application.advance()
+        message = handshake.advance()
         if message is not None and message["kind"] in ("start", "refused"):
             return message
         if message is None:

@@ -55,7 +55,7 @@ def doctor(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check this machine for a backend. Exit status 1 if a check failed; 0 otherwise."""
-    from anygauge.agent.host_checks import worst
+    from anygauge.agent.doctor import worst
     from anygauge.registry import AUTO, Registry, select_backend
 
     registry = Registry.load()
@@ -65,9 +65,9 @@ def doctor(
     own = _own(chosen)
     trip = []
     if collectives is not None:
-        from anygauge.agent.round_trip import measure
+        from anygauge.agent.doctor import round_trip
 
-        trip.append(measure(chosen.name, {}, collectives))
+        trip.append(round_trip(chosen.name, {}, collectives))
     everything = [*own, *found, *trip]
     result = worst(everything)
     if json_:
@@ -94,9 +94,9 @@ def _counts(checks: Sequence[Check]) -> list[str]:
 
 
 def _host(backend: Backend, output: Path, hub: bool) -> list[Check]:
-    from anygauge.agent.host_checks import host_checks, hub_access, write_speed
-    from anygauge.agent.inherited import scrub
-    from anygauge.agent.node import inspect_node
+    from anygauge.agent.doctor import host_checks, hub_access, write_speed
+    from anygauge.agent.environment import inspect_node
+    from anygauge.agent.foreign import scrub
 
     environ = scrub(os.environ)
     node = inspect_node(backend=backend, environ=environ)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from anygauge.agent.supervisor import rank_numbers
+from anygauge.agent.rank import rank_numbers
 from anygauge.cli.env import environment_table, rank_environments, shown_ranks
 from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.launchers import describe

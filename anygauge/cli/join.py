@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anygauge.agent.foreign import ALONE, ForeignLaunch
-from anygauge.agent.inherited import scrub
+from anygauge.agent.foreign import ALONE, ForeignLaunch, scrub
 from anygauge.interface import AnygaugeError, UsageError
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bo
 
     from anygauge.agent.environment import NodeEnvironment
     from anygauge.agent.nodes import Hello
-    from anygauge.agent.supervisor import rank_numbers
+    from anygauge.agent.rank import rank_numbers
     from anygauge.training.checks import check_settings
 
     run, job = intent.run, intent.job

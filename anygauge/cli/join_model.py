@@ -53,7 +53,7 @@ def fetch_with_others(
 
 
 def _fetch(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: bool) -> None:
-    from anygauge.agent.fetching import fetch_here
+    from anygauge.agent.startup import fetch_here
 
     beaten = -_BEAT_S
 

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from anygauge.agent.wakeup import SIGNALS
+from anygauge.agent.supervisor import SIGNALS
 from anygauge.cli.join import Part, digest
 from anygauge.cli.join_model import fetch_with_others
 from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
@@ -129,8 +129,7 @@ def take_part(part: Part, *, own_process: bool) -> int:
 
 def _store(launch: ForeignLaunch, timeout: datetime.timedelta) -> dist.Store:
     """Where the ranks meet; rank 0 serves it, unless the launcher does."""
-    from anygauge.agent.listening import own_addresses
-    from anygauge.util.rendezvous import listen_at, reach, serve
+    from anygauge.util.rendezvous import listen_at, own_addresses, reach, serve
 
     if launch.served or launch.rank != 0:
         return reach(launch.host, launch.port, timeout)
@@ -209,8 +208,7 @@ def _job(part: Part, answer: Mapping[str, Any]) -> Job:
     Raises:
         AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
     """
-    from anygauge.agent.admission import check_hello, read_hello
-    from anygauge.agent.nodes import Hello
+    from anygauge.agent.nodes import Hello, check_hello, read_hello
 
     path, wanted = Path(answer["job"]), Path(part.run_directory)
     home = path.parent.parent if path.parent.name == START else path.parent
@@ -277,17 +275,15 @@ class _Terminal:
 
     def conclude(self, part: Part, job: Job) -> None:
         """How it ended: by rank 0 for all, or why this rank failed."""
-        from anygauge.agent.failures import cause, from_event
-        from anygauge.agent.outcome import stopped_words
+        from anygauge.agent.outcome import Failure, stopped_text
 
         launch, ending = part.launch, self.events.ending
         kind = ending.get("event")
         if kind == "failed":
-            failure = from_event(launch.rank, ending, time.time())
+            failure = Failure.from_event(launch.rank, ending, time.time())
             text = f"{failure.what}\n(rank {launch.rank} on {socket.gethostname()})"
             if self.log is not None:
-                text = cause(
-                    failure,
+                text = failure.cause(
                     host=socket.gethostname(),
                     world_size=job.world_size,
                     log=settled(self.log),
@@ -306,7 +302,7 @@ class _Terminal:
             if self.log is not None:
                 show_where_logs_are(self.errors, job.run_directory)
         elif launch.rank == 0 and kind == "stopped":
-            show_stopped(self.errors, stopped_words(ending))
+            show_stopped(self.errors, stopped_text(ending))
         elif launch.rank == 0:
             self.view.summary()
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from anygauge.agent import errand
+from anygauge.agent import local_job
 from anygauge.config.precision import AUTO_ORDER
 from anygauge.interface import HOST_DEVICE, Backend, Job, Phase
 from anygauge.models.quiet import quiet_libraries
@@ -44,9 +44,9 @@ def measure(backend: str, options: Mapping[str, Any], ranks: int) -> dict[str, A
     """What each of so many ranks reaches, as `anygauge.interface.Card` names it.
 
     Raises:
-        ErrandError: the ranks failed.
+        LocalJobError: the ranks failed.
     """
-    return errand.send(MODULE, "calibration", backend, options, ranks, TIMEOUT_S)
+    return local_job.run(MODULE, "calibration", backend, options, ranks, TIMEOUT_S)
 
 
 def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
@@ -193,4 +193,4 @@ def _issue(timed: _Timed) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(errand.main(MODULE, run_rank, sys.argv[1:]))
+    sys.exit(local_job.main(MODULE, run_rank, sys.argv[1:]))

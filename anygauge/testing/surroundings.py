@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from anygauge.agent.node import inspect_node
+from anygauge.agent.environment import inspect_node
 from anygauge.interface import AnygaugeError, LaunchSettings
 from anygauge.registry import BLOCK_VARIABLE, Registry, applied, resolve_environment
 from anygauge.testing.basic import JOB

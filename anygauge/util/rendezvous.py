@@ -7,6 +7,7 @@ bound to the one address by which the ranks know it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import socket
 import time
@@ -146,6 +147,17 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+
+
+def own_addresses(host: str) -> list[str]:
+    """Addresses of a name under which others can reach it: no loopback, except for localhost."""
+    with contextlib.suppress(OSError, UnicodeError):
+        known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = list(dict.fromkeys(str(each[4][0]) for each in known))
+        if host == "localhost" or host in found:
+            return found
+        return [each for each in found if not each.startswith("127.") and each != "::1"]
+    return []
 
 
 def _host_and_port(rendezvous: str) -> tuple[str, int]:

@@ -97,7 +97,7 @@ def moved(job: Job, folder: str) -> Job:
     return replace(
         job,
         run_directory=folder,
-        # What another job has left stays until the ranks accept (`anygauge.agent.delivery`).
+        # What another job has left stays until the ranks accept (`anygauge.agent.startup`).
         run_file=f"{folder}/{START}/{run}" if job.takes_over else f"{folder}/{run}",
         # On a disk of the machine's own: network storage may lack the locks that this takes.
         rendezvous=f"file:///tmp/anygauge-{mark_of(job) or 'rendezvous'}",

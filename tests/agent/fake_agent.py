@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from anygauge.agent.__main__ import main
-from anygauge.agent.inherited import scrub
+from anygauge.agent.foreign import scrub
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
 

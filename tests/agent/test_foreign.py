@@ -42,7 +42,7 @@ def test_the_rank_and_where_ranks_meet(environ: dict[str, str], launcher: str) -
     assert launch.tied
 
 
-def test_what_torchrun_says_besides() -> None:
+def test_what_else_torchrun_sets() -> None:
     launch = found(TORCHRUN)
     assert (launch.port, launch.served, launch.restarts) == (29400, True, 3)
     assert launch.error_file == "/somewhere/error.json"
@@ -87,7 +87,7 @@ def test_one_rank_needs_no_local_number() -> None:
     ],
     ids=["nothing", "batch script", "salloc", "srun of one", "mpirun of one", "no address"],
 )
-def test_no_rank_of_others(environ: dict[str, str]) -> None:
+def test_not_a_rank_of_another_launcher(environ: dict[str, str]) -> None:
     assert find_launch(environ) is None
 
 
@@ -107,7 +107,7 @@ def test_ranks_of_one_machine_meet_on_its_loopback_at_a_port_of_their_launch() -
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({**TORCHRUN, "RANK": "two"}, "RANK is 'two', not a number"),
+        ({**TORCHRUN, "RANK": "two"}, "RANK is 'two', not a whole number"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "MASTER_PORT is ''"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "port 70000"),
         ({**TORCHRUN, "RANK": "4"}, "rank 4 of 4"),

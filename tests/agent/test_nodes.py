@@ -15,8 +15,7 @@ from typing import IO, Any
 import pytest
 
 from anygauge.agent.__main__ import meet
-from anygauge.agent.link import Link
-from anygauge.agent.outbox import Outbox
+from anygauge.agent.nodes import Outbox
 from anygauge.interface import LOST, STOPPED, AnygaugeError, Job
 from tests.agent.cluster import Cluster
 from tests.agent.fakes import (
@@ -30,7 +29,7 @@ from tests.agent.fakes import (
 )
 
 
-def test_all_nodes_finish_and_the_head_tells_of_all_ranks(cluster: Cluster) -> None:
+def test_all_nodes_finish_and_the_coordinator_reports_all_ranks(cluster: Cluster) -> None:
     cluster.run({rank: [sends("step", step=rank), FINISHED] for rank in range(6)}, nodes=3)
     ended = cluster.end()
     assert (ended["state"], ended["exit_status"], ended["cause"]) == ("ok", 0, None)
@@ -82,7 +81,7 @@ def test_a_killed_agent_is_a_lost_node_and_takes_its_ranks_along(cluster: Cluste
     until(lambda: not any(map(alive, pids)), "the end of all ranks")
 
 
-def test_without_its_head_a_node_ends(cluster: Cluster) -> None:
+def test_without_its_coordinator_a_node_ends(cluster: Cluster) -> None:
     cluster.run({0: [FOREVER], 1: [FOREVER]})
     pids = cluster.started(0, 1)
     cluster.agents[0].kill()
@@ -296,7 +295,7 @@ def give(
     return agent.stdin
 
 
-def test_a_node_may_be_told_by_variables(cluster: Cluster) -> None:
+def test_a_node_may_be_given_by_variables(cluster: Cluster) -> None:
     cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
     cluster.start(0)
     given = {"NODE": "1", "FIRST": "127.0.0.1"}
@@ -317,20 +316,6 @@ def test_a_variable_that_is_not_set_is_named(cluster: Cluster) -> None:
     cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
     cluster.start(0, "--node-rank", "$ABSENT_NUMBER")
     assert "the variable ABSENT_NUMBER is not set here" in cluster.end()["cause"]
-
-
-def test_a_link_keeps_what_the_other_end_does_not_take_yet() -> None:
-    one, two = (Link(each, "other") for each in socket.socketpair())
-    for number in range(500):
-        one.send("n", number=number, text="x" * 2000)
-    assert one.waiting
-    found: list[int] = []
-    while len(found) < 500:
-        found += [message["number"] for message in two.receive()]
-        one.flush()
-    assert found == list(range(500))
-    one.shut()
-    assert two.receive() == [] and two.closed
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -1,25 +1,101 @@
-"""One verdict over the reports of all nodes."""
+"""Which failure is named, how, and the one outcome of the reports of all nodes."""
 
 from __future__ import annotations
 
 import json
 import signal
 from dataclasses import replace
+from pathlib import Path
 
-from anygauge.agent.outcome import JobFailure, Report, parse_report, resolve_outcome
+from anygauge.agent.outcome import (
+    Failure,
+    JobFailure,
+    NodeReport,
+    parse_report,
+    resolve_outcome,
+    tail,
+)
 from anygauge.interface import LOST, STOPPED
 
-FINE = [Report(node_rank=rank, host=f"h{rank}", ok=True) for rank in range(3)]
+FINE = [NodeReport(node_rank=rank, host=f"h{rank}", ok=True) for rank in range(3)]
 
 
-def failed(node: int, time: float, **fields: object) -> Report:
+def exit_of(rank: int, code: int, *, last_alive: float, observed: float) -> Failure:
+    return Failure.from_exit(rank, code, finished=False, last_alive=last_alive, observed=observed)
+
+
+def report(rank: int, time: float) -> Failure:
+    event = {"error": "RuntimeError", "message": "Connection closed by peer", "time": time}
+    return Failure.from_event(rank, event, received=time)
+
+
+def earliest(failures: list[Failure]) -> Failure:
+    reported = tuple(
+        JobFailure(time=f.time, rank=f.rank, by_signal=f.by_signal, text=str(index))
+        for index, f in enumerate(failures)
+    )
+    outcome = resolve_outcome([NodeReport(node_rank=0, host="h", failures=reported)])
+    assert outcome.state == "failed" and outcome.cause is not None
+    return failures[int(outcome.cause)]
+
+
+def test_a_kill_noticed_after_a_peers_report_is_still_the_cause() -> None:
+    killed = exit_of(1, -signal.SIGKILL, last_alive=10.0, observed=10.3)
+    assert earliest([report(0, 10.1), killed]) is killed
+
+
+def test_a_kill_that_can_only_have_come_after_a_report_is_not_the_cause() -> None:
+    reported = report(0, 9.9)
+    killed = exit_of(1, -signal.SIGKILL, last_alive=10.0, observed=10.3)
+    assert earliest([killed, reported]) is reported
+
+
+def test_an_abort_counts_from_when_it_was_noticed() -> None:
+    reported = report(0, 10.1)
+    aborted = exit_of(1, -signal.SIGABRT, last_alive=10.0, observed=10.3)
+    assert earliest([aborted, reported]) is reported
+
+
+def test_a_death_by_signal_precedes_an_exit_seen_in_the_same_moment() -> None:
+    exited = exit_of(0, 1, last_alive=10.0, observed=10.1)
+    killed = exit_of(1, -signal.SIGSEGV, last_alive=10.0, observed=10.1)
+    assert earliest([exited, killed]) is killed
+
+
+def test_a_report_without_a_usable_time_or_status_gets_those_of_its_arrival() -> None:
+    failure = Failure.from_event(
+        2, {"error": "E", "message": "m", "exit_status": 999}, received=5.0
+    )
+    assert (failure.time, failure.exit_status) == (5.0, 1)
+
+
+def test_the_user_reads_rank_and_host_of_their_error_in_a_larger_job(tmp_path: Path) -> None:
+    failure = Failure.from_event(1, {"message": "no such file", "for_user": True}, received=0.0)
+    text = failure.cause(host="h", world_size=2, log=tmp_path / "x.log", log_offset=0)
+    assert text == "no such file\n(rank 1 on h)"
+
+
+def test_the_tail_begins_with_this_run_and_shows_the_last_state_of_bars(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.log"
+    log.write_bytes(b"old run\n")
+    offset = log.stat().st_size
+    with log.open("ab") as file:
+        file.write(b"10%\r50%\r100%\r\n\nbroken \xff byte\n")
+    assert tail(log, offset) == ["100%", "broken \ufffd byte"]
+
+
+def test_the_tail_of_a_missing_log_is_empty(tmp_path: Path) -> None:
+    assert tail(tmp_path / "none.log", 0) == []
+
+
+def failed(node: int, time: float, **fields: object) -> NodeReport:
     ending = JobFailure(time=time, text=f"node {node} at {time}", **fields)  # type: ignore[arg-type]
-    return Report(node_rank=node, host=f"h{node}", failures=(ending,))
+    return NodeReport(node_rank=node, host=f"h{node}", failures=(ending,))
 
 
 def test_all_must_have_done_their_work() -> None:
     assert resolve_outcome(FINE).state == "ok" and resolve_outcome(FINE).exit_status == 0
-    outcome = resolve_outcome([*FINE[:2], Report(node_rank=2, host="h2")])
+    outcome = resolve_outcome([*FINE[:2], NodeReport(node_rank=2, host="h2")])
     assert (outcome.state, outcome.exit_status) == ("failed", 1)
     assert outcome.cause is not None and "node 2 (h2)" in outcome.cause
 
@@ -39,7 +115,7 @@ def test_a_lost_node_is_a_state_of_its_own() -> None:
 
 
 def test_a_request_is_the_cause_of_what_comes_after_it() -> None:
-    asked = Report(node_rank=1, host="h1", signalled_at=10.0, signum=signal.SIGINT)
+    asked = NodeReport(node_rank=1, host="h1", signalled_at=10.0, signum=signal.SIGINT)
     outcome = resolve_outcome([failed(0, 10.1), asked])
     assert (outcome.state, outcome.exit_status) == ("cancelled", 130)
     assert outcome.cause == "ended by SIGINT"
@@ -49,8 +125,10 @@ def test_a_request_is_the_cause_of_what_comes_after_it() -> None:
 def test_a_job_has_stopped_if_all_nodes_have() -> None:
     event = {"event": "stopped", "step": 7, "checkpoint": "/c/7"}
     reports = [
-        Report(node_rank=0, host="h0", stopped=event, signalled_at=1.0, signum=15),
-        Report(node_rank=1, host="h1", stopped={"event": "stopped"}, signalled_at=1.1, signum=15),
+        NodeReport(node_rank=0, host="h0", stopped=event, signalled_at=1.0, signum=15),
+        NodeReport(
+            node_rank=1, host="h1", stopped={"event": "stopped"}, signalled_at=1.1, signum=15
+        ),
     ]
     outcome = resolve_outcome(reports)
     assert (outcome.state, outcome.exit_status) == ("stopped", STOPPED)
@@ -58,7 +136,7 @@ def test_a_job_has_stopped_if_all_nodes_have() -> None:
     assert resolve_outcome([reports[0], replace(reports[1], stopped=None)]).state == "cancelled"
 
 
-def test_a_report_arrives_with_the_times_of_the_head() -> None:
+def test_a_report_arrives_with_the_times_of_the_coordinator() -> None:
     sent = replace(failed(1, 100.0, rank=3), signalled_at=101.0, signum=15)
     found = parse_report(json.loads(json.dumps(sent.record())), least=-40.5, most=-39.5)
     assert found.failures[0].time == 60.0 and found.signalled_at == 61.0

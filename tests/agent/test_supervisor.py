@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.agent.nodes import Nodes
-from anygauge.agent.outbox import Outbox
+from anygauge.agent.nodes import Nodes, Outbox
 from anygauge.agent.supervisor import Supervisor
 from anygauge.interface import STOPPED
 from anygauge.util.processes import END_AT_ONCE
@@ -442,7 +441,7 @@ def test_results_of_an_earlier_run_are_not_mistaken_for_this_one(run: Run) -> No
     assert not stale.exists()
 
 
-def test_a_job_file_that_is_none_is_reported_as_an_event(run: Run, tmp_path: Path) -> None:
+def test_an_invalid_job_file_is_reported_as_an_event(run: Run, tmp_path: Path) -> None:
     job_file = tmp_path / "job.json"
     job_file.write_text("{}")
     run.agent = subprocess.Popen(
@@ -466,7 +465,7 @@ def test_a_request_that_came_before_the_ranks_starts_none(tmp_path: Path) -> Non
     asked = [(int(signal.SIGTERM), time.time())]
     supervisor = Supervisor(
         job, node_rank=0, hostname="here", rank_argv=("/nowhere/program",),
-        rank_environment=lambda local_rank: {}, nodes=Nodes(job, outbox), asked=asked,
+        rank_environment=lambda local_rank: {}, nodes=Nodes(job, outbox), signals=asked,
     )  # fmt: skip
     assert supervisor.run() == 128 + signal.SIGTERM
     outbox.close()

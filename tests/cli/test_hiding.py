@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.agent.delivery import bring_run_file
 from anygauge.agent.environment import provenance, write_provenance
+from anygauge.agent.startup import place_run_file
 from anygauge.cli import dry_run, run
 from anygauge.config import load_run_file
 from anygauge.interface import Job, RunFileError
@@ -70,7 +70,7 @@ def test_what_is_recorded_hides_it_and_is_for_its_owner(path: Path, tmp_path: Pa
         known.write_text("of an earlier part of the run")
         known.chmod(0o644)
     write_provenance(record, provenance({0: _resolve(Registry.load(), job, 0)}))
-    bring_run_file(job)
+    place_run_file(job)
     assert VALUE not in record.read_text()
     assert {s["name"] for s in json.loads(record.read_text())["0"]} >= set(VARIABLES)
     assert record.stat().st_mode & 0o777 == 0o600

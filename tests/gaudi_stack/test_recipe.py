@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.agent.supervisor import rank_numbers
+from anygauge.agent.rank import rank_numbers
 from anygauge.cli.env import rank_environments
 from anygauge.cli.intent import Intent, read_intent
 from anygauge.cli.preflight import preflight

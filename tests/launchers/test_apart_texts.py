@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anygauge.agent.identity import read_variables
+from anygauge.agent.startup import read_variables
 from anygauge.interface import Job, Launcher, Plan
 from anygauge_launchers.apart import filled_in
 from anygauge_launchers.azureml import Azureml

@@ -166,7 +166,7 @@ def test_the_head_agent_is_killed(up: Target) -> None:
     seconds = hit.ends()
     status, err = hit.said()
     kept(up, "agent killed on node1", seconds, err)
-    assert status == LOST and ("head is lost" in err or "node 0 (node1)" in err), err
+    assert status == LOST and ("coordinator is lost" in err or "node 0 (node1)" in err), err
 
 
 @pytest.mark.parametrize("node", NODES)

@@ -1,4 +1,4 @@
-"""Ranks that take the steps of a calibration's smallest models; ``python -m`` by an errand."""
+"""Ranks that take the steps of a calibration's smallest models; ``python -m`` by a local job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from anygauge.agent import errand
+from anygauge.agent import local_job
 from anygauge.config import run_json
 from anygauge.interface import Job
 from anygauge.planning.practice import TINY, practice, practised
@@ -37,4 +37,4 @@ def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str,
 
 
 if __name__ == "__main__":
-    sys.exit(errand.main(MODULE, run_rank, sys.argv[1:]))
+    sys.exit(local_job.main(MODULE, run_rank, sys.argv[1:]))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from anygauge.agent import errand
+from anygauge.agent import local_job
 from anygauge.config import parse_run
 from anygauge.planning.planner import Planner
 from anygauge.planning.practice import practice
@@ -29,7 +29,7 @@ def test_runs_are_of_each_type_and_differ() -> None:
 
 @pytest.mark.slow
 def test_their_work_is_what_a_plan_says() -> None:
-    found = errand.send(MODULE, "practice", "cpu", {}, 2, 300)["found"]
+    found = local_job.run(MODULE, "practice", "cpu", {}, 2, 300)["found"]
     assert {json.loads(one["run"])["strategy"]["name"] for one in found} == {"ddp", "zero", "fsdp"}
     with Planner(2) as planner:
         for one in found:

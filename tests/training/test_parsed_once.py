@@ -45,7 +45,7 @@ def test_a_rank_trains_and_saves_without_the_reader_of_yaml(tmp_path: Path) -> N
 
 def test_agents_and_the_checks_import_no_reader_of_yaml() -> None:
     done = python(
-        "import anygauge.agent.__main__, anygauge.agent.delivery, anygauge.training.preflight\n"
+        "import anygauge.agent.__main__, anygauge.agent.startup, anygauge.training.preflight\n"
         "from anygauge.config import dump_run, parse_run, read_run"
     )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
-"""What ``doctor`` looks at on any machine: packages, limits, memory between processes, networks.
+"""What ``anygauge doctor`` checks on any machine: packages, limits, networks, a collective.
 
-Files and limits are read; nothing is changed but for a file in the output folder, written to learn
-its speed and removed.
+Files and limits are read. Nothing is changed, except that a file is written to the output folder to
+measure its speed, and removed. The collective runs on real ranks that this machine starts.
 """
 
 from __future__ import annotations
@@ -9,21 +9,30 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import resource
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
-from anygauge.interface import Check, LaunchProfile, Node, Outcome
+from anygauge.agent import local_job
+from anygauge.interface import Check, Job, LaunchProfile, Node, Outcome
+from anygauge.registry import Registry
 
+MODULE = "anygauge.agent.doctor"
 MIB = 2**20
 SHARED_MEMORY = 2**30
-"""Containers get 64 MiB unless told otherwise, too little for collectives and data workers."""
+"""Containers get 64 MiB by default, too little for collectives and data workers."""
 OPEN_FILES = 4096
 WRITTEN = 128 * MIB
 SLOW_WRITES = 50 * MIB
-"""Bytes a second: a checkpoint of a gigabyte then takes over twenty seconds."""
+"""Bytes per second: a checkpoint of a gigabyte then takes over twenty seconds."""
+ROUND_TRIP = "collective round trip"
+ROUND_TRIP_SIZES = (1_024, 1_048_576, 67_108_864)
+"""Bytes of float32 in a tensor."""
+ROUND_TRIP_REPEATS = 5
 
 
 def host_checks(
@@ -34,12 +43,12 @@ def host_checks(
     *,
     backend: str = "",
 ) -> list[Check]:
-    """Everything that needs neither torch nor a device.
+    """All checks that need neither torch nor a device.
 
     Args:
         environ: the user's variables.
-        backend: for which the machine is checked.
-        root: where /proc, /sys and /dev are found.
+        backend: name of the backend for which the machine is checked.
+        root: the folder of /proc, /sys and /dev.
     """
     return [
         *packages(backend=backend),
@@ -54,10 +63,10 @@ def host_checks(
 
 
 def packages(distribution: str = "anygauge", *, backend: str = "") -> list[Check]:
-    """Each package that decides results, against the range that it was tested with.
+    """Whether each required package is in the range that was tested.
 
     Args:
-        backend: an extra of its name narrows ranges; what only that extra has may be missing.
+        backend: the extra of this name narrows ranges; packages of that extra alone may be missing.
     """
     try:
         required = importlib.metadata.requires(distribution) or []
@@ -96,10 +105,10 @@ def packages(distribution: str = "anygauge", *, backend: str = "") -> list[Check
 
 
 def visibility(launch: LaunchProfile, environ: Mapping[str, str]) -> Check:
-    """Whether the variable that hides devices from a process is set."""
+    """Whether the variable that hides devices from a process leaves any visible."""
     name, variable = "visible devices", launch.visibility_variable
     if variable is None:
-        return _pass(name, "this backend has no variable that hides them")
+        return _pass(name, "this backend has no variable that hides devices")
     value = environ.get(variable)
     if value is None:
         return _pass(name, f"{variable} is unset: all")
@@ -109,14 +118,14 @@ def visibility(launch: LaunchProfile, environ: Mapping[str, str]) -> Check:
 
 
 def locked_memory(node: Node) -> Check:
-    """Adapters that read memory by themselves need it locked."""
+    """Whether enough memory can be locked for RDMA devices, which read it on their own."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     name, unlimited = "locked memory", soft == resource.RLIM_INFINITY
     seen = "unlimited" if unlimited else f"{soft // 1024} KiB"
     if unlimited:
         return _pass(name, seen)
     if not node.rdma_devices:
-        return _pass(name, f"{seen}; no RDMA device that would need more")
+        return _pass(name, f"{seen}; no RDMA device needs more")
     return _warn(
         name,
         seen,
@@ -126,7 +135,7 @@ def locked_memory(node: Node) -> Check:
 
 
 def open_files() -> Check:
-    """Sockets, shards and data files count against one limit."""
+    """Whether a process may open enough files: sockets, shards and data files share one limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     name, seen = "open files", "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
@@ -136,7 +145,7 @@ def open_files() -> Check:
 
 
 def shared_memory(root: Path = Path("/")) -> Check:
-    """Size of /dev/shm, through which the processes of a machine exchange data."""
+    """Whether /dev/shm is large enough: processes of a machine exchange data through it."""
     path = root / "dev/shm"
     try:
         status = os.statvfs(path)
@@ -172,10 +181,10 @@ def numa_balancing(root: Path = Path("/")) -> Check:
 
 
 def interfaces(node: Node) -> Check:
-    """Networks that ranks on other machines could be reached by."""
+    """Which networks lead to other machines."""
     name, up = "network interfaces", [i.name for i in node.outward]
     if not up:
-        return _pass(name, "none but the loopback: runs on this machine only")
+        return _pass(name, "only the loopback: runs on this machine only")
     if node.main_interface is None:
         return _warn(
             name,
@@ -188,15 +197,15 @@ def interfaces(node: Node) -> Check:
 
 
 def rdma_devices(node: Node) -> Check:
-    """Adapters that write into remote memory."""
+    """Which RDMA devices there are."""
     if not node.rdma_devices:
-        return _pass("RDMA devices", "none: several machines would talk through sockets")
+        return _pass("RDMA devices", "none: several machines would communicate through sockets")
     seen = ", ".join(f"{d.name} ({d.driver}, {d.link_layer})" for d in node.rdma_devices)
     return _pass("RDMA devices", seen)
 
 
 def write_speed(folder: Path, size: int = WRITTEN) -> Check:
-    """Write a file of `size` bytes, wait until it is on the disk, and remove it."""
+    """How fast a file of `size` bytes reaches the disk of a folder. The file is removed."""
     name, path = "output folder", folder / f".anygauge-doctor-{os.getpid()}"
     block = os.urandom(MIB)
     try:
@@ -220,7 +229,7 @@ def write_speed(folder: Path, size: int = WRITTEN) -> Check:
 
 
 def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0) -> Check:
-    """Whether the model hub answers, and whether a login is stored."""
+    """Whether the model hub answers, and whether a login to it is stored."""
     import huggingface_hub
 
     name = "model hub"
@@ -231,15 +240,87 @@ def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0
         return _fail(
             name,
             f"{endpoint} gave {type(error).__name__}: {str(error).splitlines()[0]}",
-            "check the network and proxies; models in folders need no hub (HF_HUB_OFFLINE=1)",
+            "check the network and proxies; models in local folders need no hub (HF_HUB_OFFLINE=1)",
         )
     return _pass(name, f"{endpoint} answers; " + ("logged in" if user else "not logged in"))
 
 
 def worst(checks: Sequence[Check]) -> str:
-    """The gravest outcome."""
+    """The worst outcome among the checks."""
     order = (Outcome.PASS, Outcome.SKIP, Outcome.WARN, Outcome.FAIL)
     return max((check.outcome for check in checks), key=order.index, default=Outcome.PASS)
+
+
+def round_trip(
+    backend: str, options: Mapping[str, Any], ranks: int, timeout_s: float = 180.0
+) -> Check:
+    """Start ranks on this machine that sum tensors of several sizes, and time them.
+
+    Args:
+        timeout_s: seconds for the whole check.
+    """
+    remedy = f"anygauge env --backend {backend} --devices {ranks} shows the ranks' variables"
+    try:
+        result = local_job.run(MODULE, "doctor", backend, options, ranks, timeout_s)
+    except local_job.LocalJobError as error:
+        return _fail(ROUND_TRIP, str(error), remedy)
+    lines = [
+        f"{_size(one['bytes'])} in {one['seconds'] * 1e3:.2f} ms ({one['bytes_per_s'] / MIB:,.0f} "
+        "MiB/s)"
+        for one in result["sizes"]
+    ]
+    seen = f"{ranks} ranks, {result['library']}: " + ", ".join(lines)
+    if result["wrong"]:
+        return _fail(ROUND_TRIP, f"{seen}; sums of {_size(result['wrong'][0])} are wrong", remedy)
+    return _pass(ROUND_TRIP, seen)
+
+
+def _size(count: int) -> str:
+    return f"{count // MIB} MiB" if count >= MIB else f"{count // 1024} KiB"
+
+
+def run_rank(job: Job, rank: int, world_size: int, local_rank: int) -> dict[str, Any]:
+    """One rank of `round_trip`.
+
+    Returns:
+        ``library``; ``sizes``: bytes, median seconds, and bytes per second that left this rank, as
+        a ring of n ranks sends them (2 (n-1)/n of the tensor); ``wrong``: sizes with wrong sums.
+    """
+    import torch
+
+    with Registry.load().create_backend(job.backend, job.backend_options) as backend:
+        device = backend.open(local_rank)
+        backend.collectives.open(
+            rendezvous=job.rendezvous,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=job.launch.collective_timeout_s,
+            device=device,
+            secret=job.token,
+        )
+        wanted = float(sum(range(1, world_size + 1)))
+        sizes, wrong = [], []
+        for size in ROUND_TRIP_SIZES:
+            seconds = []
+            for _ in range(ROUND_TRIP_REPEATS):
+                tensor = torch.full((size // 4,), float(rank + 1), device=device)
+                backend.placement.synchronize()
+                backend.collectives.barrier()
+                began = time.perf_counter()
+                backend.collectives.all_reduce(tensor)
+                backend.placement.synchronize()
+                seconds.append(time.perf_counter() - began)
+                if not bool((tensor == wanted).all()):
+                    wrong.append(size)
+            median = sorted(seconds)[ROUND_TRIP_REPEATS // 2]
+            moved = 2 * (world_size - 1) / world_size * size
+            sizes.append({"bytes": size, "seconds": median, "bytes_per_s": moved / median})
+        found = backend.collectives.gather_objects(wrong)
+        return {
+            "library": backend.collectives.backend_name(device),
+            "sizes": sizes,
+            "wrong": sorted({size for each in found for size in each}),
+        }
 
 
 def _pass(name: str, seen: str) -> Check:
@@ -259,3 +340,7 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+if __name__ == "__main__":
+    sys.exit(local_job.main(MODULE, run_rank, sys.argv[1:]))

@@ -1,24 +1,28 @@
-"""What an admitted node sends ends its own link at the most, and never the agent that reads it."""
+"""Links between agents: authenticated lines, and fields that end a link but never the agent."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from anygauge.agent.__main__ import meet
 from anygauge.agent.coordinator import Coordinator
-from anygauge.agent.nodes import Nodes, Order
-from anygauge.agent.outbox import Outbox
-from anygauge.agent.outcome import JobFailure, JobOutcome, Report
+from anygauge.agent.link import UNPROVEN, CoordinatorHandshake, Link, WorkerHandshake, key_of
+from anygauge.agent.nodes import Instruction, Nodes, Outbox
+from anygauge.agent.outcome import JobFailure, JobOutcome, NodeReport
 from anygauge.agent.worker_node import WorkerNode
 from anygauge.interface import LOST, Job
 from tests.agent.cluster import Cluster
 from tests.agent.fakes import FINISHED, PATIENCE_S, until
+
+TOKEN = "of this job"
 
 NAN, INF, HUGE, HALF = float("nan"), float("inf"), 10**400, "\ud800"
 NO_TIMES: tuple[Any, ...] = (HUGE, NAN, INF, HALF, None, [])
@@ -26,12 +30,89 @@ NO_SIGNALS: tuple[Any, ...] = (-1, HUGE, NAN, HALF, [], True)
 NO_LINES: tuple[Any, ...] = (None, 5, [[]])
 NO_REPORTS: tuple[Any, ...] = (None, [], HALF, HUGE)
 NEVER_LEAST: tuple[Any, ...] = (-HUGE, -INF, "x", [])
-ENDING = {
+FAILURE = {
     "time": 1.0, "text": "t", "rank": 1, "by_signal": False, "exit_status": 1, "final": False,
     "lost": False,
 }  # fmt: skip
-REPORT = Report(node_rank=1, host="host1").record()
-VERDICT = {"state": "failed", "exit_status": 1, "cause": "c", "final": True, "rendezvous": ""}
+REPORT = NodeReport(node_rank=1, host="host1").record()
+OUTCOME = {"state": "failed", "exit_status": 1, "cause": "c", "final": True, "rendezvous": ""}
+
+
+def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
+    """Two sealed links with somebody between them, who holds the inner ends."""
+    (left, inner_left), (inner_right, right) = socket.socketpair(), socket.socketpair()
+    one, two = Link(left, "two"), Link(right, "one")
+    key = key_of(TOKEN, "a", "b")
+    one.seal(key, "coordinator", "worker")
+    two.seal(key, "worker", "coordinator")
+    return one, two, inner_left, inner_right
+
+
+@pytest.mark.parametrize("number", ["\ud800" * 32, "x" * 32, "", None, 10**400])
+def test_a_coordinator_that_sends_no_number_is_not_trusted(number: Any) -> None:
+    inside, outside = socket.socketpair()
+    with outside:
+        handshake = WorkerHandshake(Link(inside, "the coordinator"), TOKEN, {"clock": 0.0})
+        outside.sendall(json.dumps({"kind": "number", "number": number}).encode() + b"\n")
+        assert handshake.advance() is None
+        assert handshake.link.why == UNPROVEN
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: [lines[0].replace(b"1}", b"2}"), *lines[1:]],
+        lambda lines: [lines[0], lines[0]],
+        lambda lines: lines[1:],
+        lambda lines: [lines[1], lines[0]],
+        lambda lines: [lines[0][64:]],
+        lambda lines: [b"\n"],
+    ],
+    ids=["altered", "repeated", "left out", "in another order", "without proof", "empty"],
+)
+def test_a_sealed_link_takes_its_lines_once_and_in_order(
+    change: Callable[[list[bytes]], list[bytes]],
+) -> None:
+    one, two, left, right = pair()
+    for number in (1, 2):
+        one.send("n", number=number)
+    lines = left.recv(65536).splitlines(keepends=True)
+    changed = change(lines)
+    right.sendall(b"".join(changed))
+    taken = [message["number"] for message in two.receive()]
+    assert two.closed and two.why == UNPROVEN
+    assert taken == ([1] if changed[0] == lines[0] else [])
+    # What one says is not a word of the other either.
+    left.sendall(lines[0])
+    assert one.receive() == [] and one.why == UNPROVEN
+
+
+def test_both_ends_of_a_link_must_know_the_secret() -> None:
+    for token, joined in (("one", True), ("two", False)):
+        left, right = socket.socketpair()
+        coordinator = CoordinatorHandshake(Link(left, "stranger"), "one", 0.0)
+        handshake = WorkerHandshake(Link(right, "the coordinator"), token, {"clock": 0.0})
+        assert coordinator.advance() is None
+        for _ in range(2):
+            assert handshake.advance() is None
+        message = coordinator.advance()
+        assert (message is not None, handshake.joined) == (joined, joined)
+        if not joined:
+            assert handshake.link.why == UNPROVEN
+
+
+def test_a_link_keeps_what_the_other_end_does_not_take_yet() -> None:
+    one, two = (Link(each, "other") for each in socket.socketpair())
+    for number in range(500):
+        one.send("n", number=number, text="x" * 2000)
+    assert one.waiting
+    found: list[int] = []
+    while len(found) < 500:
+        found += [message["number"] for message in two.receive()]
+        one.flush()
+    assert found == list(range(500))
+    one.shut()
+    assert two.receive() == [] and two.closed
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +123,7 @@ def without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def met(cluster: Cluster) -> Iterator[tuple[Coordinator, WorkerNode]]:
-    """A head and a worker that have met, both in this process."""
+    """A coordinator and a worker that have met, both in this process."""
     cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
     job = Job.load(cluster.job)
     found: dict[int, Nodes] = {}
@@ -65,16 +146,16 @@ def met(cluster: Cluster) -> Iterator[tuple[Coordinator, WorkerNode]]:
         worker.close()
 
 
-def told(nodes: Nodes) -> list[Order]:
-    """What one is told to do, once it is."""
-    orders: list[Order] = []
+def instructions_of(nodes: Nodes) -> list[Instruction]:
+    """What one is instructed to do, once it is."""
+    found: list[Instruction] = []
 
     def listens() -> bool:
-        orders.extend(nodes.turn())
-        return bool(orders)
+        found.extend(nodes.poll())
+        return bool(found)
 
-    until(listens, "an order")
-    return orders
+    until(listens, "an instruction")
+    return found
 
 
 @pytest.mark.parametrize(
@@ -102,7 +183,7 @@ def told(nodes: Nodes) -> list[Order]:
         ("report", {"report": {**REPORT, "stopped": {"checkpoint": {}}}}, "'checkpoint'"),
         ("report", {"report": {**REPORT, "failures": [5]}}, "not a mapping"),
         *(
-            ("report", {"report": {**REPORT, "failures": [{**ENDING, name: value}]}}, f"'{name}'")
+            ("report", {"report": {**REPORT, "failures": [{**FAILURE, name: value}]}}, f"'{name}'")
             for name, value in (
                 *(("time", HUGE), ("time", NAN), ("time", "now"), ("rank", "1"), ("text", None)),
                 *(("exit_status", -1), ("exit_status", HUGE), ("lost", "yes"), ("more", 1)),
@@ -110,14 +191,14 @@ def told(nodes: Nodes) -> list[Order]:
         ),
     ],
 )  # fmt: skip
-def test_a_member_that_sends_nonsense_is_a_lost_node(
+def test_a_worker_that_sends_nonsense_is_a_lost_node(
     cluster: Cluster, kind: str, fields: dict[str, Any], said: str
 ) -> None:
     with met(cluster) as (coordinator, worker):
         worker._link.send(kind, **fields)
-        assert told(coordinator) == [Order.END]
-        coordinator.report(Report(node_rank=0, host="host0"))
-        coordinator.turn()
+        assert instructions_of(coordinator) == [Instruction.END]
+        coordinator.report(NodeReport(node_rank=0, host="host0"))
+        coordinator.poll()
         assert coordinator.outcome is not None and coordinator.outcome.exit_status == LOST
         cause = str(coordinator.outcome.cause)
         assert cause.startswith("node 1 (host1) is lost: its agent sent what cannot be read here")
@@ -131,28 +212,28 @@ def test_a_member_that_sends_nonsense_is_a_lost_node(
         *(("beat", {"clock": clock}, "'clock'") for clock in NO_TIMES),
         *(("stop", {"signum": number}, "'signum'") for number in NO_SIGNALS),
         ("outcome", {}, "'cause' is missing"),
-        ("outcome", {**VERDICT, HALF: 1}, "'?' is unknown"),
+        ("outcome", {**OUTCOME, HALF: 1}, "'?' is unknown"),
         *(
-            ("outcome", {**VERDICT, name: value}, f"'{name}'")
+            ("outcome", {**OUTCOME, name: value}, f"'{name}'")
             for name, value in (
                 *(("state", "fine"), ("state", []), ("exit_status", HUGE), ("exit_status", NAN)),
                 *(("cause", 5), ("final", 1), ("rendezvous", 5)),
             )
         ),
         *(
-            ("outcome", {**VERDICT, "state": "again", "rendezvous": where}, "'rendezvous'")
+            ("outcome", {**OUTCOME, "state": "again", "rendezvous": where}, "'rendezvous'")
             for where in ("", "tcp://a:1\0", f"tcp://{HALF} x", "tcp://" + "x" * 400)
         ),
     ],
 )  # fmt: skip
-def test_a_head_that_sends_nonsense_is_lost(
+def test_a_coordinator_that_sends_nonsense_is_lost(
     cluster: Cluster, kind: str, fields: dict[str, Any], said: str
 ) -> None:
     with met(cluster) as (coordinator, worker):
         coordinator._send_all(kind, **fields)
-        assert told(worker) == [Order.END]
-        worker.report(Report(node_rank=1, host="host1"))
-        worker.turn()
+        assert instructions_of(worker) == [Instruction.END]
+        worker.report(NodeReport(node_rank=1, host="host1"))
+        worker.poll()
         assert worker.outcome is not None and worker.outcome.exit_status == LOST
         cause = str(worker.outcome.cause)
         assert "it sent what cannot be read here" in cause and said in cause
@@ -163,10 +244,10 @@ def test_half_characters_become_marks(cluster: Cluster) -> None:
     """A path that is not a text has them, and its node is as good as any."""
     ending = JobFailure(time=1.0, text=f"/a/{HALF} \U0001f600", final=True)
     with met(cluster) as (coordinator, worker):
-        worker.report(Report(node_rank=1, host="host1", failures=(ending,)))
-        coordinator.report(Report(node_rank=0, host="host0"))
-        until(lambda: coordinator.turn() or coordinator.over, "the report")
-        until(lambda: worker.turn() or worker.over, "the outcome")
+        worker.report(NodeReport(node_rank=1, host="host1", failures=(ending,)))
+        coordinator.report(NodeReport(node_rank=0, host="host0"))
+        until(lambda: coordinator.poll() or coordinator.over, "the report")
+        until(lambda: worker.poll() or worker.over, "the outcome")
         assert coordinator.outcome == worker.outcome
         assert coordinator.outcome == JobOutcome(
             state="failed", exit_status=1, cause="/a/? \U0001f600"

@@ -1,4 +1,4 @@
-"""Attacks on a head that waits for its nodes: after each of them the honest ones are admitted."""
+"""Attacks on a coordinator that waits for its nodes: after each the real ones are admitted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from anygauge.agent.__main__ import meet
-from anygauge.agent.admission import Application, Newcomer, key_of
-from anygauge.agent.link import LONGEST_OF_STRANGERS, UNPROVEN, Link
-from anygauge.agent.listening import MOST_UNKNOWN, Door
-from anygauge.agent.outbox import Outbox
+from anygauge.agent.coordinator import MOST_UNKNOWN, Listener
+from anygauge.agent.link import LONGEST_OF_STRANGERS, UNPROVEN, Link, WorkerHandshake
+from anygauge.agent.nodes import Outbox
 from anygauge.interface import AnygaugeError, Job
 from tests.agent.cluster import Cluster, free_port
 from tests.agent.fakes import FINISHED, PATIENCE_S, until
@@ -105,55 +104,60 @@ def unproven(port: int) -> None:
         assert ends(stranger)
 
 
-INTRODUCTION = {
+HELLO = {
     "node_rank": 1, "host": "evil", "nodes": 2, "devices_per_node": 1, "version": "0", "fabric": "",
     "settings": {},
 }  # fmt: skip
 
 
-def introduced(port: int, record: Any, clock: Any = 0.0) -> str:
+def described(port: int, record: Any, clock: Any = 0.0) -> str:
     """What the coordinator answers to one who knows the secret, and says this of himself."""
     with connected(port) as stranger:
-        application = Application(
+        handshake = WorkerHandshake(
             Link(stranger.dup(), "the coordinator"), TOKEN, {"clock": clock, "hello": record}
         )
         answer = None
         deadline = time.monotonic() + PATIENCE_S
         while answer is None or answer["kind"] == "beat":
-            assert time.monotonic() < deadline and not application.link.closed
-            answer = application.advance()
+            assert time.monotonic() < deadline and not handshake.link.closed
+            answer = handshake.advance()
         assert ends(stranger)
     return str(answer["reason"])
 
 
-def badly_introduced(port: int) -> None:
+def badly_described(port: int) -> None:
     for record, said in (
         (None, "not a mapping"),
         ({}, "'devices_per_node' is missing"),
-        ({**INTRODUCTION, "more": 1}, "'more' is unknown"),
-        ({**INTRODUCTION, "node_rank": True}, "'node_rank' is not a whole number: True"),
-        ({**INTRODUCTION, "host": ["x"]}, "'host' is not text"),
-        ({**INTRODUCTION, "settings": {"A": 1}}, "'settings' is not a mapping"),
-        ({**INTRODUCTION, "\ud800": 1}, "'?' is unknown"),
-        ({**INTRODUCTION, "nodes": "\ud800"}, "'nodes' is not a whole number: '?'"),
+        ({**HELLO, "more": 1}, "'more' is unknown"),
+        ({**HELLO, "node_rank": True}, "'node_rank' has an impossible value: True"),
+        ({**HELLO, "host": ["x"]}, "'host' has an impossible value: a list"),
+        ({**HELLO, "settings": {"A": 1}}, "'settings' has an impossible value: a mapping"),
+        ({**HELLO, "\ud800": 1}, "'?' is unknown"),
+        ({**HELLO, "nodes": "\ud800"}, "'nodes' has an impossible value: '?'"),
     ):
-        reason = introduced(port, record)
+        reason = described(port, record)
         assert said in reason and "cannot be read here" in reason
     clocks: tuple[Any, ...] = ("now", None, True, 10**400, float("nan"), float("inf"), [], {})
     for clock in clocks:
-        reason = introduced(port, INTRODUCTION, clock=clock)
-        assert "cannot be read here: 'clock' has a value that it cannot have" in reason
+        reason = described(port, HELLO, clock=clock)
+        assert "cannot be read here: 'clock' has an impossible value" in reason
 
 
-@pytest.mark.parametrize("attack", [deep, without_end, noise, unproven, badly_introduced])
-def test_the_head_admits_its_nodes_after(cluster: Cluster, attack: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("attack", [deep, without_end, noise, unproven, badly_described])
+def test_the_coordinator_admits_its_nodes_after(
+    cluster: Cluster, attack: Callable[[int], None]
+) -> None:
     cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
     cluster.start(0)
     attack(cluster.port)
     cluster.start(1)
     assert cluster.end()["state"] == "ok"
     assert cluster.end(1)["state"] == "ok"
-    assert "127.0.0.1 was turned away: " in (cluster.job.parent / "logs/agent0.log").read_text()
+    assert (
+        "rejected a connection from 127.0.0.1: "
+        in (cluster.job.parent / "logs/agent0.log").read_text()
+    )
 
 
 @pytest.mark.parametrize("descriptors", [256, 40], ids=["bounded", "exhausted"])
@@ -185,7 +189,7 @@ def test_idle_connections_keep_nobody_out(cluster: Cluster, descriptors: int) ->
         ("no such name", OSError("unknown"), "every address"),
     ],
 )
-def test_where_the_head_listens(
+def test_where_the_coordinator_listens(
     monkeypatch: pytest.MonkeyPatch, host: str, resolved: Any, where: str
 ) -> None:
     def resolve(name: str, *_: Any, **__: Any) -> list[Any]:
@@ -193,17 +197,17 @@ def test_where_the_head_listens(
             raise resolved
         return [(None, None, None, "", (address, 0)) for address in resolved or [name]]
 
-    monkeypatch.setattr("anygauge.agent.listening.socket.getaddrinfo", resolve)
-    with Door(host, port := free_port(), TOKEN, 2) as door:
-        assert door.where == f"{where}, port {port}"
+    monkeypatch.setattr("anygauge.agent.coordinator.socket.getaddrinfo", resolve)
+    with Listener(host, port := free_port(), TOKEN, 2) as listener:
+        assert listener.where == f"{where}, port {port}"
 
 
 def test_nobody_stays_unknown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Door("127.0.0.1", port := free_port(), TOKEN, 2) as door, connected(port) as slow:
+    with Listener("127.0.0.1", port := free_port(), TOKEN, 2) as listener, connected(port) as slow:
         slow.sendall(b'{"kind"')
-        until(lambda: door.joined(0.05) == [] and door.unknown == 1, "the connection")
-        monkeypatch.setattr("anygauge.agent.listening.UNKNOWN_S", -1.0)
-        assert door.joined(0) == [] and door.unknown == 0
+        until(lambda: listener.joined(0.05) == [] and listener.unknown == 1, "the connection")
+        monkeypatch.setattr("anygauge.agent.coordinator.UNKNOWN_S", -1.0)
+        assert listener.joined(0) == [] and listener.unknown == 0
         assert ends(slow)
 
 
@@ -250,14 +254,14 @@ def test_a_recorded_join_is_refused(cluster: Cluster) -> None:
         assert cluster.end(node)["state"] == "ok"
     between.join(PATIENCE_S)
     log = (cluster.job.parent / "logs/agent0.log").read_text()
-    assert f"127.0.0.1 was turned away: {UNPROVEN}" in log
+    assert f"rejected a connection from 127.0.0.1: {UNPROVEN}" in log
 
 
-def test_a_false_head_learns_nothing_and_is_not_obeyed(cluster: Cluster) -> None:
+def test_a_false_coordinator_receives_nothing_and_is_not_followed(cluster: Cluster) -> None:
     cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
     heard: list[bytes] = []
 
-    def false_head() -> None:
+    def false_coordinator() -> None:
         with socket.create_server(("127.0.0.1", cluster.port)) as listener:
             listener.settimeout(PATIENCE_S)
             with listener.accept()[0] as worker:
@@ -270,7 +274,7 @@ def test_a_false_head_learns_nothing_and_is_not_obeyed(cluster: Cluster) -> None
                     while data := worker.recv(65536):
                         heard.append(data)
 
-    thread = threading.Thread(target=false_head, daemon=True)
+    thread = threading.Thread(target=false_coordinator, daemon=True)
     thread.start()
     with pytest.raises(AnygaugeError, match="that agent is of another job"):
         meet(
@@ -289,70 +293,7 @@ def test_a_job_without_a_token_does_not_meet(cluster: Cluster) -> None:
         assert "has no token, by which the nodes know each other" in cluster.end(node)["cause"]
 
 
-def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
-    """Two sealed links with somebody between them, who holds the inner ends."""
-    (left, inner_left), (inner_right, right) = socket.socketpair(), socket.socketpair()
-    one, two = Link(left, "two"), Link(right, "one")
-    key = key_of(TOKEN, "a", "b")
-    one.seal(key, "coordinator", "worker")
-    two.seal(key, "worker", "coordinator")
-    return one, two, inner_left, inner_right
-
-
-@pytest.mark.parametrize("number", ["\ud800" * 32, "x" * 32, "", None, 10**400])
-def test_a_head_that_draws_no_number_is_none(number: Any) -> None:
-    inside, outside = socket.socketpair()
-    with outside:
-        application = Application(Link(inside, "the coordinator"), TOKEN, {"clock": 0.0})
-        outside.sendall(json.dumps({"kind": "number", "number": number}).encode() + b"\n")
-        assert application.advance() is None
-        assert application.link.why == UNPROVEN
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda lines: [lines[0].replace(b"1}", b"2}"), *lines[1:]],
-        lambda lines: [lines[0], lines[0]],
-        lambda lines: lines[1:],
-        lambda lines: [lines[1], lines[0]],
-        lambda lines: [lines[0][64:]],
-        lambda lines: [b"\n"],
-    ],
-    ids=["altered", "repeated", "left out", "in another order", "without proof", "empty"],
-)
-def test_a_sealed_link_takes_its_lines_once_and_in_order(
-    change: Callable[[list[bytes]], list[bytes]],
-) -> None:
-    one, two, left, right = pair()
-    for number in (1, 2):
-        one.send("n", number=number)
-    lines = left.recv(65536).splitlines(keepends=True)
-    changed = change(lines)
-    right.sendall(b"".join(changed))
-    taken = [message["number"] for message in two.receive()]
-    assert two.closed and two.why == UNPROVEN
-    assert taken == ([1] if changed[0] == lines[0] else [])
-    # What one says is not a word of the other either.
-    left.sendall(lines[0])
-    assert one.receive() == [] and one.why == UNPROVEN
-
-
-def test_both_ends_of_a_link_must_know_the_secret() -> None:
-    for token, joined in (("one", True), ("two", False)):
-        left, right = socket.socketpair()
-        newcomer = Newcomer(Link(left, "stranger"), "one", 0.0)
-        application = Application(Link(right, "the coordinator"), token, {"clock": 0.0})
-        assert newcomer.advance() is None
-        for _ in range(2):
-            assert application.advance() is None
-        message = newcomer.advance()
-        assert (message is not None, application.joined) == (joined, joined)
-        if not joined:
-            assert application.link.why == UNPROVEN
-
-
-def test_the_head_listens_at_its_address_alone(cluster: Cluster) -> None:
+def test_the_coordinator_listens_at_its_address_alone(cluster: Cluster) -> None:
     cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
     cluster.start(0)
     with connected(cluster.port), pytest.raises(ConnectionRefusedError):

@@ -1,4 +1,4 @@
-"""What a machine shows of itself, from fake /proc and /sys trees and from this machine."""
+"""What a machine shows, from fake /proc and /sys trees and from this machine; cores of ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from anygauge.agent.node import inspect_node, parse_core_list
-from anygauge.interface import NetworkInterface, RdmaDevice
+from anygauge.agent.environment import cores_of_ranks, inspect_node, parse_core_list
+from anygauge.interface import Job, LaunchProfile, NetworkInterface, Node, RdmaDevice
+from anygauge_hpu.backend import HpuBackend
+from tests.helpers.jobs import make_job
 from tests.helpers.tree import write_tree
+
+# Two packages of four cores with two threads each, as `inspect_node` orders them.
+SERVER = Node(cores=(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), physical_cores=8)
 
 
 def topology(core: int, number: int, package: int = 0) -> dict[str, str]:
@@ -66,7 +72,7 @@ def test_memory_and_name(tmp_path: Path) -> None:
     assert (node.rank, node.hostname, node.memory_bytes) == (7, "node-7", 1024 * 1024)
 
 
-def test_interfaces_are_told_apart(tmp_path: Path) -> None:
+def test_interfaces_are_distinguished(tmp_path: Path) -> None:
     files = (
         interface("lo", 1, type="772", flags="0x9", operstate="unknown")
         | interface("ib0", 2, type="32")
@@ -132,7 +138,34 @@ def test_this_machine() -> None:
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys; from anygauge.agent.node import inspect_node; inspect_node(); "
+        "import sys; from anygauge.agent.environment import inspect_node; inspect_node(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def job(ranks: int, **fields: Any) -> Job:
+    return make_job(
+        name="t", run_directory="/r", run_file="/r/run.yaml", backend="x", strategy="zero",
+        devices=ranks, rendezvous="file:///x", **fields,
+    )  # fmt: skip
+
+
+def test_a_gaudi_server_gives_each_rank_whole_cores_of_one_package() -> None:
+    shares = cores_of_ranks(job(4), HpuBackend.launch, SERVER)
+    assert shares == {0: (0, 8, 1, 9), 1: (2, 10, 3, 11), 2: (4, 12, 5, 13), 3: (6, 14, 7, 15)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "profile", "count"),
+    [
+        (4, "auto", "none", 0),
+        (4, "cores", "none", 4),
+        (4, "none", "cores", 0),
+        (1, "auto", "cores", 0),  # a single rank may use every core
+        (9, "auto", "cores", 0),  # more ranks than cores
+    ],
+)
+def test_who_is_bound(ranks: int, asked: str, profile: str, count: int) -> None:
+    found = cores_of_ranks(job(ranks, binding=asked), LaunchProfile(binding=profile), SERVER)
+    assert len(found) == count

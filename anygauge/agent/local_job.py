@@ -1,7 +1,7 @@
-"""Something short that real ranks on this machine do together, in the environment of a run's ranks.
+"""A short job of real ranks on this machine, in the environment that ranks of a run would have.
 
-A module's ``main`` that is `main` here is both: ``python -m MODULE --agent --job JOB`` is the agent
-that starts the ranks, and ``--job JOB`` each of them.
+A module offers one by calling `main`: ``python -m MODULE --agent --job JOB`` is then the agent that
+starts the ranks, and ``python -m MODULE --job JOB`` each of them. `run` starts the agent.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ COLLECTIVE_TIMEOUT_S = 60.0
 _RESULT = "result.json"
 
 RunRank = Callable[[Job, int, int, int], Mapping[str, Any]]
-"""From a job, a rank, the number of ranks and the local rank to what JSON can hold."""
+"""Job, rank, world size and local rank -> a result that JSON can hold."""
 
 
-class ErrandError(AnygaugeError):
-    """The ranks did not do it; says why, in a line."""
+class LocalJobError(AnygaugeError):
+    """The ranks failed; the message is one line."""
 
 
-def send(
+def run(
     module: str,
     name: str,
     backend: str,
@@ -40,14 +40,17 @@ def send(
     ranks: int,
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Start so many ranks of a module on this machine; returns what rank 0 found.
+    """Start ranks of a module on this machine; returns the result of rank 0.
 
     Args:
+        module: calls `main`.
         name: of the job.
-        timeout_s: seconds that all of it may take.
+        options: the run file's ``backend_options``.
+        ranks: how many.
+        timeout_s: seconds for the whole job.
 
     Raises:
-        ErrandError: a rank failed, or they took longer.
+        LocalJobError: a rank failed, or they took longer.
     """
     with tempfile.TemporaryDirectory(prefix=f"anygauge-{name}-") as folder:
         job = Job(
@@ -68,15 +71,15 @@ def send(
                 argv, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
             )
         except subprocess.TimeoutExpired:
-            raise ErrandError(f"{ranks} ranks were not done within {timeout_s:.0f} s") from None
+            raise LocalJobError(f"{ranks} ranks were not done within {timeout_s:.0f} s") from None
         result = Path(folder) / _RESULT
         if done.returncode or not result.is_file():
-            raise ErrandError(f"{ranks} ranks: {_cause(done.stdout, done.stderr)}")
+            raise LocalJobError(f"{ranks} ranks: {_cause(done.stdout, done.stderr)}")
         return dict(json.loads(result.read_text(encoding="utf-8")))
 
 
 def _cause(stdout: str, stderr: str) -> str:
-    """The cause that the agent reported, or else the last line it printed."""
+    """The first line of the cause that the agent reported, or else the last that it printed."""
     for line in reversed(stdout.splitlines()):
         try:
             event = json.loads(line)
@@ -89,13 +92,12 @@ def _cause(stdout: str, stderr: str) -> str:
 
 
 def main(module: str, run_rank: RunRank, argv: list[str]) -> int:
-    """One rank; with ``--agent`` the agent that starts all of them. Returns the exit status."""
-    agent, path = argv[0] == "--agent", argv[-1]
-    if agent:
-        from anygauge.agent.__main__ import main as start
+    """Be one rank or, with ``--agent``, the agent that starts all. Returns the exit status."""
+    path = argv[-1]
+    if argv[0] == "--agent":
+        from anygauge.agent.__main__ import main as run_agent
 
-        rank_argv = (sys.executable, "-m", module, "--job", path)
-        return start(["--job", path], rank_argv=rank_argv)
+        return run_agent(["--job", path], rank_argv=(sys.executable, "-m", module, "--job", path))
     die_with_parent()
     job, rank = Job.load(path), int(os.environ["RANK"])
     events = EventWriter.of_rank(rank)

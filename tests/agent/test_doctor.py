@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.agent import host_checks
+from anygauge.agent import doctor
 from anygauge.interface import Check, LaunchProfile, Outcome, RdmaDevice
 from tests.helpers.machines import BRIDGE, ETH0, LO, VIRTUAL, machine
 from tests.helpers.tree import write_tree
@@ -31,7 +31,7 @@ def test_packages_are_held_against_what_was_tested(
     wanted: list[str], outcome: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
-    (check,) = host_checks.packages()
+    (check,) = doctor.packages()
     assert check.outcome == outcome and said in check.seen
 
 
@@ -43,9 +43,9 @@ def test_a_backend_narrows_what_was_tested(monkeypatch: pytest.MonkeyPatch) -> N
         "pytest>=99; extra == 'other'",
     ]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
-    (check,) = host_checks.packages(backend="theirs")
+    (check,) = doctor.packages(backend="theirs")
     assert check.outcome == Outcome.PASS
-    (check,) = host_checks.packages(backend="mine")
+    (check,) = doctor.packages(backend="mine")
     assert check.outcome == Outcome.FAIL and "pytest" not in check.seen
     assert ", tested with >=99 for the mine backend (docs/stacks.md)" in check.seen
     assert "no-such-package" not in check.seen, "what only the extra has may be missing"
@@ -70,18 +70,18 @@ def test_what_the_page_on_versions_excludes_fails(
     versions = {**tested, name: version}
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or real(n))
-    (check,) = host_checks.packages(backend="hpu")
+    (check,) = doctor.packages(backend="hpu")
     assert check.outcome == outcome, check.seen
     assert (f"{name} {version}, tested with" in check.seen) == (outcome == Outcome.FAIL)
 
 
 def test_requirements_that_cannot_be_read_are_not_passed() -> None:
-    (check,) = host_checks.packages("no-such-distribution")
+    (check,) = doctor.packages("no-such-distribution")
     assert check.outcome == Outcome.SKIP and check.remedy
 
 
 def test_the_installed_packages_are_those_that_were_tested() -> None:
-    (check,) = host_checks.packages()
+    (check,) = doctor.packages()
     assert check.outcome == Outcome.PASS, check.seen
 
 
@@ -90,8 +90,8 @@ def test_the_installed_packages_are_those_that_were_tested() -> None:
     [({}, Outcome.PASS), ({"VISIBLE": "0,1"}, Outcome.PASS), ({"VISIBLE": " "}, Outcome.FAIL)],
 )
 def test_hidden_devices(environ: dict[str, str], outcome: str) -> None:
-    assert host_checks.visibility(CARDS, environ).outcome == outcome
-    assert host_checks.visibility(LaunchProfile(), environ).outcome == Outcome.PASS
+    assert doctor.visibility(CARDS, environ).outcome == outcome
+    assert doctor.visibility(LaunchProfile(), environ).outcome == Outcome.PASS
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_locked_memory_matters_with_rdma(
     limit: int, devices: tuple[RdmaDevice, ...], outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
-    assert host_checks.locked_memory(machine(rdma_devices=devices)).outcome == outcome
+    assert doctor.locked_memory(machine(rdma_devices=devices)).outcome == outcome
 
 
 @pytest.mark.parametrize(
@@ -115,17 +115,17 @@ def test_locked_memory_matters_with_rdma(
 )
 def test_open_files(soft: int, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, 1_048_576))
-    check = host_checks.open_files()
+    check = doctor.open_files()
     assert check.outcome == outcome
     assert outcome == Outcome.PASS or "1048576" in check.remedy
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_checks.shared_memory(tmp_path).outcome == Outcome.WARN
+    assert doctor.shared_memory(tmp_path).outcome == Outcome.WARN
     (tmp_path / "dev/shm").mkdir(parents=True)
     small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: small)
-    check = host_checks.shared_memory(tmp_path)
+    check = doctor.shared_memory(tmp_path)
     assert (check.outcome, "64 MiB" in check.seen) == (Outcome.WARN, True)
 
 
@@ -136,26 +136,26 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numa_balancing(tmp_path: Path, nodes: int, value: str, outcome: str) -> None:
     files = {f"sys/devices/system/node/node{n}/cpulist": "0" for n in range(nodes)}
     files["proc/sys/kernel/numa_balancing"] = value
-    assert host_checks.numa_balancing(write_tree(tmp_path, files)).outcome == outcome
+    assert doctor.numa_balancing(write_tree(tmp_path, files)).outcome == outcome
 
 
 def test_networks() -> None:
-    assert "eth0" in host_checks.interfaces(machine(interfaces=(LO, ETH0, BRIDGE))).seen
-    unsure = host_checks.interfaces(machine(interfaces=(LO, BRIDGE, VIRTUAL)))
+    assert "eth0" in doctor.interfaces(machine(interfaces=(LO, ETH0, BRIDGE))).seen
+    unsure = doctor.interfaces(machine(interfaces=(LO, BRIDGE, VIRTUAL)))
     assert unsure.outcome == Outcome.WARN and "anygauge env" in unsure.remedy
-    assert host_checks.interfaces(machine(interfaces=(LO,))).outcome == Outcome.PASS
-    assert "InfiniBand" in host_checks.rdma_devices(machine(rdma_devices=(RDMA,))).seen
+    assert doctor.interfaces(machine(interfaces=(LO,))).outcome == Outcome.PASS
+    assert "InfiniBand" in doctor.rdma_devices(machine(rdma_devices=(RDMA,))).seen
 
 
 def test_writing_leaves_nothing_behind(tmp_path: Path) -> None:
-    check = host_checks.write_speed(tmp_path, size=2 * 2**20)
+    check = doctor.write_speed(tmp_path, size=2 * 2**20)
     assert "MiB/s" in check.seen and not list(tmp_path.iterdir())
-    missing = host_checks.write_speed(tmp_path / "nowhere")
+    missing = doctor.write_speed(tmp_path / "nowhere")
     assert missing.outcome == Outcome.FAIL and "--output" in missing.remedy
 
 
 def test_a_hub_that_does_not_answer_is_a_failed_line() -> None:
-    check = host_checks.hub_access("http://127.0.0.1:9", timeout_s=2)
+    check = doctor.hub_access("http://127.0.0.1:9", timeout_s=2)
     assert check.outcome == Outcome.FAIL and "127.0.0.1:9" in check.seen
 
 
@@ -163,7 +163,7 @@ def test_the_gravest_outcome_counts() -> None:
     def check(outcome: str) -> Check:
         return Check(name="one", outcome=outcome, seen="")
 
-    assert host_checks.worst([]) == Outcome.PASS
-    assert host_checks.worst([check("skip"), check("pass")]) == Outcome.SKIP
-    assert host_checks.worst([check("warn"), check("pass"), check("skip")]) == Outcome.WARN
-    assert host_checks.worst([check("warn"), check("fail"), check("pass")]) == Outcome.FAIL
+    assert doctor.worst([]) == Outcome.PASS
+    assert doctor.worst([check("skip"), check("pass")]) == Outcome.SKIP
+    assert doctor.worst([check("warn"), check("pass"), check("skip")]) == Outcome.WARN
+    assert doctor.worst([check("warn"), check("fail"), check("pass")]) == Outcome.FAIL
