@@ -34,13 +34,13 @@ _FOR_AGENTS = ("pass_environment", "options", "port", "lost_after_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """What a rank takes with it into its fresh interpreter; plain values.
+class Handover:
+    """What a rank passes to its fresh interpreter; plain values.
 
     Attributes:
         launch: which rank it is.
         answer: of rank 0, for all: which run this is, or why there is none.
-        introduction: what must be alike on all machines.
+        hello: what must be the same on all machines.
         provenance: of this machine's environment, from the first rank on it.
         run_directory: where the run would be, as this rank read its arguments.
     """
@@ -54,8 +54,8 @@ class Part:
     quiet: bool
 
     @classmethod
-    def read(cls, text: str) -> Part:
-        """The part that was written as JSON of its fields."""
+    def read(cls, text: str) -> Handover:
+        """The handover that was written as JSON of its fields."""
         fields = json.loads(text)
         return cls(**{**fields, "launch": ForeignLaunch(**fields["launch"])})
 
@@ -138,7 +138,7 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bo
     )
     with contextlib.ExitStack() as held:
         answer = _answer(intent, foreign, held, quiet) if leads else None
-        part = Part(
+        handover = Handover(
             launch=foreign,
             answer=answer and {**answer, "hello": hello},
             hello=hello,
@@ -153,11 +153,11 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bo
         }
         if own_process:
             _bind(own.cores.get(foreign.local_rank, ()))
-            _become(part, environment)
-        from anygauge.cli.joined import take_part
+            _become(handover, environment)
+        from anygauge.cli.joined import take_over
 
         with _set_late(environment):
-            return take_part(part, own_process=False)
+            return take_over(handover, own_process=False)
 
 
 def _answer(
@@ -230,17 +230,17 @@ def _bind(cores: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def _become(part: Part, environment: Mapping[str, str]) -> None:
+def _become(handover: Handover, environment: Mapping[str, str]) -> None:
     """Put a fresh interpreter in this process's place."""
-    with tempfile.TemporaryFile() as handover:
-        handover.write(json.dumps(asdict(part)).encode())
-        handover.seek(0)
-        os.set_inheritable(handover.fileno(), True)
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(asdict(handover)).encode())
+        file.seek(0)
+        os.set_inheritable(file.fileno(), True)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.execve(
             sys.executable,
-            [sys.executable, "-u", "-m", "anygauge.cli.joined", str(handover.fileno())],
+            [sys.executable, "-u", "-m", "anygauge.cli.joined", str(file.fileno())],
             dict(environment),
         )
 

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 
 from anygauge.agent.supervisor import SIGNALS
-from anygauge.cli.join import Part, digest
+from anygauge.cli.join import Handover, digest
 from anygauge.cli.join_model import fetch_with_others
 from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
@@ -48,9 +48,9 @@ _SHOWN = 8
 
 def main() -> int:
     """Read what came before (its descriptor is the argument), and be the rank."""
-    with os.fdopen(int(sys.argv[1]), "rb") as handover:
-        part = Part.read(handover.read().decode())
-    if part.launch.tied:
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        handover = Handover.read(file.read().decode())
+    if handover.launch.tied:
         # torchrun's ranks, for one, would outlive a torchrun that is killed.
         tie_to_parent(signal.SIGKILL)
 
@@ -63,14 +63,14 @@ def main() -> int:
         if not left_alone:
             signal.signal(number, ask)
     try:
-        return take_part(part, own_process=True)
+        return take_over(handover, own_process=True)
     except AnygaugeError as error:
-        print(f"error: {error}\n(rank {part.launch.rank})", file=sys.stderr)
-        part.launch.report(str(error))
+        print(f"error: {error}\n(rank {handover.launch.rank})", file=sys.stderr)
+        handover.launch.report(str(error))
         return error.exit_status
 
 
-def take_part(part: Part, *, own_process: bool) -> int:
+def take_over(handover: Handover, *, own_process: bool) -> int:
     """Meet the other ranks and train; returns the exit status.
 
     Args:
@@ -83,15 +83,15 @@ def take_part(part: Part, *, own_process: bool) -> int:
 
     from anygauge.training.worker import reported
 
-    launch = part.launch
+    launch = handover.launch
     if dist.is_available() and dist.is_initialized():
         raise AnygaugeError(
             "this process is in a process group of torch already, and anygauge makes one of its "
             "own: run `anygauge train` in a process of its own (subprocess.run)"
         )
-    timeout = datetime.timedelta(seconds=part.join_timeout_s)
+    timeout = datetime.timedelta(seconds=handover.join_timeout_s)
     store = _store(launch, timeout)
-    answer = _agreed(store, launch, part.answer, part.join_timeout_s)
+    answer = _agreed(store, launch, handover.answer, handover.join_timeout_s)
     if "refused" in answer:
         launch.report(answer["refused"])
         if launch.rank == 0:
@@ -101,24 +101,24 @@ def take_part(part: Part, *, own_process: bool) -> int:
         if launch.rank == 0:
             print(answer["done"])
         return 0
-    job = _job(part, answer)
-    if part.provenance is not None:
+    job = _job(handover, answer)
+    if handover.provenance is not None:
         from anygauge.agent.environment import provenance_file, write_provenance
 
-        write_provenance(provenance_file(job, launch.node_rank), part.provenance)
+        write_provenance(provenance_file(job, launch.node_rank), handover.provenance)
     os.chdir(job.working_directory)
-    refusal = fetch_with_others(store, launch, job, quiet=part.quiet)
+    refusal = fetch_with_others(store, launch, job, quiet=handover.quiet)
     if refusal is not None:
         launch.report(refusal)
         if launch.rank == 0:
             print(f"error: {refusal}", file=sys.stderr)
         return 1
-    with _terminal(part, job, own_process=own_process) as terminal:
+    with _terminal(handover, job, own_process=own_process) as terminal:
         try:
             status = reported(job, launch.rank, terminal.events)
         except SystemExit:
             status = 1
-    terminal.conclude(part, job)
+    terminal.conclude(handover, job)
     staged = Path(job.run_file).parent.name == START
     if launch.rank == 0 and status == 0 and staged:
         import shutil
@@ -202,7 +202,7 @@ def _answer_all(
         time.sleep(_TURN_S)
 
 
-def _job(part: Part, answer: Mapping[str, Any]) -> Job:
+def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     """The job that rank 0 has written.
 
     Raises:
@@ -210,7 +210,7 @@ def _job(part: Part, answer: Mapping[str, Any]) -> Job:
     """
     from anygauge.agent.nodes import Hello, check_hello, read_hello
 
-    path, wanted = Path(answer["job"]), Path(part.run_directory)
+    path, wanted = Path(answer["job"]), Path(handover.run_directory)
     home = path.parent.parent if path.parent.name == START else path.parent
     # The store knows no authentication: what it names must be a run of one's own.
     same = re.fullmatch(re.escape(wanted.name) + r"(-\d+)?", home.name)
@@ -230,13 +230,13 @@ def _job(part: Part, answer: Mapping[str, Any]) -> Job:
                 "folder of a run must be on storage that all its machines share (--output)"
             )
         time.sleep(_TURN_S)
-    if part.launch.node_rank:
+    if handover.launch.node_rank:
         first = read_hello(answer["hello"])
-        check_hello(first, Hello(**part.hello), {})
+        check_hello(first, Hello(**handover.hello), {})
     return Job.load(path)
 
 
-class _Shown(EventWriter):
+class _EventDisplay(EventWriter):
     """Shows a rank's events instead of writing them.
 
     Attributes:
@@ -267,17 +267,17 @@ class _Terminal:
         log_offset: where this start begins in it, in bytes.
     """
 
-    events: _Shown
+    events: _EventDisplay
     view: View
     errors: Console
     log: Path | None
     log_offset: int = 0
 
-    def conclude(self, part: Part, job: Job) -> None:
+    def conclude(self, handover: Handover, job: Job) -> None:
         """How it ended: by rank 0 for all, or why this rank failed."""
         from anygauge.agent.outcome import Failure, stopped_text
 
-        launch, ending = part.launch, self.events.ending
+        launch, ending = handover.launch, self.events.ending
         kind = ending.get("event")
         if kind == "failed":
             failure = Failure.from_event(launch.rank, ending, time.time())
@@ -308,12 +308,12 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def _terminal(part: Part, job: Job, *, own_process: bool) -> Iterator[_Terminal]:
+def _terminal(handover: Handover, job: Job, *, own_process: bool) -> Iterator[_Terminal]:
     """Show the rank meanwhile; what libraries print goes to its log, as in any run."""
-    rank = part.launch.rank
+    rank = handover.launch.rank
     if not own_process:
-        view, errors = View(_plain_console(), part.quiet), _plain_console(sys.stderr)
-        yield _Terminal(events=_Shown(rank, view), view=view, errors=errors, log=None)
+        view, errors = View(_plain_console(), handover.quiet), _plain_console(sys.stderr)
+        yield _Terminal(events=_EventDisplay(rank, view), view=view, errors=errors, log=None)
         return
     out, err = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
     log = job.start_directory / "logs" / f"rank{rank}.log"
@@ -322,9 +322,9 @@ def _terminal(part: Part, job: Job, *, own_process: bool) -> Iterator[_Terminal]
         offset = file.seek(0, 2)
         for number in (1, 2):
             os.dup2(file.fileno(), number)
-    view = View(_plain_console(out), part.quiet)
+    view = View(_plain_console(out), handover.quiet)
     yield _Terminal(
-        events=_Shown(rank, view),
+        events=_EventDisplay(rank, view),
         view=view,
         errors=_plain_console(err),
         log=log,

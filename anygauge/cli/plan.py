@@ -123,7 +123,7 @@ def plan(
     _fetch(run)
     with Trials(registry, _waiting, begun()) as trials:
         trial = trials(run, target)
-        answers = planned.Answers(trial=trial, target=target, rows=rows)
+        answers = planned.PlanAnswers(trial=trial, target=target, rows=rows)
         shown = planned.Shown(quiet=json_)
         shown.trial(trial, target)  # the others may take their time
         shown.lines(plan_time.lines(trial, target, rows))

@@ -18,7 +18,7 @@ LEAST = 10**7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Whole:
+class TotalTime:
     """A whole epoch, or a whole run.
 
     Attributes:
@@ -32,7 +32,7 @@ class Whole:
     money: float | None
 
 
-def wholes(trial: Trial, machine: Machine | None, rows: int | None) -> list[Whole]:
+def total_times(trial: Trial, machine: Machine | None, rows: int | None) -> list[TotalTime]:
     """What is known of an epoch and of the run.
 
     Args:
@@ -50,7 +50,7 @@ def wholes(trial: Trial, machine: Machine | None, rows: int | None) -> list[Whol
         found["run"] = math.ceil(rows * train.epochs / train.global_batch_size)
     price = None if machine is None else machine.price
     return [
-        Whole(
+        TotalTime(
             of=of,
             steps=steps,
             seconds=steps * trial.time.step,
@@ -80,9 +80,9 @@ def lines(trial: Trial, target: Target, rows: int | None) -> Iterator[str]:
                 f"  each rank sends {one['sent'] / GB:,.2f} GB {where}: {one['operation']} of "
                 f"{one['ranks']} ranks, {one['times']:,} times"
             )
-    for whole in wholes(trial, target.machine, rows):
-        money = "" if whole.money is None else f", {whole.money:,.2f} in money"
-        yield f"  the {whole.of}: {whole.steps:,} steps, {seconds(whole.seconds)}{money}"
+    for total in total_times(trial, target.machine, rows):
+        money = "" if total.money is None else f", {total.money:,.2f} in money"
+        yield f"  the {total.of}: {total.steps:,} steps, {seconds(total.seconds)}{money}"
 
 
 def _parts(time: Duration) -> Iterator[str]:

@@ -25,7 +25,7 @@ from anygauge.training.strategy import share_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class PlanRow:
     """One of several ways: on another machine, or with another strategy.
 
     Attributes:
@@ -44,7 +44,7 @@ class Row:
 
 
 @dataclass(kw_only=True, slots=True)
-class Answers:
+class PlanAnswers:
     """What was asked for; None: it was not.
 
     Attributes:
@@ -59,9 +59,9 @@ class Answers:
     target: Target
     rows: int | None = None
     changes: Sequence[Fitting] | None = None
-    machines: Sequence[Row] | None = None
-    strategies: Sequence[Row] | None = None
-    scaling: Sequence[Row] | None = None
+    machines: Sequence[PlanRow] | None = None
+    strategies: Sequence[PlanRow] | None = None
+    scaling: Sequence[PlanRow] | None = None
     largest: tuple[str, Largest] | None = None
 
 
@@ -104,7 +104,7 @@ def _parts(run: RunFile, trials: Trials) -> int:
     return share_of(run, trials.registry, 0, ranks).count
 
 
-def try_strategies(run: RunFile, target: Target, trials: Trials) -> Sequence[Row]:
+def try_strategies(run: RunFile, target: Target, trials: Trials) -> Sequence[PlanRow]:
     """Every layout that a number of ranks can have: those that fit first, the fastest first."""
     ranks = run.launch.nodes * run.launch.devices
     rows = []
@@ -113,11 +113,11 @@ def try_strategies(run: RunFile, target: Target, trials: Trials) -> Sequence[Row
         try:
             rows.append(row(changed(run, {"strategy": section}), target, trials, name))
         except AnygaugeError as error:
-            rows.append(Row(name=name, card="", ranks=ranks, trial=None, refused=str(error)))
+            rows.append(PlanRow(name=name, card="", ranks=ranks, trial=None, refused=str(error)))
     return sorted(rows, key=_order)
 
 
-def _order(row: Row) -> tuple[bool, bool, float]:
+def _order(row: PlanRow) -> tuple[bool, bool, float]:
     """Without a time, by what is needed."""
     trial = row.trial
     if trial is None:
@@ -127,7 +127,7 @@ def _order(row: Row) -> tuple[bool, bool, float]:
     return False, trial.fit is not None and not trial.fit.fits, slow
 
 
-def scaled(run: RunFile, target: Target, trials: Try, most: int) -> Sequence[Row]:
+def scaled(run: RunFile, target: Target, trials: Try, most: int) -> Sequence[PlanRow]:
     """The run on 1 to so many machines, each with as many rows a step."""
     found = []
     for count in plan_time.machines_up_to(most):
@@ -136,14 +136,14 @@ def scaled(run: RunFile, target: Target, trials: Try, most: int) -> Sequence[Row
     return found
 
 
-def row(run: RunFile, target: Target, trials: Try, name: str) -> Row:
+def row(run: RunFile, target: Target, trials: Try, name: str) -> PlanRow:
     """A run somewhere; a refusal is an answer."""
     ranks = run.launch.nodes * run.launch.devices
     card = "" if target.card is None else target.card.name
     try:
-        return Row(name=name, card=card, ranks=ranks, trial=trials(run, target))
+        return PlanRow(name=name, card=card, ranks=ranks, trial=trials(run, target))
     except AnygaugeError as error:
-        return Row(name=name, card=card, ranks=ranks, trial=None, refused=str(error))
+        return PlanRow(name=name, card=card, ranks=ranks, trial=None, refused=str(error))
 
 
 def name_of(target: Target) -> str:
@@ -154,7 +154,7 @@ def name_of(target: Target) -> str:
 # -- JSON and picture ------------------------------------------------------------------------------
 
 
-def record(answers: Answers) -> dict[str, Any]:
+def record(answers: PlanAnswers) -> dict[str, Any]:
     """All of it for programs; every key is always there (docs/planning.md has them)."""
     found, run, fit = answers.trial.memory, answers.trial.run, answers.trial.fit
     target, largest = answers.target, answers.largest
@@ -175,7 +175,8 @@ def record(answers: Answers) -> dict[str, Any]:
         "untimed": answers.trial.untimed or None,
         "traffic": plan_time.sent(answers.trial),
         "wholes": [
-            asdict(one) for one in plan_time.wholes(answers.trial, target.machine, answers.rows)
+            asdict(one)
+            for one in plan_time.total_times(answers.trial, target.machine, answers.rows)
         ],
         "activations_per_layer": found.per_layer,
         "device": {phase: _peak(peak) for phase, peak in found.device.items()},
@@ -208,7 +209,7 @@ def _change(fitting: Fitting) -> dict[str, Any]:
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: PlanRow) -> dict[str, Any]:
     fit = None if row.trial is None else row.trial.fit
     return {
         "name": row.name,
@@ -235,7 +236,7 @@ def _largest(what: str, found: Largest) -> dict[str, Any]:
     }
 
 
-def draw(answers: Answers) -> str:
+def draw(answers: PlanAnswers) -> str:
     """See `picture`."""
     trial, target = answers.trial, answers.target
     total, _ = trial.memory.numbers
@@ -308,7 +309,7 @@ class Shown:
             table.add_row(phase, *map(_gib, sizes))
         self._console.print(table)
 
-    def rows(self, what: str, rows: Sequence[Row]) -> None:
+    def rows(self, what: str, rows: Sequence[PlanRow]) -> None:
         """Machines or strategies."""
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column(what)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface.placement import HOST_DEVICE
-from anygauge.util.exchange import Exchange
+from anygauge.util.exchange import SignedExchange
 from anygauge.util.limits import PATIENT_S, limit_groups, release_groups
 from anygauge.util.rendezvous import open_store
 
@@ -40,7 +40,7 @@ class Collectives:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self._control_group: Any = None
-        self._exchange: Exchange | None = None
+        self._exchange: SignedExchange | None = None
 
     def open(
         self,
@@ -94,7 +94,7 @@ class Collectives:
             if name == host_backend
             else dist.new_group(backend=host_backend, timeout=timeout)
         )
-        self._exchange = Exchange(self._control_group, secret)
+        self._exchange = SignedExchange(self._control_group, secret)
 
     def backend_name(self, device: torch.device) -> str:
         """The c10d backend of a device: the one named, or else torch's default for its type."""
@@ -205,7 +205,7 @@ class Collectives:
         exchange = self._messages()
         return [value] if exchange is None else exchange.gather(value, "bytes")
 
-    def _messages(self) -> Exchange | None:
+    def _messages(self) -> SignedExchange | None:
         """None for a process that is alone."""
         if self._exchange is None and self._control_group is not None:
             raise RuntimeError(

@@ -33,7 +33,7 @@ def derived_key(secret: str | bytes, purpose: str) -> bytes:
     return hmac.digest(key, purpose.encode(), "sha256")
 
 
-class Exchange:
+class SignedExchange:
     """Gathers bytes of all ranks of a group that works on the host. All ranks call it alike."""
 
     def __init__(self, group: Any, secret: str) -> None:

@@ -62,16 +62,16 @@ def test_a_step_its_parts_and_an_epoch_with_its_price() -> None:
 def test_several_machines_send_to_each_other_and_all_are_paid() -> None:
     one, two = trial(run()), trial(run(launch={"nodes": 2, "devices": 8}))
     assert "between machines" in said(two)[2]
-    epoch, _ = plan_time.wholes(two, MACHINE, 640)
+    epoch, _ = plan_time.total_times(two, MACHINE, 640)
     assert epoch.money == pytest.approx(2 * 36 * epoch.seconds / 3600)
-    assert plan_time.wholes(one, None, 640)[0].money is None
-    assert plan_time.wholes(one, MACHINE, None) == []
+    assert plan_time.total_times(one, None, 640)[0].money is None
+    assert plan_time.total_times(one, MACHINE, None) == []
 
 
 def test_without_a_rate_it_says_which_is_missing() -> None:
     unknown = replace(trial(run()), time=None, untimed="no bandwidth")
     assert said(unknown) == ["Time: not known: no bandwidth"]
-    assert plan_time.wholes(unknown, MACHINE, 640) == []
+    assert plan_time.total_times(unknown, MACHINE, 640) == []
 
 
 def test_scaling_keeps_the_rows_of_a_machine() -> None:
@@ -106,8 +106,8 @@ def test_numbers_of_machines(most: int, expected: list[int]) -> None:
 
 
 def test_faster_ways_come_first(tmp_path: Path) -> None:
-    def row(name: str, count: float) -> planned.Row:
-        return planned.Row(name=name, card="", ranks=8, trial=trial(run(), count))
+    def row(name: str, count: float) -> planned.PlanRow:
+        return planned.PlanRow(name=name, card="", ranks=8, trial=trial(run(), count))
 
     rows = [row("slow", 900e9), row("quick", 8e9), row("middle", 90e9)]
     assert [one.name for one in sorted(rows, key=planned._order)] == ["quick", "middle", "slow"]

@@ -25,10 +25,10 @@ from tests.docs.pages import ROOT, section, table_names
 from tests.planning.standins import CARD, TARGET, Tried, machine, memory, run
 
 
-def answers(step: int = 20 * GIB, **more: Any) -> planned.Answers:
+def answers(step: int = 20 * GIB, **more: Any) -> planned.PlanAnswers:
     tried = Tried(lambda run: step, host=GIB)
     target = Target(backend="cpu", card=CARD, machine=machine(host_memory=64 * GIB))
-    return planned.Answers(trial=tried(run(), target), target=target, **more)
+    return planned.PlanAnswers(trial=tried(run(), target), target=target, **more)
 
 
 # -- layouts ---------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_tables_on_eighty_columns(
     page.trial(found.trial, found.target)
     page.rows("machine", [planned.row(run(), TARGET, trials, "eight")])
     page.rows(
-        "strategy", [planned.Row(name="odd", card="", ranks=8, trial=None, refused="not odd")]
+        "strategy", [planned.PlanRow(name="odd", card="", ranks=8, trial=None, refused="not odd")]
     )
     page.largest("batch", largest_batch(run(), TARGET, tried, 8))
     page.changes(nearest(run(), TARGET, tried, Registry.load()))
@@ -204,7 +204,9 @@ def test_answers_in_json(trials: Trials) -> None:
     tried = Tried(lambda run: 3 * GIB * run.train.micro_batch_size)
     found = answers()
     found.machines = [planned.row(run(), TARGET, trials, "eight")]
-    found.strategies = [planned.Row(name="odd", card="", ranks=8, trial=None, refused="not odd")]
+    found.strategies = [
+        planned.PlanRow(name="odd", card="", ranks=8, trial=None, refused="not odd")
+    ]
     found.largest = ("batch", largest_batch(run(), TARGET, tried, 8))
     found.changes = nearest(run(), TARGET, tried, Registry.load())
     record = json.loads(json.dumps(planned.record(found)))

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from anygauge.interface import AnygaugeError, Collectives
-from anygauge.util.exchange import LONGEST, Exchange, derived_key
+from anygauge.util.exchange import LONGEST, SignedExchange, derived_key
 from anygauge.util.rendezvous import file_of, listen_at, open_store, tcp_address
 from tests.helpers.processes import end
 
@@ -52,7 +52,7 @@ def test_who_joins_without_the_secret_is_refused_and_runs_no_code(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-class Pair(Exchange):
+class Pair(SignedExchange):
     """An exchange between two threads, in place of a process group.
 
     Attributes:
