@@ -1,0 +1,15 @@
+"""The agent: one process on each node that starts the node's ranks and watches them.
+
+In the order in which a run passes through them:
+
+- `__main__`: the command line, from the arguments to the exit status.
+- `startup`: what happens before ranks start.
+- `environment`: what the machine shows, and the variables and cores of each rank.
+- `nodes`, `coordinator`, `worker_node`: the job's other nodes, as each agent sees them.
+- `link`: the connection between two agents.
+- `supervisor`, `rank`: the ranks of this node.
+- `outcome`: which failure is the cause, and how the job ended.
+
+Other users of ranks: `foreign` (ranks that another launcher started), `local_job` (a short job on this
+machine), `doctor` (checks of this machine).
+"""

@@ -274,9 +274,9 @@ def meet(
     )
     if not job.token:
         raise AnygaugeError(
-            "the job file has no token, by which the nodes know each other: it was written to be "
-            "read. anygauge train and anygauge launch draw one when they submit the job; for one "
-            "that is submitted by hand, put a long random text into its field token"
+            "the job file has no token, with which the nodes authenticate each other: it was "
+            "rendered for reading. anygauge train and anygauge launch create one when they submit "
+            "the job; if you submit it by hand, put a long random text into its field token"
         )
     address = read_coordinator(coordinator, os.environ)
     if not 0 <= node_rank < job.launch.nodes:

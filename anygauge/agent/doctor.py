@@ -18,6 +18,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from anygauge.agent import local_job
+from anygauge.agent.environment import file_text
 from anygauge.interface import Check, Job, LaunchProfile, Node, Outcome
 from anygauge.registry import Registry
 
@@ -51,7 +52,7 @@ def host_checks(
         root: the folder of /proc, /sys and /dev.
     """
     return [
-        *packages(backend=backend),
+        packages(backend=backend),
         visibility(launch, environ),
         locked_memory(node),
         open_files(),
@@ -62,7 +63,7 @@ def host_checks(
     ]
 
 
-def packages(distribution: str = "anygauge", *, backend: str = "") -> list[Check]:
+def packages(distribution: str = "anygauge", *, backend: str = "") -> Check:
     """Whether each required package is in the range that was tested.
 
     Args:
@@ -72,7 +73,7 @@ def packages(distribution: str = "anygauge", *, backend: str = "") -> list[Check
         required = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         seen = f"{distribution} is not installed as a package: its requirements are not known"
-        return [Check(name="packages", outcome=Outcome.SKIP, seen=seen, remedy="pip install .")]
+        return Check(name="packages", outcome=Outcome.SKIP, seen=seen, remedy="pip install .")
     troubles, fine, wanted = [], [], distribution
     for requirement in map(Requirement, required):
         marker = requirement.marker
@@ -97,11 +98,9 @@ def packages(distribution: str = "anygauge", *, backend: str = "") -> list[Check
             )
     if troubles:
         remedy = f"pip install --upgrade {wanted}, or install versions within these ranges"
-        return [
-            Check(name="packages", outcome=Outcome.FAIL, seen="; ".join(troubles), remedy=remedy)
-        ]
+        return _fail("packages", "; ".join(troubles), remedy)
     shown = ", ".join(fine[:4]) + (f" and {len(fine) - 4} more" if len(fine) > 4 else "")
-    return [Check(name="packages", outcome=Outcome.PASS, seen=shown)]
+    return _pass("packages", shown)
 
 
 def visibility(launch: LaunchProfile, environ: Mapping[str, str]) -> Check:
@@ -166,7 +165,7 @@ def numa_balancing(root: Path = Path("/")) -> Check:
     """Whether the kernel moves pages between memory nodes while devices read them."""
     name = "NUMA balancing"
     nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
-    text = _text(root / "proc/sys/kernel/numa_balancing")
+    text = file_text(root / "proc/sys/kernel/numa_balancing")
     if len(nodes) < 2:
         return _pass(name, "one memory node")
     if text in ("", "0"):
@@ -333,13 +332,6 @@ def _warn(name: str, seen: str, remedy: str) -> Check:
 
 def _fail(name: str, seen: str, remedy: str) -> Check:
     return Check(name=name, outcome=Outcome.FAIL, seen=seen, remedy=remedy)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 if __name__ == "__main__":

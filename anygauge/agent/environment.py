@@ -155,7 +155,7 @@ def inspect_node(
     order = _ordered_cores(root)
     return Node(
         rank=rank,
-        hostname=_text(root / "proc/sys/kernel/hostname") or "localhost",
+        hostname=file_text(root / "proc/sys/kernel/hostname") or "localhost",
         cores=tuple(core for _, core in order) or (0,),
         physical_cores=len({place for place, _ in order}) or 1,
         memory_bytes=_memory_bytes(root),
@@ -207,7 +207,7 @@ def _interfaces(root: Path) -> tuple[NetworkInterface, ...]:
         kind = _number(folder / "type")
         flags = _number(folder / "flags") or 0
         # Drivers that report no state, such as the loopback's, show "unknown".
-        state = _text(folder / "operstate")
+        state = file_text(folder / "operstate")
         interface = NetworkInterface(
             name=folder.name,
             up=bool(flags & _UP) and state in ("up", "unknown", ""),
@@ -227,7 +227,7 @@ def _rdma_devices(root: Path) -> tuple[RdmaDevice, ...]:
             RdmaDevice(
                 name=folder.name,
                 driver=driver.resolve().name if driver.exists() else "unknown",
-                link_layer=_text(folder / "ports/1/link_layer") or "unknown",
+                link_layer=file_text(folder / "ports/1/link_layer") or "unknown",
             )
         )
     return tuple(found)
@@ -266,7 +266,7 @@ def _folders(parent: Path) -> Iterable[Path]:
     return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else ()
 
 
-def _text(path: Path) -> str:
+def file_text(path: Path) -> str:
     """A file's text, or "": a driver may refuse to be read (EINVAL while a link is down)."""
     try:
         return path.read_text().strip()
@@ -275,7 +275,7 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path)
+    text = file_text(path)
     try:
         return int(text, 0)
     except ValueError:
@@ -284,7 +284,7 @@ def _number(path: Path) -> int | None:
 
 def _field(path: Path, name: str) -> str:
     """The value after ``name:`` in a file of such lines."""
-    for line in _text(path).splitlines():
+    for line in file_text(path).splitlines():
         key, _, value = line.partition(":")
         if key == name:
             return value.strip()

@@ -290,7 +290,10 @@ def test_a_job_without_a_token_does_not_meet(cluster: Cluster) -> None:
     cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2, token="")
     for node in (0, 1):
         cluster.start(node)
-        assert "has no token, by which the nodes know each other" in cluster.end(node)["cause"]
+        assert (
+            "has no token, with which the nodes authenticate each other"
+            in cluster.end(node)["cause"]
+        )
 
 
 def test_the_coordinator_listens_at_its_address_alone(cluster: Cluster) -> None:

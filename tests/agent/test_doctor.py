@@ -31,7 +31,7 @@ def test_packages_are_held_against_what_was_tested(
     wanted: list[str], outcome: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
-    (check,) = doctor.packages()
+    check = doctor.packages()
     assert check.outcome == outcome and said in check.seen
 
 
@@ -43,9 +43,9 @@ def test_a_backend_narrows_what_was_tested(monkeypatch: pytest.MonkeyPatch) -> N
         "pytest>=99; extra == 'other'",
     ]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
-    (check,) = doctor.packages(backend="theirs")
+    check = doctor.packages(backend="theirs")
     assert check.outcome == Outcome.PASS
-    (check,) = doctor.packages(backend="mine")
+    check = doctor.packages(backend="mine")
     assert check.outcome == Outcome.FAIL and "pytest" not in check.seen
     assert ", tested with >=99 for the mine backend (docs/stacks.md)" in check.seen
     assert "no-such-package" not in check.seen, "what only the extra has may be missing"
@@ -70,18 +70,18 @@ def test_what_the_page_on_versions_excludes_fails(
     versions = {**tested, name: version}
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or real(n))
-    (check,) = doctor.packages(backend="hpu")
+    check = doctor.packages(backend="hpu")
     assert check.outcome == outcome, check.seen
     assert (f"{name} {version}, tested with" in check.seen) == (outcome == Outcome.FAIL)
 
 
 def test_requirements_that_cannot_be_read_are_not_passed() -> None:
-    (check,) = doctor.packages("no-such-distribution")
+    check = doctor.packages("no-such-distribution")
     assert check.outcome == Outcome.SKIP and check.remedy
 
 
 def test_the_installed_packages_are_those_that_were_tested() -> None:
-    (check,) = doctor.packages()
+    check = doctor.packages()
     assert check.outcome == Outcome.PASS, check.seen
 
 
