@@ -10,6 +10,6 @@ In the order in which a run passes through them:
 - `supervisor`, `rank`: the ranks of this node.
 - `outcome`: which failure is the cause, and how the job ended.
 
-Other users of ranks: `foreign` (ranks that another launcher started), `local_job` (a short job on this
-machine), `doctor` (checks of this machine).
+Outside of that order: `foreign` (ranks that another launcher started), `local_job` (a short job on
+this machine), `doctor` (checks of this machine).
 """
