@@ -158,7 +158,7 @@ def read_intent(
 def why_default(registry: Registry) -> str:
     """Why an unnamed strategy is not the first default, in brackets behind its name; or nothing."""
     why = registry.why_default()
-    return f"the default here: {why}" if why else ""
+    return f"the default here, since {why}" if why else ""
 
 
 MOST_RANKS = 16_384

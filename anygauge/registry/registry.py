@@ -50,8 +50,7 @@ def missing_of(spec: StrategySpec) -> str:
     if not names:
         return ""
     command = spec.install or f"pip install {' '.join(names)}"
-    are = "is" if len(names) == 1 else "are"
-    return f"{' and '.join(names)}, which {are} not installed here ({command})"
+    return f"{' and '.join(names)}, which this machine lacks: {command}"
 
 
 def installed_version(distribution: str) -> str | None:

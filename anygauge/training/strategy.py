@@ -69,8 +69,7 @@ def check_installed(spec: StrategySpec, registry: Registry) -> None:
         return
     others = [p.spec.name for p in registry.strategies if not p.spec.distributions]
     raise NotAvailableError(
-        f"strategy.name: {spec.name!r} needs {missing}. Install it, or use strategy.name: "
-        f"{' or '.join(others)}"
+        f"strategy.name: {spec.name!r} needs {missing}. Or use another: {', '.join(others)}"
     )
 
 
