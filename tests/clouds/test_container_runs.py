@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.clouds.helpers import Client
 from tests.helpers.runs import FIXTURES, TINY, Run, anygauge, run_file, trained
-from tests.launchers.apart import Client
 from tests.launchers.emulated import LOGIN, Machines, SshServers, why_not
 from tests.launchers.targets import until
 from tests.launchers.test_runs import losses

@@ -26,7 +26,7 @@ COMMAND = """\
 import sys, time
 from pathlib import Path
 from anygauge.cli.run_folder import claimed
-from tests.launchers.test_held import plan, started
+from tests.launchers.test_folder_lock import plan, started
 folder = Path(sys.argv[1])
 with claimed(folder) as lock:
     job = started(plan(folder, "open(sys.argv[1]).read()", str(folder / "told"), lock))
