@@ -94,7 +94,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         why = f"{ROOT} or /opt/ml is there already"
     if why is not None:
         pytest.skip(why)
-    folder = tmp_path_factory.mktemp("apart")
+    folder = tmp_path_factory.mktemp("clouds")
     with Machines(folder) as made:
         yield Cluster(machines=made, ssh=SshServers(made, folder / "ssh"), folder=folder)
 
