@@ -39,8 +39,8 @@ _PEERS_END_S = 5.0
 attempts to close their connections, each firmer than the one before."""
 _KILL_AT = 3
 """The attempt from which a connection is killed."""
-_KEEPER_ENDS_S = 5.0
-"""More than the keeper of the run directory's lock needs to end when the connections have."""
+_HOLDER_ENDS_S = 5.0
+"""More than the process that holds the run directory's lock needs to end after the connections."""
 _CANCELLED = {
     "event": "ended",
     "state": "cancelled",
@@ -79,10 +79,10 @@ class RemoteJob:
     found: Literal["known"] = "known"
 
     def __init__(
-        self, connections: list[_Connection], keeper: subprocess.Popen[bytes] | None = None
+        self, connections: list[_Connection], lock_holder: subprocess.Popen[bytes] | None = None
     ) -> None:
         self._connections = connections
-        self._keeper = keeper
+        self._lock_holder = lock_holder
         self._arrived: queue.SimpleQueue[tuple[_Connection, Event | None]] = queue.SimpleQueue()
         self._cancellations = 0
         self._status = 1
@@ -109,12 +109,12 @@ class RemoteJob:
                 started.append(_Connection(process, passed, log, plan.held))
             # The run directory's lock: nobody else enters while ranks still save, even if this
             # process is killed. An ssh does not keep what it inherits.
-            keeper = _keep_open(plan.held, [connection.pid for connection in started])
+            lock_holder = _keep_open(plan.held, [connection.pid for connection in started])
         except OSError as error:
             for connection in started:
                 connection.kill()
             raise AnygaugeError(f"cannot start the run in {logs.parent}: {error}") from error
-        job = cls(started, keeper)
+        job = cls(started, lock_holder)
         for connection in started:
             threading.Thread(target=job._read, args=(connection,), daemon=True).start()
         return job
@@ -188,10 +188,10 @@ class RemoteJob:
 
     def wait(self) -> int:
         """Exit status of the job, once its events have ended."""
-        if self._keeper is not None:
+        if self._lock_holder is not None:
             # The next command must find the folder free. A connection that lives on keeps it.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._keeper.wait(_KEEPER_ENDS_S)
+                self._lock_holder.wait(_HOLDER_ENDS_S)
         return self._status
 
     def _read(self, connection: _Connection) -> None:
@@ -322,7 +322,7 @@ def _program(planned: PlannedProcess) -> str:
     return next((n for n in ("ssh", "mpirun", "srun") if n in planned.argv[:8]), "srun")
 
 
-_KEEPER = """\
+_LOCK_HOLDER = """\
 import select, sys
 ends = {int(number) for number in sys.argv[1:]}
 waiting = select.poll()
@@ -363,7 +363,7 @@ def _keep_open(held: Sequence[int], processes: Sequence[int]) -> subprocess.Pope
         if not ends:
             return None
         return subprocess.Popen(
-            (sys.executable, "-I", "-S", "-c", _KEEPER, *map(str, ends)),
+            (sys.executable, "-I", "-S", "-c", _LOCK_HOLDER, *map(str, ends)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
