@@ -17,7 +17,7 @@ from anygauge.agent.affinity import bound
 from anygauge.agent.failures import Failure, from_event, from_exit
 from anygauge.agent.progress import Movement
 from anygauge.interface import STOPPED
-from anygauge.util.events import EVENTS_FD
+from anygauge.util.events import EVENTS_FD, read_event
 from anygauge.util.files import write_text
 from anygauge.util.processes import END_AT_ONCE, parent_environment
 from anygauge.util.rendezvous import STORE_FD
@@ -258,11 +258,8 @@ class Rank:
         return self._ended() or bool(int(stat.rpartition(b")")[2].split()[6]) & _PF_EXITING)
 
     def _take(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        event = read_event(line)
+        if event is None:
             return None
         self.movement.reported(event)
         if event["event"] == "finished":

@@ -1,4 +1,4 @@
-"""The objects: pods that run agents, and the four kinds that make several of them one job.
+"""Kubernetes' objects: pods that run agents, and the four kinds that make one job of several.
 
 Sources: kubernetes-sigs/jobset 0.12, kubeflow/trainer 1.9.4 (PyTorchJob) and 2.3 (TrainJob),
 kubeflow/mpi-operator 0.8.
@@ -10,16 +10,16 @@ import math
 from typing import Any
 
 from anygauge.interface import Job
-from anygauge_launchers.apart import mark_of
-from anygauge_launchers.kubernetes_options import JOB, SECRETS, SHM, Claim, KubernetesOptions
+from anygauge_clouds.kubernetes_options import JOB, SECRETS, SHM, Claim, KubernetesOptions
+from anygauge_clouds.submission import submission_id
 
 Object = dict[str, Any]
 
 MANAGER = "anygauge.io/launcher"
 """Who makes a TrainJob's patches."""
 
-MARK = "anygauge.io/submission"
-"""Label by which a submission finds what it has made."""
+SUBMISSION_LABEL = "anygauge.io/submission"
+"""The label by which a submission finds what it has created."""
 
 
 def manifest_of(job: Job, own: KubernetesOptions, name: str) -> Object:
@@ -28,7 +28,7 @@ def manifest_of(job: Job, own: KubernetesOptions, name: str) -> Object:
     api, spec = make[own.kind](job, own, name)
     metadata: Object = {"name": name, "namespace": own.namespace}
     labels = {
-        **({MARK: mark_of(job)} if mark_of(job) else {}),
+        **({SUBMISSION_LABEL: submission_id(job)} if submission_id(job) else {}),
         **({} if own.queue is None else {"kueue.x-k8s.io/queue-name": own.queue}),
     }
     if labels:
@@ -42,7 +42,7 @@ def secret_of(name: str) -> str:
 
 
 def _agent(job: Job, own: KubernetesOptions, node_rank: str, coordinator: str) -> list[str]:
-    """The agent's command; nothing of the user's is in it that a cluster could read otherwise."""
+    """The agent's command: it holds no free text of the user's, which a cluster might interpret."""
     return [
         *(own.python, "-m", "anygauge.agent", "--job", f"{JOB}/job.json"),
         *("--node-rank", node_rank, "--coordinator", f"{coordinator}:{job.launch.port}"),
@@ -68,7 +68,7 @@ def _container(job: Job, own: KubernetesOptions, name: str, command: list[str]) 
 
 
 def _claims(own: KubernetesOptions) -> list[tuple[str, Claim]]:
-    """Each mount with the name of its claim's volume: a claim that is mounted twice has one."""
+    """Each mount with its volume's name; a claim that is mounted twice has one volume."""
     mounts = [own.storage, *own.volumes]
     names = list(dict.fromkeys(mount.claim for mount in mounts))
     return [(f"claim{names.index(mount.claim)}", mount) for mount in mounts]
@@ -150,7 +150,7 @@ def _priority(own: KubernetesOptions) -> Object:
 
 
 def _grace_s(job: Job, own: KubernetesOptions) -> int:
-    """For the checkpoint of ranks that are asked to end, then for those that do not."""
+    """Seconds for the checkpoint of ranks that are asked to end, then for ranks that do not end."""
     return math.ceil(job.stop_grace_s + own.grace_s) + 10
 
 
@@ -159,7 +159,7 @@ def _limit(own: KubernetesOptions) -> Object:
 
 
 def _capabilities(job: Job) -> list[str]:
-    """Of the container flags that the backend names."""
+    """Those that the backend's container flags name."""
     return [
         flag.partition("=")[2].upper()
         for flag in job.profile.container_flags
@@ -167,8 +167,8 @@ def _capabilities(job: Job) -> list[str]:
     ]
 
 
-# A rank failed, or the run file is wrong. A machine that was lost, a request to end and a kill have
-# other exit statuses.
+# Exit statuses after which another attempt would fail as well: a rank failed, or the run file is
+# wrong. A machine that was lost, a request to end and a kill have others.
 _FINAL: Object = {
     "rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2]}}]
 }
@@ -190,7 +190,7 @@ def _jobset(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {
             "maxRestarts": own.restarts,
-            # The end of the time is one, and what another attempt would meet again.
+            # Nor does another attempt help when the time is over.
             "rules": [
                 {
                     "name": "final",
@@ -264,8 +264,8 @@ def _pytorchjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Objec
     }
 
 
-# What the operator would start, for images without host keys or its settings, too. Who may log in
-# is said by the keys that the operator mounts.
+# What the operator would start, but so that images without host keys and without its settings work
+# as well. The keys that the operator mounts decide who may log in.
 SSHD = (
     *("sh", "-c"),
     "mkdir -p /run/sshd && ssh-keygen -A && exec /usr/sbin/sshd -De -o StrictModes=no",
@@ -280,14 +280,14 @@ def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
         "image": own.image_for(job),
         **({} if own.image_pull_policy is None else {"imagePullPolicy": own.image_pull_policy}),
         "command": [
-            *(own.python, "-m", "anygauge_launchers.mpi_pod", str(job.launch.nodes)),
+            *(own.python, "-m", "anygauge_clouds.mpi_pod", str(job.launch.nodes)),
             *(*agent, "--tied", "--parent-too"),
         ],
     }
     worker = _container(job, own, "worker", list(SSHD))
     worker["readinessProbe"] = {"tcpSocket": {"port": 22}}
-    # sshd, which is told to end first, would take the agent along.
-    end = [own.python, "-m", "anygauge_launchers.mpi_pod", "end"]
+    # Kubernetes ends sshd first, and with it the agent: so the agent must have ended before.
+    end = [own.python, "-m", "anygauge_clouds.mpi_pod", "end"]
     worker["lifecycle"] = {"preStop": {"exec": {"command": end}}}
     return "kubeflow.org/v2beta1", {
         "slotsPerWorker": 1,  # of mpirun, which starts one agent on each

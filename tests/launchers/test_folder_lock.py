@@ -26,7 +26,7 @@ COMMAND = """\
 import sys, time
 from pathlib import Path
 from anygauge.cli.run_folder import claimed
-from tests.launchers.test_held import plan, started
+from tests.launchers.test_folder_lock import plan, started
 folder = Path(sys.argv[1])
 with claimed(folder) as lock:
     job = started(plan(folder, "open(sys.argv[1]).read()", str(folder / "told"), lock))
@@ -66,7 +66,7 @@ def test_after_a_kill_the_folder_is_kept_until_the_connection_has_ended(tmp_path
         signal.pidfd_send_signal(connection, signal.SIGKILL)
         os.close(connection)
         command.stdout.close()
-    # The keeper ends as soon as it hears of it: a claim that waits for that.
+    # The process that holds the lock ends soon after: this claim waits for that.
     waiting = ["flock", "--timeout", str(TIMEOUT_S), str(folder / ".lock"), "true"]
     assert subprocess.run(waiting, timeout=2 * TIMEOUT_S, check=False).returncode == 0
     with claimed(folder):

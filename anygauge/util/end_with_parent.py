@@ -1,7 +1,8 @@
-"""``python -m anygauge_launchers.tied PROGRAM ...``: become a program that ends with its parent.
+"""``python -m anygauge.util.end_with_parent PROGRAM ...``: run a program that ends with its parent.
 
-For programs that know nothing of it, such as mpirun: they receive SIGUSR1 when the process that
-started them is gone, which Open MPI passes on to agents, and these end their ranks in order.
+For programs that do not do so by themselves, such as mpirun or kubectl: they receive SIGUSR1 when
+the process that started them is gone. Open MPI passes that signal on to the agents, which end their
+ranks in order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from anygauge.util.processes import die_with_parent
 
 
 def main() -> None:
-    """Tie this process to its parent, and become the program."""
+    """Have this process end with its parent, then become the program."""
     # A signal that arrives in between must end this process, as it would the program.
     die_with_parent(signal.SIGUSR1)
     try:

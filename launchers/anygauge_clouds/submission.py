@@ -1,4 +1,4 @@
-"""What launchers share whose machines do not see this one's files."""
+"""Handing a job to a service whose machines do not see this machine's files."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from anygauge.interface import (
     PlannedFile,
     RunFileError,
 )
+from anygauge.util.clients import NoAnswerError, run_client
 from anygauge.util.files import write_text
+from anygauge.util.launch_options import LauncherOptions
 from anygauge.util.start import START
-from anygauge_launchers.clients import NoAnswerError, ask
-from anygauge_launchers.options import Options
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """The name of an environment variable."""
 
+VARIABLES = "variables.json"
+"""The file of variables that the submitting shell passes on."""
 
-_OF_THE_SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr")
+_SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr")
 
 
 def _folder(path: str) -> str:
     plain = path.rstrip("/")
     if not re.fullmatch(r"/[A-Za-z0-9._/-]*[A-Za-z0-9._-]", plain) or ".." in plain.split("/"):
         raise ValueError("an absolute folder is needed, of letters, digits and ._/- alone")
-    if plain.split("/")[1] in _OF_THE_SYSTEM:
+    if plain.split("/")[1] in _SYSTEM:
         raise ValueError(f"/{plain.split('/')[1]} is the image's own; choose another folder")
     return plain
 
@@ -52,13 +54,13 @@ Image = Annotated[
 """A container image."""
 
 
-class ApartOptions(Options):
-    """Options of launchers that bring a job to machines of another storage.
+class CloudOptions(LauncherOptions):
+    """Options that the clouds' launchers share.
 
     Attributes:
         image: container image with anygauge in it; the backend's own by default.
         in_image: folders of the image that the run file may name.
-        python: the interpreter there.
+        python: the interpreter in the image.
     """
 
     image: Image | None = None
@@ -69,7 +71,7 @@ class ApartOptions(Options):
         """The image to run.
 
         Raises:
-            RunFileError: none is given, and the backend has none.
+            RunFileError: the options name none, and the backend has none.
         """
         found = self.image or job.profile.image
         if found is None:
@@ -80,7 +82,7 @@ class ApartOptions(Options):
         return found
 
     def notes_for(self, job: Job) -> tuple[str, ...]:
-        """What the user should know before: an image that the machines may not have."""
+        """What the user should know before: the machines may not have the image."""
         image = job.profile.image
         if self.image is not None or image is None or "/" in image:
             return ()
@@ -91,37 +93,48 @@ class ApartOptions(Options):
         )
 
 
-def moved(job: Job, folder: str) -> Job:
-    """The job as its machines see it, with this run directory."""
+def relocate(job: Job, run_directory: str) -> Job:
+    """The job as its machines see it, with this run directory on their storage."""
     run = Path(job.run_file).name
     return replace(
         job,
-        run_directory=folder,
+        run_directory=run_directory,
         # What another job has left stays until the ranks accept (`anygauge.agent.delivery`).
-        run_file=f"{folder}/{START}/{run}" if job.takes_over else f"{folder}/{run}",
+        run_file=f"{run_directory}/{START}/{run}" if job.takes_over else f"{run_directory}/{run}",
         # On a disk of the machine's own: network storage may lack the locks that this takes.
-        rendezvous=f"file:///tmp/anygauge-{mark_of(job) or 'rendezvous'}",
+        rendezvous=f"file:///tmp/anygauge-{submission_id(job) or 'rendezvous'}",
         working_directory="",
         resume=True,
     )
 
 
-def short_name(job: Job, limit: int, *, marked: bool = False) -> str:
-    """The run's name as clusters accept names: lower case, digits and dashes.
+def service_name(job: Job, limit: int) -> str:
+    """The run's name as services accept it: lower case, digits and dashes.
+
+    It ends with the submission's id, so that a run can be submitted again.
 
     Args:
         limit: most characters.
-        marked: with an end that differs from submission to submission.
     """
-    mark = f"-{mark_of(job)}" if marked and mark_of(job) else ""
+    end = f"-{submission_id(job)}" if submission_id(job) else ""
     text = re.sub(r"[^a-z0-9]+", "-", Path(job.run_directory).name.lower()).strip("-")
     if not text[:1].isalpha():
         text = f"run-{text}"
-    return text[: limit - len(mark)].rstrip("-") + mark
+    return text[: limit - len(end)].rstrip("-") + end
 
 
-def filled_in(plan: Plan) -> None:
-    """Write the plan's files; the variables that go along get their values now.
+def submission_id(job: Job) -> str:
+    """Differs from submission to submission; empty for a plan that is only written."""
+    return hashlib.sha256(job.token.encode()).hexdigest()[:8] if job.token else ""
+
+
+def variables_file(folder: Path) -> PlannedFile:
+    """The file of variables, still empty: `write_files` puts their values into it."""
+    return PlannedFile(path=str(folder / VARIABLES), text="{}", mode=0o600)
+
+
+def write_files(plan: Plan) -> None:
+    """Write the plan's files, with the values that variables have in this process now.
 
     Raises:
         AnygaugeError: a file cannot be written.
@@ -135,29 +148,16 @@ def filled_in(plan: Plan) -> None:
             raise AnygaugeError(f"{file.path} cannot be written: {error}") from error
 
 
-def submitted(argv: Sequence[str], name: str) -> subprocess.CompletedProcess[str]:
-    """Run the command that hands a job over.
+def submit_by_client(argv: Sequence[str], name: str) -> subprocess.CompletedProcess[str]:
+    """Run the client's command that submits a job of this name.
 
     Raises:
-        AnygaugeError: the client is missing.
-        NoAnswerError: it did not answer, and the service may have the job all the same.
+        AnygaugeError: this machine does not have the client.
+        NoAnswerError: the client did not answer; the service may have the job all the same.
     """
     try:
-        return ask(argv)
+        return run_client(argv)
     except NoAnswerError as error:
         raise NoAnswerError(
             f"{error}. The service may have accepted the job all the same, as {name}"
         ) from error
-
-
-def variables_file(folder: Path) -> PlannedFile:
-    """The file of variables, still without any."""
-    return PlannedFile(path=str(folder / VARIABLES), text="{}", mode=0o600)
-
-
-VARIABLES = "variables.json"
-
-
-def mark_of(job: Job) -> str:
-    """What tells this submission from others; empty for a plan that is only written."""
-    return hashlib.sha256(job.token.encode()).hexdigest()[:8] if job.token else ""

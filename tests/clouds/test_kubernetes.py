@@ -18,12 +18,11 @@ from anygauge.interface import (
     RunFileError,
     UnsupportedError,
 )
-from anygauge_launchers.apart import moved
-from anygauge_launchers.kubernetes import Kubernetes
-from anygauge_launchers.kubernetes_service import KubernetesService
-from anygauge_launchers.service_job import ServiceJob
+from anygauge_clouds.kubernetes import Kubernetes, KubernetesService
+from anygauge_clouds.service_job import ServiceJob
+from anygauge_clouds.submission import relocate
+from tests.clouds.helpers import Client, assert_refused, client_for, events_text, job, merged
 from tests.helpers.machines import assert_pure
-from tests.launchers.apart import Client, assert_refused, client_for, events_text, job, merged
 
 OPTIONS: dict[str, Any] = {
     "namespace": "train",
@@ -193,7 +192,7 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
     there = json.loads(text)
     assert there["run_directory"] == "/anygauge/runs/Tiny_Run.1"
     assert there["run_file"] == "/anygauge/runs/Tiny_Run.1/run.json"
-    resumed = moved(job(takes_over=True), "/runs/x")
+    resumed = relocate(job(takes_over=True), "/runs/x")
     assert resumed.run_file == "/runs/x/.start/run.json", "for the ranks to accept"
     assert (there["run_text"], there["working_directory"], there["resume"]) == (
         "name: t\n", "", True,
@@ -231,7 +230,7 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         ({"resources": {"memory": "64 GB"}}, {}, "resources.memory: '64 GB'"),
         ({"resources": {"rdma/ib": "1.5"}}, {}, "resources.rdma/ib: '1.5': devices are whole"),
         ({"resources": {"hugepages-2Mi": "1Gi"}}, {}, "Kubernetes requires memory or cpu beside"),
-        ({"resources": {"example.com/card": "4"}}, {}, "it is launch.devices (8) that says"),
+        ({"resources": {"example.com/card": "4"}}, {}, "launch.devices (8) says how many"),
         ({"shm": "64"}, {}, "launch.options.shm: '64'"),
         ({"image": "My Image"}, {}, "launch.options.image: 'My Image'"),
         ({"kind": "TrainJob", "restarts": 2}, {}, "a TrainJob takes it from its runtime alone"),

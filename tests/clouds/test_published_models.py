@@ -18,16 +18,16 @@ import pytest
 import yaml
 
 from anygauge.interface import Plan
-from anygauge_launchers import service_job
-from anygauge_launchers.sagemaker import LOG_GROUP, Sagemaker
-from tests.launchers import test_azureml, test_kubernetes, test_sagemaker
-from tests.launchers.apart import events_text, job
+from anygauge_clouds import service_job
+from anygauge_clouds.sagemaker import LOG_GROUP, Sagemaker
+from tests.clouds import test_azureml, test_kubernetes, test_sagemaker
+from tests.clouds.helpers import events_text, job
 
 pytestmark = pytest.mark.launchers
 
 REPOSITORY = Path(__file__).parents[2]
 CLOUDS = REPOSITORY / ".venv-clouds" / "bin"
-SCRIPT = Path(__file__).with_name("cloud_models.py")
+SCRIPT = Path(__file__).with_name("published_models.py")
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ class TestRealAwsClient:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "testing")
         monkeypatch.setenv("PATH", f"{CLOUDS}:{os.environ['PATH']}")
-        monkeypatch.setattr(service_job, "ASK_S", 0.5)
+        monkeypatch.setattr(service_job, "POLL_S", 0.5)
         yield
         server.kill()
         server.wait()
@@ -233,8 +233,8 @@ class TestRealAwsClient:
             self.aws("secretsmanager", "create-secret", "--name", "hf", "--secret-string", "hf_xyz")
         )
         script = (
-            "import sys; from anygauge_launchers.sagemaker_node import fetched; "
-            "print(fetched({'HF_TOKEN': sys.argv[1]}))"
+            "import sys; from anygauge_clouds.sagemaker_node import fetch_secrets; "
+            "print(fetch_secrets({'HF_TOKEN': sys.argv[1]}))"
         )
         done = subprocess.run(
             [CLOUDS / "python", "-c", script, made["ARN"]],

@@ -1,10 +1,9 @@
-"""A job that a cluster's service runs: followed by its coordinator's log and by the service."""
+"""A job that a service runs, followed by its coordinator's log and by what the service reports."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import json
 import os
 import queue
 import subprocess
@@ -17,59 +16,62 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anygauge.interface import LOST, AnygaugeError
+from anygauge.util.clients import NotInstalledError, last_line
+from anygauge.util.events import message_event, read_event
 from anygauge.util.processes import parent_environment
-from anygauge_launchers.clients import NotInstalledError, last_line
 
 Event = Mapping[str, Any]
 
-ASK_S = 3.0
-"""How often the service is asked."""
-_GLANCE_S = 0.2
+POLL_S = 3.0
+"""Seconds between two questions to the service."""
+_READ_S = 0.2
+"""Seconds between two looks at what has arrived."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What the service says of a job.
+class ServiceState:
+    """What the service reports of a job.
 
     Attributes:
         phase: ``waiting`` for machines or images, ``running``, or how it ended; ``gone``: the
             service does not know it (any more); ``silent``: the service does not answer.
-        text: the same in its own words, with its reason.
+        text: the same in the service's own words, with its reason.
     """
 
     phase: Literal["waiting", "running", "done", "failed", "stopped", "gone", "silent"]
     text: str
 
 
-_Answer = tuple[Seen, tuple[str, ...] | None]
+_Answer = tuple[ServiceState, tuple[str, ...] | None]
 
 
 class Service(abc.ABC):
-    """One job in the hands of a cluster's service: a dataclass of what it is found by.
+    """A service with one job of it: a dataclass of what the job is found by.
 
     Attributes:
-        settling_s: seconds for the coordinator's last words after the service knows the end.
+        log_delay_s: seconds that the coordinator's log may take to arrive once the service reports
+            the end of the job.
     """
 
     __slots__ = ()
-    settling_s = 15.0
+    log_delay_s = 15.0
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """By which it is found again."""
+        """By which the job is found again."""
         assert is_dataclass(self)
         return asdict(self)
 
     @abc.abstractmethod
-    def look(self) -> Seen:
-        """How it fares."""
+    def state(self) -> ServiceState:
+        """Ask the service about the job."""
 
     @abc.abstractmethod
     def log_command(self) -> tuple[str, ...] | None:
         """What prints the coordinator's output and follows it; None while there is none."""
 
     def whole_log(self, folder: Path) -> bytes:
-        """The coordinator's output, once the job has ended; empty where the follower has all of it.
+        """The coordinator's output of an ended job; empty where `log_command` prints all of it.
 
         Args:
             folder: of the run, on this machine.
@@ -77,12 +79,19 @@ class Service(abc.ABC):
         return b""
 
     @abc.abstractmethod
-    def stop(self, *, firmly: bool) -> None:
-        """Ask for its end; firmly: without time for a checkpoint."""
+    def stop(self, *, force: bool) -> None:
+        """Ask for the job's end.
+
+        Args:
+            force: without time for a checkpoint.
+
+        Raises:
+            AnygaugeError: the service refuses.
+        """
 
 
 class ServiceJob:
-    """A submitted job. It goes on when this process ends.
+    """A submitted job. It outlives this process.
 
     The coordinator's agent prints events; the service keeps them as the coordinator's log.
     """
@@ -98,7 +107,7 @@ class ServiceJob:
         self._known: set[int] = set()
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._complaints: set[str] = set()
-        self._began = False
+        self._followed = False
         self._cancellations = 0
         self._status = 1
         self.found: Literal["known", "gone", "silent"] = "known"
@@ -109,65 +118,65 @@ class ServiceJob:
         return self._service.record
 
     def events(self) -> Iterator[Event]:
-        """What the coordinator reports and how the job fares, until it is over.
+        """What the coordinator and the service report, until the job is over.
 
         Raises:
-            AnygaugeError: the service's client is not installed.
+            AnygaugeError: this machine does not have the service's client.
         """
-        said, ended, over_at, fetched = "", None, None, False
-        seen = Seen(phase="waiting", text="")
+        reported, ended, over_at, fetched = "", None, None, False
+        state = ServiceState(phase="waiting", text="")
         ask_at: float | None = time.monotonic()
         try:
             while True:
                 for event in self._new():
                     if event["event"] == "ended":
-                        # Of several agents that speak there, the coordinator knows best.
+                        # Where several agents write to one log, the coordinator's report counts.
                         if ended is None or event.get("node_rank") == 0:
                             ended = event
                     else:
-                        # The service has started all over again: that was not the last word.
+                        # The service has started the job again: that was not its end.
                         ended = None if event["event"] == "started" else ended
                         yield event
                 while not self._warnings.empty():
-                    yield _message(self._warnings.get(), "warning")
+                    yield message_event(self._warnings.get(), "warning")
                 now = time.monotonic()
                 if ask_at is not None and now >= ask_at:
                     ask_at = None
-                    threading.Thread(target=self._look, daemon=True).start()
+                    threading.Thread(target=self._ask, daemon=True).start()
                 elif not self._answers.empty():
-                    seen, ask_at = self._answered(self._answers.get()), now + ASK_S
-                    if seen.text != said:
-                        said = seen.text
-                        yield _message(said)
-                if seen.phase in ("waiting", "running", "silent"):
+                    state, ask_at = self._answered(self._answers.get()), now + POLL_S
+                    if state.text != reported:
+                        reported = state.text
+                        yield message_event(reported)
+                if state.phase in ("waiting", "running", "silent"):
                     over_at, fetched = None, False
                 else:
                     over_at = over_at or now
-                    if ended is None and not fetched and now - over_at > self._service.settling_s:
+                    if ended is None and not fetched and now - over_at > self._service.log_delay_s:
                         fetched = True
                         for line in self._service.whole_log(self._folder).splitlines(True):
                             self._lines.put(line)
                     elif ended is not None or fetched:
-                        final = self._final(seen, ended)
+                        final = self._final(state, ended)
                         self._status = int(str(final["exit_status"]))
                         yield final
                         return
-                time.sleep(_GLANCE_S)
+                time.sleep(_READ_S)
         finally:
             if self._reader is not None:
                 self._reader.kill()
                 self._reader.wait()
 
     def status(self) -> str:
-        """What the service says of it."""
-        seen = self._service.look()
-        self.found = seen.phase if seen.phase in ("gone", "silent") else "known"
-        return seen.text
+        """What the service reports of it."""
+        state = self._service.state()
+        self.found = state.phase if state.phase in ("gone", "silent") else "known"
+        return state.text
 
     @property
     def alive(self) -> bool | None:
         """Whether it waits or runs; None where the service does not answer."""
-        phase = self._service.look().phase
+        phase = self._service.state().phase
         return None if phase == "silent" else phase in ("waiting", "running")
 
     def cancel(self) -> None:
@@ -176,13 +185,13 @@ class ServiceJob:
         Raises:
             AnygaugeError: the service refuses, and nobody follows the job, or it is over.
         """
-        if not self._began and not self._cancellations and self.alive is False:
+        if not self._followed and not self._cancellations and self.alive is False:
             raise AnygaugeError(f"{self.status()}: there is nothing to end")
         self._cancellations += 1
         try:
-            self._service.stop(firmly=self._cancellations > 1)
+            self._service.stop(force=self._cancellations > 1)
         except AnygaugeError as error:
-            if not self._began:  # nobody follows: whoever asked must know
+            if not self._followed:  # the caller must know; a follower reports it as a warning
                 raise
             self._warnings.put(str(error))
 
@@ -190,26 +199,26 @@ class ServiceJob:
         """Exit status of the job, once its events have ended."""
         return self._status
 
-    def _look(self) -> None:
-        """Ask how the job fares, and how its log is read where nobody reads it."""
+    def _ask(self) -> None:
+        """Get the job's state, and the command for its log where nobody reads that."""
         try:
-            seen, command = self._service.look(), None
-            if self._reader is None and seen.phase != "silent":
+            state, command = self._service.state(), None
+            if self._reader is None and state.phase != "silent":
                 command = self._service.log_command()
-            self._answers.put((seen, command))
+            self._answers.put((state, command))
         except AnygaugeError as error:
             self._answers.put(error)
 
-    def _answered(self, answer: _Answer | AnygaugeError) -> Seen:
+    def _answered(self, answer: _Answer | AnygaugeError) -> ServiceState:
         if not isinstance(answer, AnygaugeError):
-            self._began = True
-            seen, command = answer
+            self._followed = True
+            state, command = answer
             if command is not None and self._reader is None:
                 self._read(command)
-            return seen
+            return state
         if isinstance(answer, NotInstalledError):
             raise answer
-        return Seen(phase="silent", text=str(answer))
+        return ServiceState(phase="silent", text=str(answer))
 
     def _read(self, command: tuple[str, ...]) -> None:
         """Start reading; from the thread that follows, since for the kernel that is the parent."""
@@ -217,7 +226,7 @@ class ServiceJob:
         with self._client_log.open("ab") as log:
             self._reader = reader = subprocess.Popen(
                 # It ends with this process, however that ends.
-                (sys.executable, "-m", "anygauge_launchers.tied", *command),
+                (sys.executable, "-m", "anygauge.util.end_with_parent", *command),
                 env={**os.environ, **parent_environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -235,52 +244,41 @@ class ServiceJob:
         self._lines.put(None)
 
     def _complain(self) -> None:
-        """Why the coordinator's output cannot be read, once."""
-        said = last_line(self._client_log.read_text(errors="replace"))
-        if said and said not in self._complaints:
-            self._complaints.add(said)
-            self._warnings.put(f"the first machine's output cannot be read: {said}")
+        """Report why the coordinator's output cannot be read; each reason once."""
+        reason = last_line(self._client_log.read_text(errors="replace"))
+        if reason and reason not in self._complaints:
+            self._complaints.add(reason)
+            self._warnings.put(f"the first machine's output cannot be read: {reason}")
 
     def _new(self) -> Iterator[Event]:
         with contextlib.suppress(queue.Empty):
             while True:
                 line = self._lines.get_nowait()
-                if line is None:  # it ended, or the connection did: asked again, all is repeated
+                if line is None:
+                    # The reader ended, or its connection did. The next one repeats all lines.
                     self._reader = None
                     continue
                 if hash(line) in self._known:
                     continue
                 self._known.add(hash(line))
-                event = _parse(line)
+                # A service may put a time in front of an event.
+                begin = line.find(b'{"event"')
+                event = read_event(line[begin:]) if begin >= 0 else None
                 if event is not None:
                     yield event
                 else:
                     with self._log.open("ab") as log:
                         log.write(line)
 
-    def _final(self, seen: Seen, ended: Event | None) -> Event:
-        if ended is not None and not (ended.get("state") == "ok" and seen.phase == "failed"):
+    def _final(self, state: ServiceState, ended: Event | None) -> Event:
+        if ended is not None and not (ended.get("state") == "ok" and state.phase == "failed"):
             return ended
         if self._cancellations:
-            state, status = "cancelled", 143
-        elif seen.phase == "done":
-            state, status = "ok", 0
-        elif seen.phase == "failed":
-            state, status = "failed", 1
+            outcome, status = "cancelled", 143
+        elif state.phase == "done":
+            outcome, status = "ok", 0
+        elif state.phase == "failed":
+            outcome, status = "failed", 1
         else:
-            state, status = "lost", LOST
-        return {"event": "ended", "state": state, "exit_status": status, "cause": seen.text}
-
-
-def _message(text: str, level: str = "info") -> Event:
-    return {"event": "message", "time": time.time(), "text": text, "level": level}
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """An event; services may put a time in front of it."""
-    begin = line.find(b'{"event"')
-    try:
-        event = json.loads(line[begin:]) if begin >= 0 else None
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+            outcome, status = "lost", LOST
+        return {"event": "ended", "state": outcome, "exit_status": status, "cause": state.text}

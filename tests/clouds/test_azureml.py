@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from anygauge.interface import AnygaugeError, Plan, UnsupportedError
-from anygauge_launchers import azureml_node
-from anygauge_launchers.azureml import Azureml, AzureService
-from anygauge_launchers.service_job import ServiceJob
+from anygauge_clouds import azureml_node
+from anygauge_clouds.azureml import Azureml, AzureService
+from anygauge_clouds.service_job import ServiceJob
+from tests.clouds.helpers import Client, assert_refused, client_for, events_text, job, merged
 from tests.helpers.machines import assert_pure
-from tests.launchers.apart import Client, assert_refused, client_for, events_text, job, merged
 
 NAME = "tiny-run-1-d94772fd"
 STORE = "azureml://datastores/blobs/paths"
@@ -60,7 +60,7 @@ def test_one_agent_starts_on_each_machine() -> None:
         "docker_args": "--cap-add=sys_nice --ulimit=memlock=-1",
     }
     assert made["command"] == (
-        'python3 -m anygauge_launchers.azureml_node --link /anygauge/run="${{outputs.run}}" '
+        'python3 -m anygauge_clouds.azureml_node --link /anygauge/run="${{outputs.run}}" '
         '--link /data="${{inputs.data}}" --link /models/llama="${{inputs.model}}" --grace 5'
     )
     assert made["outputs"]["run"]["path"] == f"{STORE}/runs/Tiny_Run.1/"
@@ -138,7 +138,7 @@ class TestContainer:
         monkeypatch.setenv("NODE_RANK", "1")
         monkeypatch.setenv("MASTER_ADDR", "10.0.0.4")
         for _ in range(2):  # a container that starts again finds its links
-            command, variables = azureml_node.prepared(self.words(tmp_path))
+            command, variables = azureml_node.agent_command(self.words(tmp_path))
         assert command[1:] == [
             *("-m", "anygauge.agent", "--job", str(tmp_path / "job.json"), "--node-rank", "1"),
             *("--coordinator", "10.0.0.4:4711", "--grace", "5"),
@@ -149,7 +149,7 @@ class TestContainer:
 
     def test_without_azures_variables_it_says_so(self, tmp_path: Path) -> None:
         with pytest.raises(AnygaugeError, match="NODE_RANK and MASTER_ADDR are not set"):
-            azureml_node.prepared(self.words(tmp_path))
+            azureml_node.agent_command(self.words(tmp_path))
 
     def test_a_mount_that_is_missing_or_in_the_way_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(AnygaugeError, match="/data: Azure mounted nothing for it"):
@@ -182,7 +182,7 @@ class TestContainer:
             module = ModuleType(name)
             vars(module).update(members)
             monkeypatch.setitem(sys.modules, name, module)
-        assert azureml_node.fetched(OPTIONS["secrets"]) == {"HF_TOKEN": "hf_xyz"}
+        assert azureml_node.fetch_secrets(OPTIONS["secrets"]) == {"HF_TOKEN": "hf_xyz"}
         assert asked == [("https://keys.vault.azure.net", "hf")]
 
     def test_without_azures_packages_the_image_is_blamed(
@@ -190,7 +190,7 @@ class TestContainer:
     ) -> None:
         monkeypatch.setitem(sys.modules, "azure.identity", None)
         with pytest.raises(AnygaugeError, match="needs azure-identity and azure-keyvault-secrets"):
-            azureml_node.fetched(OPTIONS["secrets"])
+            azureml_node.fetch_secrets(OPTIONS["secrets"])
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from anygauge.agent.identity import read_variables
 from anygauge.interface import Job, Launcher, Plan
-from anygauge_launchers.apart import filled_in
-from anygauge_launchers.azureml import Azureml
-from anygauge_launchers.kubernetes import Kubernetes
-from anygauge_launchers.sagemaker import Sagemaker
-from anygauge_launchers.sagemaker_node import unpacked
-from tests.launchers import test_azureml, test_kubernetes, test_sagemaker
-from tests.launchers.apart import job
+from anygauge_clouds.azureml import Azureml
+from anygauge_clouds.kubernetes import Kubernetes
+from anygauge_clouds.sagemaker import Sagemaker
+from anygauge_clouds.sagemaker_node import unpacked
+from anygauge_clouds.submission import write_files
+from tests.clouds import test_azureml, test_kubernetes, test_sagemaker
+from tests.clouds.helpers import job
 
 LAUNCHERS: dict[str, tuple[Launcher, dict[str, Any]]] = {
     "kubernetes": (Kubernetes(), test_kubernetes.OPTIONS),
@@ -84,6 +84,6 @@ def test_variables_of_the_shell_arrive_as_they_are(value: str) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", value)
         launcher, options = LAUNCHERS["kubernetes"]
-        filled_in(launcher.render(job(Path(folder) / "run"), options))
+        write_files(launcher.render(job(Path(folder) / "run"), options))
         path = Path(folder) / "run" / "variables.json"
         assert read_variables(str(path)) == {"HF_HOME": value}

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.clouds.helpers import Client
 from tests.helpers.runs import FIXTURES, TINY, Run, anygauge, run_file, trained
-from tests.launchers.apart import Client
 from tests.launchers.emulated import LOGIN, Machines, SshServers, why_not
 from tests.launchers.targets import until
 from tests.launchers.test_runs import losses
@@ -94,7 +94,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         why = f"{ROOT} or /opt/ml is there already"
     if why is not None:
         pytest.skip(why)
-    folder = tmp_path_factory.mktemp("apart")
+    folder = tmp_path_factory.mktemp("clouds")
     with Machines(folder) as made:
         yield Cluster(machines=made, ssh=SshServers(made, folder / "ssh"), folder=folder)
 

@@ -1,7 +1,7 @@
-"""``python -m anygauge_launchers.azureml_node``: becomes the agent of one machine of a job.
+"""``python -m anygauge_clouds.azureml_node``: becomes the agent of one machine of a job.
 
-Which machine this is stands in ``NODE_RANK`` and ``MASTER_ADDR``; the job lies in the folder that
-Azure starts the command in.
+Azure says which machine this is in ``NODE_RANK`` and ``MASTER_ADDR``; the job's files are in the
+folder that the command starts in.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from anygauge.interface import AnygaugeError, Job
 
 
 def ended(text: str, node_rank: str) -> str:
-    """What an agent would say of a job that cannot begin."""
+    """The event that reports a job that cannot begin, as an agent would print it."""
     record = {"event": "ended", "time": time.time(), "state": "failed", "exit_status": 1}
     rank = int(node_rank) if node_rank.isdecimal() else -1
     return json.dumps({**record, "cause": text, "node_rank": rank})
 
 
 def link(text: str) -> None:
-    """``PATH=TARGET``: have a path lead to where Azure has mounted something.
+    """Make a path lead to where Azure has mounted data or a folder for output.
+
+    Args:
+        text: ``PATH=TARGET``.
 
     Raises:
-        AnygaugeError: something else is there, or there is no target.
+        AnygaugeError: the path is taken, or there is no target.
     """
     name, _, target = text.partition("=")
     path = Path(name)
@@ -46,7 +49,7 @@ def link(text: str) -> None:
         ) from error
 
 
-def fetched(secrets: Mapping[str, str]) -> dict[str, str]:
+def fetch_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
     """Values of secrets in Key Vaults, by the job's identity.
 
     Raises:
@@ -76,13 +79,13 @@ def fetched(secrets: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
-def prepared(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+def agent_command(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     """The agent's command line, and variables for it.
 
     Raises:
         AnygaugeError: Azure's variables or mounts are not what they should be.
     """
-    parser = argparse.ArgumentParser(prog="python -m anygauge_launchers.azureml_node")
+    parser = argparse.ArgumentParser(prog="python -m anygauge_clouds.azureml_node")
     parser.add_argument("--link", action="append", default=[], metavar="PATH=TARGET")
     parser.add_argument("--grace", required=True)
     arguments = parser.parse_args(argv)
@@ -100,23 +103,17 @@ def prepared(argv: list[str]) -> tuple[list[str], dict[str, str]]:
         raise AnygaugeError("NODE_RANK and MASTER_ADDR are not set: Azure did not start this")
     command = [
         *(sys.executable, "-m", "anygauge.agent", "--job", str(Path("job.json").absolute())),
-        *(
-            "--node-rank",
-            rank,
-            "--coordinator",
-            f"{coordinator}:{job.launch.port}",
-            "--grace",
-            arguments.grace,
-        ),
+        *("--node-rank", rank, "--coordinator", f"{coordinator}:{job.launch.port}"),
+        *("--grace", arguments.grace),
         *("--variables", str(Path("variables.json").absolute())),
     ]
-    return command, fetched(secrets)
+    return command, fetch_secrets(secrets)
 
 
 def main() -> int:
     """Become the agent."""
     try:
-        command, variables = prepared(sys.argv[1:])
+        command, variables = agent_command(sys.argv[1:])
     except AnygaugeError as error:
         print(ended(str(error), os.environ.get("NODE_RANK", "0")), flush=True)
         return 1

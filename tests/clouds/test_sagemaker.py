@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from anygauge.interface import AnygaugeError, Job, Plan, UnsupportedError
-from anygauge_launchers import sagemaker_node
-from anygauge_launchers.sagemaker import Sagemaker, SagemakerService
-from anygauge_launchers.service_job import ServiceJob
-from tests.helpers.machines import assert_pure
-from tests.launchers.apart import (
+from anygauge_clouds import sagemaker_node
+from anygauge_clouds.sagemaker import Sagemaker, SagemakerService
+from anygauge_clouds.service_job import ServiceJob
+from tests.clouds.helpers import (
     CARDS,
     Client,
     assert_refused,
@@ -26,6 +25,7 @@ from tests.launchers.apart import (
     job,
     merged,
 )
+from tests.helpers.machines import assert_pure
 
 SECRET = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:hf-AbCdEf"
 OPTIONS: dict[str, Any] = {
@@ -69,7 +69,7 @@ def test_machines_storage_and_time_are_as_asked_for() -> None:
     made = request(rendered({"spot": True, "max_wait_s": 90000, "restarts": 2, "tags": {"a": "b"}}))
     assert made["ResourceConfig"] == {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 2}
     assert made["AlgorithmSpecification"]["ContainerEntrypoint"] == [
-        "python3", "-m", "anygauge_launchers.sagemaker_node",
+        "python3", "-m", "anygauge_clouds.sagemaker_node",
     ]  # fmt: skip
     assert made["CheckpointConfig"] == {
         "S3Uri": "s3://bucket/runs/Tiny_Run.1", "LocalPath": "/opt/ml/checkpoints",
@@ -116,7 +116,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
         ({"role": None}, {}, "launch.options.role: the sagemaker launcher needs it"),
         ({"role": "SageMakerRole"}, {}, "launch.options.role: 'SageMakerRole'"),
         ({"image": "pytorch/pytorch:2"}, {}, "launch.options.image: 'pytorch/pytorch:2'"),
-        ({"image": None}, {}, "takes images from Amazon ECR alone, and vendor/stack:1 is none"),
+        ({"image": None}, {}, "from Amazon ECR alone, and vendor/stack:1 is not there"),
         ({"instance_type": "ml.p5.49xlarge"}, {}, "of ml.p5 there are 4xlarge, 48xlarge"),
         ({}, {"profile": CARDS}, "backend: cards needs example.com/card, which no machine of Sag"),
         ({"instance_type": "p5.48xlarge"}, {}, "launch.options.instance_type: 'p5.48xlarge'"),
@@ -166,7 +166,7 @@ class TestContainer:
         (folder / "resourceconfig.json").write_text(json.dumps(where))
 
     def test_it_becomes_the_agent_of_its_machine(self, config: Path) -> None:
-        command, variables = sagemaker_node.prepared(["--grace", "5"])
+        command, variables = sagemaker_node.agent_command(["--grace", "5"])
         assert command[1:] == [
             *("-m", "anygauge.agent", "--job", str(config / "job.json"), "--node-rank", "1"),
             *("--coordinator", "algo-1:4711", "--cause-file", str(config / "output" / "failure")),
@@ -193,7 +193,7 @@ class TestContainer:
     def test_a_piece_that_is_missing_is_noticed(self, config: Path) -> None:
         (config / "hyperparameters.json").write_text(json.dumps({"anygauge.001": "}"}))
         with pytest.raises(AnygaugeError, match="the hyperparameters hold no job of anygauge"):
-            sagemaker_node.prepared([])
+            sagemaker_node.agent_command([])
 
     def test_secrets_come_from_secrets_manager(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The packages are stand-ins; the real client was run against a simulated service."""
@@ -210,7 +210,7 @@ class TestContainer:
         vars(exceptions).update(BotoCoreError=OSError, ClientError=OSError)
         monkeypatch.setitem(sys.modules, "boto3", boto3)
         monkeypatch.setitem(sys.modules, "botocore.exceptions", exceptions)
-        assert sagemaker_node.fetched({"HF_TOKEN": SECRET}) == {"HF_TOKEN": "value of AbCdEf"}
+        assert sagemaker_node.fetch_secrets({"HF_TOKEN": SECRET}) == {"HF_TOKEN": "value of AbCdEf"}
         assert asked == [("secretsmanager", "eu-west-1")]
 
 
@@ -296,8 +296,8 @@ def test_the_log_is_asked_again_and_nothing_is_told_twice(aws: Client, tmp_path:
     aws.answer("filter-log-events", out=both)
     aws.answer("filter-log-events", status=255, err="ExpiredToken")
     script = (
-        "import sys; from anygauge_launchers import cloudwatch; cloudwatch.ASK_S = 0.05; "
-        "sys.exit(cloudwatch.main(sys.argv[1:]))"
+        "import sys; from anygauge_clouds import sagemaker; sagemaker.LOG_POLL_S = 0.05; "
+        "sys.exit(sagemaker.follow_log(sys.argv[1:]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, "aws", "logs", "filter-log-events"],

@@ -1,4 +1,4 @@
-"""What the run file's ``launch.options`` may hold, launcher by launcher."""
+"""The run file's ``launch.options``: what all launchers' options share, and how they are read."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from anygauge.interface import RunFileError
+from anygauge.util.errors import RunFileError
 from anygauge.util.hiding import holds_secret, is_secret
 
 Seconds = Annotated[float, Field(ge=0, lt=86400)]
 
 
-class Part(BaseModel):
-    """A part of options."""
+class OptionsPart(BaseModel):
+    """A part of a launcher's options: frozen, and closed to unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Options(Part):
-    """Options of every launcher.
+class LauncherOptions(OptionsPart):
+    """Options that every launcher has.
 
     Attributes:
         grace_s: seconds from SIGTERM to SIGKILL when ranks are ended.
@@ -31,14 +31,14 @@ class Options(Part):
     grace_s: Seconds = 5.0
 
 
-Read = TypeVar("Read", bound=Options)
+OptionsT = TypeVar("OptionsT", bound=LauncherOptions)
 
 
-def read_options(model: type[Read], launcher: str, options: Mapping[str, Any]) -> Read:
+def read_options(model: type[OptionsT], launcher: str, options: Mapping[str, Any]) -> OptionsT:
     """The options, checked.
 
     Raises:
-        RunFileError: one that the launcher does not have, or a bad value; names all of them.
+        RunFileError: the launcher does not have an option, or a value is wrong; names all of them.
     """
     try:
         return model(**options)
@@ -54,7 +54,7 @@ _SECRET = (
 )
 
 
-def _sentence(model: type[Options], launcher: str, one: Mapping[str, Any]) -> str:
+def _sentence(model: type[LauncherOptions], launcher: str, one: Mapping[str, Any]) -> str:
     # Names of alternatives that pydantic has tried are not part of the place.
     parts = [str(part) for part in one["loc"] if not re.search(r"constrained|\[key\]", str(part))]
     parts = [part for part in parts if not part[:1].isupper() or part.isupper()]

@@ -1,7 +1,11 @@
-"""SageMaker: a training job with one agent on each machine, by the plain API and the aws client.
+"""SageMaker: a training job with one agent on each machine, through the aws client.
 
-The job travels in the request's hyperparameters, in pieces: no bucket is needed for code, and no
-shell reads it.
+The request is the plain API's. The job travels in its hyperparameters, in pieces: no bucket is
+needed for code, and no shell reads it.
+
+``python -m anygauge_clouds.sagemaker aws logs filter-log-events ...`` follows a log of CloudWatch.
+The aws client of version 2 can do so itself, that of version 1 cannot; this repeats the command of
+either, prints each message once, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -9,7 +13,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +30,21 @@ from anygauge.interface import (
     PlannedProcess,
     UnsupportedError,
 )
+from anygauge.util.clients import last_line, printed, run_client
 from anygauge.util.files import write_text
-from anygauge_launchers.apart import moved, short_name, submitted
-from anygauge_launchers.clients import ask, last_line, words
-from anygauge_launchers.options import read_options
-from anygauge_launchers.sagemaker_node import CHANNELS, PIECE, RUNS, packed
-from anygauge_launchers.sagemaker_options import SagemakerOptions
-from anygauge_launchers.sagemaker_request import request_of
-from anygauge_launchers.service_job import Seen, Service, ServiceJob
+from anygauge.util.launch_options import read_options
+from anygauge.util.processes import tie_to_parent
+from anygauge_clouds.sagemaker_node import CHANNELS, PIECE, RUNS, packed
+from anygauge_clouds.sagemaker_request import SagemakerOptions, request_of
+from anygauge_clouds.service_job import Service, ServiceJob, ServiceState
+from anygauge_clouds.submission import relocate, service_name, submit_by_client
 
 REQUEST = "request.json"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+LOG_POLL_S = 5.0
+"""Seconds between two reads of the log."""
+_OVERLAP_MS = 60_000
+"""Each read begins this long before the newest event: events may arrive out of order."""
 _VARIABLE_LIMIT, _VARIABLES_LIMIT, _PIECES_LIMIT = 512, 100, 100
 _NAME_LIMIT = 63
 
@@ -51,8 +62,8 @@ class Sagemaker:
         own = read_options(SagemakerOptions, "sagemaker", options)
         own.check(job)
         here = Path(job.run_directory)
-        there = moved(job, RUNS)
-        name = short_name(job, _NAME_LIMIT, marked=True)
+        there = relocate(job, RUNS)
+        name = service_name(job, _NAME_LIMIT)
         carried = packed(there, own.secrets)
         if len(carried) > _PIECES_LIMIT:
             raise UnsupportedError(
@@ -104,9 +115,9 @@ class Sagemaker:
             write_text(file.path, json.dumps(request, indent=2) + "\n", file.mode)
         except OSError as error:
             raise AnygaugeError(f"cannot write {file.path}: {error}") from error
-        done = submitted(plan.processes[0].argv, request["TrainingJobName"])
+        done = submit_by_client(plan.processes[0].argv, request["TrainingJobName"])
         if done.returncode:
-            raise AnygaugeError(f"SageMaker refused the job: {words(done)}")
+            raise AnygaugeError(f"SageMaker refused the job: {printed(done)}")
         argv = plan.processes[0].argv
         service = SagemakerService(
             name=request["TrainingJobName"],
@@ -135,7 +146,7 @@ class SagemakerService(Service):
     name: str
     region: str | None = None
     profile: str | None = None
-    settling_s = 30.0
+    log_delay_s = 30.0
 
     @property
     def shown(self) -> str:
@@ -161,28 +172,30 @@ class SagemakerService(Service):
             *(() if self.profile is None else ("--profile", self.profile)),
         )
 
-    def look(self) -> Seen:
-        """See `Service.look`."""
-        done = ask(self.aws(*self.describe, "--output", "json"))
+    def state(self) -> ServiceState:
+        """See `Service.state`."""
+        done = run_client(self.aws(*self.describe, "--output", "json"))
         if done.returncode:
             if re.search(r"ValidationException.*(not found|Could not find)", done.stderr, re.S):
-                return Seen(phase="gone", text=f"{self.shown} is gone")
-            return Seen(phase="silent", text=f"AWS does not answer: {last_line(done.stderr)}")
+                return ServiceState(phase="gone", text=f"{self.shown} is gone")
+            return ServiceState(
+                phase="silent", text=f"AWS does not answer: {last_line(done.stderr)}"
+            )
         try:
             found = json.loads(done.stdout)
-            state, second = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
+            status, second = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
         except (ValueError, KeyError, TypeError):
-            return Seen(phase="silent", text="the aws client printed no training job")
-        if state == "Failed":
+            return ServiceState(phase="silent", text="the aws client printed no training job")
+        if status == "Failed":
             reason = found.get("FailureReason", "no reason is given")
-            return Seen(phase="failed", text=f"{self.shown} failed: {reason}")
-        if state == "Completed":
-            return Seen(phase="done", text=f"{self.shown} is complete")
-        if state == "Stopped":
-            return Seen(phase="stopped", text=f"{self.shown} was stopped ({second})")
+            return ServiceState(phase="failed", text=f"{self.shown} failed: {reason}")
+        if status == "Completed":
+            return ServiceState(phase="done", text=f"{self.shown} is complete")
+        if status == "Stopped":
+            return ServiceState(phase="stopped", text=f"{self.shown} was stopped ({second})")
         running = second == "Training"
-        return Seen(
-            phase="running" if running else "waiting", text=f"{self.shown}: {second or state}"
+        return ServiceState(
+            phase="running" if running else "waiting", text=f"{self.shown}: {second or status}"
         )
 
     def log_command(self) -> tuple[str, ...] | None:
@@ -192,11 +205,11 @@ class SagemakerService(Service):
             *("logs", "filter-log-events", "--log-group-name", LOG_GROUP),
             *("--log-stream-name-prefix", f"{self.name}/algo-1-", "--output", "json"),
         )
-        return (sys.executable, "-m", "anygauge_launchers.cloudwatch", *command)
+        return (sys.executable, "-m", "anygauge_clouds.sagemaker", *command)
 
-    def stop(self, *, firmly: bool) -> None:
+    def stop(self, *, force: bool) -> None:
         """See `Service.stop`: SageMaker sends SIGTERM, and SIGKILL 120 s later, in any case."""
-        done = ask(self.aws(*self.end))
+        done = run_client(self.aws(*self.end))
         # One that has just ended cannot be stopped, and need not.
         if done.returncode and "in status" not in done.stderr:
             raise AnygaugeError(f"SageMaker cannot end {self.shown}: {last_line(done.stderr)}")
@@ -204,3 +217,35 @@ class SagemakerService(Service):
 
 def _after(flag: str, argv: tuple[str, ...]) -> str | None:
     return argv[argv.index(flag) + 1] if flag in argv else None
+
+
+def follow_log(argv: list[str]) -> int:
+    """Print the log's messages until this process is ended.
+
+    Returns:
+        The exit status of the client, if that fails.
+    """
+    tie_to_parent(signal.SIGTERM)
+    known: set[str] = set()
+    since = 0
+    while True:
+        done = subprocess.run(
+            [*argv, "--start-time", str(max(0, since - _OVERLAP_MS))],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode and "ResourceNotFound" not in done.stderr:
+            print(done.stderr.strip(), file=sys.stderr, flush=True)
+            return done.returncode
+        for event in json.loads(done.stdout)["events"] if done.returncode == 0 else ():
+            if event["eventId"] not in known:
+                known.add(event["eventId"])
+                since = max(since, int(event["timestamp"]))
+                print(event["message"].rstrip("\n"), flush=True)
+        time.sleep(LOG_POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(follow_log(sys.argv[1:]))

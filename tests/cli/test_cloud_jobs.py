@@ -1,4 +1,4 @@
-"""Jobs on machines with files of their own: refused, shown, submitted, and found again."""
+"""Jobs that are handed to a service: refused, shown, submitted, and found again."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 
 from anygauge.interface import Job
 from tests.agent.fakes import until
+from tests.clouds.helpers import Client, events_text
 from tests.helpers.processes import end
 from tests.helpers.runs import anygauge, run_file
-from tests.launchers.apart import Client, events_text
 
 OPTIONS: dict[str, Any] = {
     "image": "x/y:1",
@@ -274,11 +274,11 @@ def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
 
 def test_launchers_are_listed_with_what_they_can_and_their_proof() -> None:
     listed = json.loads(anygauge(["launchers", "--json"]).stdout)
-    proven = {one["name"]: one["proven"] for one in listed}
-    assert proven == {
-        **dict.fromkeys(("local", "ssh", "slurm", "mpi"), "real"),
-        **dict.fromkeys(("kubernetes", "azureml", "sagemaker"), "emulated"),
-    }
+    # This machine first, then those that share its files, then the others.
+    assert [(one["name"], one["proven"]) for one in listed] == [
+        *((name, "real") for name in ("local", "ssh", "slurm", "mpi")),
+        *((name, "emulated") for name in ("kubernetes", "azureml", "sagemaker")),
+    ]
     text = anygauge(["launchers"]).stdout
     assert "ssh\n    ranks on other machines; files are shared with this machine\n" in text
     assert "    a job ends with the command that started it\n" in text

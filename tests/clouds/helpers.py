@@ -1,4 +1,4 @@
-"""What tests of launchers share whose machines have a storage of their own."""
+"""What tests of the clouds' launchers share: a job, and a stand-in for a cloud's client."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from anygauge.interface import Job, LaunchProfile, Plan, RunFileError
-from anygauge_launchers import service_job
-from anygauge_launchers.service_job import Service
+from anygauge_clouds import service_job
+from anygauge_clouds.service_job import Service
 from tests.helpers.jobs import make_job
 
 CARDS = LaunchProfile(
@@ -43,7 +43,7 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 class Client:
-    """A stand-in for a cluster's command-line client; it refuses what it was not told of.
+    """A stand-in for a cluster's command-line client; it refuses commands that have no answer yet.
 
     It answers from a list of (words that a command must hold, exit status, output, errors); the
     first that fits is taken, and taken off unless it is the last of its kind.
@@ -115,8 +115,8 @@ def client_for(
     """A client on the path, of a service that is asked often and believed soon."""
     client = Client(name, folder, sys.executable)
     patch.setenv("PATH", client.path)
-    patch.setattr(service_job, "ASK_S", 0.05)
-    patch.setattr(service, "settling_s", 0.3)
+    patch.setattr(service_job, "POLL_S", 0.05)
+    patch.setattr(service, "log_delay_s", 0.3)
     return client
 
 

@@ -1,7 +1,7 @@
-"""``python -m anygauge_launchers.sagemaker_node``: becomes the agent of one machine of a job.
+"""``python -m anygauge_clouds.sagemaker_node``: becomes the agent of one machine of a job.
 
-Which machine this is stands in the service's ``resourceconfig.json``; the job in pieces among the
-hyperparameters.
+The service says which machine this is in ``resourceconfig.json``; the hyperparameters hold the job,
+in pieces.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ CHANNELS, RUNS = "/opt/ml/input/data", "/opt/ml/checkpoints"
 """Where data is, and what SageMaker copies to S3 and back."""
 
 JOB_FILE = "/tmp/anygauge/job.json"
-"""Where the job is put together; a container has it for itself."""
+"""Where the pieces of the job are put together; no other container sees it."""
 
 PIECE = 2400
 """Characters of one hyperparameter; SageMaker takes 2,500."""
 
-_TOLD_SIZE = 1000
+_CAUSE_SIZE = 1000
+"""Characters of a cause that are left for SageMaker, which keeps the first 1,024."""
 
 
 def packed(job: Job, secrets: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +46,7 @@ def unpacked(found: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """The job file's text, and variable -> ARN of a secret.
 
     Raises:
-        AnygaugeError: there is none, or a piece is missing.
+        AnygaugeError: there is no job, or a piece is missing.
     """
     pieces = [found[name] for name in sorted(found) if name.startswith("anygauge.")]
     try:
@@ -55,7 +56,7 @@ def unpacked(found: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         raise AnygaugeError(f"the hyperparameters hold no job of anygauge: {error}") from error
 
 
-def fetched(secrets: Mapping[str, str]) -> dict[str, str]:
+def fetch_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
     """Values of secrets, by the role of the job.
 
     Raises:
@@ -80,7 +81,7 @@ def fetched(secrets: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
-def prepared(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+def agent_command(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """The agent's command line, and variables for it.
 
     Raises:
@@ -106,17 +107,17 @@ def prepared(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         *("--node-rank", str(rank), "--coordinator", f"{hosts[0]}:{job.launch.port}"),
         *("--cause-file", FAILURE, *arguments),
     ]
-    return command, fetched(secrets)
+    return command, fetch_secrets(secrets)
 
 
 def main() -> int:
     """Become the agent."""
     try:
-        command, variables = prepared(sys.argv[1:])
+        command, variables = agent_command(sys.argv[1:])
     except (AnygaugeError, OSError) as error:
         record = {"event": "ended", "time": time.time(), "state": "failed", "exit_status": 1}
         print(json.dumps({**record, "cause": str(error)}), flush=True)
-        write_text(FAILURE, str(error)[:_TOLD_SIZE])
+        write_text(FAILURE, str(error)[:_CAUSE_SIZE])
         return 1
     os.environ.update(variables)
     os.execv(command[0], command)

@@ -1,8 +1,9 @@
-"""``python -m anygauge_launchers.mpi_pod NODES COMMAND ...``: mpirun in an MPIJob's launcher.
+"""``python -m anygauge_clouds.mpi_pod NODES COMMAND ...``: mpirun in an MPIJob's launcher.
 
-Starts the command once on each worker, tells it where the first one is, and turns the cluster's
-request to end into the signal that mpirun passes on. ``... mpi_pod end``, in a worker that is about
-to end: asks its agent to end, and waits until it has.
+Starts the command once on each worker, with the address of the first worker, and turns the
+cluster's request to end into the signal that mpirun passes on.
+
+``... mpi_pod end``, in a worker that is about to end, asks its agent to end and waits until it has.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def coordinator_of(hostfile: Path) -> str:
     """The first host of a host file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file names no host.
     """
     for line in hostfile.read_text().splitlines():
         words = line.partition("#")[0].split()
@@ -49,14 +50,14 @@ def end_agents() -> None:
     """Ask the agents for a checkpoint and their end, once, and wait as long as they take."""
     for pid in agents():
         with contextlib.suppress(ProcessLookupError):
-            # The launcher asks, too; a repeated SIGTERM would mean to hurry.
+            # The launcher asks as well, and a second SIGTERM would leave no time for a checkpoint.
             os.kill(pid, signal.SIGUSR1)
     while agents():
         time.sleep(0.2)
 
 
 def ssh_arguments() -> str:
-    """Those of the operator, and that hosts are new: keys decide, in a network of the pods'."""
+    """The operator's, and acceptance of unknown hosts: pods are new, and keys authenticate them."""
     given = os.environ.get(SSH_ARGUMENTS, "")
     return f"{given} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null".strip()
 
@@ -78,21 +79,21 @@ def main(argv: list[str]) -> int:
     nodes, *command = argv
     process: subprocess.Popen[bytes] | None = None
     requests = (signal.SIGTERM, signal.SIGINT)
-    asked = told = 0
+    received = sent = 0
 
-    def tell() -> None:
-        nonlocal told
-        while process is not None and told < asked:
-            told += 1
-            process.send_signal(signal.SIGUSR1 if told == 1 else signal.SIGTERM)
+    def send() -> None:
+        nonlocal sent
+        while process is not None and sent < received:
+            sent += 1
+            process.send_signal(signal.SIGUSR1 if sent == 1 else signal.SIGTERM)
 
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked += 1
-        tell()
+    def receive(signum: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received += 1
+        send()
 
     for signum in requests:
-        signal.signal(signum, pass_on)
+        signal.signal(signum, receive)
     try:
         process = subprocess.Popen(
             (
@@ -107,9 +108,9 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"mpirun cannot be started: {error}", file=sys.stderr)
         return 1
-    # mpirun runs before its starter knows of it; a request of that time waits until here.
+    # mpirun runs before `process` is set; a request of that time has waited until here.
     signal.pthread_sigmask(signal.SIG_BLOCK, requests)
-    tell()
+    send()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, requests)
     code = process.wait()
     return code if code >= 0 else 128 - code

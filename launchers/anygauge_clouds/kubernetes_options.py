@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from anygauge.interface import Job, RunFileError
-from anygauge_launchers.apart import ApartOptions, Folder, Variable
-from anygauge_launchers.options import Part
+from anygauge.util.launch_options import OptionsPart
+from anygauge_clouds.submission import CloudOptions, Folder, Variable
 
 Kind = Literal["JobSet", "TrainJob", "PyTorchJob", "MPIJob"]
 
@@ -45,14 +45,14 @@ Value = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*
 _LIMITS: Mapping[Kind, int] = {"JobSet": 45, "TrainJob": 45, "PyTorchJob": 50, "MPIJob": 50}
 
 
-class Claim(Part):
+class Claim(OptionsPart):
     """A PersistentVolumeClaim, and where pods have it.
 
     Attributes:
         claim: its name.
         path: where it is mounted.
         sub_path: a folder of it.
-        read_only: as it says.
+        read_only: pods cannot write to it.
     """
 
     claim: Dotted
@@ -68,15 +68,15 @@ class Storage(Claim):
     read_only: Literal[False] = False
 
 
-class SecretRef(Part):
+class SecretRef(OptionsPart):
     """One entry of a Secret in the cluster."""
 
     secret: Dotted
     key: SecretKey
 
 
-class Toleration(Part):
-    """As Kubernetes has it."""
+class Toleration(OptionsPart):
+    """A toleration in Kubernetes' own fields."""
 
     key: Key | None = None
     operator: Literal["Exists", "Equal"] = "Exists"
@@ -87,19 +87,19 @@ class Toleration(Part):
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class KubernetesOptions(ApartOptions):
+class KubernetesOptions(CloudOptions):
     """Options of the kubernetes launcher.
 
     Attributes:
-        kind: what the job is made as; JobSet is what TrainJob makes, too.
-        name: of the object; made from the run's by default.
+        kind: of the object that the job is; a TrainJob makes a JobSet of itself.
+        name: of the object; by default it is made from the run's name.
         context: kubectl's; its current one by default.
         storage: where run directories are.
         volumes: further claims, for data and models.
         secrets: variable -> the entry of a Secret that it gets its value from.
-        resources: of each pod besides its devices, limit and request alike: memory, cpu, network
+        resources: of each pod beyond its devices, as limit and as request: memory, cpu, network
             devices; the backend's own by default.
-        device_resource: instead of the backend's, such as a slice of a card.
+        device_resource: used instead of the backend's, such as a slice of a card.
         shm: memory for /dev/shm; loaders and collectives of one machine need it.
         restarts: how often the cluster starts all pods again, from the newest checkpoint, after
             it lost or pre-empted one.
@@ -194,8 +194,8 @@ class KubernetesOptions(ApartOptions):
         device = self.device_resource or job.profile.cluster_resource
         if device is not None and device in self.resources:
             raise RunFileError(
-                f"launch.options.resources.{device}: it is launch.devices "
-                f"({job.launch.devices}) that says how many a pod gets"
+                f"launch.options.resources.{device}: launch.devices "
+                f"({job.launch.devices}) says how many a pod gets"
             )
         wanted = job.network.resource if job.network else None
         if wanted is not None and wanted not in self.resources:
@@ -210,7 +210,7 @@ class KubernetesOptions(ApartOptions):
             )
 
     def all_resources(self, job: Job) -> dict[str, str | int]:
-        """What each pod asks for: its devices, and what goes with them."""
+        """What each pod asks for: its devices, and the resources that belong to them."""
         device = self.device_resource or job.profile.cluster_resource
         wanted: dict[str, str | int] = {**job.profile.node_resources, **self.resources}
         return {**({} if device is None else {device: job.launch.devices}), **wanted}
@@ -218,4 +218,4 @@ class KubernetesOptions(ApartOptions):
 
 JOB, SECRETS, SHM = "/anygauge/job", "/anygauge/secrets", "/dev/shm"
 RESERVED = (JOB, SECRETS, SHM)
-"""Where pods have what the launcher mounts itself."""
+"""Where pods have what the launcher itself mounts."""

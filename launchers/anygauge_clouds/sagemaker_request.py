@@ -1,6 +1,6 @@
-"""What ``launch.options`` may hold for SageMaker, checked before anything is submitted.
+"""What ``launch.options`` may hold for SageMaker, and the request that the service gets for it.
 
-Patterns and limits: the service's own model, CreateTrainingJob.
+Patterns, limits and fields: the service's own model, CreateTrainingJob.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from anygauge.interface import REPOSITORY_VARIABLE, Job, RunFileError
-from anygauge_launchers.apart import ApartOptions, Variable
-from anygauge_launchers.options import Part
+from anygauge.util.launch_options import OptionsPart
+from anygauge_clouds.submission import CloudOptions, Variable
 
 Role = Annotated[
     str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+$")
@@ -60,7 +60,7 @@ CARDS = {
 """Accelerators of an instance type, as AWS publishes them; others are not counted."""
 
 
-class FileSystem(Part):
+class FileSystem(OptionsPart):
     """A file system as a channel; it is shared by all machines.
 
     Attributes:
@@ -74,7 +74,7 @@ class FileSystem(Part):
     access: Literal["ro", "rw"] = "ro"
 
 
-class SagemakerOptions(ApartOptions):
+class SagemakerOptions(CloudOptions):
     """Options of the sagemaker launcher.
 
     Attributes:
@@ -83,7 +83,7 @@ class SagemakerOptions(ApartOptions):
             while the job runs, and back when it is started again.
         channels: name -> where it comes from: data that machines find in /opt/ml/input/data/NAME.
         channel_mode: of channels in S3: copied first, or read as they are needed.
-        spot: spare capacity, which may be taken away; the job then goes on from its newest
+        spot: spare capacity, which may be taken away; the job then resumes from its newest
             checkpoint.
         max_wait_s: with spot: seconds that waiting and running may take.
         restarts: after faults of the service.
@@ -148,13 +148,13 @@ class SagemakerOptions(ApartOptions):
         if not re.match(_ECR, self.image_for(job)):
             raise RunFileError(
                 "launch.options.image: SageMaker takes images from Amazon ECR alone, and "
-                f"{job.profile.image} is none: push it there, and name it here or its repository "
-                f"in {REPOSITORY_VARIABLE}"
+                f"{job.profile.image} is not there: push it, and name it here or its repository in "
+                f"{REPOSITORY_VARIABLE}"
             )
         device = job.profile.cluster_resource
         if device is not None and not device.startswith("nvidia.com/"):
             raise RunFileError(
-                f"backend: {job.backend} needs {device}, which no machine of SageMaker's has"
+                f"backend: {job.backend} needs {device}, which no machine of SageMaker has"
             )
         if job.launch.max_restarts and job.launch.nodes > 1:
             raise RunFileError(
@@ -185,3 +185,75 @@ class SagemakerOptions(ApartOptions):
                 f"launch.options.instance_type: {self.instance_type} has {cards} accelerators, and "
                 f"launch.devices is {job.launch.devices}"
             )
+
+
+def request_of(
+    job: Job, own: SagemakerOptions, name: str, run: str, carried: dict[str, str]
+) -> dict[str, object]:
+    """The request for CreateTrainingJob.
+
+    Args:
+        job: as its machines see it.
+        run: under which its run directory is kept.
+        carried: hyperparameters that bring the job there.
+    """
+    stop: dict[str, int] = {"MaxRuntimeInSeconds": own.time_limit_s}
+    if own.max_wait_s is not None:
+        stop["MaxWaitTimeInSeconds"] = own.max_wait_s
+    resources: dict[str, object] = {
+        "InstanceType": own.instance_type,
+        "InstanceCount": job.launch.nodes,
+        **({} if own.volume_gb is None else {"VolumeSizeInGB": own.volume_gb}),
+        **({"KeepAlivePeriodInSeconds": own.keep_alive_s} if own.keep_alive_s else {}),
+    }
+    request: dict[str, object] = {
+        "TrainingJobName": name,
+        "RoleArn": own.role,
+        "AlgorithmSpecification": {
+            "TrainingImage": own.image_for(job),
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": [own.python, "-m", "anygauge_clouds.sagemaker_node"],
+            "ContainerArguments": ["--grace", f"{own.grace_s:g}"],
+        },
+        "HyperParameters": carried,
+        "OutputDataConfig": {"S3OutputPath": own.output},
+        "CheckpointConfig": {
+            "S3Uri": f"{own.output.rstrip('/')}/{run}",
+            "LocalPath": job.run_directory,
+        },
+        "ResourceConfig": resources,
+        "StoppingCondition": stop,
+        "EnableManagedSpotTraining": own.spot,
+        "EnableInterContainerTrafficEncryption": own.encrypt_traffic,
+        "EnableNetworkIsolation": own.network_isolation,
+    }
+    if own.channels:
+        request["InputDataConfig"] = [_channel(n, c, own) for n, c in own.channels.items()]
+    if own.subnets:
+        request["VpcConfig"] = {"Subnets": own.subnets, "SecurityGroupIds": own.security_groups}
+    if own.restarts:
+        request["RetryStrategy"] = {"MaximumRetryAttempts": own.restarts}
+    if own.tags:
+        request["Tags"] = [{"Key": key, "Value": value} for key, value in own.tags.items()]
+    return request
+
+
+def _channel(name: str, source: str | FileSystem, own: SagemakerOptions) -> dict[str, object]:
+    if isinstance(source, FileSystem):
+        where: dict[str, object] = {
+            "FileSystemDataSource": {
+                "FileSystemId": source.id,
+                "FileSystemAccessMode": source.access,
+                "FileSystemType": source.type,
+                "DirectoryPath": source.path,
+            }
+        }
+        return {"ChannelName": name, "DataSource": where, "InputMode": "File"}
+    where = {
+        "S3DataSource": {
+            "S3DataType": "S3Prefix",
+            "S3Uri": source,
+            "S3DataDistributionType": "FullyReplicated",
+        }
+    }
+    return {"ChannelName": name, "DataSource": where, "InputMode": own.channel_mode}

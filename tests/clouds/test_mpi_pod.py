@@ -1,4 +1,5 @@
-"""The launcher and the workers of an MPIJob; mpirun is a script here, elsewhere the real one."""
+"""The launcher and the workers of an MPIJob; here mpirun is a script, in test_container_runs.py the
+real one."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from anygauge_launchers import mpi_pod
-from anygauge_launchers.mpi_pod import HOSTFILE, coordinator_of
+from anygauge_clouds import mpi_pod
+from anygauge_clouds.mpi_pod import HOSTFILE, coordinator_of
 
-POD = (sys.executable, "-m", "anygauge_launchers.mpi_pod")
+POD = (sys.executable, "-m", "anygauge_clouds.mpi_pod")
 MPIRUN = """#!/bin/sh
 echo "$ANYGAUGE_COORDINATOR" "$@"
 trap 'echo asked; exit 75' USR1
@@ -32,7 +33,7 @@ AGENT = "import signal, sys, time; signal.signal(10, lambda *_: sys.exit(75)); t
         ("# ours\n\nj-worker-0:1\n", "j-worker-0"),
     ],
 )
-def test_the_head_is_the_first_host(text: str, coordinator: str, tmp_path: Path) -> None:
+def test_the_coordinator_is_the_first_host(text: str, coordinator: str, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text(text)
     assert coordinator_of(tmp_path / "hostfile") == coordinator
 
@@ -115,7 +116,7 @@ def test_a_worker_that_must_end_waits_for_its_agent() -> None:
     inside = [
         *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"),
         '"$0" -c "$1" anygauge.agent & agent=$!; sleep 1; '
-        '"$0" -m anygauge_launchers.mpi_pod end; wait $agent; echo ended $?',
+        '"$0" -m anygauge_clouds.mpi_pod end; wait $agent; echo ended $?',
         *(sys.executable, AGENT),
     ]
     if os.geteuid() != 0 or subprocess.run(["unshare", "--pid", "true"], check=False).returncode:

@@ -1,4 +1,4 @@
-"""The clouds' own models of a job, run in an environment of their own: `cloud_models.py KIND FILE`.
+"""The clouds' own models of a job: `published_models.py KIND FILE`, in an environment of their own.
 
 Prints what they find wrong, one line for each; exit status 1 if anything. No network is needed.
 """
