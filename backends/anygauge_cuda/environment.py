@@ -247,7 +247,7 @@ RULES = (
         "simple",
         below=(1, 6),
         since=(0, 0),
-        reason="older plugins support only this one of NCCL's protocols",
+        reason="older plugins were made for this one of NCCL's protocols",
     ),
     _efa_rule(
         "FI_EFA_USE_DEVICE_RDMA",
