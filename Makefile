@@ -5,8 +5,8 @@
 #   make test        lint, types, import contracts, and the tests but the slow ones; at most 12 minutes on
 #                    two cores
 #   make test-slow   the slow tests
-#   make test-launchers     ssh, Open MPI and Slurm over emulated machines; as root, on Debian; installs
-#                    what is missing (20 minutes)
+#   make test-launchers     ssh, Open MPI, Slurm and clouds' containers over emulated machines; as root, on
+#                    Debian; installs what is missing (20 minutes)
 #   make test-gaudi-stack   the tests of what touches transformers, peft and DeepSpeed, with the versions
 #                    that go with Gaudi, in an environment of their own (.venv-gaudi; docs/stacks.md)
 #   make image-cpu   build the container image for CPUs without Docker, and run the demo inside it, cut

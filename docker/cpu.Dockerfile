@@ -30,7 +30,7 @@ COPY kernels /src/kernels
 COPY launchers /src/launchers
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-build-isolation --constraint /build/constraints.txt \
-        "torch==${TORCH_VERSION}" /src \
+        "torch==${TORCH_VERSION}" "/src[tensorboard,zero]" \
     && pip check \
     && pip uninstall --yes \
         hatchling ninja pathspec pip setuptools tomlkit trove-classifiers wheel

@@ -61,7 +61,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=bind,from=build,source=/build,target=/build \
     PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
     pip install --no-cache-dir --constraint /build/constraints.txt "torch==${TORCH_VERSION}" \
-        /build/wheels/deepspeed-*.whl "/build/wheels/anygauge-${VERSION}-py3-none-any.whl[cuda]" \
+        /build/wheels/deepspeed-*.whl "/build/wheels/anygauge-${VERSION}-py3-none-any.whl[cuda,tensorboard]" \
     && pip check
 ENV HOME=/tmp \
     USER=anygauge \

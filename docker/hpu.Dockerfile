@@ -57,7 +57,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=bind,from=build,source=/build,target=/build \
     PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
     pip install --no-cache-dir --constraint /build/constraints.txt \
-        /build/wheels/deepspeed-*.whl "/build/wheels/anygauge-${VERSION}-py3-none-any.whl" \
+        /build/wheels/deepspeed-*.whl "/build/wheels/anygauge-${VERSION}-py3-none-any.whl[tensorboard]" \
         "transformers==${TRANSFORMERS}" ${OPTIMUM_HABANA:+"optimum-habana==$OPTIMUM_HABANA"} \
     && (pip check || echo "the lines above may be the base's own")
 # Gaudi's software writes logs, for which it needs a folder of this user's.

@@ -21,17 +21,17 @@ TABLES = "## Cards\n\n"
 
 
 def page(text: str, hardware: Hardware) -> str:
-    """The page with its tables anew; what stands before them is written by hand."""
+    """The page with new tables; the text before them is written by hand."""
     return "".join(
         [
             text.partition(TABLES)[0],
             TABLES,
             *_table(hardware.cards, CARD_COLUMNS),
-            "\nWhere the figures are from:\n\n",
+            "\nSources of the figures:\n\n",
             *map(_sources, hardware.cards),
             "\n## Machines\n\n",
             *_table([hardware.machine(m.name) for m in hardware.machines], MACHINE_COLUMNS),
-            "\nWhere the figures are from:\n\n",
+            "\nSources of the figures:\n\n",
             *map(_sources, hardware.machines),
         ]
     )
@@ -63,7 +63,7 @@ CARD_COLUMNS: Mapping[str, Callable[[Card], str]] = {
     "memory, GiB": _memory,
     "reserved, GiB": lambda card: _amount(card.reserved, 2**30, 2),
     "bfloat16, TFLOPS": _rate("bfloat16"),
-    "reached": _rate("bfloat16", "matmul"),
+    "measured": _rate("bfloat16", "matmul"),
     "float16": _rate("float16"),
     "float32": _rate("float32"),
     "bandwidth, GB/s": lambda card: _amount(card.bandwidth, 1e9),

@@ -12,7 +12,7 @@ LONGEST = (
     "docs/test_plugins_page.py",
     "training/test_resume.py",
     "testing/test_kit.py",
-    "cli/test_apart.py",
+    "cli/test_cloud_jobs.py",
     "training/test_results.py",
     "cli/test_train_errors.py",
     "backends/test_hpu_runs.py",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Job, LaunchSettings
-from anygauge.util.events import EventWriter
+from anygauge.util.events import EventWriter, read_event
 from anygauge.util.files import write_text
 from anygauge.util.processes import die_with_parent
 
@@ -81,11 +81,8 @@ def run(
 def _cause(stdout: str, stderr: str) -> str:
     """The first line of the cause that the agent reported, or else the last that it printed."""
     for line in reversed(stdout.splitlines()):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and event.get("cause"):
+        event = read_event(line.encode())
+        if event is not None and event.get("cause"):
             return str(event["cause"]).splitlines()[0]
     lines = [line for line in stderr.splitlines() if line.strip()]
     return lines[-1] if lines else "they ended without a report"

@@ -16,7 +16,7 @@ from typing import Any
 
 from anygauge.agent.outcome import Failure
 from anygauge.interface import STOPPED, Job
-from anygauge.util.events import EVENTS_FD
+from anygauge.util.events import EVENTS_FD, read_event
 from anygauge.util.files import write_text
 from anygauge.util.processes import END_AT_ONCE, parent_environment
 from anygauge.util.rendezvous import STORE_FD
@@ -273,11 +273,8 @@ class RankProcess:
         return self._exited() or (sample is not None and sample.exiting)
 
     def _parse_event(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        event = read_event(line)
+        if event is None:
             return None
         self.watchdog.reported(event)
         if event["event"] == "finished":

@@ -45,9 +45,10 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
         intent, lambda it: preflight(it, engine=True), asked=plan, force=force
     )
     job, run = intent.job, intent.run
+    why = f" ({job.strategy_why})" if job.strategy_why else ""
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold", markup=False)
     console.print(
-        f"  backend {job.backend}, strategy {job.strategy}, {job.launch.nodes} x "
+        f"  backend {job.backend}, strategy {job.strategy}{why}, {job.launch.nodes} x "
         f"{job.launch.devices} ranks, launcher {run.launch.launcher}",
         markup=False,
     )

@@ -135,6 +135,7 @@ def read_intent(
         run_file=str(folder / RESOLVED),
         backend=selection.spec.name,
         strategy=run.strategy.name,
+        strategy_why="" if loaded.names_strategy else why_default(registry),
         launch=run.launch.settings(),
         rendezvous=f"file://{folder / RENDEZVOUS}",
         stop_grace_s=run.checkpoint.grace_s,
@@ -152,6 +153,12 @@ def read_intent(
         backend_options=run.backend_options,
     )
     return Intent(loaded=loaded, registry=registry, selection=selection, job=job)
+
+
+def why_default(registry: Registry) -> str:
+    """Why an unnamed strategy is not the first default, in brackets behind its name; or nothing."""
+    why = registry.why_default()
+    return f"the default here, since {why}" if why else ""
 
 
 MOST_RANKS = 16_384

@@ -25,7 +25,7 @@ def launchers(
     """List the installed launchers: where each starts ranks, what its jobs can do."""
     found = [
         {"distribution": provided.distribution, **describe(provided.spec)}
-        for provided in Registry.load().launchers
+        for provided in sorted(Registry.load().launchers, key=lambda p: _distance(p.spec))
     ]
     if json_:
         typer.echo(json.dumps(found, indent=2))
@@ -59,3 +59,8 @@ def describe(spec: LauncherSpec) -> dict[str, Any]:
         "proven": spec.tested_on,
         "proof": PROVEN.get(spec.tested_on, ""),
     }
+
+
+def _distance(spec: LauncherSpec) -> tuple[bool, bool]:
+    """This machine comes first, then those that share its files, then those that do not."""
+    return spec.remote, not spec.shared_filesystem

@@ -75,7 +75,7 @@ class Expectation:
         )
         if self.run is None:
             return replace(intent, job=job)
-        job = replace(job, strategy=self.run.strategy.name, strategy_why=self.why)
+        job = replace(job, strategy=self.run.strategy.name, strategy_why=f"auto: {self.why}")
         return replace(intent, job=job, loaded=replace(intent.loaded, run=self.run))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +12,7 @@ from rich.text import Text
 from anygauge.cli.intent import BackendOption
 from anygauge.config.strategies import StrategySection, all_sections
 from anygauge.interface import Backend, StrategySpec, UnsupportedError
-from anygauge.registry import AUTO, Provided, Registry, select_backend
+from anygauge.registry import AUTO, Provided, Registry, installed_version, select_backend
 from anygauge.training.strategy import check_backend
 
 
@@ -26,15 +25,16 @@ def strategies(
     selection = select_backend(registry, backend or AUTO, need_device=False)
     chosen = registry.create_backend(selection.spec.name)
     provided = {each.spec.name: each for each in registry.strategies}
-    found = [describe(provided[n], s, chosen) for n, s in all_sections().items()]
+    default = registry.default_strategy().spec.name
+    found = [describe(provided[n], s, chosen, default) for n, s in all_sections().items()]
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "strategies": found}, indent=2))
         return
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     console.print(Text(f"backend {chosen.name} ({selection.reason})"))
     for one in found:
-        default = " (default)" if one["default"] else ""
-        console.print(Text(f"\n{one['name']}{default}", style="bold"))
+        name = f"{one['name']} (default)" if one["default"] else one["name"]
+        console.print(Text(f"\n{name}", style="bold"))
         console.print(Text(f"    {one['summary']}"))
         console.print(Text(f"    ranks: {one['ranks']}"))
         if one["fields"]:
@@ -48,7 +48,10 @@ def strategies(
 
 
 def describe(
-    provided: Provided[StrategySpec], section: type[StrategySection], backend: Backend
+    provided: Provided[StrategySpec],
+    section: type[StrategySection],
+    backend: Backend,
+    default: str,
 ) -> dict[str, Any]:
     """A strategy in plain values; ``refused`` is why the backend cannot run it, empty if it can."""
     spec = provided.spec
@@ -60,20 +63,12 @@ def describe(
     sizes = " or ".join(map(str, spec.world_sizes))
     return {
         "name": spec.name,
-        "default": spec.default,
+        "default": spec.name == default,
         "summary": spec.summary,
         "distribution": provided.distribution,
         "ranks": sizes or "any number",
         "fields": [name for name in section.model_fields if name != "name"],
         "needs": [{"capability": need.capability, "because": need.because} for need in spec.needs],
-        "packages": {name: installed(name) for name in spec.distributions},
+        "packages": {name: installed_version(name) for name in spec.distributions},
         "refused": refused,
     }
-
-
-def installed(distribution: str) -> str | None:
-    """The version of a package on this machine; None without it."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

@@ -51,9 +51,14 @@ def section_of(name: str | None) -> type[StrategySection]:
 
 
 def all_sections() -> dict[str, type[StrategySection]]:
-    """Strategy -> its section; the default comes first."""
-    found = sorted(registry().strategies, key=lambda p: (not p.spec.default, p.spec.name))
+    """Strategy -> its section; defaults come first, in their order."""
+    found = sorted(registry().strategies, key=_defaults_first)
     return {provided.spec.name: _section(provided) for provided in found}
+
+
+def _defaults_first(provided: Provided[StrategySpec]) -> tuple[bool, int, str]:
+    place = provided.spec.default
+    return place is None, place or 0, provided.spec.name
 
 
 @cache

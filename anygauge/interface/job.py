@@ -89,8 +89,9 @@ class Job:
         expected_memory: phase -> the most bytes that the first rank's tensors take of its device,
             by the plan of the run; empty where there is none.
         expected_step_s: seconds of a step, by the same; None: not known.
-        strategy_why: why strategy ``auto`` became this one; empty where it was named, or becomes
-            one when the devices are open.
+        strategy_why: why it is this strategy, where the run file did not name it: what ``auto``
+            found, or which default is not installed. Empty where it is the named one, the first
+            default, or ``auto`` that decides when the devices are open.
     """
 
     name: str

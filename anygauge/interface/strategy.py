@@ -571,14 +571,17 @@ class StrategySpec:
         summary: a line for the list of strategies.
         options: ``"package.module:Class"``: a pydantic model with the section's fields besides
             ``name``; its module imports no torch. Empty: there are none.
-        default: taken where a run file names none; of one strategy alone.
+        default: place among those that are taken where a run file names none: the first whose
+            `distributions` are installed; None: never. No two have one place.
         reference: the conformance kit compares the default strategy with it, on one rank.
         world_sizes: the numbers of ranks that it runs on; empty: any.
         needs_process_group: whether ranks must have joined one before `Strategy.build`; a rank
             that is alone joins one, too.
         needs: what it asks of a device, with reasons; on one rank as well.
         engine: a name by which `Backend.unsupported_engines` may refuse it; empty: torch alone.
-        distributions: packages besides torch whose versions decide a result, and are recorded.
+        distributions: packages that it needs beside those of anygauge, by the names that pip has;
+            their versions are recorded.
+        install: the command that installs them; empty: ``pip install`` and their names.
         share: (options, rank, world size) -> which rows that rank reads; pure. The dry run, the
             run and the command ``data`` call it, for ranks that they are not.
         takes_clip_kernel: options -> whether gradients are whole and on the device when they are
@@ -602,13 +605,14 @@ class StrategySpec:
     api_version: int
     summary: str = ""
     options: str = ""
-    default: bool = False
+    default: int | None = None
     reference: bool = False
     world_sizes: tuple[int, ...] = ()
     needs_process_group: bool = True
     needs: tuple[Requirement, ...] = ()
     engine: str = ""
     distributions: tuple[str, ...] = ()
+    install: str = ""
     share: Callable[[Any, int, int], Share] = share_of_its_own
     takes_clip_kernel: Callable[[Any], Support] = lambda options: FULL
     takes_update_kernel: Callable[[Any], Support] = lambda options: FULL

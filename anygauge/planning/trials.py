@@ -23,6 +23,7 @@ from anygauge.registry import Registry
 from anygauge.strategies.degrees import stages_per_rank
 from anygauge.training.strategy import (
     check_batch,
+    check_installed,
     check_ranks,
     check_strategy,
     share_of,
@@ -109,7 +110,10 @@ class Trials:
         """
         ranks = run.launch.nodes * run.launch.devices
         made = self.registry.create_backend(target.backend, run.backend_options)
-        check_ranks(self.registry.find_strategy(run.strategy.name).spec, ranks, self.registry)
+        spec = self.registry.find_strategy(run.strategy.name).spec
+        check_ranks(spec, ranks, self.registry)
+        # It is rehearsed here, wherever the run's ranks will be.
+        check_installed(spec, self.registry)
         check_strategy(run, self.registry, made, ranks, ranks_run_here=False)
         check_batch(run, self.registry, ranks)
         memory = self._rehearsed(run, target.backend, ranks)

@@ -16,7 +16,7 @@ from anygauge.registry.plugins import (
     PluginFailure,
     Provided,
 )
-from anygauge.registry.registry import Registry
+from anygauge.registry.registry import Registry, installed_version, missing_of
 from anygauge.registry.selection import Selection, questions, select_backend
 
 __all__ = [
@@ -31,6 +31,8 @@ __all__ = [
     "ResolvedSetting",
     "Selection",
     "applied",
+    "installed_version",
+    "missing_of",
     "questions",
     "resolve_environment",
     "select_backend",

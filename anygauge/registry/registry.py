@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.interface import (
@@ -39,6 +41,23 @@ from anygauge.registry.plugins import (
     discover,
 )
 from anygauge.registry.words import did_you_mean, listed, plugin_words
+
+
+def missing_of(spec: StrategySpec) -> str:
+    """The packages of a strategy that this machine lacks, and what installs them; or nothing."""
+    names = [name for name in spec.distributions if installed_version(name) is None]
+    if not names:
+        return ""
+    command = spec.install or f"pip install {' '.join(names)}"
+    return f"{' and '.join(names)}, which this machine lacks: {command}"
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a package on this machine; None without it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class Registry:
@@ -131,19 +150,44 @@ class Registry:
         return self._find("strategy", name, self.strategies)
 
     def default_strategy(self) -> Provided[StrategySpec]:
-        """The strategy of a run file that names none.
+        """The strategy of a run file that names none: the first default that is installed.
 
         Raises:
-            PluginError: no plugin, or more than one, provides it.
+            PluginError: there is none, or two share a place.
         """
-        found = [provided for provided in self.strategies if provided.spec.default]
-        if len(found) != 1:
-            claims = " and ".join(f"{p.spec.name!r} of {p.origin}" for p in found) or "none"
-            raise PluginError(
-                f"strategy.name: the run file names none, and the default is not one: {claims}. "
-                f"Name a strategy: {listed(p.spec.name for p in self.strategies)}"
-            )
-        return found[0]
+        passed = []
+        for provided, missing in self._defaults():
+            if not missing:
+                return provided
+            passed.append(f"{provided.spec.name} needs {missing}")
+        why = "; ".join(passed) or "no plugin provides a default"
+        raise PluginError(
+            f"strategy.name: the run file names none, and {why}. "
+            f"Name a strategy: {listed(p.spec.name for p in self.strategies)}"
+        )
+
+    def why_default(self) -> str:
+        """Why no earlier default is taken; empty where the first is."""
+        passed = itertools.takewhile(lambda each: each[1], self._defaults())
+        return "; ".join(f"{p.spec.name} needs {missing}" for p, missing in passed)
+
+    def _defaults(self) -> Iterator[tuple[Provided[StrategySpec], str]]:
+        """The defaults in their order, each with what this machine lacks for it."""
+        ordered: dict[int, Provided[StrategySpec]] = {}
+        for provided in self.strategies:
+            place = provided.spec.default
+            if place is None:
+                continue
+            if other := ordered.get(place):
+                raise PluginError(
+                    f"strategy.name: {other.spec.name!r} of {other.origin} and "
+                    f"{provided.spec.name!r} of {provided.origin} both claim place {place} among "
+                    "the defaults. Name a strategy in the run file, or block a plugin "
+                    f"({BLOCK_VARIABLE})"
+                )
+            ordered[place] = provided
+        for _, provided in sorted(ordered.items()):
+            yield provided, missing_of(provided.spec)
 
     def strategy(self, name: str) -> Callable[[Any], Strategy]:
         """Import a strategy's factory; it is called with the run file's section.

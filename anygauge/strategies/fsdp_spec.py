@@ -80,6 +80,7 @@ FSDP = StrategySpec(
     api_version=API_VERSION,
     summary="torch's FSDP2: weights, gradients and optimizer in parts; HSDP by dp_replicate.",
     options="anygauge.strategies.fsdp_options:FsdpOptions",
+    default=20,
     needs=(Requirement(capability="collectives", because="FSDP gathers weights from all ranks"),),
     share=share,
     takes_clip_kernel=lambda options: IN_PARTS,

@@ -30,5 +30,5 @@ def is_at_least(version: tuple[int, ...]) -> bool:
     try:
         words = metadata.version(ENGINE).split("+")[0].split(".")
     except metadata.PackageNotFoundError:
-        return True  # that it is missing is told elsewhere
+        return True  # a missing one is refused before
     return tuple(int(word) for word in words if word.isdigit())[:3] >= version

@@ -6,11 +6,10 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from typing import Any
 
 from anygauge.interface import API_VERSION
-from anygauge.registry import Registry
+from anygauge.registry import Registry, installed_version
 
 MARKS = {
     "passed": "pass",
@@ -116,10 +115,7 @@ class Report:
         found = {"contract": str(API_VERSION), "python": platform.python_version()}
         engines = Registry.load().default_strategy().spec.distributions
         for package in (*PACKAGES, *engines):
-            try:
-                found[package] = metadata.version(package)
-            except metadata.PackageNotFoundError:
-                found[package] = "not installed"
+            found[package] = installed_version(package) or "not installed"
         found["machine"] = f"{platform.system()} {platform.machine()}"
         return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from anygauge.models.adapter import load_adapter
 from anygauge.models.export import check_whole, completed, save_adapter, save_model
 from anygauge.models.generate import load_for_inference
 from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
+from anygauge.registry import installed_version
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.materialise import materialise
 from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
@@ -191,8 +191,5 @@ def versions(strategy: StrategySpec) -> dict[str, str]:
     """Python, and the packages that decide a result: those of the strategy, too."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in (*PACKAGES, *strategy.distributions):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
+        found[package] = installed_version(package) or "not installed"
     return found

@@ -395,7 +395,7 @@ def prepare_run(
         choices={
             **plan.record(),
             "strategy": strategy.description
-            + (f" (auto: {job.strategy_why})" if job.strategy_why else ""),
+            + (f" ({job.strategy_why})" if job.strategy_why else ""),
             **({} if quantised is None else {"quantised_base": in_words(quantised)}),
             "precision": dataclasses.asdict(precision),
         },

@@ -9,6 +9,7 @@ from anygauge.config.schema import AdapterSection, RunFile
 from anygauge.data import accumulation
 from anygauge.interface import (
     Backend,
+    NotAvailableError,
     Precision,
     RunFileError,
     Share,
@@ -19,7 +20,7 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.models.initial import changes_base
-from anygauge.registry import Registry
+from anygauge.registry import Registry, missing_of
 from anygauge.training.quantised import check_quantised
 
 PAGED = "paged_memory"
@@ -55,6 +56,20 @@ def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None
         f"but {world_size} ranks are asked for; "
         + ("use --devices 1 and --nodes 1" if alone else f"make --devices times --nodes {sizes}")
         + (f", or strategy.name: {' or '.join(others)}" if others else "")
+    )
+
+
+def check_installed(spec: StrategySpec, registry: Registry) -> None:
+    """Refuse a strategy whose packages are not on this machine.
+
+    Raises:
+        NotAvailableError: says how to install them, and what needs none.
+    """
+    if not (missing := missing_of(spec)):
+        return
+    others = [p.spec.name for p in registry.strategies if not p.spec.distributions]
+    raise NotAvailableError(
+        f"strategy.name: {spec.name!r} needs {missing}. Or use another: {', '.join(others)}"
     )
 
 
@@ -96,6 +111,8 @@ def check_strategy(
     """
     spec = registry.find_strategy(run.strategy.name).spec
     check_ranks(spec, world_size, registry)
+    if ranks_run_here:
+        check_installed(spec, registry)
     precision = None
     if run.precision.param_dtype != "auto":
         precision = resolve_precision(run.precision, backend.support)

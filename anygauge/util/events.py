@@ -37,6 +37,20 @@ EVENTS_FD = "ANYGAUGE_EVENTS_FD"
 """Environment variable: the file descriptor that a rank writes its events to."""
 
 
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """The event in a line; None where the line is something else, such as a library's output."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def message_event(text: str, level: str = "info") -> dict[str, Any]:
+    """A line for the terminal, from whoever follows the job."""
+    return {"event": "message", "time": time.time(), "text": text, "level": level}
+
+
 class EventWriter:
     """Writes events as lines to a file descriptor; to nowhere if it is None. Thread-safe."""
 

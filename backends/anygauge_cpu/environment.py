@@ -101,7 +101,7 @@ RULES = (
         name=CORES_VARIABLE,
         value="an equal share of whole cores, where there are enough for all ranks",
         scope=Scope.RANK,
-        reason="ranks that move between cores lose their caches and their memory's node",
+        reason="a rank that moves to other cores loses its caches and the node of its memory",
         source="anygauge_cpu: equal shares of whole cores, by package",
         decide=_cores,
     ),

@@ -41,11 +41,11 @@ _COUNT: dict[str, Any] = {
 
 OPTIONS: Mapping[str, Option] = {
     "mode": Option(
-        meaning="how operations are executed; left out, as the installed release does",
+        meaning="how operations are executed; by default, as the installed release does",
         **_one_of(*(mode.value for mode in Mode)),
     ),
     "graph_limit": Option(
-        meaning="most operations in one graph: bounds the memory of lazy mode",
+        meaning="the most operations in one graph; limits the memory of lazy mode",
         lazy_only=True,
         **_COUNT,
     ),
@@ -53,7 +53,7 @@ OPTIONS: Mapping[str, Option] = {
         meaning="wait for a graph that the limit has cut", lazy_only=True, **_SWITCH
     ),
     "split_forward_backward": Option(
-        meaning="cut the graph between forward and backward, too, so that the host traces one "
+        meaning="also cut the graph between forward and backward, so that the host traces one "
         "while the device runs the other",
         lazy_only=True,
         **_SWITCH,
@@ -67,8 +67,10 @@ OPTIONS: Mapping[str, Option] = {
         valid="an absolute path without commas",
         accepts=lambda value: isinstance(value, str) and value[:1] == "/" and "," not in value,
     ),
-    "recipe_cache_mb": Option(meaning="most megabytes of it (default 1024)", **_COUNT),
-    "buckets": Option(meaning="distinct lengths that batches are padded to (default 8)", **_COUNT),
+    "recipe_cache_mb": Option(meaning="the most megabytes of that folder (default 1024)", **_COUNT),
+    "buckets": Option(
+        meaning="number of distinct lengths that batches are padded to (default 8)", **_COUNT
+    ),
     "attention": Option(
         meaning="fused: one kernel with a softmax of its own; softmax: products and a softmax "
         "(default fused)",

@@ -1,4 +1,4 @@
-"""The launchers that come with anygauge."""
+"""The launchers for machines that one reaches directly: local, ssh, Slurm, Open MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WRITTEN_FOR = 1
 
 @hookimpl
 def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
-    """Announce the launchers of this distribution."""
+    """Announce these launchers."""
     return [
         LauncherSpec(
             name="local",
@@ -45,35 +45,5 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             tested_on="real",
             remote=True,
             hardware="anygauge_launchers:machines.toml",
-        ),
-        LauncherSpec(
-            name="kubernetes",
-            factory="anygauge_launchers.kubernetes:Kubernetes",
-            api_version=WRITTEN_FOR,
-            tested_on="emulated",
-            remote=True,
-            shared_filesystem=False,
-            can=frozenset({"detach", "warn", "requeue"}),
-            hardware="anygauge_launchers:machines.toml",
-        ),
-        LauncherSpec(
-            name="azureml",
-            factory="anygauge_launchers.azureml:Azureml",
-            api_version=WRITTEN_FOR,
-            tested_on="emulated",
-            remote=True,
-            shared_filesystem=False,
-            can=frozenset({"detach"}),
-            hardware="anygauge_launchers:azure.toml",
-        ),
-        LauncherSpec(
-            name="sagemaker",
-            factory="anygauge_launchers.sagemaker:Sagemaker",
-            api_version=WRITTEN_FOR,
-            tested_on="emulated",
-            remote=True,
-            shared_filesystem=False,
-            can=frozenset({"detach", "warn", "requeue"}),
-            hardware="anygauge_launchers:aws.toml",
         ),
     ]

@@ -9,11 +9,11 @@ from pathlib import Path
 from pydantic import Field
 
 from anygauge.interface import Job, RunFileError
-from anygauge_launchers.options import Options
+from anygauge.util.launch_options import LauncherOptions
 
 
-class HostsOptions(Options):
-    """Options of launchers that are told the machines.
+class HostsOptions(LauncherOptions):
+    """Options of launchers whose users list the machines.
 
     Attributes:
         hosts: the machines, ``host`` or ``user@host``; the first is the coordinator.
@@ -25,31 +25,32 @@ class HostsOptions(Options):
     hostfile: str | None = None
     coordinator: str | None = None
 
-    def settled(self, job: Job) -> tuple[tuple[str, ...], str]:
+    def resolve(self, job: Job) -> tuple[tuple[str, ...], str]:
         """One host for each node, and ``host:port`` of the coordinator's agent.
 
         Raises:
-            RunFileError: see `hosts_of`.
+            RunFileError: see `_hosts_of`.
         """
-        found = hosts_of(job, self.hosts, self.hostfile)
-        return found, f"{self.coordinator or bare(found[0])}:{job.launch.port}"
+        found = _hosts_of(job, self.hosts, self.hostfile)
+        return found, f"{self.coordinator or _without_user(found[0])}:{job.launch.port}"
 
 
 _HOST = re.compile(r"^(?!-)[A-Za-z0-9_.:@\[\]%-]+$")
 
 
-def hosts_of(job: Job, hosts: Sequence[str], hostfile: str | None) -> tuple[str, ...]:
+def _hosts_of(job: Job, hosts: Sequence[str], hostfile: str | None) -> tuple[str, ...]:
     """One host for each node, in order; the first is the coordinator.
 
     Raises:
-        RunFileError: none or both are given, a name is none, or there are not as many as nodes.
+        RunFileError: none or both are given, a name is not a host name, or there are not as many as
+            nodes.
     """
     if bool(hosts) is (hostfile is not None):
         raise RunFileError(
             "launch.options: list the machines, either as hosts ([node1, node2]) or as hostfile "
             "(a path; lines `node1 slots=8`)"
         )
-    found = tuple(hosts) if hostfile is None else read_hostfile(job, Path(hostfile))
+    found = tuple(hosts) if hostfile is None else _read_hostfile(job, Path(hostfile))
     where = "hosts" if hostfile is None else f"hostfile ({hostfile})"
     for host in found:
         if not _HOST.match(host):
@@ -66,11 +67,11 @@ def hosts_of(job: Job, hosts: Sequence[str], hostfile: str | None) -> tuple[str,
     return found
 
 
-def read_hostfile(job: Job, path: Path) -> tuple[str, ...]:
+def _read_hostfile(job: Job, path: Path) -> tuple[str, ...]:
     """The hosts of a file; ``slots``, where given, must be enough for a node's ranks.
 
     Raises:
-        RunFileError: it cannot be read, or a line is none.
+        RunFileError: it cannot be read, or a line is not one of a host file.
     """
     try:
         lines = path.read_text().splitlines()
@@ -98,6 +99,6 @@ def read_hostfile(job: Job, path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def bare(host: str) -> str:
-    """The host as other nodes reach it: without the user."""
+def _without_user(host: str) -> str:
+    """The host as other nodes reach it."""
     return host.rpartition("@")[2]

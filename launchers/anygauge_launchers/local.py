@@ -1,8 +1,7 @@
-"""The local launcher: one agent on this machine, tied to the process that started it."""
+"""The local launcher: one agent on this machine, which ends with the process that started it."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,10 +20,11 @@ from anygauge.interface import (
     RunningJob,
     UnsupportedError,
 )
+from anygauge.util.events import read_event
 from anygauge.util.files import write_text
+from anygauge.util.launch_options import LauncherOptions, read_options
 from anygauge.util.processes import parent_environment
 from anygauge.util.start import settled
-from anygauge_launchers.options import Options, read_options
 
 
 class Local:
@@ -34,10 +34,10 @@ class Local:
         """One job file and one agent.
 
         Raises:
-            RunFileError: the job wants more than one machine, or an option that this launcher does
-                not have, or a bad value.
+            RunFileError: the job asks for more than one machine, the launcher does not have an
+                option, or a value is wrong.
         """
-        own = read_options(Options, "local", options)
+        own = read_options(LauncherOptions, "local", options)
         if job.launch.nodes != 1:
             raise RunFileError(
                 f"launch.launcher: 'local' starts ranks on this machine only, and launch.nodes is "
@@ -101,7 +101,7 @@ class Local:
         return LocalJob(agent, log)
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
-        """Its jobs end with the process that started them: there is none to attach to.
+        """Always refused: a job of this launcher ends with the process that started it.
 
         Raises:
             UnsupportedError: always.
@@ -131,7 +131,7 @@ class LocalJob:
         """What the agent reports, until it ends; lines that are not events go to its log."""
         assert self._agent.stdout is not None
         for line in self._agent.stdout:
-            event = _parse(line)
+            event = read_event(line)
             if event is None:
                 with settled(self._log).open("ab") as log:
                     log.write(line)
@@ -157,11 +157,3 @@ class LocalJob:
         """Exit status of the agent; 128 + signal if it was killed."""
         code = self._agent.wait()
         return code if code >= 0 else 128 - code
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None

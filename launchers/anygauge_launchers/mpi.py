@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
+from anygauge.util.launch_options import read_options
 from anygauge_launchers.hosts import HostsOptions
-from anygauge_launchers.options import read_options
-from anygauge_launchers.remote import TiedLauncher
+from anygauge_launchers.remote import ForegroundLauncher
 
 
 def _whole(path: str) -> str:
@@ -38,7 +38,7 @@ class MpiOptions(HostsOptions):
     python: str = sys.executable
 
 
-class Mpi(TiedLauncher):
+class Mpi(ForegroundLauncher):
     """Starts an agent on each host by mpirun."""
 
     def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
@@ -48,10 +48,10 @@ class Mpi(TiedLauncher):
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
         own = read_options(MpiOptions, "mpi", options)
-        hosts, coordinator = own.settled(job)
+        hosts, coordinator = own.resolve(job)
         folder = Path(job.run_file).parent
         settings: dict[str, str] = {}
-        # The ssh that leads to a daemon must notice, too, that nobody is there any more.
+        # The ssh that leads to a daemon must notice, too, when its machine is gone.
         alive = max(1, int(job.launch.lost_after_s // 5))
         ssh = ["-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={alive}"]
         if own.config is not None:
@@ -60,8 +60,8 @@ class Mpi(TiedLauncher):
         if own.interface is not None:
             settings["btl_tcp_if_include"] = settings["oob_tcp_if_include"] = own.interface
         argv = (
-            *(sys.executable, "-m", "anygauge_launchers.tied", "mpirun"),
-            # Otherwise it refuses; whoever starts a job as root has decided.
+            *(sys.executable, "-m", "anygauge.util.end_with_parent", "mpirun"),
+            # Without it, mpirun refuses to run as root; the user has decided to.
             "--allow-run-as-root",
             *("-np", str(job.launch.nodes), "--host", ",".join(f"{host}:1" for host in hosts)),
             # An agent starts and places its ranks itself.

@@ -1,4 +1,7 @@
-"""A job whose agents are at the far end of processes that this one holds: one for each node."""
+"""A job on other machines that ends with this process, which holds a connection to each agent.
+
+A connection is a process such as an ssh or an mpirun: it leads to agents, which end when it does.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,35 +26,63 @@ from anygauge.interface import (
     RunningJob,
     UnsupportedError,
 )
+from anygauge.util.clients import first_and_last
+from anygauge.util.events import read_event
 from anygauge.util.files import write_text
 from anygauge.util.processes import describe_exit, parent_environment
 from anygauge.util.start import settled
-from anygauge_launchers.held import keep
 
 Event = Mapping[str, Any]
 
-LEFT_ALONE_S = 5.0
-"""Seconds in which the other nodes may end by themselves once one is gone."""
+_PEERS_END_S = 5.0
+"""Seconds in which the other nodes may end by themselves once one has ended; then again between two
+attempts to close their connections, each firmer than the one before."""
+_KILL_AT = 3
+"""The attempt from which a connection is killed."""
+_HOLDER_ENDS_S = 5.0
+"""More than the process that holds the run directory's lock needs to end after the connections."""
+_CANCELLED = {
+    "event": "ended",
+    "state": "cancelled",
+    "exit_status": 143,
+    "cause": "the connections to the agents were closed before an agent reported the end",
+}
 
 
-_ENDING_S = 5.0
-"""More than a process needs to end that has closed its output."""
-_FIRMNESS = 3
-_WORDS = 8
-"""Lines shown of the beginning and of the end of what a program said."""
+class ForegroundLauncher:
+    """What launchers share whose jobs end with the command that started them."""
+
+    def submit(self, plan: Plan) -> RemoteJob:
+        """Write the files and start every process.
+
+        Raises:
+            AnygaugeError: a file cannot be written, or a process cannot be started.
+        """
+        return RemoteJob.start(plan)
+
+    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
+        """Always refused: such a job has ended.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{run_directory}: a job of the {type(self).__name__.lower()} launcher ends with the "
+            "command that started it"
+        )
 
 
 class RemoteJob:
-    """Agents that are tied to this process, by their standard input or by a signal."""
+    """Agents that end with this process: it holds their standard input, or they get a signal."""
 
     record = None
     found: Literal["known"] = "known"
 
     def __init__(
-        self, processes: list[_Connection], keeper: subprocess.Popen[bytes] | None = None
+        self, connections: list[_Connection], lock_holder: subprocess.Popen[bytes] | None = None
     ) -> None:
-        self._connections = processes
-        self._keeper = keeper
+        self._connections = connections
+        self._lock_holder = lock_holder
         self._arrived: queue.SimpleQueue[tuple[_Connection, Event | None]] = queue.SimpleQueue()
         self._cancellations = 0
         self._status = 1
@@ -75,14 +107,14 @@ class RemoteJob:
             for process in plan.processes:
                 log = logs / f"{_program(process)}{process.node_rank}.log"
                 started.append(_Connection(process, passed, log, plan.held))
-            # The folder's lock: nobody else enters while ranks still save, even if this process is
-            # killed. An ssh does not keep what it inherits.
-            keeper = keep(plan.held, [connection.pid for connection in started])
+            # The run directory's lock: nobody else enters while ranks still save, even if this
+            # process is killed. An ssh does not keep what it inherits.
+            lock_holder = _keep_open(plan.held, [connection.pid for connection in started])
         except OSError as error:
             for connection in started:
                 connection.kill()
             raise AnygaugeError(f"cannot start the run in {logs.parent}: {error}") from error
-        job = cls(started, keeper)
+        job = cls(started, lock_holder)
         for connection in started:
             threading.Thread(target=job._read, args=(connection,), daemon=True).start()
         return job
@@ -91,24 +123,25 @@ class RemoteJob:
         """What the agents report, until all have ended; how the job ended comes last, once."""
         endings: dict[int, Event] = {}
         trouble: Event | None = None
-        part_from: float | None = None
+        close_at: float | None = None
         live = set(self._connections)
         began = False
         while live:
             try:
                 connection, event = self._arrived.get(timeout=0.2)
             except queue.Empty:
-                if part_from is not None and time.monotonic() > part_from:
-                    part_from = time.monotonic() + LEFT_ALONE_S
+                if close_at is not None and time.monotonic() > close_at:
+                    close_at = time.monotonic() + _PEERS_END_S
                     for other in live:
-                        other.part()
-                    # What it leaves behind may hold its output open, but has nothing to say.
-                    live = {other for other in live if not other.parted}
+                        other.close()
+                    # A process that it has left behind may hold its output open, but has nothing to
+                    # report.
+                    live = {other for other in live if not other.closed}
                 continue
             if event is not None:
                 if event["event"] == "ended":
                     endings[int(event.get("node_rank", connection.node_rank))] = event
-                    part_from = part_from or time.monotonic() + LEFT_ALONE_S
+                    close_at = close_at or time.monotonic() + _PEERS_END_S
                 else:
                     began = True
                     yield event
@@ -116,7 +149,7 @@ class RemoteJob:
             live.discard(connection)
             if not endings and not self._cancellations:
                 text = connection.why_it_ended()
-                part_from = part_from or time.monotonic() + LEFT_ALONE_S
+                close_at = close_at or time.monotonic() + _PEERS_END_S
                 state, status = ("lost", LOST) if began else ("failed", 1)
                 trouble = trouble or {
                     "event": "ended", "state": state, "exit_status": status, "cause": text,
@@ -127,7 +160,7 @@ class RemoteJob:
             and coordinator is not None
             and coordinator.get("state") == "cancelled"
         ):
-            coordinator = None  # it was let go of, since another node was not to be reached
+            coordinator = None  # its connection was closed because another node had been lost
         final = coordinator or trouble or next(iter(endings.values()), _CANCELLED)
         self._status = int(str(final["exit_status"]))
         yield final
@@ -143,7 +176,8 @@ class RemoteJob:
         return any(connection.running for connection in self._connections)
 
     def cancel(self) -> None:
-        """Ask the coordinator to end all ranks; again to kill them; a third time, let go of all."""
+        """Ask the coordinator to end all ranks; again: to kill them; a third time, kill all
+        connections."""
         self._cancellations += 1
         coordinator = self._connections[0]
         for connection in self._connections:
@@ -154,39 +188,16 @@ class RemoteJob:
 
     def wait(self) -> int:
         """Exit status of the job, once its events have ended."""
-        if self._keeper is not None:
-            # The next command is to find the folder free. A connection that lives on keeps it.
+        if self._lock_holder is not None:
+            # The next command must find the folder free. A connection that lives on keeps it.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._keeper.wait(_ENDING_S)
+                self._lock_holder.wait(_HOLDER_ENDS_S)
         return self._status
 
     def _read(self, connection: _Connection) -> None:
         for event in connection.events():
             self._arrived.put((connection, event))
         self._arrived.put((connection, None))
-
-
-class TiedLauncher:
-    """What launchers share whose jobs end with the command that started them."""
-
-    def submit(self, plan: Plan) -> RemoteJob:
-        """Write the files and start every process.
-
-        Raises:
-            AnygaugeError: a file cannot be written, or a process cannot be started.
-        """
-        return RemoteJob.start(plan)
-
-    def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
-        """There is none to attach to.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            f"{run_directory}: a job of the {type(self).__name__.lower()} launcher ends with the "
-            "command that started it"
-        )
 
 
 class _Connection:
@@ -202,8 +213,8 @@ class _Connection:
         self.node_rank = planned.node_rank
         self._host = planned.host
         self._name = _program(planned)
-        self._speaks = bool(planned.arguments)
-        self._asked = self._parting = 0
+        self._writes = bool(planned.arguments)
+        self._requests = self._closings = 0
         self._log = log
         with log.open("ab") as stderr:
             self._log_begin = stderr.seek(0, 2)
@@ -213,22 +224,23 @@ class _Connection:
                     **os.environ,
                     **passed,
                     **planned.environment,
-                    # For `tied`; where standard input is the tie, nobody on the way takes it out.
-                    **({} if self._speaks else parent_environment()),
+                    # For `anygauge.util.end_with_parent`. An agent whose standard input ends with
+                    # this process needs none, and nobody on the way to it would remove it.
+                    **({} if self._writes else parent_environment()),
                 },
-                stdin=subprocess.PIPE if self._speaks else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self._writes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 pass_fds=held,
                 # Ctrl-C reaches the command line alone, which then ends the job in order.
                 start_new_session=True,
             )
-        if self._speaks:
+        if self._writes:
             given = {
                 "arguments": planned.arguments,
                 "environment": {**passed, **planned.environment},
             }
-            self._say(json.dumps(given))
+            self._write(json.dumps(given))
 
     @property
     def pid(self) -> int:
@@ -242,24 +254,24 @@ class _Connection:
 
     def ask_to_end(self) -> None:
         """Have the agents end their ranks; again: at once."""
-        self._asked += 1
-        if self._speaks:
-            self._say("SIGTERM")
+        self._requests += 1
+        if self._writes:
+            self._write("SIGTERM")
         else:
-            self._process.send_signal(signal.SIGUSR1 if self._asked == 1 else signal.SIGTERM)
+            self._process.send_signal(signal.SIGUSR1 if self._requests == 1 else signal.SIGTERM)
 
     @property
-    def parted(self) -> bool:
-        """Whether it was let go of at last, and has ended."""
-        return self._parting > _FIRMNESS and not self.running
+    def closed(self) -> bool:
+        """Whether it was killed by `close`, and has ended."""
+        return self._closings > _KILL_AT and not self.running
 
-    def part(self) -> None:
-        """Let go of a process that has nothing more to do, more and more firmly."""
-        self._parting += 1
-        if self._parting >= _FIRMNESS:
+    def close(self) -> None:
+        """End a process that has nothing more to do, each time more firmly."""
+        self._closings += 1
+        if self._closings >= _KILL_AT:
             self._process.kill()
-        elif self._speaks and self._parting == 1:
-            self._hang_up()
+        elif self._writes and self._closings == 1:
+            self._close_input()
         else:
             self._process.terminate()
 
@@ -267,22 +279,22 @@ class _Connection:
         """End the process; the agent's standard input ends with it."""
         self._process.kill()
 
-    def _say(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
-    def _hang_up(self) -> None:
+    def _close_input(self) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
     def events(self) -> Iterator[Event]:
-        """What the agent reports; what is not an event goes to the log (greetings of a shell)."""
+        """What the agent reports; other lines, such as a shell's greeting, go to the log."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            event = _parse(line)
+            event = read_event(line)
             if event is not None:
                 yield event
                 continue
@@ -290,34 +302,71 @@ class _Connection:
                 log.write(line)
 
     def why_it_ended(self) -> str:
-        """Once its output has ended: its exit and its last words."""
+        """Its exit status and what it printed to its log; call it once its output has ended."""
         code = self._process.wait()
         log = settled(self._log)
         with log.open("rb") as file:
             file.seek(self._log_begin)
             text = file.read().decode(errors="replace")
-        # Open MPI frames what it says with dashes.
-        lines = [line.strip() for line in text.splitlines() if line.strip(" -")]
-        if len(lines) > 2 * _WORDS:
-            lines[_WORDS:-_WORDS] = ["..."]
-        words = "".join(f"\n  | {line}" for line in lines)
+        # Open MPI frames its messages with dashes.
+        lines = first_and_last([one.strip() for one in text.splitlines() if one.strip(" -")])
+        shown = "".join(f"\n  | {line}" for line in lines)
         return (
             f"node {self.node_rank} ({self._host}): {self._name} ended with {describe_exit(code)}"
-            f"\nits log: {log}{words}"
+            f"\nits log: {log}{shown}"
         )
 
 
 def _program(planned: PlannedProcess) -> str:
-    """What is started: the name in front of its log's."""
+    """The program that is started: its log is named after it."""
     return next((n for n in ("ssh", "mpirun", "srun") if n in planned.argv[:8]), "srun")
 
 
-_CANCELLED = {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": "let go"}
+_LOCK_HOLDER = """\
+import select, sys
+ends = {int(number) for number in sys.argv[1:]}
+waiting = select.poll()
+for end in ends:
+    waiting.register(end, select.POLLIN)
+while ends:
+    for end, _ in waiting.poll():
+        waiting.unregister(end)
+        ends.discard(end)
+"""
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+def _keep_open(held: Sequence[int], processes: Sequence[int]) -> subprocess.Popen[bytes] | None:
+    """Keep the descriptors `held` open until all of `processes` have ended, even without this one.
+
+    A program that leads to other machines may close the descriptors that it inherits; ssh does so
+    first of all. So a small process has them, and waits for such programs.
+
+    Args:
+        processes: ids of children that nobody has waited for.
+
+    Returns:
+        That process, which ends by itself; None where there is nothing to keep, or where the kernel
+        has no descriptors of processes (Linux before 5.3).
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for process in processes if held else ():
+            try:
+                end = os.pidfd_open(process)
+            except (AttributeError, OSError):
+                return None
+            stack.callback(os.close, end)
+            ends.append(end)
+        if not ends:
+            return None
+        return subprocess.Popen(
+            (sys.executable, "-I", "-S", "-c", _LOCK_HOLDER, *map(str, ends)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(*held, *ends),
+            start_new_session=True,
+        )

@@ -2,11 +2,13 @@
 
 The batch script is the same for every job: it finds the first node and hands its arguments to srun
 as they are. What belongs to a job is in sbatch's arguments and in the job file, never in a script.
+A rendered plan also has a batch file, with which ``sbatch FILE`` submits the job by hand.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +17,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from anygauge.interface import LOST, STOPPED, BatchFile, Job, Plan, PlannedFile, PlannedProcess
+from anygauge.interface import (
+    LOST,
+    STOPPED,
+    BatchFile,
+    Job,
+    Plan,
+    PlannedFile,
+    PlannedProcess,
+    RunFileError,
+)
+from anygauge.util.launch_options import LauncherOptions, read_options
 from anygauge.util.start import START
-from anygauge_launchers.options import Options, read_options
 from anygauge_launchers.remote import RemoteJob
-from anygauge_launchers.slurm_batch import NAME, batch_text
 from anygauge_launchers.slurm_job import SlurmJob
+
+BATCH_FILE = "job.sbatch"
 
 BODY = f"""\
 # One agent on each node. Arguments: a log, or empty for none of its own; a file, or empty;
@@ -50,15 +62,15 @@ exit "$status"
 SCRIPT = f"#!/bin/sh\n{BODY}"
 
 
-class SlurmOptions(Options):
+class SlurmOptions(LauncherOptions):
     """Options of the slurm launcher; most are sbatch's own, under its names.
 
     Attributes:
         allocation: ``new`` submits a job, ``current`` uses the one that this shell is in; ``auto``:
             the current one if there is one.
         cpus_per_task: cores for all ranks of a node; without it, whole nodes are taken.
-        requeue: go on from the newest checkpoint in a new job when the time is up, when the job is
-            preempted, and when a node fails.
+        requeue: resume from the newest checkpoint in a new job when the time is up, when the job
+            is preempted, and when a node fails.
         warn_s: seconds before the time limit at which ranks are asked to write a checkpoint.
         extra: further arguments for sbatch, each as one text.
         python: the interpreter on the nodes; this one's path by default.
@@ -143,8 +155,8 @@ class Slurm:
             step = self._step(own, job, job.launch.pass_environment)
             arguments = (*before, *step, *start, *self._agent(own, its), *after)
             batch = BatchFile(
-                name=NAME,
-                text=lambda plan: batch_text(plan, its, lines, arguments, BODY),
+                name=BATCH_FILE,
+                text=lambda plan: _batch_text(plan, its, lines, arguments),
                 files=(PlannedFile(path=str(folder / "job.json"), text=its.dump(), mode=0o600),),
                 command=("sbatch",),
             )
@@ -193,22 +205,22 @@ class Slurm:
         return (
             *(f"--nodes={job.launch.nodes}", f"--ntasks={job.launch.nodes}", "--ntasks-per-node=1"),
             # Agents end each other, and agree on why before they do. One behind a cut cable ends by
-            # itself, but srun does not hear of it.
+            # itself, but srun does not notice.
             *("--kill-on-bad-exit=0", "--wait=15", "--cpu-bind=none"),
             f"--export={','.join(('ANYGAUGE_COORDINATOR', *passed))}",
             *(() if own.cpus_per_task is None else (f"--cpus-per-task={own.cpus_per_task}",)),
         )
 
     def _sbatch(self, own: SlurmOptions, job: Job) -> tuple[str, ...]:
-        asked = {name: getattr(own, name) for name in _SBATCH}
+        given = {name: getattr(own, name) for name in _SBATCH}
         return (
             f"--job-name={job.name}",
-            # Slurm reads % and \\ in the path of a log; the script has one of its own.
+            # Slurm interprets % and \\ in the path of a log; the script writes a log of its own.
             *(f"--nodes={job.launch.nodes}", "--ntasks-per-node=1"),
             *("--chdir=/", "--output=/dev/null"),
             f"--signal=USR1@{own.warn_s}",
             "--requeue" if own.requeue else "--no-requeue",
-            *(f"--{name}={value}" for name, value in asked.items() if value is not None),
+            *(f"--{name}={value}" for name, value in given.items() if value is not None),
             *(() if own.gpus_per_node is None else (f"--gpus-per-node={own.gpus_per_node}",)),
             "--exclusive" if own.cpus_per_task is None else f"--cpus-per-task={own.cpus_per_task}",
         )
@@ -217,3 +229,65 @@ class Slurm:
 def _job_file(job: Job) -> str:
     """Beside the run file, to be accepted with it. `Job.load` finds it where it is put then."""
     return str(Path(job.run_file).with_name("job.json"))
+
+
+def _batch_text(
+    plan: Path, job: Job, options: Sequence[Sequence[str]], arguments: Sequence[str]
+) -> str:
+    """The batch file of a rendered plan; what the launcher gives to sbatch is in its #SBATCH lines.
+
+    Slurm splits such a line into words as a shell does, quotes included; it stops at the first line
+    that is not a comment.
+
+    Args:
+        plan: absolute folder with the job file and the resolved run in it.
+        options: of sbatch; those of one item are in one line.
+        arguments: of `BODY`.
+
+    Raises:
+        RunFileError: an option has a line break in it.
+    """
+    lines = []
+    for words in options:
+        broken = next((word for word in words if not word.isprintable()), None)
+        if broken is not None:
+            raise RunFileError(
+                f"launch.options: {broken!r} cannot be in a batch file: it has a line break or "
+                "another control character in it. Remove that"
+            )
+        lines.append(f"#SBATCH {shlex.join(words)}\n")
+    return (
+        "#!/bin/sh\n" + "".join(lines) + f"# Submit it with: sbatch {_comment(plan / BATCH_FILE)}\n"
+        f"plan={shlex.quote(str(plan))}\n"
+        f"run={shlex.quote(job.run_directory)}\n"
+        f"start={shlex.quote(str(Path(job.run_file).parent))}\n"
+        'exec >>"$plan/slurm.log" 2>&1\n'
+        + ("" if job.takes_over else _UNUSED)
+        + _COPY
+        + f"set -- {shlex.join(arguments)}\n"
+        + BODY
+    )
+
+
+# A job that Slurm has put back into the queue finds its own run there.
+_UNUSED = """\
+if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] && [ -e "$run/run.yaml" ]; then
+    echo "error: $run holds a run already. Render the plan again: with --set name=NAME for another"
+    echo "folder, or with --resume auto to resume that run from its newest checkpoint"
+    exit 2
+fi
+"""
+# Where a run is resumed, the new files wait until its ranks have accepted them.
+_COPY = """\
+mkdir -p "$run/logs" || exit 1
+if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || [ -d "$start" ]; then
+    mkdir -p "$start" || exit 1
+    cp -p "$plan/job.json" "$start/job.json" || exit 1
+    cp -p "$plan/run.json" "$start/run.json" || exit 1
+    cp -p "$plan/run.yaml" "$start/run.yaml" || exit 1
+fi
+"""
+
+
+def _comment(path: Path) -> str:
+    return shlex.quote(str(path)) if str(path).isprintable() else BATCH_FILE

@@ -1,4 +1,4 @@
-"""A job in Slurm's queue, followed through its file of events and what Slurm says of it."""
+"""A job in Slurm's queue, followed by its file of events and by what Slurm reports of it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anygauge.interface import LOST, AnygaugeError, Plan, UnsupportedError
+from anygauge.util.clients import last_line, run_client
+from anygauge.util.events import message_event, read_event
 from anygauge.util.files import write_text
-from anygauge_launchers.clients import ask, last_line
 
 Event = Mapping[str, Any]
 
-ASK_S = 2.0
-"""How often Slurm is asked about the job."""
-_GLANCE_S = 0.2
-_SETTLING_S = 5.0
+_POLL_S = 2.0
+"""Seconds between two questions to Slurm about the job."""
+_READ_S = 0.2
+"""Seconds between two looks at the file of events."""
+_LOG_DELAY_S = 5.0
+"""Seconds that the agents' last events may take through the file system once the job has ended."""
 _UNREACHABLE = "UNREACHABLE"
 _UNKNOWN = "UNKNOWN"
-_TOLD = ("PENDING", "RUNNING", "SUSPENDED", _UNREACHABLE)
+_REPORTED = ("PENDING", "RUNNING", "SUSPENDED", _UNREACHABLE)
 _LIVE = {
     _UNREACHABLE,
     *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"),
     *("SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING", "REQUEUE_FED", "SPECIAL_EXIT"),
 }
-_WORDS = {
+_ENDINGS = {
     "NODE_FAIL": ("lost", LOST, "a node of the job failed"),
     "BOOT_FAIL": ("lost", LOST, "a node of the job did not start"),
     "PREEMPTED": ("lost", LOST, "Slurm preempted the job"),
@@ -39,7 +42,7 @@ _WORDS = {
 
 
 class SlurmJob:
-    """A submitted job. It goes on when this process ends."""
+    """A submitted job. It outlives this process."""
 
     def __init__(self, number: str, folder: Path, offset: int) -> None:
         self.number = number
@@ -60,7 +63,7 @@ class SlurmJob:
             AnygaugeError: Slurm refuses the job, or a file cannot be written.
         """
         script = next(file.path for file in plan.files if file.path.endswith(".sh"))
-        folder = Path(script).parent  # the job file may wait elsewhere for the ranks to accept it
+        folder = Path(script).parent  # the job file may be in `START`, until the ranks accept it
         passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
         events = folder / "events.jsonl"
         try:
@@ -72,7 +75,7 @@ class SlurmJob:
             offset = events.stat().st_size if events.exists() else 0
         except OSError as error:
             raise AnygaugeError(f"cannot start the run in {folder}: {error}") from error
-        done = ask(plan.processes[0].argv)
+        done = run_client(plan.processes[0].argv)
         if done.returncode:
             raise AnygaugeError(
                 f"sbatch refused the job: {last_line(done.stderr) or last_line(done.stdout)}\n"
@@ -86,7 +89,7 @@ class SlurmJob:
         """A job that was submitted before.
 
         Raises:
-            UnsupportedError: the record is none of a job of Slurm's.
+            UnsupportedError: the record is not one of a job of Slurm's.
         """
         try:
             return cls(str(record["job"]), folder, int(record["offset"]))
@@ -94,37 +97,36 @@ class SlurmJob:
             raise UnsupportedError(f"{folder}: {dict(record)} is not a record of a job") from error
 
     def events(self) -> Iterator[Event]:
-        """What the agents report and how the job fares, until it is over."""
-        yield _message(f"slurm: job {self.number}; logs: {self._folder / 'logs'}")
-        said, asked, ended, gone_at = "", 0.0, None, None
+        """What the agents report and the job's state in Slurm, until it is over."""
+        yield message_event(f"slurm: job {self.number}; logs: {self._folder / 'logs'}")
+        reported, asked_at, ended, gone_at = "", 0.0, None, None
         while True:
             for event in self._new():
                 if event["event"] == "ended":
-                    # The last word of this attempt; the job may be put back into the queue.
+                    # Of this attempt; the job may be put back into the queue.
                     ended = event
                 else:
                     ended = None
                     yield event
             now = time.monotonic()
-            if now - asked >= ASK_S or (ended is not None and now - asked >= _GLANCE_S):
-                asked = now
+            if now - asked_at >= (_POLL_S if ended is None else _READ_S):
+                asked_at = now
                 state, reason = self._state()
                 if state in _LIVE:
                     gone_at = None
                     why = state in ("PENDING", _UNREACHABLE)
                     word = state.lower() + (f" ({reason})" if why else "")
-                    if state in _TOLD and word != said:
-                        said = word
-                        yield _message(f"slurm: job {self.number} is {word}")
+                    if state in _REPORTED and word != reported:
+                        reported = word
+                        yield message_event(f"slurm: job {self.number} is {word}")
                 else:
-                    # What the agents wrote last may still be on its way through the file system.
                     gone_at = gone_at or now
-                    if ended is not None or now - gone_at > _SETTLING_S:
-                        final = ended or self._without_a_word(state, reason)
+                    if ended is not None or now - gone_at > _LOG_DELAY_S:
+                        final = ended or self._ended_without_report(state, reason)
                         self._status = int(str(final["exit_status"]))
                         yield final
                         return
-            time.sleep(_GLANCE_S)
+            time.sleep(_READ_S)
 
     def status(self) -> str:
         """The job's state in Slurm; where Slurm has forgotten it, the end that agents reported."""
@@ -151,16 +153,16 @@ class SlurmJob:
         (self._folder / "cancelled").touch()
         state, _ = self._state()
         if self._cancellations == 1 and state == "RUNNING":
-            ask(("scancel", "--signal=INT", self.number))
+            run_client(("scancel", "--signal=INT", self.number))
         else:
-            ask(("scancel", self.number))
+            run_client(("scancel", self.number))
 
     def wait(self) -> int:
         """Exit status of the job, once its events have ended."""
         return self._status
 
     def _ended(self) -> Event | None:
-        """The last event in the file, if it tells of the job's end."""
+        """The last event in the file, if it is the job's end."""
         reader = SlurmJob(self.number, self._folder, int(self.record["offset"]))
         events = list(iter(lambda: list(reader._new()), []))
         last = events[-1][-1] if events else {}
@@ -176,28 +178,25 @@ class SlurmJob:
         self._offset += len(chunk)
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
+            event = read_event(line)
+            if event is not None:
                 yield event
 
     def _state(self) -> tuple[str, str]:
         """State and reason as Slurm has them; UNKNOWN where it has forgotten the job."""
         try:
-            done = ask(("scontrol", "show", "job", "--oneliner", self.number))
+            done = run_client(("scontrol", "show", "job", "--oneliner", self.number))
         except AnygaugeError as error:
             return _UNREACHABLE, str(error)
         if done.returncode and "Invalid job id" in done.stderr:
             return _UNKNOWN, ""
-        if done.returncode:  # the controller is away for a while: the job is not
+        if done.returncode:  # the controller is away for a while; the job is still there
             return _UNREACHABLE, last_line(done.stderr)
         words = dict(w.split("=", 1) for w in done.stdout.split() if "=" in w)
         return words.get("JobState", _UNKNOWN), words.get("Reason", "")
 
-    def _without_a_word(self, state: str, reason: str) -> Event:
-        kind, status, text = _WORDS.get(
+    def _ended_without_report(self, state: str, reason: str) -> Event:
+        kind, status, text = _ENDINGS.get(
             state, ("failed", 1, f"the job ended ({state.lower()}) before its agents could report")
         )
         if self._cancellations:
@@ -212,10 +211,6 @@ class SlurmJob:
             + (f" ({reason})" if reason not in ("", "None") else "")
             + (f"\nits log: {log}\n{tail}" if tail else ""),
         }
-
-
-def _message(text: str) -> Event:
-    return {"event": "message", "time": time.time(), "text": text, "level": "info"}
 
 
 def _lines(path: Path) -> list[str]:

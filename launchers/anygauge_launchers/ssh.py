@@ -16,9 +16,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
+from anygauge.util.launch_options import read_options
 from anygauge_launchers.hosts import HostsOptions
-from anygauge_launchers.options import read_options
-from anygauge_launchers.remote import TiedLauncher
+from anygauge_launchers.remote import ForegroundLauncher
 
 _ALIVE_S = 5
 
@@ -46,7 +46,7 @@ class SshOptions(HostsOptions):
     )
 
 
-class Ssh(TiedLauncher):
+class Ssh(ForegroundLauncher):
     """Starts an agent on each host."""
 
     def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
@@ -56,7 +56,7 @@ class Ssh(TiedLauncher):
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
         own = read_options(SshOptions, "ssh", options)
-        hosts, coordinator = own.settled(job)
+        hosts, coordinator = own.resolve(job)
         job_file = str(Path(job.run_file).with_name("job.json"))
         alive = max(1, int(job.launch.lost_after_s // _ALIVE_S))
         command = (

@@ -235,7 +235,7 @@ def test_auto_becomes_the_fastest_that_fits_and_says_why(
         "memory: needs 4.1 GiB, sim has 5.0 GiB for a rank",
     )
     assert (seen, chosen.run.strategy.name, chosen.job.strategy) == ("zero",) * 3
-    assert chosen.job.strategy_why == why
+    assert chosen.job.strategy_why == f"auto: {why}"
     assert chosen.job.expected_memory == {"load": 2048 * MIB}
 
 

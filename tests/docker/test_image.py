@@ -233,7 +233,7 @@ def test_two_containers_are_two_machines_for_ssh(folder: Path) -> None:
         options = {
             "hosts": ["machine1", "machine2"],
             "config": str(config),
-            "head": "127.0.0.1",
+            "coordinator": "127.0.0.1",
             "python": "python3",
         }
         launch = {"launcher": "ssh", "nodes": 2, "devices": 1, "options": options}

@@ -16,8 +16,8 @@ PAGE = ROOT / "docs/clouds.md"
 JOBS = {block.option("job"): block for block in blocks() if block.option("job")}
 OPTIONS = {
     "## Kubernetes": "kubernetes_options:KubernetesOptions",
-    "## Azure ML": "azureml_options:AzuremlOptions",
-    "## SageMaker": "sagemaker_options:SagemakerOptions",
+    "## Azure ML": "azureml:AzuremlOptions",
+    "## SageMaker": "sagemaker_request:SagemakerOptions",
 }
 
 
@@ -54,7 +54,7 @@ def test_the_jobs_on_the_page_can_be_rendered(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("heading", OPTIONS)
 def test_every_option_is_in_a_table(heading: str) -> None:
     module, _, name = OPTIONS[heading].partition(":")
-    model = getattr(importlib.import_module(f"anygauge_launchers.{module}"), name)
+    model = getattr(importlib.import_module(f"anygauge_clouds.{module}"), name)
     listed = table_names(section(PAGE, heading))
     common = {"grace_s", "in_image", "python"} | ({"image"} if "Kube" in heading else set())
     assert listed == set(model.model_fields) - common | {"image"} - common

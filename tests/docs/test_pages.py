@@ -56,7 +56,7 @@ def test_anchors_are_those_of_the_usual_hosts() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_and_option_is_documented(name: str) -> None:
-    assert f"anygauge {name}" in table_names(section(README, "## Commands"))
+    assert f"anygauge {name}" in table_names(section(COMMANDS_PAGE, "## All commands"))
     text = section(COMMANDS_PAGE, f"## `anygauge {name}`")
     options = {
         option

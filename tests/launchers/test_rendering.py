@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import ABILITIES, Job, Launcher, Plan, RunFileError, UnsupportedError
-from anygauge_launchers import anygauge_provide_launchers
+from anygauge.registry import Registry
 from anygauge_launchers.mpi import Mpi
 from anygauge_launchers.slurm import SCRIPT, Slurm
 from anygauge_launchers.ssh import Ssh
@@ -169,13 +169,17 @@ def test_inside_an_allocation_it_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Slurm().render(job(), {"allocation": "new"}).processes[0].argv[0] == "sbatch"
 
 
-def test_every_launcher_says_how_far_it_was_proven_and_what_it_can() -> None:
-    for spec in anygauge_provide_launchers():
+def test_every_launcher_says_what_it_was_tested_on_and_what_it_can() -> None:
+    specs = [provided.spec for provided in Registry.load().launchers]
+    assert {"local", "ssh", "slurm", "mpi", "kubernetes", "azureml", "sagemaker"} <= {
+        spec.name for spec in specs
+    }
+    for spec in specs:
         assert spec.tested_on in ("real", "emulated", "schema")
         assert spec.can <= ABILITIES.keys()
 
 
-def test_tied_jobs_cannot_be_found_again() -> None:
+def test_jobs_that_end_with_their_command_cannot_be_found_again() -> None:
     for launcher in (Ssh(), Mpi()):
         with pytest.raises(UnsupportedError, match="ends with the command that started it"):
             launcher.attach({}, Path("/runs/x"))

@@ -28,7 +28,7 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
             name="tensorboard",
             factory=f"{_HERE}.tensorboard:TensorBoard",
             api_version=API_VERSION,
-            missing=_needs("tensorboard", "pip install tensorboard"),
+            missing=_needs("tensorboard", "pip install 'anygauge[tensorboard]'"),
         ),
         TrackerSpec(
             name="jsonl",

@@ -1,0 +1,284 @@
+"""A job that a service runs, followed by its coordinator's log and by what the service reports."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from anygauge.interface import LOST, AnygaugeError
+from anygauge.util.clients import NotInstalledError, last_line
+from anygauge.util.events import message_event, read_event
+from anygauge.util.processes import parent_environment
+
+Event = Mapping[str, Any]
+
+POLL_S = 3.0
+"""Seconds between two questions to the service."""
+_READ_S = 0.2
+"""Seconds between two looks at what has arrived."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceState:
+    """What the service reports of a job.
+
+    Attributes:
+        phase: ``waiting`` for machines or images, ``running``, or how it ended; ``gone``: the
+            service does not know it (any more); ``silent``: the service does not answer.
+        text: the same in the service's own words, with its reason.
+    """
+
+    phase: Literal["waiting", "running", "done", "failed", "stopped", "gone", "silent"]
+    text: str
+
+
+_Answer = tuple[ServiceState, tuple[str, ...] | None]
+
+
+class Service(abc.ABC):
+    """A service with one job of it: a dataclass of what the job is found by.
+
+    Attributes:
+        log_delay_s: seconds that the coordinator's log may take to arrive once the service reports
+            the end of the job.
+    """
+
+    __slots__ = ()
+    log_delay_s = 15.0
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """By which the job is found again."""
+        assert is_dataclass(self)
+        return asdict(self)
+
+    @abc.abstractmethod
+    def state(self) -> ServiceState:
+        """Ask the service about the job."""
+
+    @abc.abstractmethod
+    def log_command(self) -> tuple[str, ...] | None:
+        """What prints the coordinator's output and follows it; None while there is none."""
+
+    def whole_log(self, folder: Path) -> bytes:
+        """The coordinator's output of an ended job; empty where `log_command` prints all of it.
+
+        Args:
+            folder: of the run, on this machine.
+        """
+        return b""
+
+    @abc.abstractmethod
+    def stop(self, *, force: bool) -> None:
+        """Ask for the job's end.
+
+        Args:
+            force: without time for a checkpoint.
+
+        Raises:
+            AnygaugeError: the service refuses.
+        """
+
+
+class ServiceJob:
+    """A submitted job. It outlives this process.
+
+    The coordinator's agent prints events; the service keeps them as the coordinator's log.
+    """
+
+    def __init__(self, service: Service, folder: Path) -> None:
+        self._service = service
+        self._folder = folder
+        self._log = folder / "logs" / "coordinator.log"
+        self._client_log = folder / "logs" / "client.log"
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._reader: subprocess.Popen[bytes] | None = None
+        self._answers: queue.SimpleQueue[_Answer | AnygaugeError] = queue.SimpleQueue()
+        self._known: set[int] = set()
+        self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._complaints: set[str] = set()
+        self._followed = False
+        self._cancellations = 0
+        self._status = 1
+        self.found: Literal["known", "gone", "silent"] = "known"
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """By which the job is found again."""
+        return self._service.record
+
+    def events(self) -> Iterator[Event]:
+        """What the coordinator and the service report, until the job is over.
+
+        Raises:
+            AnygaugeError: this machine does not have the service's client.
+        """
+        reported, ended, over_at, fetched = "", None, None, False
+        state = ServiceState(phase="waiting", text="")
+        ask_at: float | None = time.monotonic()
+        try:
+            while True:
+                for event in self._new():
+                    if event["event"] == "ended":
+                        # Where several agents write to one log, the coordinator's report counts.
+                        if ended is None or event.get("node_rank") == 0:
+                            ended = event
+                    else:
+                        # The service has started the job again: that was not its end.
+                        ended = None if event["event"] == "started" else ended
+                        yield event
+                while not self._warnings.empty():
+                    yield message_event(self._warnings.get(), "warning")
+                now = time.monotonic()
+                if ask_at is not None and now >= ask_at:
+                    ask_at = None
+                    threading.Thread(target=self._ask, daemon=True).start()
+                elif not self._answers.empty():
+                    state, ask_at = self._answered(self._answers.get()), now + POLL_S
+                    if state.text != reported:
+                        reported = state.text
+                        yield message_event(reported)
+                if state.phase in ("waiting", "running", "silent"):
+                    over_at, fetched = None, False
+                else:
+                    over_at = over_at or now
+                    if ended is None and not fetched and now - over_at > self._service.log_delay_s:
+                        fetched = True
+                        for line in self._service.whole_log(self._folder).splitlines(True):
+                            self._lines.put(line)
+                    elif ended is not None or fetched:
+                        final = self._final(state, ended)
+                        self._status = int(str(final["exit_status"]))
+                        yield final
+                        return
+                time.sleep(_READ_S)
+        finally:
+            if self._reader is not None:
+                self._reader.kill()
+                self._reader.wait()
+
+    def status(self) -> str:
+        """What the service reports of it."""
+        state = self._service.state()
+        self.found = state.phase if state.phase in ("gone", "silent") else "known"
+        return state.text
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether it waits or runs; None where the service does not answer."""
+        phase = self._service.state().phase
+        return None if phase == "silent" else phase in ("waiting", "running")
+
+    def cancel(self) -> None:
+        """Ask the ranks to write a checkpoint and end; a second time, end the job.
+
+        Raises:
+            AnygaugeError: the service refuses, and nobody follows the job, or it is over.
+        """
+        if not self._followed and not self._cancellations and self.alive is False:
+            raise AnygaugeError(f"{self.status()}: there is nothing to end")
+        self._cancellations += 1
+        try:
+            self._service.stop(force=self._cancellations > 1)
+        except AnygaugeError as error:
+            if not self._followed:  # the caller must know; a follower reports it as a warning
+                raise
+            self._warnings.put(str(error))
+
+    def wait(self) -> int:
+        """Exit status of the job, once its events have ended."""
+        return self._status
+
+    def _ask(self) -> None:
+        """Get the job's state, and the command for its log where nobody reads that."""
+        try:
+            state, command = self._service.state(), None
+            if self._reader is None and state.phase != "silent":
+                command = self._service.log_command()
+            self._answers.put((state, command))
+        except AnygaugeError as error:
+            self._answers.put(error)
+
+    def _answered(self, answer: _Answer | AnygaugeError) -> ServiceState:
+        if not isinstance(answer, AnygaugeError):
+            self._followed = True
+            state, command = answer
+            if command is not None and self._reader is None:
+                self._read(command)
+            return state
+        if isinstance(answer, NotInstalledError):
+            raise answer
+        return ServiceState(phase="silent", text=str(answer))
+
+    def _read(self, command: tuple[str, ...]) -> None:
+        """Start reading; from the thread that follows, since for the kernel that is the parent."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._client_log.open("ab") as log:
+            self._reader = reader = subprocess.Popen(
+                # It ends with this process, however that ends.
+                (sys.executable, "-m", "anygauge.util.end_with_parent", *command),
+                env={**os.environ, **parent_environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._pump, args=(reader,), daemon=True).start()
+
+    def _pump(self, reader: subprocess.Popen[bytes]) -> None:
+        assert reader.stdout is not None
+        for line in reader.stdout:
+            self._lines.put(line)
+        if reader.wait() > 0:
+            self._complain()
+        self._lines.put(None)
+
+    def _complain(self) -> None:
+        """Report why the coordinator's output cannot be read; each reason once."""
+        reason = last_line(self._client_log.read_text(errors="replace"))
+        if reason and reason not in self._complaints:
+            self._complaints.add(reason)
+            self._warnings.put(f"the first machine's output cannot be read: {reason}")
+
+    def _new(self) -> Iterator[Event]:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                line = self._lines.get_nowait()
+                if line is None:
+                    # The reader ended, or its connection did. The next one repeats all lines.
+                    self._reader = None
+                    continue
+                if hash(line) in self._known:
+                    continue
+                self._known.add(hash(line))
+                # A service may put a time in front of an event.
+                begin = line.find(b'{"event"')
+                event = read_event(line[begin:]) if begin >= 0 else None
+                if event is not None:
+                    yield event
+                else:
+                    with self._log.open("ab") as log:
+                        log.write(line)
+
+    def _final(self, state: ServiceState, ended: Event | None) -> Event:
+        if ended is not None and not (ended.get("state") == "ok" and state.phase == "failed"):
+            return ended
+        if self._cancellations:
+            outcome, status = "cancelled", 143
+        elif state.phase == "done":
+            outcome, status = "ok", 0
+        elif state.phase == "failed":
+            outcome, status = "failed", 1
+        else:
+            outcome, status = "lost", LOST
+        return {"event": "ended", "state": outcome, "exit_status": status, "cause": state.text}

@@ -1,0 +1,163 @@
+"""Handing a job to a service whose machines do not see this machine's files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+from anygauge.interface import (
+    REPOSITORY_VARIABLE,
+    AnygaugeError,
+    Job,
+    Plan,
+    PlannedFile,
+    RunFileError,
+)
+from anygauge.util.clients import NoAnswerError, run_client
+from anygauge.util.files import write_text
+from anygauge.util.launch_options import LauncherOptions
+from anygauge.util.start import START
+
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""The name of an environment variable."""
+
+VARIABLES = "variables.json"
+"""The file of variables that the submitting shell passes on."""
+
+_SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr")
+
+
+def _folder(path: str) -> str:
+    plain = path.rstrip("/")
+    if not re.fullmatch(r"/[A-Za-z0-9._/-]*[A-Za-z0-9._-]", plain) or ".." in plain.split("/"):
+        raise ValueError("an absolute folder is needed, of letters, digits and ._/- alone")
+    if plain.split("/")[1] in _SYSTEM:
+        raise ValueError(f"/{plain.split('/')[1]} is the image's own; choose another folder")
+    return plain
+
+
+Folder = Annotated[str, AfterValidator(_folder)]
+"""An absolute path on the machines of the job."""
+
+Image = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9][A-Za-z0-9._:/-]*(@sha256:[0-9a-f]{64})?$")
+]
+"""A container image."""
+
+
+class CloudOptions(LauncherOptions):
+    """Options that the clouds' launchers share.
+
+    Attributes:
+        image: container image with anygauge in it; the backend's own by default.
+        in_image: folders of the image that the run file may name.
+        python: the interpreter in the image.
+    """
+
+    image: Image | None = None
+    in_image: list[Folder] = Field(default_factory=list)
+    python: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_./+-]+$")] = "python3"
+
+    def image_for(self, job: Job) -> str:
+        """The image to run.
+
+        Raises:
+            RunFileError: the options name none, and the backend has none.
+        """
+        found = self.image or job.profile.image
+        if found is None:
+            raise RunFileError(
+                f"launch.options.image: the {job.backend} backend names no image of its own: name "
+                "one that has anygauge in it"
+            )
+        return found
+
+    def notes_for(self, job: Job) -> tuple[str, ...]:
+        """What the user should know before: the machines may not have the image."""
+        image = job.profile.image
+        if self.image is not None or image is None or "/" in image:
+            return ()
+        return (
+            f"launch.options.image: {image} is not on a registry, and the job fails on machines "
+            "that do not have it. Build it, push it, and name its repository in "
+            f"{REPOSITORY_VARIABLE}, or the whole image here (docs/images.md)",
+        )
+
+
+def relocate(job: Job, run_directory: str) -> Job:
+    """The job as its machines see it, with this run directory on their storage."""
+    run = Path(job.run_file).name
+    return replace(
+        job,
+        run_directory=run_directory,
+        # What another job has left stays until the ranks accept (`anygauge.agent.startup`).
+        run_file=f"{run_directory}/{START}/{run}" if job.takes_over else f"{run_directory}/{run}",
+        # On a disk of the machine's own: network storage may lack the locks that this takes.
+        rendezvous=f"file:///tmp/anygauge-{submission_id(job) or 'rendezvous'}",
+        working_directory="",
+        resume=True,
+    )
+
+
+def service_name(job: Job, limit: int) -> str:
+    """The run's name as services accept it: lower case, digits and dashes.
+
+    It ends with the submission's id, so that a run can be submitted again.
+
+    Args:
+        limit: most characters.
+    """
+    end = f"-{submission_id(job)}" if submission_id(job) else ""
+    text = re.sub(r"[^a-z0-9]+", "-", Path(job.run_directory).name.lower()).strip("-")
+    if not text[:1].isalpha():
+        text = f"run-{text}"
+    return text[: limit - len(end)].rstrip("-") + end
+
+
+def submission_id(job: Job) -> str:
+    """Differs from submission to submission; empty for a plan that is only written."""
+    return hashlib.sha256(job.token.encode()).hexdigest()[:8] if job.token else ""
+
+
+def variables_file(folder: Path) -> PlannedFile:
+    """The file of variables, still empty: `write_files` puts their values into it."""
+    return PlannedFile(path=str(folder / VARIABLES), text="{}", mode=0o600)
+
+
+def write_files(plan: Plan) -> None:
+    """Write the plan's files, with the values that variables have in this process now.
+
+    Raises:
+        AnygaugeError: a file cannot be written.
+    """
+    passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
+    for file in plan.files:
+        text = json.dumps(passed) if Path(file.path).name == VARIABLES else file.text
+        try:
+            write_text(file.path, text, file.mode)
+        except OSError as error:
+            raise AnygaugeError(f"{file.path} cannot be written: {error}") from error
+
+
+def submit_by_client(argv: Sequence[str], name: str) -> subprocess.CompletedProcess[str]:
+    """Run the client's command that submits a job of this name.
+
+    Raises:
+        AnygaugeError: this machine does not have the client.
+        NoAnswerError: the client did not answer; the service may have the job all the same.
+    """
+    try:
+        return run_client(argv)
+    except NoAnswerError as error:
+        raise NoAnswerError(
+            f"{error}. The service may have accepted the job all the same, as {name}"
+        ) from error

@@ -1,0 +1,325 @@
+"""Jobs that are handed to a service: refused, shown, submitted, and found again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.interface import Job
+from tests.agent.fakes import until
+from tests.clouds.helpers import Client, events_text
+from tests.helpers.processes import end
+from tests.helpers.runs import anygauge, run_file
+
+OPTIONS: dict[str, Any] = {
+    "image": "x/y:1",
+    "storage": {"claim": "runs"},
+    "volumes": [{"claim": "data", "path": "/data"}],
+}
+LAUNCH = {"launcher": "kubernetes", "nodes": 2, "options": OPTIONS}
+MADE = {
+    "apiVersion": "jobset.x-k8s.io/v1alpha2",
+    "kind": "JobSet",
+    "metadata": {"name": "tiny", "namespace": "default", "uid": "u"},
+}
+
+
+def there(folder: Path, **changes: Any) -> Path:
+    """A run file whose paths are those of the machines."""
+    return run_file(
+        folder,
+        **{
+            "data": {"train": {"path": "/data/rows.jsonl"}, "cache": "off"},
+            "model": {"name": "/data/model"},
+            "launch": LAUNCH,
+            **changes,
+        },
+    )
+
+
+def test_a_path_that_the_machines_do_not_have_is_named_with_its_line(tmp_path: Path) -> None:
+    path = there(tmp_path, data={"train": {"path": "/home/me/rows.jsonl"}})
+    done = anygauge(["launch", path, "--dry-run"])
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "data.train.path: /home/me/rows.jsonl is not on the machines of the job" in done.stderr
+    assert "which have /anygauge/runs, /data" in done.stderr and "tiny.yaml:" in done.stderr
+    known = {**LAUNCH, "options": {**OPTIONS, "in_image": ["/home/me"]}}
+    path = there(tmp_path, data={"train": {"path": "/home/me/rows.jsonl"}}, launch=known)
+    assert anygauge(["launch", path, "--dry-run"]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"environment": {"HF_TOKEN": "hf_xyz"}}, "environment"),
+        ({"launch": {**LAUNCH, "pass_environment": ["HF_TOKEN"]}}, "launch.pass_environment"),
+    ],
+)
+def test_secrets_are_named_by_where_the_cluster_keeps_them(
+    changes: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    done = anygauge(["launch", there(tmp_path, **changes), "--dry-run"])
+    assert done.returncode == 2 and "hf_xyz" not in done.stdout + done.stderr
+    assert f"{where}: HF_TOKEN looks like a secret" in done.stderr
+    assert "launch.options.secrets" in done.stderr
+
+
+def test_a_dry_run_shows_the_manifest_and_how_far_it_was_proven(tmp_path: Path) -> None:
+    done = anygauge(["launch", there(tmp_path), "--dry-run"])
+    assert done.returncode == 0, done.stderr
+    assert "launcher kubernetes; proven: emulated (rendered jobs pass" in done.stdout
+    assert "    | kind: JobSet\n" in done.stdout
+    assert "by hand, cancel: kubectl --namespace default delete jobset tiny" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_for_git_stands_by_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "plan"
+    done = anygauge(["launch", there(tmp_path), "--render", folder])
+    assert done.returncode == 0, done.stderr
+    assert {entry.name for entry in folder.iterdir()} == {
+        *("job.json", "variables.json", "manifest.yaml", "run.json", "run.yaml", "plan.json")
+    }
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["operations"]["submit"][-1] == "manifest.yaml"
+    assert "--from-file=job.json=job.json" in plan["operations"]["secret"]
+    job = Job.load(folder / "job.json")
+    assert (job.token, job.run_directory) == ("", "/anygauge/runs/tiny")
+    assert json.loads(job.run_text)["model"]["name"] == "/data/model"
+
+
+def test_a_network_that_the_backend_does_not_have_is_refused(tmp_path: Path) -> None:
+    done = anygauge(["launch", there(tmp_path), "--dry-run", "--set", "launch.fabric=efa"])
+    assert done.returncode == 2
+    assert "launch.fabric: 'efa': this backend has auto, ethernet" in done.stderr
+    pods = anygauge(
+        ["launch", there(tmp_path), "--dry-run", "--backend", "cuda", "--set", "launch.fabric=efa"]
+    )
+    assert pods.returncode == 2
+    assert "launch.fabric is efa, for which pods ask for vpc.amazonaws.com/efa" in pods.stderr
+
+
+def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
+    shell = {"PATH": client.path}
+    folder = tmp_path / "out" / "tiny"
+    done = anygauge(["launch", there(tmp_path), "--detach"], environment=shell)
+    assert done.returncode == 0, done.stderr
+    assert f"anygauge job follow {folder}" in done.stdout
+    logs = anygauge(["job", "logs", folder], environment=shell)
+    assert "on the job's own storage (logs/rankN.log); what the first machine pr" in logs.stdout
+    assert "printed: kubectl --namespace default logs -f -l " in logs.stdout
+    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    pod = {"metadata": {"name": "p"}, "status": {"phase": "Running"}}
+    client.answer("get", "pods", out={"items": [pod]})
+    name = json.loads((folder / "launched.json").read_text())["record"]["name"]
+    assert name.startswith("tiny-")
+    seen = anygauge(["job", "status", folder], environment=shell)
+    assert seen.stdout == f"JobSet default/{name} runs\n"
+    said = events_text(
+        {"event": "message", "time": 1.0, "text": "hello from rank 0", "level": "info"},
+        {"event": "ended", "time": 2.0, "state": "failed", "exit_status": 1, "cause": "rank 1 ..."},
+    )
+    client.forget()
+    client.answer("logs", "p", out=said)
+    client.answer("get", "pods", out={"items": [pod]})
+    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    failed = {"type": "Failed", "status": "True", "reason": "FailedJobs"}
+    client.answer("get", "jobset", out={"status": {"conditions": [failed]}})
+    followed = anygauge(["job", "follow", folder], environment=shell)
+    assert followed.returncode == 1
+    assert "hello from rank 0" in followed.stdout and "rank 1 ..." in followed.stderr
+
+
+def submitted(folder: Path, client: Client) -> Path:
+    client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
+    client.answer("get", "pods", out={"items": []})
+    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    done = anygauge(["launch", there(folder), "--detach"], environment={"PATH": client.path})
+    assert done.returncode == 0, done.stderr
+    return folder / "out" / "tiny"
+
+
+def test_a_second_cancel_leaves_no_time_and_an_ended_job_needs_none(tmp_path: Path) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    shell = {"PATH": client.path}
+    folder = submitted(tmp_path, client)
+    client.answer("delete", "--cascade=foreground")
+    client.answer("delete", "pods", "--force")
+    first = anygauge(["job", "cancel", folder], environment=shell)
+    assert first.stdout.startswith("requested: its ranks write a checkpoint if they can")
+    assert not any("--force" in argv for argv, _ in client.asked)
+    second = anygauge(["job", "cancel", folder], environment=shell)
+    assert second.stdout == "requested: the job ends at once\n"
+    assert any("--force" in argv for argv, _ in client.asked)
+    client.forget()
+    client.answer("get", "pods", out={"items": []})
+    complete = {"type": "Completed", "status": "True"}
+    client.answer("get", "jobset", out={"status": {"conditions": [complete]}})
+    over = anygauge(["job", "cancel", folder], environment=shell)
+    assert over.returncode == 1 and "is complete: there is nothing to end" in over.stderr
+
+
+def test_a_run_has_one_job_at_a_time(tmp_path: Path) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    shell = {"PATH": client.path}
+    folder = submitted(tmp_path, client)
+    again = anygauge(["launch", there(tmp_path), "--resume", "auto"], environment=shell)
+    assert again.returncode == 1
+    assert f"{folder} has a job already: JobSet default/tiny-" in again.stderr
+    assert f"anygauge job cancel {folder}" in again.stderr
+    client.forget()
+    gone = 'Error from server (NotFound): jobsets "tiny" not found'
+    client.answer("get", "jobset", status=1, err=gone)
+    client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
+    command = ["launch", there(tmp_path), "--resume", "auto", "--detach"]
+    done = anygauge(command, environment=shell)
+    assert done.returncode == 0 and str(folder) in done.stdout
+
+
+def test_a_submission_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    done = anygauge(["launch", there(tmp_path)], environment={"PATH": str(tmp_path)})
+    assert done.returncode == 1 and "kubectl is not installed here" in done.stderr
+    assert not (tmp_path / "out" / "tiny").exists()
+
+
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_a_signal_during_submission_waits_until_the_job_is_known(
+    tmp_path: Path, signum: int
+) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
+    client.answer("get", "pods", out={"items": []})
+    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    client.answer("delete", "--cascade=foreground")
+    client.slow("json", 2.0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anygauge.cli", "launch", str(there(tmp_path))],
+        env={**os.environ, "PATH": client.path},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        until(lambda: client.has_asked("create", "json"), "the submission")
+        time.sleep(0.5)
+        os.killpg(process.pid, signum)  # as a terminal does
+        until(lambda: client.has_asked("delete"), "the cancellation")
+        launched = json.loads((tmp_path / "out" / "tiny" / "launched.json").read_text())
+        assert launched["record"]["kind"] == "JobSet"
+    finally:
+        end(process)
+
+
+def read_until(terminal: int, text: bytes, shown: bytes = b"") -> bytes:
+    """What a terminal shows, until it has shown a text."""
+    end = time.monotonic() + 60
+    while text not in shown:
+        left = end - time.monotonic()
+        assert left > 0 and select.select([terminal], [], [], left)[0], shown.decode()
+        shown += os.read(terminal, 4096)
+    return shown
+
+
+def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
+    tmp_path: Path,
+) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    folder = submitted(tmp_path, client)
+    client.answer("delete", "--cascade=foreground")
+    for keys, cancels in ((b"\x04", False), (b"\x03", True)):
+        primary, secondary = os.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "anygauge.cli", "job", "follow", str(folder)],
+            env={**os.environ, "PATH": client.path, "TERM": "dumb"},
+            stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(secondary)
+        try:
+            shown = read_until(primary, b"waits for its pods")
+            os.write(primary, b"\x03")
+            read_until(primary, b"Enter to keep following", shown)
+            os.write(primary, keys)
+            if cancels:
+                until(lambda: client.has_asked("delete"), "the cancellation")
+            else:
+                assert process.wait(timeout=60) == 0
+                assert not client.has_asked("delete")
+        finally:
+            end(process)
+            os.close(primary)
+
+
+def test_launchers_are_listed_with_what_they_can_and_their_proof() -> None:
+    listed = json.loads(anygauge(["launchers", "--json"]).stdout)
+    # This machine first, then those that share its files, then the others.
+    assert [(one["name"], one["proven"]) for one in listed] == [
+        *((name, "real") for name in ("local", "ssh", "slurm", "mpi")),
+        *((name, "emulated") for name in ("kubernetes", "azureml", "sagemaker")),
+    ]
+    text = anygauge(["launchers"]).stdout
+    assert "ssh\n    ranks on other machines; files are shared with this machine\n" in text
+    assert "    a job ends with the command that started it\n" in text
+    assert "    proven: emulated (rendered jobs pass the target's models, and" in text
+
+
+def test_who_leaves_leaves_no_process_behind(tmp_path: Path) -> None:
+    client = Client("kubectl", tmp_path, sys.executable)
+    folder = submitted(tmp_path, client)
+    client.forget()
+    client.answer("get", "jobset", out={"status": {"conditions": []}})
+    pod = {"metadata": {"name": "p"}, "status": {"phase": "Running"}}
+    client.answer("get", "pods", out={"items": [pod]})
+    client.answer("logs", "p")
+    client.slow("logs", 300.0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anygauge.cli", "job", "follow", str(folder)],
+        env={**os.environ, "PATH": client.path},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def readers() -> list[int]:
+        program = f"{client.path.partition(':')[0]}/kubectl".encode()
+        return [
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit() and program in read(entry / "cmdline")
+        ]
+
+    try:
+        until(lambda: client.has_asked("logs"), "a reader")
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+    finally:
+        end(process)
+    assert process.returncode == 0 and "to see it again: anygauge job follow" in out
+    until(lambda: not readers(), "the end of the reader")
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

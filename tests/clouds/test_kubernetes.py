@@ -1,0 +1,462 @@
+"""Kubernetes: what is rendered, what is refused, and how a job is followed through kubectl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from anygauge.interface import (
+    LOST,
+    AnygaugeError,
+    Fabric,
+    Job,
+    Plan,
+    RunFileError,
+    UnsupportedError,
+)
+from anygauge_clouds.kubernetes import Kubernetes, KubernetesService
+from anygauge_clouds.service_job import ServiceJob
+from anygauge_clouds.submission import relocate
+from tests.clouds.helpers import Client, assert_refused, client_for, events_text, job, merged
+from tests.helpers.machines import assert_pure
+
+OPTIONS: dict[str, Any] = {
+    "namespace": "train",
+    "storage": {"claim": "runs"},
+    "volumes": [
+        {"claim": "data", "path": "/data", "read_only": True},
+        {"claim": "runs", "path": "/models", "sub_path": "models"},
+    ],
+    "secrets": {"HF_TOKEN": {"secret": "hf", "key": "token"}},
+    "node_selector": {"pool": "cards"},
+    "tolerations": [{"key": "cards", "effect": "NoSchedule"}],
+}
+NAME = "tiny-run-1-d94772fd"
+KINDS = ("JobSet", "TrainJob", "PyTorchJob", "MPIJob")
+
+
+def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
+    return Kubernetes().render(job(**fields), merged(OPTIONS, change or {}))
+
+
+def manifest(plan: Plan) -> dict[str, Any]:
+    (text,) = (file.text for file in plan.files if file.path.endswith("manifest.yaml"))
+    return dict(yaml.safe_load(text))
+
+
+def find(tree: Any, key: str) -> list[Any]:
+    """All values of a key, however deep."""
+    if isinstance(tree, list):
+        return [found for part in tree for found in find(part, key)]
+    if not isinstance(tree, dict):
+        return []
+    below = [found for value in tree.values() for found in find(value, key)]
+    return [*([tree[key]] if key in tree else []), *below]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rendering_is_pure_and_the_manifest_holds_no_values(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = {"kind": kind}
+    assert_pure(lambda: rendered(change), monkeypatch)
+    plan = rendered(change, environment={"WANDB_PROJECT": "a 'project'"})
+    text = plan.files[-1].text
+    assert "the token" not in text and "a 'project'" not in text
+    held = [file for file in plan.files if "the token" in file.text]
+    assert [(Path(file.path).name, file.mode) for file in held] == [("job.json", 0o600)]
+    assert manifest(plan)["metadata"] == {
+        "name": NAME, "namespace": "train", "labels": {"anygauge.io/submission": "d94772fd"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_get_devices_memory_storage_and_secrets_by_name(kind: str) -> None:
+    made = manifest(rendered({"kind": kind, "resources": {"memory": "64Gi", "rdma/ib": "1"}}))
+    wanted = {"example.com/card": 8, "memory": "64Gi", "rdma/ib": "1"}
+    limits = find(made, "limits")
+    assert limits and all(limit == wanted for limit in limits + find(made, "requests"))
+    assert {"add": ["SYS_NICE"]} in find(made, "capabilities")
+    mounts = {m["mountPath"]: m for m in find(made, "volumeMounts")[0]}
+    assert set(mounts) == {
+        *("/anygauge/job", "/anygauge/secrets", "/anygauge/runs", "/data", "/models", "/dev/shm")
+    }
+    assert mounts["/data"]["readOnly"] and mounts["/models"]["subPath"] == "models"
+    # A claim that is mounted twice is one volume.
+    assert mounts["/models"]["name"] == mounts["/anygauge/runs"]["name"]
+    volumes = {v["name"]: v for v in find(made, "volumes")[0]}
+    assert volumes["job"]["secret"]["secretName"] == f"{NAME}-anygauge"
+    assert find(volumes["secrets"], "items") == [[{"key": "token", "path": "HF_TOKEN"}]]
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
+    assert find(made, "nodeSelector")[0] == {"pool": "cards"}
+    # For the checkpoint at a request to end.
+    assert find(made, "terminationGracePeriodSeconds")[0] == 75
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("option", "value", "shown"),
+    [
+        ("image_pull_policy", "Always", "imagePullPolicy"),
+        ("priority_class", "high", "priorityClassName"),
+        ("host_ipc", True, "hostIPC"),
+        ("image_pull_secrets", ["registry"], "imagePullSecrets"),
+        ("service_account", "trainer", "serviceAccountName"),
+        ("time_limit_s", 77, "activeDeadlineSeconds"),
+        ("restarts", 3, None),
+        ("queue", "team-a", "kueue.x-k8s.io/queue-name"),
+        ("keep_s", 7, "ttlSecondsAfterFinished"),
+        ("fs_group", 10001, "fsGroup"),
+        ("run_as_user", 10002, "runAsUser"),
+    ],
+)
+def test_an_option_shows_in_every_kind_or_is_refused(
+    kind: str, option: str, value: Any, shown: str | None
+) -> None:
+    try:
+        made = manifest(rendered({"kind": kind, option: value}))
+    except RunFileError as refusal:
+        assert f"{option}: a {kind} " in str(refusal)
+        return
+    plain = manifest(rendered({"kind": kind}))
+    if shown is not None:
+        assert find(made, shown) and find(made, shown) != find(plain, shown)
+    assert made != plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "coordinator"),
+    [
+        ("JobSet", "$JOB_COMPLETION_INDEX", f"{NAME}-node-0-0.{NAME}:4711"),
+        ("TrainJob", "$PET_NODE_RANK", "$PET_MASTER_ADDR:4711"),
+        ("PyTorchJob", "$PET_NODE_RANK", "$MASTER_ADDR:4711"),
+        ("MPIJob", "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_COORDINATOR:4711"),
+    ],
+)
+def test_each_kind_tells_the_agent_who_it_is(kind: str, rank: str, coordinator: str) -> None:
+    command = find(manifest(rendered({"kind": kind})), "command")[0]
+    assert command[command.index("--node-rank") + 1] == rank
+    assert command[command.index("--coordinator") + 1] == coordinator
+    assert command[command.index("--secrets") + 1] == "/anygauge/secrets"
+
+
+def test_machines_and_restarts_are_those_of_the_job() -> None:
+    jobset = manifest(rendered({"restarts": 3, "time_limit_s": 60}))["spec"]
+    work = jobset["replicatedJobs"][0]["template"]["spec"]
+    assert (work["parallelism"], work["completions"], work["backoffLimit"]) == (2, 2, 0)
+    assert jobset["failurePolicy"]["maxRestarts"] == 3
+    # What another attempt would meet again is not tried again.
+    (rule,) = jobset["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert rule["onJobFailureReasons"] == ["DeadlineExceeded", "PodFailurePolicy"]
+    assert work["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
+    assert find(jobset, "activeDeadlineSeconds") == [60]
+    torch = manifest(rendered({"kind": "PyTorchJob"}))["spec"]
+    replicas = torch["pytorchReplicaSpecs"]
+    assert [(n, r["replicas"], r["restartPolicy"]) for n, r in replicas.items()] == [
+        ("Master", 1, "Never"), ("Worker", 1, "Never"),
+    ]  # fmt: skip
+    assert (torch["nprocPerNode"], torch["runPolicy"]["backoffLimit"]) == ("8", 0)
+    alone = manifest(rendered({"kind": "PyTorchJob"}, nodes=1))["spec"]["pytorchReplicaSpecs"]
+    assert set(alone) == {"Master"}
+    train = manifest(rendered({"kind": "TrainJob"}))["spec"]
+    assert (train["trainer"]["numNodes"], train["trainer"]["numProcPerNode"]) == (2, 8)
+    mpi = manifest(rendered({"kind": "MPIJob"}))["spec"]["mpiReplicaSpecs"]
+    assert (mpi["Worker"]["replicas"], find(mpi["Launcher"], "limits")) == (2, [])
+    worker = mpi["Worker"]["template"]["spec"]["containers"][0]
+    assert (
+        worker["command"][:2] == ["sh", "-c"] and "exec /usr/sbin/sshd -De" in worker["command"][2]
+    )
+    assert mpi["Worker"]["template"]["spec"]["securityContext"] == {"runAsUser": 0}
+    assert mpi["Launcher"]["template"]["spec"]["securityContext"] == {"runAsUser": 0}
+    assert worker["readinessProbe"] == {"tcpSocket": {"port": 22}}
+    assert worker["lifecycle"]["preStop"]["exec"]["command"][-1] == "end"
+
+
+def test_a_network_that_was_asked_for_brings_what_pods_need() -> None:
+    network = Fabric(name="f", what="F", resource="example.com/f", capabilities=("IPC_LOCK",))
+    assert_refused(lambda: rendered(network=network, fabric="f"), "launch.fabric is f, for which")
+    change = {"resources": {"example.com/f": "4"}}
+    added = find(manifest(rendered(change, network=network, fabric="f")), "add")
+    assert added and all("IPC_LOCK" in each for each in added)
+    assert not any("IPC_LOCK" in each for each in find(manifest(rendered(change)), "add"))
+
+
+def test_the_job_is_described_as_its_machines_see_it() -> None:
+    plan = rendered()
+    text = next(file.text for file in plan.files if file.path.endswith("job.json"))
+    there = json.loads(text)
+    assert there["run_directory"] == "/anygauge/runs/Tiny_Run.1"
+    assert there["run_file"] == "/anygauge/runs/Tiny_Run.1/run.json"
+    resumed = relocate(job(takes_over=True), "/runs/x")
+    assert resumed.run_file == "/runs/x/.start/run.json", "for the ranks to accept"
+    assert (there["run_text"], there["working_directory"], there["resume"]) == (
+        "name: t\n", "", True,
+    )  # fmt: skip
+    assert there["rendezvous"].startswith("file:///tmp/anygauge-")
+    assert not {"profile", "network"} & set(there)
+    assert plan.folders == ("/anygauge/runs", "/data", "/models")
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "said"),
+    [
+        ({"storage": None}, {}, "launch.options.storage: the kubernetes launcher needs it"),
+        ({"kind": "Deployment"}, {}, "launch.options.kind: 'Deployment'"),
+        ({"namespace": "My_Team"}, {}, "launch.options.namespace: 'My_Team'"),
+        ({"storage": {"claim": "runs", "path": "runs"}}, {}, "storage.path: 'runs': an absolute"),
+        ({"volumes": [{"claim": "a", "path": "/anygauge/runs"}]}, {}, "mounted twice"),
+        ({"volumes": [{"claim": "a", "path": "/dev/shm"}]}, {}, "/dev is the image's own"),
+        (
+            {"volumes": [{"claim": "a", "path": "/anygauge/job/"}]},
+            {},
+            "/anygauge/job is mounted",
+        ),
+        ({"volumes": [{"claim": "a", "path": "/a", "mode": 1}]}, {}, "volumes.0.mode: the kube"),
+        ({"secrets": {"HF-TOKEN": {"secret": "a", "key": "b"}}}, {}, "secrets.HF-TOKEN"),
+        ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: say where the secret is kept"),
+        ({"volumes": [{"claim": "a", "path": "/a", "sub_path": "../b"}]}, {}, "without '..'"),
+        ({"storage": {"claim": "a", "path": "/usr"}}, {}, "/usr is the image's own"),
+        ({"storge": {"claim": "a"}}, {}, "did you mean 'storage'?"),
+        (
+            {"resources": {"cpu": 96}},
+            {},
+            "resources.cpu: 96: input should be a valid string (put",
+        ),
+        ({"resources": {"memory": "64 GB"}}, {}, "resources.memory: '64 GB'"),
+        ({"resources": {"rdma/ib": "1.5"}}, {}, "resources.rdma/ib: '1.5': devices are whole"),
+        ({"resources": {"hugepages-2Mi": "1Gi"}}, {}, "Kubernetes requires memory or cpu beside"),
+        ({"resources": {"example.com/card": "4"}}, {}, "launch.devices (8) says how many"),
+        ({"shm": "64"}, {}, "launch.options.shm: '64'"),
+        ({"image": "My Image"}, {}, "launch.options.image: 'My Image'"),
+        ({"kind": "TrainJob", "restarts": 2}, {}, "a TrainJob takes it from its runtime alone"),
+        (
+            {"kind": "TrainJob", "priority_class": "a"},
+            {},
+            "priority_class: a TrainJob takes it from",
+        ),
+        ({"kind": "PyTorchJob", "restarts": 2}, {}, "starts single containers again; use kind"),
+        ({"runtime": "mine"}, {}, "runtime: belongs to kind TrainJob, and kind is JobSet"),
+        ({"name": "a" * 50}, {}, "name: 50 characters; pods of a JobSet"),
+        ({"name": "1st"}, {}, "launch.options.name: '1st'"),
+        ({"kind": "MPIJob"}, {"nodes": 1}, "an MPIJob is for several machines"),
+        ({"restarts": -1}, {}, "launch.options.restarts: -1"),
+        ({"node_selctor": {}}, {}, "node_selctor: the kubernetes launcher has no such option"),
+        ({}, {"profile": job().profile.__class__()}, "names no image of its own"),
+    ],
+)
+def test_bad_options_are_caught_before_anything_is_submitted(
+    change: dict[str, Any], fields: dict[str, Any], said: str
+) -> None:
+    assert_refused(lambda: rendered(change, **fields), said)
+
+
+MADE = {
+    "apiVersion": "jobset.x-k8s.io/v1alpha2",
+    "kind": "JobSet",
+    "metadata": {"name": NAME, "namespace": "train", "uid": "u-1"},
+}
+HEAD = f"jobset.sigs.k8s.io/jobset-name={NAME},batch.kubernetes.io/job-completion-index=0"
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
+    monkeypatch.setenv("HF_HOME", "/a 'folder' $HOME")
+    return client_for("kubectl", KubernetesService, tmp_path, monkeypatch)
+
+
+def submitted(client: Client, folder: Path) -> ServiceJob:
+    client.answer("create", "-")
+    client.answer("create", "json", out=MADE)
+    client.answer("patch", "secret")
+    return Kubernetes().submit(rendered(folder=folder / "Tiny_Run.1"))
+
+
+def pod(phase: str, **status: Any) -> dict[str, Any]:
+    metadata = {"name": f"{NAME}-node-0-0-x", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    return {"metadata": metadata, "status": {"phase": phase, **status}}
+
+
+def jobset(*conditions: dict[str, Any]) -> dict[str, Any]:
+    return {"status": {"conditions": [{"status": "True", **one} for one in conditions]}}
+
+
+def test_what_belongs_to_a_job_goes_into_a_secret_that_the_job_owns(
+    kubectl: Client, tmp_path: Path
+) -> None:
+    running = submitted(kubectl, tmp_path)
+    (_, given), (create, _), (patch, _) = kubectl.asked
+    assert create[:4] == ["--namespace", "train", "create", "-f"]
+    made = json.loads(given)
+    assert (made["kind"], made["metadata"]["name"]) == ("Secret", f"{NAME}-anygauge")
+    assert json.loads(patch[-1])["metadata"]["ownerReferences"] == [
+        {"apiVersion": MADE["apiVersion"], "kind": "JobSet", "name": NAME, "uid": "u-1"}
+    ]
+    assert json.loads(made["stringData"]["variables.json"]) == {"HF_HOME": "/a 'folder' $HOME"}
+    (tmp_path / "job.json").write_text(made["stringData"]["job.json"])
+    assert Job.load(tmp_path / "job.json").token == "the token"
+    assert running.record == {
+        "kind": "JobSet", "name": NAME, "namespace": "train", "context": None,
+    }  # fmt: skip
+    assert Kubernetes().attach(running.record, tmp_path).record == running.record
+
+
+def test_a_job_is_followed_from_the_queue_to_its_end(kubectl: Client, tmp_path: Path) -> None:
+    running = submitted(kubectl, tmp_path)
+    unschedulable = {
+        "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+        "message": "0/3 nodes have enough example.com/card",
+    }  # fmt: skip
+    kubectl.answer("get", "jobset", out=jobset())
+    kubectl.answer("get", "jobset", out=jobset())
+    kubectl.answer("get", "jobset", out=jobset())
+    kubectl.answer("get", "jobset", out=jobset({"type": "Completed"}))
+    kubectl.answer("get", "pods", HEAD, out={"items": [pod("Pending", conditions=[unschedulable])]})
+    kubectl.answer("get", "pods", HEAD, out={"items": [pod("Pending", conditions=[unschedulable])]})
+    kubectl.answer("get", "pods", HEAD, out={"items": [pod("Running")]})
+    kubectl.answer(
+        *("logs", f"{NAME}-node-0-0-x"),
+        out="a greeting of the image\n" + events_text(
+            {"event": "step", "time": 1.0, "step": 1},
+            {"event": "ended", "time": 2.0, "state": "ok", "exit_status": 0, "cause": ""},
+        ),
+    )  # fmt: skip
+    events = list(running.events())
+    texts = [event["text"] for event in events if event["event"] == "message"]
+    assert texts[0] == (
+        f"JobSet train/{NAME} waits (Unschedulable: 0/3 nodes have enough example.com/card)"
+    )
+    assert texts[-1] == f"JobSet train/{NAME} is complete"
+    # The log is read again after each end of its stream, and nothing of it is told twice.
+    assert [event["event"] for event in events if event["event"] != "message"] == ["step", "ended"]
+    assert running.wait() == 0
+    assert (tmp_path / "Tiny_Run.1/logs/coordinator.log").read_text() == "a greeting of the image\n"
+
+
+def test_a_failure_is_told_in_the_words_that_the_agent_left(
+    kubectl: Client, tmp_path: Path
+) -> None:
+    running = submitted(kubectl, tmp_path)
+    failed = {"type": "Failed", "reason": "FailedJobs", "message": "jobset failed"}
+    left = {"terminated": {"exitCode": 1, "message": "rank 3 on node-b failed with KeyError"}}
+    kubectl.answer("get", "jobset", out=jobset(failed))
+    kubectl.answer("get", "pods", out={"items": [
+        pod("Failed", containerStatuses=[{"name": "node", "state": left}])
+    ]})  # fmt: skip
+    kubectl.answer("logs", status=1, err="the node is gone")
+    final = list(running.events())[-1]
+    assert (final["event"], final["state"], final["exit_status"]) == ("ended", "failed", 1)
+    assert "jobset failed" in final["cause"]
+    assert "rank 3 on node-b failed with KeyError" in final["cause"]
+
+
+def test_an_image_that_cannot_be_pulled_is_named_while_it_waits(
+    kubectl: Client, tmp_path: Path
+) -> None:
+    running = submitted(kubectl, tmp_path)
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling x:1"}}
+    kubectl.answer("get", "jobset", out=jobset())
+    kubectl.answer("get", "pods", out={"items": [
+        pod("Pending", containerStatuses=[{"name": "node", "state": waiting}])
+    ]})  # fmt: skip
+    assert running.status() == (
+        f"JobSet train/{NAME} waits (ImagePullBackOff: Back-off pulling x:1)"
+    )
+
+
+def test_cancelling_gives_pods_time_for_a_checkpoint_and_then_none(
+    kubectl: Client, tmp_path: Path
+) -> None:
+    running = submitted(kubectl, tmp_path)
+    kubectl.answer("delete")
+    running.cancel()
+    running.cancel()
+    first, second, pods = (argv for argv, _ in kubectl.asked[-3:])
+    assert first[2:4] == second[2:4] == ["delete", "jobset"]
+    assert "--cascade=foreground" in first and "--grace-period=0" not in first
+    # An object's own grace is not that of its pods.
+    assert pods[2:4] == ["delete", "pods"] and "--grace-period=0" in pods and "--force" in pods
+    assert f"jobset.sigs.k8s.io/jobset-name={NAME}" in pods
+    gone = f'Error from server (NotFound): jobsets "{NAME}" not found'
+    kubectl.answer("get", "jobset", status=1, err=gone)
+    kubectl.answer("get", "pods", out={"items": []})
+    final = list(running.events())[-1]
+    assert (final["state"], final["exit_status"]) == ("cancelled", 143)
+
+
+def test_a_client_that_lacks_something_is_no_end_of_the_job(
+    kubectl: Client, tmp_path: Path
+) -> None:
+    running = submitted(kubectl, tmp_path)
+    kubectl.answer("get", status=1, err="exec: executable auth-plugin not found")
+    assert "does not answer: exec: executable auth-plugin not found" in running.status()
+
+
+def test_a_job_that_someone_else_removed_is_lost(kubectl: Client, tmp_path: Path) -> None:
+    running = submitted(kubectl, tmp_path)
+    kubectl.answer("get", "jobset", status=1, err="Error from server (NotFound): gone")
+    kubectl.answer("get", "pods", out={"items": []})
+    final = list(running.events())[-1]
+    assert (final["state"], final["exit_status"]) == ("lost", LOST)
+
+
+def test_a_cancellation_that_fails_while_following_is_told_and_goes_on(
+    kubectl: Client, tmp_path: Path
+) -> None:
+    running = submitted(kubectl, tmp_path)
+    kubectl.answer("get", "jobset", out=jobset())
+    kubectl.answer("get", "pods", out={"items": []})
+    kubectl.answer("delete", status=1, err="Unable to connect to the server")
+    events = running.events()
+    assert "waits for its pods" in next(events)["text"]
+    running.cancel()
+    told = next(events)
+    assert told["level"] == "warning" and "kubectl cannot end JobSet" in told["text"]
+    events.close()
+    with pytest.raises(AnygaugeError, match="kubectl cannot end JobSet"):
+        Kubernetes().attach(running.record, tmp_path).cancel()
+
+
+def test_a_cluster_that_does_not_answer_is_no_end(kubectl: Client, tmp_path: Path) -> None:
+    running = submitted(kubectl, tmp_path)
+    kubectl.answer("get", status=1, err="Unable to connect to the server: timeout")
+    assert running.status() == (
+        "the cluster does not answer: Unable to connect to the server: timeout"
+    )
+    kubectl.forget()
+    kubectl.answer("get", "jobset", status=1, err="Unable to connect to the server: timeout")
+    kubectl.answer("get", "jobset", out=jobset({"type": "Completed"}))
+    kubectl.answer("get", "pods", out={"items": []})
+    events = list(running.events())
+    assert [event.get("state") for event in events][-1] == "ok"
+    assert "does not answer" in events[0]["text"]
+
+
+def test_a_refusal_of_kubectl_is_quoted_and_leaves_nothing(kubectl: Client, tmp_path: Path) -> None:
+    plan = rendered(folder=tmp_path / "Tiny_Run.1")
+    kubectl.answer("create", "-")
+    kubectl.answer("create", "json", status=1, err='error: no matches for kind "JobSet"\n')
+    kubectl.answer("delete", "jobset,secret")
+    with pytest.raises(AnygaugeError, match='refused the job: error: no matches for kind "Job'):
+        Kubernetes().submit(plan)
+    # By this submission's mark: another job of the same name is not ours to remove.
+    assert "anygauge.io/submission=d94772fd" in kubectl.asked[-1][0]
+
+
+def test_an_answer_that_is_none_removes_what_was_made(kubectl: Client, tmp_path: Path) -> None:
+    kubectl.answer("create", "-")
+    kubectl.answer("create", "json", out="warning: no JSON")
+    kubectl.answer("delete", "jobset,secret")
+    with pytest.raises(AnygaugeError, match="kubectl printed no JobSet"):
+        Kubernetes().submit(rendered(folder=tmp_path / "Tiny_Run.1"))
+    assert "delete" in kubectl.asked[-1][0]
+
+
+def test_a_foreign_record_is_refused() -> None:
+    for record in ({"job": "42"}, {"kind": "Pod", "name": "a", "namespace": "b"}):
+        with pytest.raises(UnsupportedError, match="is not a record of a Kubernetes job"):
+            Kubernetes().attach(record, Path("/runs/x"))
