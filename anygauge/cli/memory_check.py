@@ -18,10 +18,9 @@ from anygauge.cli.plan_time import seconds
 from anygauge.interface import AnygaugeError, Card, RunFileError
 from anygauge.models.hub import copy_of, names_hub
 from anygauge.planning.candidates import AUTO, candidates, in_words
-from anygauge.planning.fit import Fit, fit
+from anygauge.planning.fit import Fit, fit, most_bytes
 from anygauge.planning.planner import Planner
 from anygauge.planning.process import TooLongError
-from anygauge.planning.small import most_bytes
 from anygauge.planning.trials import Target, timed
 from anygauge.registry import Hardware
 from anygauge.registry.measured import measured_files

@@ -14,10 +14,9 @@ from rich.table import Table
 from anygauge.cli import plan_time
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, UsageError
-from anygauge.planning.changes import Fitting, nearest
+from anygauge.planning.candidates import layouts, section_in_words
+from anygauge.planning.changes import Fitting, Largest, largest_batch, largest_sequence, nearest
 from anygauge.planning.fit import GIB
-from anygauge.planning.largest import Largest, largest_batch, largest_sequence
-from anygauge.planning.layouts import in_words, layouts
 from anygauge.planning.memory import KINDS, Peak
 from anygauge.planning.picture import picture
 from anygauge.planning.trials import Target, Trial, Trials, Try, changed
@@ -109,7 +108,7 @@ def try_strategies(run: RunFile, target: Target, trials: Trials) -> Sequence[Pla
     ranks = run.launch.nodes * run.launch.devices
     rows = []
     for section in layouts(trials.registry, ranks, run.launch.devices):
-        name = in_words(section)
+        name = section_in_words(section)
         try:
             rows.append(row(changed(run, {"strategy": section}), target, trials, name))
         except AnygaugeError as error:

@@ -1,14 +1,20 @@
-"""One step of a run, by its own engine, on tensors without values: what it holds, and when."""
+"""One step of a run, by its own engine, on tensors without values: what it holds, and when.
+
+Without values an operation is one step from its arguments to its result, which hides what it needs
+meanwhile. `OpenedUp` makes such operations of those that torch's kernels call.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge.interface import Backend, Collectives, Graph, MemoryStats, Placement
 from anygauge.interface.strategy import (
@@ -21,9 +27,8 @@ from anygauge.interface.strategy import (
 )
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory, parts_of
-from anygauge.models.quantised import quantised_layers
+from anygauge.models.quantised import NESTED_BLOCK, quantised_layers
 from anygauge.planning.counting import Counter
-from anygauge.planning.inside import opened_up
 from anygauge.planning.live import LiveBytes
 from anygauge.planning.memory import EVALUATION, FORWARD, SAVE, STEP, UPDATE, Peak
 from anygauge.planning.valueless import (
@@ -339,3 +344,85 @@ def _of_all(parts: list[Work], more: int) -> Work:
     for index, part in enumerate(parts):
         total = part.further(none, more if index == 1 and len(parts) > 2 else 0).plus(total)
     return total
+
+
+class OpenedUp(TorchDispatchMode):
+    """Within it, such operations show what they take."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or its parts."""
+        opened = opened_up(func)
+        return (func if opened is None else opened)(*args, **(kwargs or {}))
+
+
+@functools.cache
+def opened_up(func: Any) -> Callable[..., Any] | None:
+    """What shows what an operation takes, in its place; None: nothing needs to."""
+    return _OPENED.get(str(func))
+
+
+def _logsumexp(tensor: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
+    """As `logsumexp_out_impl` in torch's ReduceOps.cpp, of finite numbers."""
+    largest = tensor.amax(dims, keepdim=True)
+    result = (tensor - largest).exp_().sum(dims, keepdim=keepdim)
+    return result.log_().add_(largest if keepdim else largest.squeeze(dims))
+
+
+def _gemm_4bit(
+    tensor: Tensor,
+    codes: Tensor,
+    shape: Sequence[int],
+    scales: Tensor,
+    block: int,
+    kind: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Any = None,
+) -> Tensor:
+    """As `_gemm_4bit_default_impl` in bitsandbytes, and its kernels of more than a few rows."""
+    few_bits = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        scales = few_bits.dequantize_blockwise.default(
+            absmax_8bit, scales, absmax_code, NESTED_BLOCK, torch.float32
+        )
+        scales = scales + absmax_offset
+    weight = few_bits.dequantize_4bit.default(codes, scales, block, kind, shape, tensor.dtype)
+    return torch.nn.functional.linear(tensor, weight, bias)
+
+
+def _quantised_rows(tensor: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Any]:
+    """Of inputs of which none is above the threshold."""
+    outliers = None
+    if threshold > 0.0:
+        tensor.abs().ge(threshold)
+        outliers = tensor.new_empty(0, dtype=torch.long)
+    codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(tensor, 0.0)
+    return codes, scales, outliers
+
+
+def _int8_product(
+    tensor: Tensor,
+    inputs: Tensor,
+    codes: Tensor,
+    row_scales: Tensor,
+    scales: Tensor,
+    outliers: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``int8_mixed_scaled_mm`` of bitsandbytes, of such inputs."""
+    few_bits = torch.ops.bitsandbytes
+    product = few_bits.int8_linear_matmul.default(inputs, codes)
+    result = few_bits.int8_mm_dequant.default(product, row_scales, scales, tensor.dtype, bias)
+    return result, tensor.new_empty(0)
+
+
+_OPENED: Mapping[str, Callable[..., Any]] = {
+    "aten.logsumexp.default": _logsumexp,
+    "bitsandbytes.gemm_4bit.default": _gemm_4bit,
+    "bitsandbytes.int8_vectorwise_quant.default": _quantised_rows,
+    "bitsandbytes.int8_mixed_scaled_mm.default": _int8_product,
+}
+"""By name: bitsandbytes may not be there."""

@@ -1,20 +1,37 @@
-"""From a run file to what its ranks hold: the run's own parts, put together for a rehearsal."""
+"""From a run file to what its ranks hold: the run's own parts, put together for a rehearsal.
+
+Kernels of a device are rehearsed by plain torch of the same operation. A copy of this process
+rehearses a second depth meanwhile (`Aside`).
+"""
 
 from __future__ import annotations
 
 import functools
 import gc
 import math
-from collections.abc import Mapping
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from anygauge.config.precision import resolve_precision
 from anygauge.config.schema import RunFile
-from anygauge.interface import HOST_DEVICE, Backend, Precision, SequencePart
-from anygauge.interface.strategy import DeviceBatch, Strategy, StrategySpec, Workload
+from anygauge.interface import HOST_DEVICE, Backend, KernelSpec, Precision, SequencePart
+from anygauge.interface.strategy import (
+    DeviceBatch,
+    OptimizerFactory,
+    Strategy,
+    StrategySpec,
+    Workload,
+)
+from anygauge.kernels.choose import ATTENTION, REFERENCE, kernels_of_run
+from anygauge.kernels.plan import KernelPlan, plan_kernels
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.freezing import Freezing
@@ -22,15 +39,15 @@ from anygauge.models.inputs import PLAIN, model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan, plan_masks
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.source import check_positions, check_written
-from anygauge.planning.aside import Aside, can_be_aside
 from anygauge.planning.depth import at_depth, depths_of, layers_of, of_depth, shallowest
-from anygauge.planning.kernels import planned_kernels, planned_optimizer
 from anygauge.planning.memory import ACTIVATIONS, FORWARD, LOSS, Peak, RunMemory, stages_of
 from anygauge.planning.rehearsal import PlannedBackend, PlannedFactory, Rehearsed, rehearse
 from anygauge.planning.work import Work
 from anygauge.registry import Registry
 from anygauge.strategies.common import torch_dtype
+from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.strategy import create_strategy, workload_of
+from anygauge.util.processes import tie_to_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +305,122 @@ def _join(rank: int, world_size: int, device_type: str) -> None:
     if not dist.is_initialized():  # DeepSpeed asks for one on one rank, too
         kinds = ",".join(f"{kind}:fake" for kind in {HOST_DEVICE, device_type})
         dist.init_process_group(kinds, store=FakeStore(), rank=rank, world_size=world_size)
+
+
+T = TypeVar("T")
+
+
+class Aside(Generic[T]):
+    """A function's result, found meanwhile.
+
+    The copy has all that this process has imported and learned. It must have no threads: autograd
+    has some from its first backward on.
+
+    Args:
+        function: returns what can be pickled.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._read, write = os.pipe()
+        parent = os.getpid()
+        self._pid: int = os.fork()
+        if self._pid:
+            os.close(write)
+            return
+        status = 1
+        try:
+            tie_to_parent(signal.SIGKILL, parent)
+            os.close(self._read)
+            with os.fdopen(write, "wb") as file:
+                file.write(pickle.dumps(function()))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def result(self) -> T | None:
+        """What was found; None: the copy failed."""
+        with os.fdopen(self._read, "rb") as file:
+            found = file.read()
+        _, status = os.waitpid(self._pid, 0)
+        return pickle.loads(found) if status == 0 else None
+
+    def drop(self) -> None:
+        """End it: nobody asks for its result."""
+        os.close(self._read)
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+def can_be_aside() -> bool:
+    """Whether there is a second core, and this process has but one thread."""
+    threads = Path("/proc/self/task")
+    if not threads.is_dir() or len(list(threads.iterdir())) > 1:
+        return False
+    return len(os.sched_getaffinity(0)) > 1
+
+
+FUSED = "sdpa"
+"""The model library's attention that holds no scores."""
+
+
+def planned_kernels(
+    run: RunFile,
+    registry: Registry,
+    planned: Backend,
+    backend: Backend,
+    factory: CausalModelFactory,
+) -> KernelPlan:
+    """What a run's kernels are, with plain ones for those that need the backend's device.
+
+    Args:
+        planned: the backend of the rehearsal.
+        backend: that of the run.
+
+    Raises:
+        AnygaugeError: what the run would refuse.
+    """
+    specs = {(p.spec.operation, p.spec.name): p.spec for p in registry.kernels}
+    preferred = {**backend.kernels, **(backend.packed_kernels if run.data.packing else {})}
+    planned.attention, planned.attention_why = backend.attention, backend.attention_why
+    asked = dict(run.kernels)
+    for operation, name in {**preferred, **asked}.items():
+        spec = specs.get((operation, name))
+        if spec is None or backend.device_type not in spec.device_types:
+            continue
+        asked[operation] = spec.plain or _plain(specs, operation)
+        if operation == ATTENTION and not spec.plain:
+            del asked[operation]
+            planned.attention = FUSED
+    if run.model.attention != "auto":
+        asked.pop(ATTENTION, None)
+    planned.kernels = {o: name for o, name in asked.items() if o not in run.kernels}
+    planned.packed_kernels = {}
+    named = {o: name for o, name in asked.items() if o in run.kernels}
+    plain = run.model_copy(update={"kernels": named})
+    return plan_kernels(plain, planned, kernels_of_run(plain, planned, registry), factory)
+
+
+def _plain(specs: dict[tuple[str, str], KernelSpec], operation: str) -> str:
+    """The default for all devices, or the reference."""
+    for (of, name), spec in sorted(specs.items()):
+        if of == operation and spec.default and not spec.device_types:
+            return name
+    return REFERENCE
+
+
+def planned_optimizer(run: RunFile, kernels: KernelPlan, backend: Backend) -> OptimizerFactory:
+    """torch's fused one where torch has it for the device, which only that device could tell.
+
+    Elsewhere torch takes all tensors at once, which it would not do by itself for tensors without
+    values.
+    """
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    served = backend.device_type in _get_fused_kernels_supported_devices()
+
+    def adamw(groups: Any, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, fused=served, foreach=not served, **options)
+
+    return optimizer_factory(run.train.optimizer, kernels.adamw or adamw)

@@ -28,10 +28,16 @@ from anygauge.interface.strategy import DeviceBatch, Precision, Strategy, Worklo
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.planning.counting import Counter
-from anygauge.planning.inside import OpenedUp
 from anygauge.planning.live import LiveBytes
 from anygauge.planning.memory import EVALUATION, FORWARD, SAVE, STEP, UPDATE, Peak
-from anygauge.planning.rehearsal import Batches, PlannedBackend, PlannedFactory, rehearse, save
+from anygauge.planning.rehearsal import (
+    Batches,
+    OpenedUp,
+    PlannedBackend,
+    PlannedFactory,
+    rehearse,
+    save,
+)
 from anygauge.planning.watch import Watch
 from anygauge.registry import Registry
 from anygauge.registry.factories import load_options

@@ -9,7 +9,7 @@ from typing import Any
 from anygauge.agent import local_job
 from anygauge.config import run_json
 from anygauge.interface import Job
-from anygauge.planning.practice import TINY, practice, practised
+from anygauge.planning.calibration import TINY, practice, practised
 from anygauge.registry import Registry
 
 MODULE = "tests.planning.practice_rank"

@@ -13,10 +13,9 @@ import pytest
 from anygauge.cli import planned
 from anygauge.interface import Card, RunFileError, UnsupportedError, UsageError
 from anygauge.planning import trials as trials_module
-from anygauge.planning.changes import nearest
+from anygauge.planning.candidates import layouts, section_in_words
+from anygauge.planning.changes import largest_batch, nearest
 from anygauge.planning.fit import GIB, fit
-from anygauge.planning.largest import largest_batch
-from anygauge.planning.layouts import in_words, layouts
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.picture import picture
 from anygauge.planning.trials import Target, Trials, changed
@@ -35,7 +34,7 @@ def answers(step: int = 20 * GIB, **more: Any) -> planned.PlanAnswers:
 
 
 def test_every_strategy_and_mesh_of_eight_ranks() -> None:
-    found = [in_words(one) for one in layouts(Registry.load(), 8, 8)]
+    found = [section_in_words(one) for one in layouts(Registry.load(), 8, 8)]
     assert {"ddp", "ddp, tp 8", "ddp, pp 2", "fsdp", "fsdp, dp_replicate 4"} <= set(found)
     assert {"fsdp, cp 2", "fsdp, offload both", "zero", "zero, stage 2"} <= set(found)
     assert "fsdp, offload optimizer" not in found, "no such value"
@@ -44,7 +43,7 @@ def test_every_strategy_and_mesh_of_eight_ranks() -> None:
 
 
 def test_layers_are_divided_within_a_machine() -> None:
-    found = [in_words(one) for one in layouts(Registry.load(), 16, 4)]
+    found = [section_in_words(one) for one in layouts(Registry.load(), 16, 4)]
     assert "ddp, tp 4" in found and "ddp, tp 8" not in found
     assert "fsdp, dp_replicate 8" in found
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from anygauge.planning.aside import Aside
+from anygauge.planning.run import Aside
 
 
 def test_what_it_found_comes_back_however_large() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from anygauge.planning.explain import explained
+from anygauge.planning.calibration import explained
 from anygauge.planning.work import Traffic, Work
 
 MEASURED = {

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from anygauge.config.section_model import QuantiseSection
 from anygauge.models.quantised import Int8Linear, Nf4Linear, QuantisedLinear
-from anygauge.planning.inside import OpenedUp
 from anygauge.planning.live import LiveBytes
+from anygauge.planning.rehearsal import OpenedUp
 
 
 @pytest.mark.parametrize("keepdim", [False, True])

@@ -8,8 +8,8 @@ import pytest
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import ModelError
+from anygauge.planning.changes import MOST_PROBES, largest_batch, largest_sequence
 from anygauge.planning.fit import GIB
-from anygauge.planning.largest import MOST_TRIALS, largest_batch, largest_sequence
 from tests.planning.standins import TARGET, Tried, run
 
 MIB = 2**20
@@ -40,7 +40,7 @@ def test_the_largest_batch_is_exact(needed: Callable[[RunFile], int], first: int
     assert found.change.lines["train.global_batch_size"] == 16 * size, "as many forwards"
     assert found.trial.fits and found.trial.run.train.micro_batch_size == size
     assert found.beyond.lines["train.micro_batch_size"] == size + 1, "one more does not fit"
-    assert len(tried.runs) <= MOST_TRIALS
+    assert len(tried.runs) <= MOST_PROBES
 
 
 def test_a_line_takes_five_rehearsals() -> None:

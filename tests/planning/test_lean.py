@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from anygauge.planning.stand_ins import LATER
+from anygauge.planning.lean import LATER
 
 NOT_IMPORTED = (
     "bitsandbytes",
@@ -40,7 +40,7 @@ SCRIPT = """
     frozen = gc.get_freeze_count()
     import torch
     from anygauge.config import parse_run
-    from anygauge.planning import quick, run, stand_ins
+    from anygauge.planning import lean, quick, run
     from anygauge.registry import Registry
 
     made, asked = [], []
@@ -60,7 +60,7 @@ SCRIPT = """
     asked_for = parse_run(sys.argv[1])
     run.rehearse_run(asked_for, registry, registry.create_backend("cpu"), 2, 0)
     imported = [name for name, module in sys.modules.items() if module is not None]
-    later = [name for name in stand_ins.LATER if type(sys.modules[name]) is stand_ins.Later]
+    later = [name for name in lean.LATER if type(sys.modules[name]) is lean.Later]
     found = {"imported": imported, "made": made, "asked": asked, "frozen": frozen}
     print(json.dumps({**found, "hashes": hashes, "later": later}))
 """

@@ -8,8 +8,8 @@ import pytest
 
 from anygauge.agent import local_job
 from anygauge.config import parse_run
+from anygauge.planning.calibration import practice
 from anygauge.planning.planner import Planner
-from anygauge.planning.practice import practice
 from anygauge.planning.work import Work
 from anygauge.registry import Registry
 from tests.planning.practice_rank import MODULE

@@ -12,7 +12,7 @@ import pytest
 from anygauge.config import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.models.factory import CausalModelFactory
-from anygauge.planning.small import most_bytes
+from anygauge.planning.fit import most_bytes
 from tests.helpers.runs import TINY, run_file
 
 MIXTURE = {
