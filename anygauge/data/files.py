@@ -1,69 +1,48 @@
-"""Records of JSON lists and plain text files, which are read whole; parsing that names the place.
+"""Local files of JSON and of text.
 
-A record's origin is its file and a place: `data.jsonl:17` (a line), `data.json[16]` (an index).
+A file with one JSON object a line is never held: it is scanned once in blocks, which gives an index
+of 8 bytes a line, kept in the cache, and then read line by line wherever they are asked for. JSON
+lists and plain text are read whole.
+
+Why our own, and not the JSON reader of `datasets` (5.2): it makes a table of the rows. Types are
+inferred over rows, so that texts which look like dates become times and "1" beside 2 becomes 1; a
+key that a row lacks becomes null; a number beyond 64 bits is rounded; messages count rows within a
+block and name neither line nor file.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.cache import unreadable
+from anygauge.data.cache import Cache, key_of, quick_identity, unreadable
+from anygauge.data.records import (
+    BOM,
+    INDEX_MARK,
+    LINE_MARK,
+    MOST_LINE,
+    NEWLINE,
+    DoubleKeyError,
+    Record,
+    complaint,
+    decode,
+    kind,
+    load_json,
+    parse_object,
+    plain_object,
+    refuse_long_line,
+)
 from anygauge.interface import DataError
-from anygauge.util.files import read_bounded
-
-MOST_LINE = 2**25
-"""Bytes of a line; its text is bounded below that (`formats.MOST_TEXT`), JSON writes more."""
+from anygauge.util.files import open_regular, read_bounded
 
 _MOST_WHOLE = 2**32
-BOM = b"\xef\xbb\xbf"
-LINE_MARK = ":{}"
-INDEX_MARK = "[{}]"
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-NEWLINE = b"\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One row as it stands in its file, and where: `data.jsonl:17` or `data.json[16]`."""
-
-    values: Mapping[str, Any]
-    origin: str
-
-
-class Reader(Protocol):
-    """The records of one source, in any order and as often as asked for.
-
-    Attributes:
-        name: of the source, as origins show it.
-        mark: how a place is written behind the name: ``:{}`` or ``[{}]``.
-    """
-
-    name: str
-    mark: str
-
-    def __len__(self) -> int:
-        """Records."""
-        ...
-
-    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Lines or indexes of records, to be written behind the name; int64 of the same shape."""
-        ...
-
-    def records(self, indices: NDArray[np.int64]) -> list[Record]:
-        """The records of these numbers, from 0 to the reader's length less one.
-
-        Raises:
-            DataError: one is malformed; names it.
-        """
-        ...
 
 
 class ReadWhole:
@@ -110,7 +89,7 @@ def read_json_list(path: str, limit: int | None = None) -> ReadWhole:
         raise DataError(f"{_place_of(text, path)}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path}: not valid JSON ({_complaint(error)}); a list of objects is expected"
+            f"{path}: not valid JSON ({complaint(error)}); a list of objects is expected"
         ) from None
     if not isinstance(value, list):
         keys = f" with the keys {', '.join(map(repr, value))}" if isinstance(value, dict) else ""
@@ -152,68 +131,11 @@ def read_documents(path: str, column: str, limit: int | None = None) -> ReadWhol
     return ReadWhole(path, LINE_MARK, values, [group[0] + 1 for group in groups])
 
 
-def parse_object(line: bytes, origin: str, path: str, offset: int) -> Mapping[str, Any]:
-    """The JSON object on a line.
-
-    Args:
-        origin: the line's place, for messages.
-        offset: of the line in its file, in bytes.
-
-    Raises:
-        DataError: not UTF-8, not JSON, or no object.
-    """
-    text = decode(line, path, lambda _: origin, offset)
-    try:
-        value = load_json(text)
-    except DoubleKeyError as error:
-        raise DataError(f"{origin}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{origin}: one JSON object per line is expected, "
-            f"but this line is not valid JSON ({_complaint(error)}): {_excerpt(text)}"
-        ) from None
-    if not isinstance(value, dict):
-        raise DataError(f"{origin}: a JSON object is expected, found {kind(value)}")
-    return value
-
-
-class DoubleKeyError(ValueError):
-    """An object of JSON that has a key twice: one of its values would be lost."""
-
-
-def load_json(text: str) -> Any:
-    """What JSON means.
-
-    Raises:
-        DoubleKeyError: a key stands twice in one object.
-        ValueError: not JSON.
-        RecursionError: nested too deeply.
-    """
-    return json.loads(text, object_pairs_hook=_object)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        double = _first_double(key for key, _ in pairs)
-        raise DoubleKeyError(f"the key {double[:60]!r} is written twice in one object; keep one")
-    return made
-
-
-def _first_double(keys: Iterable[str]) -> str:
-    seen: set[str] = set()
-    for key in keys:
-        if key in seen:
-            return key
-        seen.add(key)
-    raise AssertionError("no key is there twice")
-
-
 def _place_of(text: str, path: str) -> str:
     """The first object of a list that has a key twice; the file alone if it holds no list."""
     if not text.lstrip().startswith("["):
         return path
-    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    decoder = json.JSONDecoder(object_pairs_hook=plain_object)
     plain = json.JSONDecoder()
     blanks = re.compile(r"[\s,]*")
     at, index = text.index("[") + 1, 0
@@ -228,40 +150,6 @@ def _place_of(text: str, path: str) -> str:
         at, index = plain.raw_decode(text, at)[1], index + 1
 
 
-def refuse_long_line(length: int, origin: str) -> None:
-    """Refuse a line before it is read.
-
-    Raises:
-        DataError: names the row and its size.
-    """
-    if length > MOST_LINE:
-        raise DataError(
-            f"{origin}: the row has {length:,} bytes, at most {MOST_LINE:,} are read; split it "
-            "into several rows"
-        )
-
-
-def decode(raw: bytes, path: str, where: Any, offset: int = 0) -> str:
-    """Text of bytes in UTF-8.
-
-    Args:
-        where: error position in `raw` -> the place, for the message.
-        offset: of `raw` in its file.
-
-    Raises:
-        DataError: not UTF-8; says at which byte.
-    """
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        with Path(path).expanduser().open("rb") as file:
-            seems = "; it seems to be UTF-16" if file.read(2) in _UTF16_MARKS else ""
-        raise DataError(
-            f"{where(error.start)}: not UTF-8 at byte {offset + error.start} of the file "
-            f"(0x{raw[error.start]:02x}){seems}; save the file as UTF-8"
-        ) from None
-
-
 def _read(path: str) -> str:
     try:
         raw = read_bounded(Path(path).expanduser(), _MOST_WHOLE)
@@ -271,19 +159,203 @@ def _read(path: str) -> str:
     return text.removeprefix("\ufeff")
 
 
-def kind(value: Any) -> str:
-    """What a value of a record is, in words."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    names |= {int: "a number", float: "a number", type(None): "null"}
-    return names.get(type(value), f"a value of type {type(value).__name__}")
+_BLOCK = 2**24
+_BEGIN = 4096
+_LINE_END = ord("\n")
+_BLANKS = np.frombuffer(b" \t\r\v\f", dtype=np.uint8)
 
 
-def _complaint(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+class JsonLines:
+    """A reader of a file with one JSON object a line; blank lines are passed over.
+
+    Raises:
+        DataError: missing, unreadable or empty.
+    """
+
+    mark = LINE_MARK
+
+    def __init__(self, path: str, cache: Cache, limit: int | None = None) -> None:
+        self.name = path
+        self._file = _open(path)
+        self._state = _state(self._file)
+        key = key_of("lines", quick_identity(path, with_times=True), limit)
+        entry = cache.entry("lines", key, lambda folder: _index(self._file, folder, limit))
+        if not entry.facts["lines"]:
+            raise DataError(f"{path} is empty; at least one row is needed")
+        self._starts = entry.array("starts", np.int64)
+        # Only a file with blank lines has a list of numbers.
+        self._numbers = entry.array("numbers", np.int64) if entry.facts["blank"] else None
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Reader`."""
+        return indices + 1 if self._numbers is None else self._numbers[indices]
+
+    def records(self, indices: NDArray[np.int64]) -> list[Record]:
+        """See `Reader`."""
+        starts, ends = self._starts[indices], self._starts[indices + 1]
+        for number in np.flatnonzero(ends - starts > MOST_LINE).tolist():
+            place = int(self.places(indices[number : number + 1])[0])
+            refuse_long_line(int(ends[number] - starts[number]), f"{self.name}:{place}")
+        try:
+            if _state(self._file) != self._state:
+                raise DataError(f"{self.name} changed while it was being read; start again")
+            lines = self._lines(starts, ends)
+        except OSError as error:
+            raise unreadable(self.name, error) from None
+        records = []
+        for line, start, place in zip(
+            lines, starts.tolist(), self.places(indices).tolist(), strict=True
+        ):
+            origin = f"{self.name}:{place}"
+            records.append(Record(parse_object(line, origin, self.name, start), origin))
+        return records
+
+    def _lines(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[bytes]:
+        descriptor = self._file.fileno()
+        together = len(starts) > 1 and bool((starts[1:] == ends[:-1]).all())
+        if not together or ends[-1] - starts[0] > _BLOCK:
+            spans = zip(starts.tolist(), ends.tolist(), strict=True)
+            return [os.pread(descriptor, end - start, start) for start, end in spans]
+        first = int(starts[0])
+        block = os.pread(descriptor, int(ends[-1]) - first, first)
+        spans = zip((starts - first).tolist(), (ends - first).tolist(), strict=True)
+        return [block[start:end] for start, end in spans]
 
 
-def _excerpt(line: str, width: int = 60) -> str:
-    line = line.strip()
-    return line if len(line) <= width else line[:width] + "..."
+def first_lines(path: str, count: int) -> list[Record]:
+    """The first records of a file, without reading more of it.
+
+    Raises:
+        DataError: missing, unreadable, malformed or empty.
+    """
+    records: list[Record] = []
+    try:
+        with _open(path) as file:
+            offset = len(BOM) if file.read(len(BOM)) == BOM else 0
+            file.seek(offset)
+            for number, line in enumerate(_lines_of(file), start=1):
+                if len(line) > MOST_LINE:
+                    refuse_long_line(len(line) + _rest_of_line(file), f"{path}:{number}")
+                if line.strip():
+                    origin = f"{path}:{number}"
+                    records.append(Record(parse_object(line, origin, path, offset), origin))
+                    if len(records) == count:
+                        break
+                offset += len(line)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not records:
+        raise DataError(f"{path} is empty; at least one row is needed")
+    return records
+
+
+def holds_lines(path: str) -> bool:
+    """Whether a .json file holds one object a line: its first filled line is one, and no other.
+
+    Raises:
+        DataError: missing or unreadable.
+    """
+    with _open(path) as file:
+        begin = file.read(_BEGIN).removeprefix(BOM).lstrip()
+        if not begin.startswith(b"{"):
+            return False
+        file.seek(0)
+        filled = (line for line in _lines_of(file) if line.strip())
+        first, second = next(filled, b""), next(filled, b"")
+    if not second:
+        return False
+    try:
+        return isinstance(json.loads(first.removeprefix(BOM)), dict)
+    except (ValueError, RecursionError):
+        return second.lstrip().startswith(b"{")
+
+
+def _lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Lines; of one beyond the bound, its beginning."""
+    return iter(lambda: file.readline(MOST_LINE + 1), b"")
+
+
+def _rest_of_line(file: BinaryIO) -> int:
+    """Bytes up to the end of the line."""
+    length = 0
+    while part := file.readline(_BLOCK):
+        length += len(part)
+        if part.endswith(b"\n"):
+            break
+    return length
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return open_regular(Path(path).expanduser())
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _state(file: BinaryIO) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _index(file: BinaryIO, folder: Path, limit: int | None) -> Mapping[str, Any]:
+    """Write where the filled lines begin (and the last ends), and their numbers.
+
+    Returns how many there are, and how many blank ones stand before the last of them.
+    """
+    found = before = last = end = 0
+    with (folder / "starts").open("wb") as to_starts, (folder / "numbers").open("wb") as to_numbers:
+        for starts, ends, first in _spans(file):
+            filled = _filled(file, starts, ends, first)
+            room = None if limit is None else limit - found
+            numbers = (np.flatnonzero(filled) + before + 1)[:room]
+            before += len(starts)
+            if not len(numbers):
+                continue
+            found, last = found + len(numbers), int(numbers[-1])
+            to_starts.write(starts[filled][:room].tobytes())
+            to_numbers.write(numbers.astype(np.int64).tobytes())
+            end = int(ends[filled][:room][-1])
+            if found == limit:
+                break
+        to_starts.write(np.int64(end).tobytes())
+    return {"lines": found, "blank": last - found}
+
+
+def _spans(
+    file: BinaryIO,
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]]:
+    """Where lines begin and end, in bytes, and the first byte of each, block by block."""
+    descriptor = file.fileno()
+    begin = at = len(BOM) if os.pread(descriptor, len(BOM), 0) == BOM else 0
+    buffer = bytearray(_BLOCK)
+    view = np.frombuffer(buffer, dtype=np.uint8)
+    while count := os.preadv(descriptor, [buffer], at):
+        ends = np.flatnonzero(view[:count] == _LINE_END).astype(np.int64) + at + 1
+        if len(ends):
+            starts = np.concatenate([[begin], ends[:-1]])
+            first = view[np.maximum(starts - at, 0)]
+            first[0] = os.pread(descriptor, 1, begin)[0]  # it may stand in the block before
+            yield starts, ends, first
+            begin = int(ends[-1])
+        at += count
+    if begin < at:
+        last = np.frombuffer(os.pread(descriptor, 1, begin), dtype=np.uint8)
+        yield np.array([begin]), np.array([at]), last
+
+
+def _filled(
+    file: BinaryIO,
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    first: NDArray[np.uint8],
+) -> NDArray[np.bool_]:
+    """Which lines hold more than blanks; only those that begin with a blank are looked into."""
+    filled = first != _LINE_END
+    for number in np.flatnonzero(filled & np.isin(first, _BLANKS)).tolist():
+        start, end = int(starts[number]), int(ends[number])
+        length = min(end - start, MOST_LINE)
+        filled[number] = bool(os.pread(file.fileno(), length, start).strip())
+    return filled

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from anygauge.config.schema import SourceSection
 from anygauge.data.chat import Chat, chat_from_columns, chat_from_messages, chat_from_sharegpt
-from anygauge.data.columns import byte_length, listed, missing, text_column
-from anygauge.data.files import Record
+from anygauge.data.records import Record, byte_length, listed, missing, text_column
 from anygauge.interface import DataError, RunFileError
 
 PLACEHOLDER = "{prompt}"

@@ -17,17 +17,22 @@ from anygauge.data.cache import Cache, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse
 from anygauge.data.order import Split
-from anygauge.data.readers import (
+from anygauge.data.row_batches import RowBatches
+from anygauge.data.rows import Piece, PieceWriter, TokenizedRows, open_piece
+from anygauge.data.sources import (
     content_digest,
     first_records,
     open_reader,
     quick_digest,
     source_name,
 )
-from anygauge.data.row_batches import RowBatches
-from anygauge.data.rows import Piece, PieceWriter, TokenizedRows, open_piece
-from anygauge.data.streamed_rows import StreamedRows, StreamedSource
-from anygauge.data.streaming import PackedStream, StreamedBatches, SumOnRanks
+from anygauge.data.streaming import (
+    PackedStream,
+    StreamedBatches,
+    StreamedRows,
+    StreamedSource,
+    SumOnRanks,
+)
 from anygauge.data.template import read_template
 from anygauge.interface import DataError
 

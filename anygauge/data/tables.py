@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.cache import Cache, key_of
-from anygauge.data.files import INDEX_MARK, LINE_MARK, Record
+from anygauge.data.records import INDEX_MARK, LINE_MARK, Record
 from anygauge.interface import DataError
 
 _ARROW = "rows.arrow"
