@@ -15,7 +15,7 @@ from rich.text import Text
 from anygauge.cli.intent import BackendOption, RunFileArgument, SetOption
 
 if TYPE_CHECKING:
-    from anygauge.config.schema import DataSection, RunFile, SourceSection
+    from anygauge.config.schema import DataSection, RunFile
     from anygauge.data import Layout, TokenizedRows
     from anygauge.interface import Share
 
@@ -58,11 +58,11 @@ def data(
     quiet_libraries()
     fetched(wanted(run.model, model=False))
     tokenizer = load_tokenizer(run.model)
-    section = run.data
+    section, first = run.data, None
     if section.streaming:
         console.print(f"streamed: the first {STREAMED_ROWS:,} rows of each source\n", style="dim")
-        section = _beginning(section)
-    prepared = prepare(section, tokenizer, run.train.seed, log=typer.echo)
+        first = STREAMED_ROWS
+    prepared = prepare(section, tokenizer, run.train.seed, log=typer.echo, first=first)
     trained = prepared.train
     assert isinstance(trained, TokenizedRows)
     _show_counts(console, section, trained, "train")
@@ -195,20 +195,6 @@ def _layout(run: RunFile, share: Share, tokenizer: Any, shapes: Any) -> Layout:
         share=share,
         shapes=shapes,
     )
-
-
-def _beginning(section: DataSection) -> DataSection:
-    def shortened(source: SourceSection) -> SourceSection:
-        limit = min(source.limit or STREAMED_ROWS, STREAMED_ROWS)
-        return source.model_copy(update={"limit": limit})
-
-    update: dict[str, Any] = {"streaming": False}
-    for name in ("train", "eval"):
-        value = getattr(section, name)
-        if value is not None:
-            listed = isinstance(value, list)
-            update[name] = [shortened(each) for each in value] if listed else shortened(value)
-    return section.model_copy(update=update)
 
 
 def _spread(count: int, wanted: int) -> list[int]:

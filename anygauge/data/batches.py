@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.order import Order
+from anygauge.data.order import BlockOrder, Order
 from anygauge.data.rows import Tokens
 from anygauge.interface import RunFileError, ShapePolicy, Share
 
@@ -202,7 +202,7 @@ class OrderedBatches(Batches):
         order: of the items, over the whole run.
     """
 
-    def __init__(self, schedule: Schedule, layout: Layout, order: Order) -> None:
+    def __init__(self, schedule: Schedule, layout: Layout, order: Order | BlockOrder) -> None:
         super().__init__(schedule, layout)
         self._order = order
         self._total = (

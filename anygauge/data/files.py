@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +43,8 @@ from anygauge.data.records import (
 from anygauge.interface import DataError
 from anygauge.util.files import open_regular, read_bounded
 
-_MOST_WHOLE = 2**32
+MOST_WHOLE = 2**32
+"""Bytes of a file that is read whole."""
 
 
 class ReadWhole:
@@ -69,13 +71,16 @@ class ReadWhole:
         ]
 
 
-def read_json_list(path: str, limit: int | None = None) -> ReadWhole:
+def read_json_list(text: str, path: str, limit: int | None = None) -> ReadWhole:
     """The objects of a .json file that holds a list of them.
 
+    Args:
+        text: what the file holds; see `read_text`.
+        path: its name, for messages.
+
     Raises:
-        DataError: missing, unreadable, malformed or empty.
+        DataError: malformed or empty.
     """
-    text = _read(path)
     if not text.strip():
         raise DataError(f"{path} is empty; at least one row is needed")
     try:
@@ -106,17 +111,21 @@ def read_json_list(path: str, limit: int | None = None) -> ReadWhole:
     return ReadWhole(path, INDEX_MARK, value, range(len(value)))
 
 
-def read_documents(path: str, column: str, limit: int | None = None) -> ReadWhole:
+def read_documents(text: str, path: str, column: str, limit: int | None = None) -> ReadWhole:
     """The documents of a plain text file, each a record with one value under `column`.
 
     Blank lines separate documents. A file without any blank line between its lines holds one
     document a line, as corpora do that are written by programs. Line ends become ``\\n``. The
     place of a document is the line on which it begins.
 
+    Args:
+        text: what the file holds; see `read_text`.
+        path: its name, for messages.
+
     Raises:
-        DataError: missing, unreadable or empty.
+        DataError: empty.
     """
-    lines = _read(path).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     filled = [number for number, line in enumerate(lines) if line.strip()]
     if not filled:
         raise DataError(f"{path} is empty; at least one line of text is needed")
@@ -150,12 +159,30 @@ def _place_of(text: str, path: str) -> str:
         at, index = plain.raw_decode(text, at)[1], index + 1
 
 
-def _read(path: str) -> str:
+def read_text(path: str, name: str = "") -> str:
+    """All that a file holds.
+
+    Args:
+        name: the file's, for messages; "": its path.
+
+    Raises:
+        DataError: missing, unreadable, too large, or not UTF-8.
+    """
+    name = name or path
     try:
-        raw = read_bounded(Path(path).expanduser(), _MOST_WHOLE)
+        raw = read_bounded(Path(path).expanduser(), MOST_WHOLE)
     except OSError as error:
-        raise unreadable(path, error) from None
-    text = decode(raw, path, lambda start: f"{path}:{raw.count(NEWLINE, 0, start) + 1}")
+        raise unreadable(name, error) from None
+    return text_of(raw, name)
+
+
+def text_of(raw: bytes, name: str) -> str:
+    """The text of a whole file.
+
+    Raises:
+        DataError: not UTF-8.
+    """
+    text = decode(raw, lambda start: f"{name}:{raw.count(NEWLINE, 0, start) + 1}")
     return text.removeprefix("\ufeff")
 
 
@@ -168,20 +195,23 @@ _BLANKS = np.frombuffer(b" \t\r\v\f", dtype=np.uint8)
 class JsonLines:
     """A reader of a file with one JSON object a line; blank lines are passed over.
 
+    Args:
+        name: the file's, for messages; "": its path.
+
     Raises:
         DataError: missing, unreadable or empty.
     """
 
     mark = LINE_MARK
 
-    def __init__(self, path: str, cache: Cache, limit: int | None = None) -> None:
-        self.name = path
+    def __init__(self, path: str, cache: Cache, limit: int | None = None, name: str = "") -> None:
+        self.name = name or path
         self._file = _open(path)
         self._state = _state(self._file)
         key = key_of("lines", quick_identity(path, with_times=True), limit)
         entry = cache.entry("lines", key, lambda folder: _index(self._file, folder, limit))
         if not entry.facts["lines"]:
-            raise DataError(f"{path} is empty; at least one row is needed")
+            raise DataError(f"{self.name} is empty; at least one row is needed")
         self._starts = entry.array("starts", np.int64)
         # Only a file with blank lines has a list of numbers.
         self._numbers = entry.array("numbers", np.int64) if entry.facts["blank"] else None
@@ -210,7 +240,7 @@ class JsonLines:
             lines, starts.tolist(), self.places(indices).tolist(), strict=True
         ):
             origin = f"{self.name}:{place}"
-            records.append(Record(parse_object(line, origin, self.name, start), origin))
+            records.append(Record(parse_object(line, origin, start), origin))
         return records
 
     def _lines(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[bytes]:
@@ -231,20 +261,13 @@ def first_lines(path: str, count: int) -> list[Record]:
     Raises:
         DataError: missing, unreadable, malformed or empty.
     """
-    records: list[Record] = []
     try:
         with _open(path) as file:
-            offset = len(BOM) if file.read(len(BOM)) == BOM else 0
-            file.seek(offset)
-            for number, line in enumerate(_lines_of(file), start=1):
-                if len(line) > MOST_LINE:
-                    refuse_long_line(len(line) + _rest_of_line(file), f"{path}:{number}")
-                if line.strip():
-                    origin = f"{path}:{number}"
-                    records.append(Record(parse_object(line, origin, path, offset), origin))
-                    if len(records) == count:
-                        break
-                offset += len(line)
+            lines = islice(filled_lines(file, path), count)
+            records = [
+                Record(parse_object(line, f"{path}:{number}", offset), f"{path}:{number}")
+                for number, offset, line in lines
+            ]
     except OSError as error:
         raise unreadable(path, error) from None
     if not records:
@@ -252,19 +275,40 @@ def first_lines(path: str, count: int) -> list[Record]:
     return records
 
 
+def filled_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, int, bytes]]:
+    """The lines that hold more than blanks: number from 1, first byte in the file, content.
+
+    Raises:
+        DataError: a line is too long.
+    """
+    offset = 0
+    for number, line in enumerate(_lines_of(file), start=1):
+        if len(line) > MOST_LINE:
+            refuse_long_line(len(line) + _rest_of_line(file), f"{name}:{number}")
+        skipped = len(BOM) if number == 1 and line.startswith(BOM) else 0
+        if line[skipped:].strip():
+            yield number, offset + skipped, line[skipped:]
+        offset += len(line)
+
+
 def holds_lines(path: str) -> bool:
-    """Whether a .json file holds one object a line: its first filled line is one, and no other.
+    """Whether a .json file holds one object a line: see `are_lines`.
 
     Raises:
         DataError: missing or unreadable.
     """
     with _open(path) as file:
-        begin = file.read(_BEGIN).removeprefix(BOM).lstrip()
-        if not begin.startswith(b"{"):
-            return False
-        file.seek(0)
-        filled = (line for line in _lines_of(file) if line.strip())
-        first, second = next(filled, b""), next(filled, b"")
+        return are_lines(file)
+
+
+def are_lines(file: BinaryIO) -> bool:
+    """Whether a file's first filled line is a JSON object, and not its only one."""
+    begin = file.read(_BEGIN).removeprefix(BOM).lstrip()
+    if not begin.startswith(b"{"):
+        return False
+    file.seek(0)
+    filled = (line for line in _lines_of(file) if line.strip())
+    first, second = next(filled, b""), next(filled, b"")
     if not second:
         return False
     try:

@@ -9,7 +9,6 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,7 +61,7 @@ class Reader(Protocol):
         ...
 
 
-def parse_object(line: bytes, origin: str, path: str, offset: int) -> Mapping[str, Any]:
+def parse_object(line: bytes, origin: str, offset: int) -> Mapping[str, Any]:
     """The JSON object on a line.
 
     Args:
@@ -72,7 +71,7 @@ def parse_object(line: bytes, origin: str, path: str, offset: int) -> Mapping[st
     Raises:
         DataError: not UTF-8, not JSON, or no object.
     """
-    text = decode(line, path, lambda _: origin, offset)
+    text = decode(line, lambda _: origin, offset)
     try:
         value = load_json(text)
     except DoubleKeyError as error:
@@ -137,7 +136,7 @@ def refuse_long_line(length: int, origin: str) -> None:
         )
 
 
-def decode(raw: bytes, path: str, where: Any, offset: int = 0) -> str:
+def decode(raw: bytes, where: Any, offset: int = 0) -> str:
     """Text of bytes in UTF-8.
 
     Args:
@@ -150,8 +149,7 @@ def decode(raw: bytes, path: str, where: Any, offset: int = 0) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        with Path(path).expanduser().open("rb") as file:
-            seems = "; it seems to be UTF-16" if file.read(2) in _UTF16_MARKS else ""
+        seems = "; it seems to be UTF-16" if raw[:2] in _UTF16_MARKS else ""
         raise DataError(
             f"{where(error.start)}: not UTF-8 at byte {offset + error.start} of the file "
             f"(0x{raw[error.start]:02x}){seems}; save the file as UTF-8"

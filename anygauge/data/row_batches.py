@@ -182,9 +182,7 @@ class RowBatches(OrderedBatches):
         if schedule.grouping:
             # A run that ends with an epoch reads no row of the next one.
             stop = None if schedule.steps else max(1, self._order.end(math.ceil(schedule.epochs)))
-            self._grouped = GroupedOrder(
-                self._order, self._sequences.tokens, self.global_batch, stop
-            )
+            self._grouped = GroupedOrder(order, self._sequences.tokens, self.global_batch, stop)
         self._last: tuple[int, NDArray[np.int64]] | None = None
 
     def step(self, index: int) -> list[MicroBatch]:

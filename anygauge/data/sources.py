@@ -1,224 +1,150 @@
-"""Data sets of the Hugging Face hub, through the library that downloads and maps them."""
+"""The reader of a source: which it is, what its rows are called, and what tells its content."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
-from anygauge.config.paths import DATA_SUFFIXES, names_data_set
+from anygauge.config.paths import (
+    DATA_SUFFIXES,
+    data_suffix,
+    is_remote,
+    names_address,
+    names_data_set,
+)
 from anygauge.config.schema import SourceSection
-from anygauge.data.cache import Cache, key_of, quick_identity
-from anygauge.data.files import JsonLines, first_lines, holds_lines, read_documents, read_json_list
-from anygauge.data.records import INDEX_MARK, Reader, Record
+from anygauge.data.cache import Cache, quick_identity
+from anygauge.data.files import (
+    MOST_WHOLE,
+    JsonLines,
+    ReadWhole,
+    are_lines,
+    first_lines,
+    holds_lines,
+    read_documents,
+    read_json_list,
+    read_text,
+    text_of,
+)
+from anygauge.data.hub import ConvertedRows, HubRows, hub_name, hub_stream
+from anygauge.data.records import LINE_MARK, Reader, Record
+from anygauge.data.remote import copied, open_remote, remote_identity, shown
+from anygauge.data.streams import Blocks, LineStream, RowStream, TableStream, first_of
 from anygauge.data.tables import Table, first_rows
 from anygauge.interface import DataError
 
-_ANSWER_S = 10.0
-"""The hub must answer within this time, or it is called unreachable."""
-
-
-class HubRows:
-    """A reader of one split of a data set.
-
-    Args:
-        field: where the source stands in the run file, for messages.
-
-    Raises:
-        DataError: no such data set, subset, split or revision, or the hub cannot be reached.
-    """
-
-    mark = INDEX_MARK
-
-    def __init__(self, source: SourceSection, cache: Cache, field: str) -> None:
-        self.name = hub_name(source)
-        folder = str(cache.folder / "hub")
-        self._rows = _load(source, field, lambda rows: rows, cache_dir=folder, streaming=False)
-        if source.limit is not None:
-            self._rows = self._rows.select(range(min(source.limit, len(self._rows))))
-        if not len(self._rows):
-            raise DataError(f"{self.name} is empty; at least one row is needed")
-        self._cache = cache
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `Reader`."""
-        return indices
-
-    def records(self, indices: NDArray[np.int64]) -> list[Record]:
-        """See `Reader`."""
-        columns = self._rows[indices.tolist()]
-        features = self._rows.features
-        return [
-            Record(
-                {name: written(values[place], features[name]) for name, values in columns.items()},
-                self.name + self.mark.format(index),
-            )
-            for place, index in enumerate(indices.tolist())
-        ]
-
-    def digest(self) -> str:
-        """Hexadecimal digest of the rows as they were downloaded."""
-        files = [file["filename"] for file in self._rows.cache_files]
-        return key_of(*(self._cache.digest(file) for file in files))
-
-
-def hub_name(source: SourceSection) -> str:
-    """A data set as origins show it: ``owner/name[train]``."""
-    return f"{source.path}[{source.split}]"
-
-
-def first_hub_rows(source: SourceSection, count: int, field: str) -> list[Record]:
-    """The first records, without downloading all.
-
-    Raises:
-        DataError: as for `HubRows`.
-    """
-    name = hub_name(source)
-    found = _load(
-        source, field, lambda rows: (list(rows.take(count)), rows.features), streaming=True
-    )
-    rows, features = found
-    records = [
-        Record(
-            {key: written(value, (features or {}).get(key)) for key, value in row.items()},
-            f"{name}[{index}]",
-        )
-        for index, row in enumerate(rows)
-    ]
-    if not records:
-        raise DataError(f"{name} is empty; at least one row is needed")
-    return records
-
-
-def written(value: Any, feature: Any) -> Any:
-    """A value without the nulls that the table filled in: see `tables`.
-
-    Args:
-        feature: its type, as the library has it; None where that is not known.
-    """
-    if isinstance(value, dict) and isinstance(feature, Mapping):
-        return {
-            name: written(below, feature.get(name))
-            for name, below in value.items()
-            if below is not None
-        }
-    if isinstance(value, list):
-        is_listed = isinstance(feature, list) and len(feature) == 1
-        inner = feature[0] if is_listed else getattr(feature, "feature", None)
-        return [written(item, inner) for item in value]
-    return value
-
-
-def _load(source: SourceSection, field: str, use: Callable[[Any], Any], **options: Any) -> Any:
-    """What `use` makes of the loaded rows; it may read some, and fail as loading does."""
-    import datasets
-    from huggingface_hub import constants
-
-    datasets.disable_progress_bars()
-    if not constants.HF_HUB_OFFLINE:
-        _check(source, field)
-    try:
-        rows = datasets.load_dataset(
-            source.path,
-            source.subset,
-            split=source.split,
-            revision=source.revision,
-            **options,
-        )
-        return use(rows)
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(
-            f"{field}: the data set {source.path!r} (subset {source.subset or 'default'}, split "
-            f"{source.split!r}, revision {source.revision or 'main'}) cannot be loaded: {said}; "
-            f"check {field}.subset, {field}.split and {field}.revision"
-        ) from None
-
-
-def _check(source: SourceSection, field: str) -> None:
-    """Ask the hub for the data set, since the library itself waits minutes for a silent network."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-
-    file = Path(source.path)
-    try:
-        HfApi().dataset_info(source.path, revision=source.revision, timeout=_ANSWER_S)
-    except RepositoryNotFoundError:
-        raise DataError(
-            f"{field}.path: {source.path!r} is not a file (looked at {file.absolute()}) nor a data "
-            "set of the hub that can be seen from here; correct it, or log in if it is private "
-            "(hf auth login)"
-        ) from None
-    except HfHubHTTPError as error:
-        raise DataError(
-            f"{field}.path: the hub refuses {source.path!r}: {str(error).strip()}"
-        ) from None
-    except Exception as error:  # which class it is depends on the library below the library
-        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        raise DataError(
-            f"{field}.path: {source.path!r} is not a file (looked at {file.absolute()}), and the "
-            f"hub ({endpoint}) cannot be reached: {error}. If the data set was downloaded before, "
-            "export HF_HUB_OFFLINE=1 to use that copy"
-        ) from None
+_PEEK = 2**16
+"""Bytes that are asked for at once where a little of a remote file is looked at."""
 
 
 def open_reader(source: SourceSection, cache: Cache, field: str) -> Reader:
     """A reader of the records of a source, the first `source.limit` of them where it is set.
 
+    A remote file is copied into the cache, a data set of the hub downloaded.
+
     Args:
-        cache: for indexes and tables.
+        cache: for indexes, tables and copies.
         field: where the source stands in the run file, for messages.
 
     Raises:
         DataError: missing, unreadable, malformed or empty.
     """
-    path, limit = source.path, source.limit
-    if names_data_set(path):
+    if names_data_set(source.path):
         return HubRows(source, cache, field)
-    suffix = _suffix(path, field)
+    suffix = _suffix(source.path, field)
+    path, name, limit = _local(source.path, cache), source_name(source), source.limit
     if suffix == ".txt":
-        return read_documents(path, source.text, limit)
+        return read_documents(read_text(path, name), name, source.text, limit)
     if suffix in (".csv", ".parquet"):
-        return Table(path, cache, limit)
+        return Table(path, cache, limit, name)
     if suffix == ".json" and not holds_lines(path):
-        return read_json_list(path, limit)
-    return JsonLines(path, cache, limit)
+        return read_json_list(read_text(path, name), name, limit)
+    return JsonLines(path, cache, limit, name)
 
 
-def first_records(source: SourceSection, count: int, field: str) -> list[Record]:
+def open_stream(source: SourceSection, size: int, field: str) -> tuple[Blocks | ReadWhole, str]:
+    """A reader of a remote source that keeps nothing on the disk, and what tells its version.
+
+    Text and JSON lists are read whole even so.
+
+    Args:
+        size: rows of a block.
+
+    Raises:
+        DataError: as for `open_reader`.
+    """
+    found, identity = _stream(source, field)
+    if isinstance(found, ReadWhole):
+        return found, identity
+    return Blocks(found, size, source.limit), identity
+
+
+def open_beginning(source: SourceSection, field: str) -> ReadWhole:
+    """The first `source.limit` rows of a remote source in memory; nothing is kept on the disk.
+
+    Raises:
+        DataError: as for `open_reader`.
+    """
+    found, _ = _stream(source, field)
+    if isinstance(found, ReadWhole):
+        return found
+    rows = list(islice(found.rows(0), source.limit))
+    if not rows:
+        raise DataError(f"{found.name} is empty; at least one row is needed")
+    values = [row.record().values for row in rows]
+    return ReadWhole(found.name, found.mark, values, [row.place for row in rows])
+
+
+def stream_digest(source: SourceSection, field: str) -> str:
+    """Hexadecimal digest that changes with the content of a remote source; reads none of it.
+
+    Raises:
+        DataError: the source cannot be reached.
+    """
+    return _stream(source, field)[1]
+
+
+def first_records(
+    source: SourceSection, count: int, field: str, *, streaming: bool = False
+) -> list[Record]:
     """The first records of a source, at least one; reads little of a large file.
 
     JSON lists and plain text are read whole all the same.
+
+    Args:
+        streaming: read a remote source as it is when it is streamed.
 
     Raises:
         DataError: missing, unreadable, malformed or empty.
     """
     path, count = source.path, min(count, source.limit or count)
-    if names_data_set(path):
-        return first_hub_rows(source, count, field)
+    if is_remote(path):
+        if names_data_set(path) and not streaming:
+            return first_of(ConvertedRows(source, field), count)
+        found, _ = _stream(source, field)
+        if isinstance(found, ReadWhole):
+            return found.records(np.arange(min(count, len(found))))
+        return first_of(found, count)
     suffix = _suffix(path, field)
     if suffix in (".csv", ".parquet"):
         return first_rows(path, count)
     if suffix == ".jsonl" or (suffix == ".json" and holds_lines(path)):
         return first_lines(path, count)
+    text = read_text(path)
     reader = (
-        read_documents(path, source.text, count)
+        read_documents(text, path, source.text, count)
         if suffix == ".txt"
-        else read_json_list(path, count)
+        else read_json_list(text, path, count)
     )
     return reader.records(np.arange(len(reader)))
 
 
 def source_name(source: SourceSection) -> str:
     """A source as the origins of its rows show it."""
-    return hub_name(source) if names_data_set(source.path) else source.path
+    if names_data_set(source.path):
+        return hub_name(source)
+    return shown(source.path) if names_address(source.path) else source.path
 
 
 def content_digest(source: SourceSection, cache: Cache, field: str) -> str:
@@ -231,11 +157,11 @@ def content_digest(source: SourceSection, cache: Cache, field: str) -> str:
         with_all = source.model_copy(update={"limit": None})
         return HubRows(with_all, cache, field).digest()
     _suffix(source.path, field)
-    return cache.digest(source.path)
+    return cache.digest(_local(source.path, cache))
 
 
-def quick_digest(source: SourceSection, cache: Cache, field: str, *, with_times: bool) -> str:
-    """The same of a large file from its size, its first and its last MiB.
+def quick_digest(source: SourceSection, field: str, *, with_times: bool) -> str:
+    """The same of a large local file from its size, its first and its last MiB.
 
     Args:
         with_times: see `quick_identity`.
@@ -243,16 +169,47 @@ def quick_digest(source: SourceSection, cache: Cache, field: str, *, with_times:
     Raises:
         DataError: the source cannot be read.
     """
-    if names_data_set(source.path):
-        return content_digest(source, cache, field)
+    _suffix(source.path, field)
     return quick_identity(source.path, with_times=with_times)
 
 
+def _stream(source: SourceSection, field: str) -> tuple[RowStream | ReadWhole, str]:
+    path, name = source.path, source_name(source)
+    if names_data_set(path):
+        return hub_stream(source, field)
+    suffix = _suffix(path, field)
+    identity = remote_identity(path)
+    if suffix in (".csv", ".parquet"):
+        return TableStream([path], name), identity
+    if suffix == ".json":
+        with open_remote(path, _PEEK) as file:
+            if not are_lines(file):
+                return read_json_list(_whole(path, name), name, source.limit), identity
+    if suffix == ".txt":
+        return read_documents(_whole(path, name), name, source.text, source.limit), identity
+    return LineStream([path], name, LINE_MARK), identity
+
+
+def _whole(address: str, name: str) -> str:
+    with open_remote(address) as file:
+        raw = file.read(MOST_WHOLE + 1)
+    if len(raw) > MOST_WHOLE:
+        raise DataError(
+            f"{name}: text and JSON lists are read whole, at most {MOST_WHOLE:,} bytes; write the "
+            "rows as JSON Lines or Parquet"
+        )
+    return text_of(raw, name)
+
+
+def _local(path: str, cache: Cache) -> str:
+    return str(copied(path, cache)) if names_address(path) else path
+
+
 def _suffix(path: str, field: str) -> str:
-    suffix = Path(path).suffix.lower()
+    suffix = data_suffix(path)
     if suffix not in DATA_SUFFIXES:
         raise DataError(
-            f"{path}: this kind of file is not read; {field}.path takes "
+            f"{shown(path)}: this kind of file is not read; {field}.path takes "
             f"{', '.join(DATA_SUFFIXES)}, or the name of a data set on the hub"
         )
     return suffix

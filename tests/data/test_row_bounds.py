@@ -18,8 +18,9 @@ from anygauge.data.cache import Cache
 from anygauge.data.chat import Chat
 from anygauge.data.encode import encode_texts
 from anygauge.data.formats import parse
+from anygauge.data.hub import written
 from anygauge.data.records import Record
-from anygauge.data.sources import first_records, open_reader, written
+from anygauge.data.sources import first_records, open_reader
 from anygauge.data.template import ChatTemplate, read_template
 from anygauge.interface import DataError, RunFileError
 
