@@ -132,7 +132,8 @@ def hub_stream(source: SourceSection, field: str) -> tuple[RowStream, str]:
         if source.split in data_files or not data_files:
             files = [str(file) for file in data_files.get(source.split, ())]
         else:
-            raise ValueError(f"there is no split {source.split!r}, but {', '.join(data_files)}")
+            others = ", ".join(map(str, data_files))
+            raise ValueError(f"there is no split {source.split!r}, but {others}")
     except Exception as error:
         raise _unloadable(source, field, error) from None
     name = hub_name(source)
@@ -205,14 +206,20 @@ def _unloadable(
     source: SourceSection, field: str, error: Exception, index: int | None = None
 ) -> Exception:
     """What to say of a data set that cannot be loaded, or read on at a row."""
+    from huggingface_hub import constants
+
     if isinstance(error, DataError):
         return error
     said = str(error).strip().partition("\n")[0] or type(error).__name__
     at = "" if index is None else f" at row {index:,}"
+    remedy = f"check {field}.subset, {field}.split and {field}.revision"
+    if "gated" in said:
+        page = f"{constants.ENDPOINT}/datasets/{source.path}"
+        remedy = f"accept its terms at {page}, and log in (hf auth login)"
     return DataError(
         f"{field}: the data set {source.path!r} (subset {source.subset or 'default'}, split "
         f"{source.split!r}, revision {source.revision or 'main'}) cannot be loaded{at}: {said}; "
-        f"check {field}.subset, {field}.split and {field}.revision"
+        f"{remedy}"
     )
 
 
@@ -222,7 +229,11 @@ def _check(source: SourceSection, field: str) -> str:
     Returns its commit.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     file = Path(source.path)
     try:
@@ -234,10 +245,14 @@ def _check(source: SourceSection, field: str) -> str:
             "set of the hub that can be seen from here; correct it, or log in if it is private "
             "(hf auth login)"
         ) from None
-    except HfHubHTTPError as error:
+    except RevisionNotFoundError:
         raise DataError(
-            f"{field}.path: the hub refuses {source.path!r}: {str(error).strip()}"
+            f"{field}.revision: {source.path!r} has no revision {source.revision!r}; give a "
+            "branch, a tag or a commit"
         ) from None
+    except HfHubHTTPError as error:
+        said = str(error).strip().partition("\n")[0]
+        raise DataError(f"{field}.path: the hub refuses {source.path!r}: {said}") from None
     except Exception as error:  # which class it is depends on the library below the library
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise DataError(
