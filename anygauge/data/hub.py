@@ -84,7 +84,7 @@ class ConvertedRows:
         self._set = _load(source, field, lambda rows: rows, streaming=True)
         self.count = _described(self._set.info, source.split)
 
-    def rows(self, start: int) -> Iterator[Row]:
+    def rows(self, start: int, *, few: bool = False) -> Iterator[Row]:
         """See `RowStream`."""
         index = start
         rows = iter(self._set.skip(start) if start else self._set)

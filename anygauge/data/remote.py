@@ -26,6 +26,9 @@ WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 BLOCK = 2**23
 """Bytes that are asked for at once while rows are read in order."""
 
+FEW = 2**16
+"""The same, where a little of a file is looked at."""
+
 _ANSWER_S = 30.0
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _PACKAGES = {
@@ -103,16 +106,19 @@ class RemoteFile(io.RawIOBase):
         return got
 
 
-def open_remote(address: str, block: int = BLOCK) -> BinaryIO:
+def open_remote(address: str, block: int | None = None) -> BinaryIO:
     """A remote file, buffered.
 
     Args:
-        block: bytes that are asked for at once.
+        block: bytes that are asked for at once; None: `BLOCK`, 0: what each read wants.
 
     Raises:
         DataError: nothing is there, nobody answers, it may not be read, or a package is missing.
     """
-    return cast("BinaryIO", io.BufferedReader(RemoteFile(address), block))
+    file = RemoteFile(address)
+    if block == 0:
+        return cast("BinaryIO", file)
+    return cast("BinaryIO", io.BufferedReader(file, block or BLOCK))
 
 
 def remote_identity(address: str) -> str:

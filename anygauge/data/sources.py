@@ -29,13 +29,10 @@ from anygauge.data.files import (
 )
 from anygauge.data.hub import ConvertedRows, HubRows, hub_name, hub_stream
 from anygauge.data.records import LINE_MARK, Reader, Record
-from anygauge.data.remote import copied, open_remote, remote_identity, shown
+from anygauge.data.remote import FEW, copied, open_remote, remote_identity, shown
 from anygauge.data.streams import Blocks, LineStream, RowStream, TableStream, first_of
 from anygauge.data.tables import Table, first_rows
 from anygauge.interface import DataError
-
-_PEEK = 2**16
-"""Bytes that are asked for at once where a little of a remote file is looked at."""
 
 
 def open_reader(source: SourceSection, cache: Cache, field: str) -> Reader:
@@ -182,7 +179,7 @@ def _stream(source: SourceSection, field: str) -> tuple[RowStream | ReadWhole, s
     if suffix in (".csv", ".parquet"):
         return TableStream([path], name), identity
     if suffix == ".json":
-        with open_remote(path, _PEEK) as file:
+        with open_remote(path, FEW) as file:
             if not are_lines(file):
                 return read_json_list(_whole(path, name), name, source.limit), identity
     if suffix == ".txt":

@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 
 from anygauge.data.files import filled_lines
 from anygauge.data.records import INDEX_MARK, LINE_MARK, Record, parse_object
-from anygauge.data.remote import open_remote
+from anygauge.data.remote import FEW, open_remote
 from anygauge.data.tables import batches_of, group_sizes, rows_of, table_mark
 from anygauge.interface import DataError
 
 Work = TypeVar("Work")
 
 _FOOTERS_AT_ONCE = 16
+_BATCH, _FEW_ROWS = 256, 20  # rows that are converted at once
 _ENDLESS = 2**62
 
 
@@ -73,8 +74,11 @@ class RowStream(Protocol):
     mark: str
     count: int | None
 
-    def rows(self, start: int) -> Iterator[Row]:
+    def rows(self, start: int, *, few: bool = False) -> Iterator[Row]:
         """The rows from a number on, to the end.
+
+        Args:
+            few: only the first of them will be asked for: fetch little at once.
 
         Raises:
             DataError: the source cannot be read.
@@ -95,12 +99,12 @@ class LineStream:
         self.files, self.name, self.mark = tuple(files), name, mark
         self.count: int | None = None
 
-    def rows(self, start: int) -> Iterator[Row]:
+    def rows(self, start: int, *, few: bool = False) -> Iterator[Row]:
         """See `RowStream`; lines that are passed over are not parsed."""
         index = 0
         for address in self.files:
             file_name = self.name if self.mark == LINE_MARK else address.rpartition("/")[2]
-            with _unpacked(address) as file:
+            with _unpacked(address, FEW if few else None) as file:
                 for number, offset, line in filled_lines(file, file_name):
                     if index >= start:
                         yield self._row(index, number, offset, line, file_name)
@@ -135,7 +139,7 @@ class TableStream:
         if count is None and self.mark == INDEX_MARK:
             self.count = sum(map(sum, self._groups()))
 
-    def rows(self, start: int) -> Iterator[Row]:
+    def rows(self, start: int, *, few: bool = False) -> Iterator[Row]:
         """See `RowStream`; of Parquet, whole row groups before `start` are not read."""
         index = 0
         for number, address in enumerate(self.files):
@@ -147,7 +151,9 @@ class TableStream:
                 if passed == len(sizes):
                     continue
                 groups = range(passed, len(sizes))
-            batches = batches_of(partial(open_remote, address), self._file_name(address), groups)
+            opened = partial(self._open, address)
+            size = _FEW_ROWS if few else _BATCH
+            batches = batches_of(opened, self._file_name(address), groups, size)
             with closing(batches):
                 for batch in batches:
                     if index + batch.num_rows > start:
@@ -165,12 +171,15 @@ class TableStream:
         if self._sizes is None:
 
             def sizes(address: str) -> list[int]:
-                opened = partial(open_remote, address, 2**16)
-                return group_sizes(opened, self._file_name(address))
+                return group_sizes(partial(self._open, address), self._file_name(address))
 
             with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
                 self._sizes = list(pool.map(sizes, self.files))
         return self._sizes
+
+    def _open(self, address: str) -> BinaryIO:
+        # Of Parquet, exactly the columns' parts are read; a buffer would fetch what lies between.
+        return open_remote(address, 0 if self.mark == INDEX_MARK else None)
 
     def _file_name(self, address: str) -> str:
         if len(self.files) == 1 and "://" in self.name:
@@ -279,7 +288,7 @@ def first_of(stream: RowStream, count: int) -> list[Record]:
     Raises:
         DataError: unreadable, malformed or empty.
     """
-    rows = stream.rows(0)
+    rows = stream.rows(0, few=True)
     try:
         records = [row.record() for row in islice(rows, count)]
     finally:
@@ -291,10 +300,10 @@ def first_of(stream: RowStream, count: int) -> list[Record]:
     return records
 
 
-def _unpacked(address: str) -> BinaryIO:
+def _unpacked(address: str, block: int | None) -> BinaryIO:
     import fsspec
 
-    file = open_remote(address)
+    file = open_remote(address, block)
     kind = fsspec.utils.infer_compression(address.partition("?")[0])
     if kind is None:
         return file

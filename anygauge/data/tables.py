@@ -157,13 +157,19 @@ def _local_batches(path: str, name: str, limit: int | None) -> Iterator[Any]:
                 return
 
 
-def batches_of(open_file: Callable[[], BinaryIO], name: str, groups: range | None = None) -> Any:
+def batches_of(
+    open_file: Callable[[], BinaryIO],
+    name: str,
+    groups: range | None = None,
+    batch_size: int = _BATCH,
+) -> Any:
     """Record batches of a CSV or Parquet file, in order.
 
     Args:
         open_file: opens it, perhaps several times.
         name: the file's, for messages; its suffix says which of both it is.
         groups: of a Parquet file, the row groups to read; None: all.
+        batch_size: most rows of a batch of Parquet, which may be of several row groups.
 
     Raises:
         DataError: unreadable or malformed.
@@ -172,7 +178,7 @@ def batches_of(open_file: Callable[[], BinaryIO], name: str, groups: range | Non
 
     is_csv = table_mark(name) == LINE_MARK
     try:
-        yield from _csv(open_file, name) if is_csv else _parquet(open_file, groups)
+        yield from _csv(open_file, name) if is_csv else _parquet(open_file, groups, batch_size)
     except (pa.ArrowException, OSError) as error:
         said = str(error).strip().partition("\n")[0]
         raise DataError(
@@ -227,11 +233,14 @@ def _csv(open_file: Callable[[], BinaryIO], name: str) -> Iterator[Any]:
         yield from csv.open_csv(opened, reading, parsing, texts)
 
 
-def _parquet(open_file: Callable[[], BinaryIO], groups: range | None) -> Iterator[Any]:
+def _parquet(
+    open_file: Callable[[], BinaryIO], groups: range | None, batch_size: int
+) -> Iterator[Any]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    with open_file() as file, parquet.ParquetFile(file) as opened:
+    # Buffered before, all row groups would be read at once.
+    with open_file() as file, parquet.ParquetFile(file, pre_buffer=False) as opened:
         # An Arrow file has one dictionary per column, while each row group has its own.
         plain = pa.schema(
             column.with_type(column.type.value_type)
@@ -239,7 +248,7 @@ def _parquet(open_file: Callable[[], BinaryIO], groups: range | None) -> Iterato
             else column
             for column in opened.schema_arrow
         )
-        for batch in opened.iter_batches(batch_size=_BATCH, row_groups=groups and list(groups)):
+        for batch in opened.iter_batches(batch_size=batch_size, row_groups=groups and list(groups)):
             yield batch.cast(plain)
 
 

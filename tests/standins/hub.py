@@ -15,9 +15,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 LARGE = (".safetensors", ".bin", ".pth", ".gguf", ".onnx", ".model", ".parquet")
 """Files that the hub keeps beside git, and redirects to."""
@@ -115,6 +117,23 @@ class Hub:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Hub, folder: Path) -> None:
+    """What HF_ENDPOINT and HF_HOME set, which are read at the libraries' imports."""
+    import datasets
+    from huggingface_hub import constants, file_download
+
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.address)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "hf" / "datasets")
+    template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    for module in (constants, file_download):
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
 
 
 def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
