@@ -16,7 +16,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from io import BytesIO
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -189,6 +190,7 @@ def text_of(raw: bytes, name: str) -> str:
 _BLOCK = 2**24
 _BEGIN = 4096
 _LINE_END = ord("\n")
+_BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*(?=\n)")
 _BLANKS = np.frombuffer(b" \t\r\v\f", dtype=np.uint8)
 
 
@@ -263,7 +265,7 @@ def first_lines(path: str, count: int) -> list[Record]:
     """
     try:
         with _open(path) as file:
-            lines = islice(filled_lines(file, path), count)
+            lines = islice(FilledLines(file, path), count)
             records = [
                 Record(parse_object(line, f"{path}:{number}", offset), f"{path}:{number}")
                 for number, offset, line in lines
@@ -275,20 +277,59 @@ def first_lines(path: str, count: int) -> list[Record]:
     return records
 
 
-def filled_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, int, bytes]]:
+class FilledLines:
     """The lines that hold more than blanks: number from 1, first byte in the file, content.
+
+    Args:
+        file: at its beginning.
+        name: its name, for messages.
+        skip: such lines that need not come; most of them are counted in blocks and do not.
+
+    Attributes:
+        count: how many there were so far, those included that did not come.
 
     Raises:
         DataError: a line is too long.
     """
-    offset = 0
-    for number, line in enumerate(_lines_of(file), start=1):
-        if len(line) > MOST_LINE:
-            refuse_long_line(len(line) + _rest_of_line(file), f"{name}:{number}")
-        skipped = len(BOM) if number == 1 and line.startswith(BOM) else 0
-        if line[skipped:].strip():
-            yield number, offset + skipped, line[skipped:]
-        offset += len(line)
+
+    def __init__(self, file: BinaryIO, name: str, skip: int = 0) -> None:
+        self._file, self._name, self._skip = file, name, skip
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
+        number, offset, block = self._pass_over()
+        for line in chain(BytesIO(block), _lines_of(self._file)):
+            number += 1
+            if len(line) > MOST_LINE:
+                length = len(line) + _rest_of_line(self._file)
+                refuse_long_line(length, f"{self._name}:{number}")
+            skipped = len(BOM) if number == 1 and line.startswith(BOM) else 0
+            if line[skipped:].strip():
+                self.count += 1
+                yield number, offset + skipped, line[skipped:]
+            offset += len(line)
+
+    def _pass_over(self) -> tuple[int, int, bytes]:
+        """Lines and bytes of the blocks that are wholly skipped, and the block that is not."""
+        number = offset = 0
+        while self.count < self._skip:
+            block = self._file.read(_BLOCK)
+            block += self._file.readline() if block else b""
+            lines, filled = _counted(block if offset else block.removeprefix(BOM))
+            if not block or self.count + filled > self._skip:
+                return number, offset, block
+            number, offset = number + lines, offset + len(block)
+            self.count += filled
+        return number, offset, b""
+
+
+def _counted(block: bytes) -> tuple[int, int]:
+    """Lines of a block, and how many of them hold more than blanks."""
+    if not block:
+        return 0, 0
+    block = b"\n" + block + (b"" if block.endswith(b"\n") else b"\n")
+    lines = block.count(b"\n") - 1
+    return lines, lines - len(_BLANK_LINE.findall(block))
 
 
 def holds_lines(path: str) -> bool:
@@ -365,6 +406,8 @@ def _index(file: BinaryIO, folder: Path, limit: int | None) -> Mapping[str, Any]
             if found == limit:
                 break
         to_starts.write(np.int64(end).tobytes())
+    if last == found:  # without blank lines, numbers say nothing
+        (folder / "numbers").write_bytes(b"")
     return {"lines": found, "blank": last - found}
 
 

@@ -17,7 +17,7 @@ from anygauge.data.batches import Batches, Layout, Schedule
 from anygauge.data.cache import Cache, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse
-from anygauge.data.order import Split
+from anygauge.data.order import BlockOrder, Split
 from anygauge.data.records import Reader
 from anygauge.data.row_batches import RowBatches
 from anygauge.data.rows import Piece, PieceWriter, TokenizedRows, open_piece
@@ -100,8 +100,11 @@ def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
     )
 
 
-def peek(data: DataSection) -> None:
+def peek(data: DataSection, train: TrainSection | None = None) -> None:
     """Read the first rows only, so that a wrong column is told before anything is started.
+
+    Args:
+        train: also look whether epochs can decide the end of the run.
 
     Raises:
         DataError: a source or one of its first rows cannot be used.
@@ -113,6 +116,13 @@ def peek(data: DataSection) -> None:
         row_format = detect_format(records[0], source, field)
         for record in records:
             parse(record, row_format, source, field)
+    if train is None or train.steps is not None or not data.streaming:
+        return
+    for field, source in _fields("train", data):
+        if is_remote(source.path) and source.limit is None:
+            reader, _ = open_stream(source, data.shuffle_buffer, field)
+            if isinstance(reader, Blocks):
+                BlockOrder(reader, train.seed).end(train.epochs)
 
 
 def prepare(

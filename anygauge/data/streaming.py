@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.config.schema import TrainSection
 from anygauge.data.batches import Batches, Layout, MicroBatch, OrderedBatches, Schedule
 from anygauge.data.cache import key_of
 from anygauge.data.encode import Counts, RowEncoder
@@ -88,15 +87,6 @@ class StreamedRows:
             )
         left_out = f"; {self.left_out} left out of full packs" if self.left_out else ""
         return f"streamed {self.counts}{left_out}"
-
-    def check_end(self, train: TrainSection) -> None:
-        """Whether it is known when the run ends.
-
-        Raises:
-            RunFileError: by epochs, and the number of rows is not known.
-        """
-        if train.steps is None and self.blocks is not None:
-            BlockOrder(self.blocks, train.seed).end(train.epochs)
 
     def encode(self, numbers: NDArray[np.int64]) -> tuple[list[list[Tokens]], Counts]:
         """What each record became: no sequence, one, or for a long text several.

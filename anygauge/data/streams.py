@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.files import filled_lines
+from anygauge.data.files import FilledLines
 from anygauge.data.records import INDEX_MARK, LINE_MARK, Record, parse_object
 from anygauge.data.remote import FEW, open_remote
 from anygauge.data.tables import batches_of, group_sizes, rows_of, table_mark
@@ -105,10 +105,12 @@ class LineStream:
         for address in self.files:
             file_name = self.name if self.mark == LINE_MARK else address.rpartition("/")[2]
             with _unpacked(address, FEW if few else None) as file:
-                for number, offset, line in filled_lines(file, file_name):
-                    if index >= start:
-                        yield self._row(index, number, offset, line, file_name)
-                    index += 1
+                lines = FilledLines(file, file_name, skip=max(0, start - index))
+                for number, offset, line in lines:
+                    at = index + lines.count - 1
+                    if at >= start:
+                        yield self._row(at, number, offset, line, file_name)
+                index += lines.count
         self.count = index
 
     def _row(self, index: int, number: int, offset: int, line: bytes, file_name: str) -> Row:

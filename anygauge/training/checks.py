@@ -225,18 +225,16 @@ def _rows(
     question: Question, run: RunFile, tokenizer: Any, log: Callable[[str], None], found: Findings
 ) -> None:
     from anygauge.config.paths import is_remote
-    from anygauge.data import StreamedRows, advice, prepare
+    from anygauge.data import advice, prepare
 
     sources = (*run.data.train_sources, *run.data.eval_sources)
     if not question.has_files:
         found.notes.append("the rows are read by the ranks, on the machines of the job")
         return
-    if not run.data.streaming and any(is_remote(source.path) for source in sources):
+    if any(is_remote(source.path) for source in sources):
         found.notes.append("rows of the hub, and of other machines, are read by the ranks")
         return
     data = prepare(run.data, tokenizer, run.train.seed, log=log, run=question.id)
-    if isinstance(data.train, StreamedRows):
-        data.train.check_end(run.train)
     found.data = data.report
     found.advice = advice(data.train, run.data) or ""
 

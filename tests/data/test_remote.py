@@ -6,6 +6,7 @@ import gzip
 import json
 import threading
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data import Layout, peek, prepare, remote, streams, training_batches
+from anygauge.data import Layout, files, peek, prepare, remote, streams, training_batches
 from anygauge.data.cache import Cache
+from anygauge.data.files import FilledLines
 from anygauge.data.order import BlockOrder
 from anygauge.data.remote import open_remote, remote_identity
 from anygauge.data.sources import first_records, open_reader, open_stream
@@ -109,6 +111,32 @@ def test_a_streamed_row_is_that_of_the_same_file(
     for start in (0, 1, 19, 20, 21, 63, 229, 230, 400):
         rows = islice(there._stream.rows(start), 3)
         assert [row.record().values for row in rows] == ROWS[start : start + 3]
+
+
+@pytest.mark.parametrize("block", [16, 100, 10_000])
+@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf", b"\n \n", b"\xef\xbb\xbf\n"])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n \t\n", b"\n  "])
+def test_lines_that_are_passed_over_are_counted(
+    block: int, begin: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_BLOCK", block)
+    body = begin + b"\n \r\n".join(b'{"a": %d}\n{"b": 1}' % n for n in range(40)) + end
+    whole = list(FilledLines(BytesIO(body), "x"))
+    assert len(whole) == 80
+    for number, offset, line in whole:
+        assert (
+            body[offset : offset + len(line)]
+            == line
+            == body.split(b"\n", number)[number - 1][
+                len(b"\xef\xbb\xbf") if number == 1 and begin[:1] == b"\xef" else 0 :
+            ]
+            + (b"\n" if body[offset + len(line) - 1 : offset + len(line)] == b"\n" else b"")
+        )
+    for skip in (1, 7, 79, 80, 81, 500):
+        lines = FilledLines(BytesIO(body), "x", skip)
+        found = list(lines)
+        assert lines.count == 80
+        assert found[-len(whole[skip:]) or len(found) :] == whole[skip:]
 
 
 def test_text_and_lists_are_read_whole(server: FileServer) -> None:
