@@ -116,6 +116,9 @@ def _stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, str]]:
 
 
 def _show_counts(console: Console, section: DataSection, rows: TokenizedRows, which: str) -> None:
+    from anygauge.config.paths import names_address
+    from anygauge.data.remote import shown
+
     held_out = which == "eval" and section.eval is None
     sources = section.train_sources if held_out or which == "train" else section.eval_sources
     title = f"data.{which}" if not held_out else f"data.eval_fraction {section.eval_fraction:g}"
@@ -123,7 +126,8 @@ def _show_counts(console: Console, section: DataSection, rows: TokenizedRows, wh
     console.print(f"{title}{kept}", style="bold", markup=False)
     for source, piece in zip(sources, rows.pieces, strict=True):
         weight = f"; weight {source.weight:g}" if source.weight != 1 else ""
-        console.print(f"  {source.path}\n    {piece.counts}{weight}", markup=False)
+        name = shown(source.path) if names_address(source.path) else source.path
+        console.print(f"  {name}\n    {piece.counts}{weight}", markup=False)
 
 
 def _show_lengths(console: Console, rows: TokenizedRows) -> None:
