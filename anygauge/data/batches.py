@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.order import BlockOrder, Order
+from anygauge.data.order import Order
 from anygauge.data.rows import Tokens
+from anygauge.data.streams import BlockOrder
 from anygauge.interface import RunFileError, ShapePolicy, Share
 
 if TYPE_CHECKING:

@@ -21,13 +21,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.interface import DataError, RunFileError
+from anygauge.interface import DataError
 
 ARRAY_LIMIT = 2**20
 """From so many items on, no array is made; part of the order, so it must not change."""
@@ -268,82 +266,6 @@ class Order:
 
 BLOCK_STEPS = 50
 DUMMY = -1
-
-
-class Blocked(Protocol):
-    """What `BlockOrder` must know of its rows.
-
-    Attributes:
-        size: rows of a full block.
-        length: rows; None as long as that is not known.
-    """
-
-    name: str
-    size: int
-    length: int | None
-
-    def rows_in(self, number: int) -> int:
-        """Rows of a block; it may be read for that, whereby the length may become known."""
-        ...
-
-
-class BlockOrder:
-    """The rows of a stream over a whole run: shuffled within blocks, which stay in their order.
-
-    Position p of an epoch lies in block p // size, and is one of its rows by a permutation of seed,
-    epoch and block number. So what a step reads depends on nothing else, and rows are asked for
-    block by block. Where the number of rows is not known, the first epoch lasts until it shows.
-    """
-
-    def __init__(self, rows: Blocked, seed: int, *, shuffle: bool = True) -> None:
-        self._rows, self.seed, self.shuffle = rows, seed, shuffle
-
-    @property
-    def per_epoch(self) -> float:
-        """Rows of an epoch; infinity as long as that is not known."""
-        return math.inf if self._rows.length is None else self._rows.length
-
-    def end(self, epochs: float | Fraction) -> int:
-        """Rows of so many epochs from the start of the run.
-
-        Raises:
-            RunFileError: the number of rows is not known.
-        """
-        if self._rows.length is None:
-            raise RunFileError(
-                f"train.epochs: how many rows {self._rows.name} has shows only at its end, so "
-                "epochs cannot decide when the run ends; set train.steps, or the `limit` of the "
-                "source to a number of rows that it has"
-            )
-        count = Fraction(repr(epochs)) if isinstance(epochs, float) else Fraction(epochs)
-        return round(self._rows.length * count)
-
-    def sample(self, count: int) -> NDArray[np.int64]:
-        """Items to measure by: the first of the order."""
-        return self.items(np.arange(count))
-
-    def items(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The items at global positions, in any order; int64 of the same shape (n,)."""
-        length, size = self._rows.length, self._rows.size
-        so_far = int(positions.max(initial=0)) + 1 if length is None else length
-        epochs, inside = np.divmod(positions, so_far)
-        items = np.empty(len(positions), dtype=np.int64)
-        blocks = inside // size
-        for epoch, number in sorted(set(zip(epochs.tolist(), blocks.tolist(), strict=True))):
-            count = self._rows.rows_in(number)
-            if length is None and self._rows.length is not None:
-                return self.items(positions)
-            here = (epochs == epoch) & (blocks == number)
-            places = inside[here] - number * size
-            if self.shuffle:
-                places = _of_block(count, self.seed, epoch, number)[places]
-            items[here] = number * size + places
-        return items
-
-
-@lru_cache(maxsize=4)
-def _of_block(count: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
-    return Shuffle(count, seed, epoch, STREAM, number).at(np.arange(count))
 
 
 class GroupedOrder:

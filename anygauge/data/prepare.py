@@ -17,7 +17,7 @@ from anygauge.data.batches import Batches, Layout, Schedule
 from anygauge.data.cache import Cache, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse
-from anygauge.data.order import BlockOrder, Split
+from anygauge.data.order import Split
 from anygauge.data.records import Reader
 from anygauge.data.row_batches import RowBatches
 from anygauge.data.rows import Piece, PieceWriter, TokenizedRows, open_piece
@@ -38,7 +38,7 @@ from anygauge.data.streaming import (
     StreamedSource,
     SumOnRanks,
 )
-from anygauge.data.streams import Blocks
+from anygauge.data.streams import BlockOrder, Blocks
 from anygauge.data.template import read_template
 from anygauge.interface import DataError
 

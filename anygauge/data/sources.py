@@ -17,17 +17,14 @@ from anygauge.config.schema import SourceSection
 from anygauge.data.cache import Cache, quick_identity
 from anygauge.data.files import (
     MOST_WHOLE,
-    JsonLines,
     ReadWhole,
-    are_lines,
-    first_lines,
-    holds_lines,
     read_documents,
     read_json_list,
     read_text,
     text_of,
 )
 from anygauge.data.hub import ConvertedRows, HubRows, hub_name, hub_stream
+from anygauge.data.lines import JsonLines, are_lines, first_lines, holds_lines
 from anygauge.data.records import LINE_MARK, Reader, Record
 from anygauge.data.remote import FEW, copied, open_remote, remote_identity, shown
 from anygauge.data.streams import Blocks, LineStream, RowStream, TableStream, first_of

@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from anygauge.data.batches import Batches, Layout, MicroBatch, OrderedBatches, Schedule
 from anygauge.data.cache import key_of
 from anygauge.data.encode import Counts, RowEncoder
-from anygauge.data.order import BLOCKS, BlockOrder, Order, Shuffle, Split
+from anygauge.data.order import BLOCKS, Order, Shuffle, Split
 from anygauge.data.records import Reader
 from anygauge.data.row_batches import pack
 from anygauge.data.rows import Tokens
-from anygauge.data.streams import Ahead, Blocks
+from anygauge.data.streams import Ahead, BlockOrder, Blocks
 from anygauge.interface import DataError
 
 

@@ -2,7 +2,7 @@
 
 A stream is read on from where it is. `Blocks` cuts it into blocks of a fixed number of rows and
 holds two of them, so that rows are found by number as in a file, as long as numbers come block by
-block: see `order.BlockOrder`. Reading from a far place seeks where the format allows it (Parquet,
+block, as `BlockOrder` does. Reading from a far place seeks where the format allows it (Parquet,
 by its row groups), and otherwise passes over the rows before.
 
 JSON Lines, CSV and Parquet go through our own parsers, so that a row means the same as on the disk,
@@ -11,22 +11,25 @@ and messages name it; `datasets` finds the files of a hub's data set, and stream
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
+from fractions import Fraction
+from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.files import FilledLines
+from anygauge.data.lines import FilledLines
+from anygauge.data.order import STREAM, Shuffle
 from anygauge.data.records import INDEX_MARK, LINE_MARK, Record, parse_object
 from anygauge.data.remote import FEW, open_remote
 from anygauge.data.tables import batches_of, group_sizes, rows_of, table_mark
-from anygauge.interface import DataError
+from anygauge.interface import DataError, RunFileError
 
 Work = TypeVar("Work")
 
@@ -282,6 +285,65 @@ class Blocks:
 
     def _empty(self) -> DataError:
         return DataError(f"{self.name} is empty; at least one row is needed")
+
+
+class BlockOrder:
+    """The rows of a stream over a whole run: shuffled within blocks, which stay in their order.
+
+    Position p of an epoch lies in block p // size, and is one of its rows by a permutation of seed,
+    epoch and block number. So what a step reads depends on nothing else, and rows are asked for
+    block by block. Where the number of rows is not known, the first epoch lasts until it shows.
+    """
+
+    def __init__(self, rows: Blocks, seed: int, *, shuffle: bool = True) -> None:
+        self._rows, self.seed, self.shuffle = rows, seed, shuffle
+
+    @property
+    def per_epoch(self) -> float:
+        """Rows of an epoch; infinity as long as that is not known."""
+        return math.inf if self._rows.length is None else self._rows.length
+
+    def end(self, epochs: float | Fraction) -> int:
+        """Rows of so many epochs from the start of the run.
+
+        Raises:
+            RunFileError: the number of rows is not known.
+        """
+        if self._rows.length is None:
+            raise RunFileError(
+                f"train.epochs: how many rows {self._rows.name} has shows only at its end, so "
+                "epochs cannot decide when the run ends; set train.steps, or the `limit` of the "
+                "source to a number of rows that it has"
+            )
+        count = Fraction(repr(epochs)) if isinstance(epochs, float) else Fraction(epochs)
+        return round(self._rows.length * count)
+
+    def sample(self, count: int) -> NDArray[np.int64]:
+        """Items to measure by: the first of the order."""
+        return self.items(np.arange(count))
+
+    def items(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The items at global positions, in any order; int64 of the same shape (n,)."""
+        length, size = self._rows.length, self._rows.size
+        so_far = int(positions.max(initial=0)) + 1 if length is None else length
+        epochs, inside = np.divmod(positions, so_far)
+        items = np.empty(len(positions), dtype=np.int64)
+        blocks = inside // size
+        for epoch, number in sorted(set(zip(epochs.tolist(), blocks.tolist(), strict=True))):
+            count = self._rows.rows_in(number)
+            if length is None and self._rows.length is not None:
+                return self.items(positions)
+            here = (epochs == epoch) & (blocks == number)
+            places = inside[here] - number * size
+            if self.shuffle:
+                places = _of_block(count, self.seed, epoch, number)[places]
+            items[here] = number * size + places
+        return items
+
+
+@lru_cache(maxsize=4)
+def _of_block(count: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
+    return Shuffle(count, seed, epoch, STREAM, number).at(np.arange(count))
 
 
 def first_of(stream: RowStream, count: int) -> list[Record]:

@@ -17,13 +17,12 @@ import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
-from anygauge.data import Layout, files, peek, prepare, remote, streams, training_batches
+from anygauge.data import Layout, lines, peek, prepare, remote, streams, training_batches
 from anygauge.data.cache import Cache
-from anygauge.data.files import FilledLines
-from anygauge.data.order import BlockOrder
+from anygauge.data.lines import FilledLines
 from anygauge.data.remote import open_remote, remote_identity
 from anygauge.data.sources import first_records, open_reader, open_stream
-from anygauge.data.streams import Blocks
+from anygauge.data.streams import BlockOrder, Blocks
 from anygauge.interface import DataError, RunFileError, Share
 from tests.standins.files import File, FileServer
 from tests.standins.hub import TOKEN, Hub, Repository, use_hub
@@ -119,7 +118,7 @@ def test_a_streamed_row_is_that_of_the_same_file(
 def test_lines_that_are_passed_over_are_counted(
     block: int, begin: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_BLOCK", block)
+    monkeypatch.setattr(lines, "_BLOCK", block)
     body = begin + b"\n \r\n".join(b'{"a": %d}\n{"b": 1}' % n for n in range(40)) + end
     whole = list(FilledLines(BytesIO(body), "x"))
     assert len(whole) == 80
@@ -133,9 +132,9 @@ def test_lines_that_are_passed_over_are_counted(
             + (b"\n" if body[offset + len(line) - 1 : offset + len(line)] == b"\n" else b"")
         )
     for skip in (1, 7, 79, 80, 81, 500):
-        lines = FilledLines(BytesIO(body), "x", skip)
-        found = list(lines)
-        assert lines.count == 80
+        read = FilledLines(BytesIO(body), "x", skip)
+        found = list(read)
+        assert read.count == 80
         assert found[-len(whole[skip:]) or len(found) :] == whole[skip:]
 
 
@@ -274,9 +273,9 @@ def test_what_is_read_over_the_network(
 
 
 def test_wrong_rows_are_named(server: FileServer, batches: Callable[..., Any]) -> None:
-    lines = LINES.splitlines()
-    lines[100] = '{"prompt": "x", "prompt": "y", "completion": ""}'
-    server.files["bad.jsonl"] = File(body="\n".join(lines).encode())
+    rows = LINES.splitlines()
+    rows[100] = '{"prompt": "x", "prompt": "y", "completion": ""}'
+    server.files["bad.jsonl"] = File(body="\n".join(rows).encode())
     made = batches(server.address("bad.jsonl") + "?signature=secret", steps=40)
     with pytest.raises(DataError, match=r"/bad\.jsonl:101: the key 'prompt' is written twice"):
         for index in range(40):

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import SourceSection
-from anygauge.data import encode, files, formats, records
+from anygauge.data import encode, formats, lines, records
 from anygauge.data.cache import Cache
 from anygauge.data.chat import Chat
 from anygauge.data.encode import encode_texts
@@ -119,7 +119,7 @@ def test_a_row_with_too_much_text_is_refused_by_name() -> None:
 def test_a_line_that_is_too_long_is_not_even_read(
     tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (files, records):
+    for module in (lines, records):
         monkeypatch.setattr(module, "MOST_LINE", 100)
     short, long = (json.dumps({"text": "x" * length}) for length in (10, 1000))
     path = tmp_path / "rows.jsonl"
