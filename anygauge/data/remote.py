@@ -162,7 +162,12 @@ def _opened(address: str) -> _Opened:
         # The same file by the hub's own means, which know the user's token.
         path = address.removeprefix(f"{endpoint}/").replace("/resolve/", "@", 1)
         address = f"hf://{path}".partition("?")[0]
-    if urlsplit(address).scheme in ("http", "https"):
+    scheme = urlsplit(address).scheme
+    if scheme in ("http", "https", "hf") and constants.HF_HUB_OFFLINE:
+        raise DataError(
+            f"{shown(address)}: HF_HUB_OFFLINE is set, and this is read over the network; unset it"
+        )
+    if scheme in ("http", "https"):
         return _over_http(address)
     return _by_fsspec(address)
 

@@ -328,6 +328,23 @@ def test_addresses_that_nobody_answers_or_no_package_reads(
             open_remote(address)
 
 
+def test_other_places_by_fsspec_and_redirects(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+    from huggingface_hub import constants
+
+    fsspec.filesystem("memory").pipe("/folder/rows.jsonl", LINES.encode())
+    server.files["old.jsonl"] = File(body=server.address("rows.jsonl").encode(), status=302)
+    for address in ("memory://folder/rows.jsonl", server.address("old.jsonl")):
+        records = first_records(SourceSection(path=address), 9, "f")
+        assert [record.values for record in records] == ROWS[:9]
+        assert records[8].origin == f"{address}:10"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"old\.jsonl: HF_HUB_OFFLINE is set, and this is read"):
+        open_remote(server.address("old.jsonl"))
+
+
 def test_a_connection_that_breaks_is_tried_again(
     server: FileServer, impatient: None, batches: Callable[..., Any]
 ) -> None:

@@ -16,7 +16,8 @@ class File:
     """One file and how the server treats it.
 
     Attributes:
-        status: what it answers in place of the file; 200 for the file.
+        status: what it answers in place of the file; 200 for the file; with 302 the body is where
+            the file lies.
         ranges: whether parts are sent; if not, every answer is the whole file.
         cut: bytes after which the connection breaks, one for each request from now on.
         busy: requests from now on that are answered with 503.
@@ -73,7 +74,8 @@ class FileServer:
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         file = self.files.get(handler.path.partition("?")[0].lstrip("/"))
         if file is None or file.status != 200:
-            return _send(handler, 404 if file is None else file.status, {}, b"")
+            where = {"Location": file.body.decode()} if file and file.status == 302 else {}
+            return _send(handler, 404 if file is None else file.status, where, b"")
         if file.busy:
             file.busy -= 1
             return _send(handler, 503, {}, b"")
