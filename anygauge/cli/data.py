@@ -15,7 +15,7 @@ from rich.text import Text
 from anygauge.cli.intent import BackendOption, RunFileArgument, SetOption
 
 if TYPE_CHECKING:
-    from anygauge.config.schema import DataSection, RunFile, SourceSection
+    from anygauge.config.schema import DataSection, RunFile
     from anygauge.data import Layout, TokenizedRows
     from anygauge.interface import Share
 
@@ -58,11 +58,11 @@ def data(
     quiet_libraries()
     fetched(wanted(run.model, model=False))
     tokenizer = load_tokenizer(run.model)
-    section = run.data
+    section, first = run.data, None
     if section.streaming:
         console.print(f"streamed: the first {STREAMED_ROWS:,} rows of each source\n", style="dim")
-        section = _beginning(section)
-    prepared = prepare(section, tokenizer, run.train.seed, log=typer.echo)
+        first = STREAMED_ROWS
+    prepared = prepare(section, tokenizer, run.train.seed, log=typer.echo, first=first)
     trained = prepared.train
     assert isinstance(trained, TokenizedRows)
     _show_counts(console, section, trained, "train")
@@ -116,6 +116,9 @@ def _stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, str]]:
 
 
 def _show_counts(console: Console, section: DataSection, rows: TokenizedRows, which: str) -> None:
+    from anygauge.config.paths import names_address
+    from anygauge.data.remote import shown
+
     held_out = which == "eval" and section.eval is None
     sources = section.train_sources if held_out or which == "train" else section.eval_sources
     title = f"data.{which}" if not held_out else f"data.eval_fraction {section.eval_fraction:g}"
@@ -123,7 +126,8 @@ def _show_counts(console: Console, section: DataSection, rows: TokenizedRows, wh
     console.print(f"{title}{kept}", style="bold", markup=False)
     for source, piece in zip(sources, rows.pieces, strict=True):
         weight = f"; weight {source.weight:g}" if source.weight != 1 else ""
-        console.print(f"  {source.path}\n    {piece.counts}{weight}", markup=False)
+        name = shown(source.path) if names_address(source.path) else source.path
+        console.print(f"  {name}\n    {piece.counts}{weight}", markup=False)
 
 
 def _show_lengths(console: Console, rows: TokenizedRows) -> None:
@@ -147,7 +151,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
     from dataclasses import replace
 
     from anygauge.data import Schedule
-    from anygauge.data.padding import measure
+    from anygauge.data.row_batches import measure
 
     schedule = Schedule(
         seed=run.train.seed,
@@ -195,20 +199,6 @@ def _layout(run: RunFile, share: Share, tokenizer: Any, shapes: Any) -> Layout:
         share=share,
         shapes=shapes,
     )
-
-
-def _beginning(section: DataSection) -> DataSection:
-    def shortened(source: SourceSection) -> SourceSection:
-        limit = min(source.limit or STREAMED_ROWS, STREAMED_ROWS)
-        return source.model_copy(update={"limit": limit})
-
-    update: dict[str, Any] = {"streaming": False}
-    for name in ("train", "eval"):
-        value = getattr(section, name)
-        if value is not None:
-            listed = isinstance(value, list)
-            update[name] = [shortened(each) for each in value] if listed else shortened(value)
-    return section.model_copy(update=update)
 
 
 def _spread(count: int, wanted: int) -> list[int]:

@@ -107,7 +107,7 @@ def read_intent(
     launcher = registry.find_launcher(run.launch.launcher).spec
     if launcher.shared_filesystem:
         check_paths(loaded)
-        peek(run.data)
+        peek(run.data, run.train)
     else:
         refuse_secrets(run)
     ranks = run.launch.nodes * run.launch.devices

@@ -3,7 +3,8 @@
 A data file, a chat template, the cache, a model folder, a tokenizer and an adapter to start from
 are relative to the file they are written in (as is a checkpoint to resume from), so that a run file
 can be used from any directory; `output` is relative to the current directory, because that is where
-a user expects results. A model, tokenizer or data set that is not a path is a name on the hub.
+a user expects results. A model, tokenizer or data set that is not a path is a name on the hub; a
+source of data may also be an address: `https://...`, `hf://...`, `s3://...`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from anygauge.config.origin import Problem, dotted
 
@@ -41,6 +43,7 @@ _NO_FOLDER: Mapping[Place, tuple[str, ...]] = {
 }
 _VARIABLE = re.compile(r"\$(?:(?P<dollar>\$)|\{(?P<braced>[^}]*)\}|(?P<bare>[A-Za-z_]\w*))")
 _SURELY_A_PATH = re.compile(r"\.{0,2}/|\.{1,2}$|~")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -61,6 +64,21 @@ def places_of_paths(items: Callable[[Place], int | None]) -> list[Place]:
 def names_data_set(text: str) -> bool:
     """Whether a source's path is a name on the hub, such as ``owner/name``: no file's suffix."""
     return bool(_DATA_SET.match(text)) and Path(text).suffix.lower() not in DATA_SUFFIXES
+
+
+def names_address(text: str) -> bool:
+    """Whether a source's path is a file of another machine: ``https://host/data.jsonl``."""
+    return bool(_ADDRESS.match(text))
+
+
+def is_remote(text: str) -> bool:
+    """Whether a source's rows come over the network: an address, or a name on the hub."""
+    return names_address(text) or names_data_set(text)
+
+
+def data_suffix(text: str) -> str:
+    """A source's suffix in lower case: ``.jsonl``; of an address that of its path, or ""."""
+    return Path(urlsplit(text).path if names_address(text) else text).suffix.lower()
 
 
 def holds_template(path: Place, text: str) -> bool:
@@ -130,6 +148,8 @@ def locate(path: Place, text: str, folder: Path) -> str:
     """The absolute path that `text` at `path` means in `folder`; a hub name is left unchanged."""
     if text in _NO_FOLDER.get(path, ()) or holds_template(path, text):
         return text
+    if _is_source(path) and names_address(text):
+        return text
     joined = folder / text
     is_named = path in (MODEL_FOLDER, TOKENIZER) and not _SURELY_A_PATH.match(text)
     is_named = is_named and not text.endswith(".json")
@@ -143,10 +163,9 @@ def locate(path: Place, text: str, folder: Path) -> str:
 
 def complaint_about(path: Place, text: str) -> str:
     """What is wrong with the file or folder that a resolved field names; "" if it can be used."""
-    is_file = (_is_source(path) and not names_data_set(text)) or path in (
-        CHAT_TEMPLATE,
-        *TOKEN_LISTS,
-    )
+    if _is_source(path) and is_remote(text):
+        return ""
+    is_file = _is_source(path) or path in (CHAT_TEMPLATE, *TOKEN_LISTS)
     if path in (OUTPUT, CACHE) or holds_template(path, text):
         return ""
     target = Path(text)

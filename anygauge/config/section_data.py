@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from anygauge.config.paths import is_remote
 from anygauge.config.section import LARGEST, Positive, PositiveNumber, Section
 
 
@@ -13,7 +14,8 @@ class SourceSection(Section):
     """One set of rows and how to read them."""
 
     path: str = Field(
-        description="A .json, .jsonl, .csv, .parquet or .txt file, or a dataset's name on the hub."
+        description="A .json, .jsonl, .csv, .parquet or .txt file, the address of one (https://, "
+        "hf://, s3://), or a dataset's name on the hub."
     )
     subset: str | None = Field(None, description="Hub: the dataset's configuration.")
     split: str = Field("train", description="Hub: the dataset's split.")
@@ -71,7 +73,13 @@ class DataSection(Section):
         False, description="Put rows of like length in one step, so that less is padding."
     )
     streaming: bool = Field(
-        False, description="Tokenise while training instead of before: for data beyond the disk."
+        False,
+        description="Tokenise while training instead of before; remote rows are read meanwhile, "
+        "without a copy on the disk.",
+    )
+    shuffle_buffer: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        10_000,
+        description="Rows of a block: remote rows that are streamed are shuffled within blocks.",
     )
     cache: str | None = Field(
         None,
@@ -103,6 +111,8 @@ class DataSection(Section):
             raise ValueError("give 'eval' or 'eval_fraction', not both")
         if any(source.weight != 1 for source in self.eval_sources):
             raise ValueError("'weight' is of no use in 'eval', where each row is read once")
+        if self.streaming:
+            self._check_streamed()
         if self.streaming and self.group_by_length:
             raise ValueError(
                 "give 'streaming' or 'group_by_length', not both: lengths are known only once rows "
@@ -113,6 +123,33 @@ class DataSection(Section):
                 "give 'packing' or 'group_by_length', not both: packs have no padding to save"
             )
         return self
+
+    def _check_streamed(self) -> None:
+        """What cannot be done with rows that arrive in their own order."""
+        remote = [source for source in self.train_sources if is_remote(source.path)]
+        why = ", which is streamed, arrives in its own order"
+        way_out = "; leave 'streaming' out (rows are then downloaded)"
+        if remote and len(self.train_sources) > 1:
+            raise ValueError(
+                f"{remote[0].path}{why}, so it cannot be mixed with other sources of 'train'"
+                f"{way_out}, or give it alone"
+            )
+        if remote and remote[0].weight != 1:
+            raise ValueError(
+                f"{remote[0].path}{why}, so it cannot have a 'weight'{way_out}, or change "
+                "train.epochs"
+            )
+        if remote and self.eval_fraction:
+            raise ValueError(
+                f"{remote[0].path}{why}, so no 'eval_fraction' can be drawn from all of it"
+                f"{way_out}, or give 'eval' a source, with a 'limit'"
+            )
+        for source in self.eval_sources:
+            if is_remote(source.path) and source.limit is None:
+                raise ValueError(
+                    f"{source.path} in 'eval' is tokenised before the run; with 'streaming', give "
+                    "it a 'limit'"
+                )
 
 
 def _listed(

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anygauge.config.schema import SourceSection
-from anygauge.data.columns import byte_length, check_text, column, from_json
-from anygauge.data.files import Record, kind
+from anygauge.data.records import Record, byte_length, check_text, column, from_json, kind
 from anygauge.interface import DataError
 
 Turn = dict[str, Any]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anygauge.config.paths import data_suffix
 from anygauge.config.schema import SourceSection
 from anygauge.data.chat import Chat, chat_from_columns, chat_from_messages, chat_from_sharegpt
-from anygauge.data.columns import byte_length, listed, missing, text_column
-from anygauge.data.files import Record
+from anygauge.data.records import Record, byte_length, listed, missing, text_column
 from anygauge.interface import DataError, RunFileError
 
 PLACEHOLDER = "{prompt}"
@@ -64,7 +64,7 @@ def detect_format(first: Record, source: SourceSection, field: str) -> str:
         RunFileError: format, template and file do not match.
     """
     row_format: str = source.format
-    if source.path.lower().endswith(".txt"):
+    if data_suffix(source.path) == ".txt":
         if row_format not in ("auto", "text"):
             raise RunFileError(
                 f"{field}.format is {row_format!r}, but {source.path} is plain text and has no "

@@ -1,17 +1,22 @@
 """Files with one JSON object a line, read by line from an index of where each begins.
 
-The file itself is never held: it is scanned once in blocks, which gives 8 bytes a line, kept in
-the cache, and then read line by line wherever they are asked for.
+The file itself is never held: it is scanned once in blocks, which gives 8 bytes a line, kept in the
+cache, and then read line by line wherever they are asked for.
 
-Why our own: readers that make a table of the rows give all of them the union of all keys, filled
-with null, at every depth. A tool call would be trained with arguments that nobody wrote.
+Why our own, and not the JSON reader of `datasets` (5.2): it makes a table of the rows. Types are
+inferred over rows, so that texts which look like dates become times and "1" beside 2 becomes 1; a
+key that a row lacks becomes null; a number beyond 64 bits is rounded; messages count rows within a
+block and name neither line nor file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
+from io import BytesIO
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,18 +24,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.cache import Cache, key_of, quick_identity, unreadable
-from anygauge.data.files import BOM, LINE_MARK, MOST_LINE, Record, parse_object, refuse_long_line
+from anygauge.data.records import (
+    BOM,
+    LINE_MARK,
+    MOST_LINE,
+    Record,
+    parse_object,
+    refuse_long_line,
+)
 from anygauge.interface import DataError
 from anygauge.util.files import open_regular
 
 _BLOCK = 2**24
 _BEGIN = 4096
 _LINE_END = ord("\n")
+_BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*(?=\n)")
 _BLANKS = np.frombuffer(b" \t\r\v\f", dtype=np.uint8)
 
 
 class JsonLines:
     """A reader of a file with one JSON object a line; blank lines are passed over.
+
+    Args:
+        name: the file's, for messages; "": its path.
 
     Raises:
         DataError: missing, unreadable or empty.
@@ -38,14 +54,14 @@ class JsonLines:
 
     mark = LINE_MARK
 
-    def __init__(self, path: str, cache: Cache, limit: int | None = None) -> None:
-        self.name = path
+    def __init__(self, path: str, cache: Cache, limit: int | None = None, name: str = "") -> None:
+        self.name = name or path
         self._file = _open(path)
         self._state = _state(self._file)
         key = key_of("lines", quick_identity(path, with_times=True), limit)
         entry = cache.entry("lines", key, lambda folder: _index(self._file, folder, limit))
         if not entry.facts["lines"]:
-            raise DataError(f"{path} is empty; at least one row is needed")
+            raise DataError(f"{self.name} is empty; at least one row is needed")
         self._starts = entry.array("starts", np.int64)
         # Only a file with blank lines has a list of numbers.
         self._numbers = entry.array("numbers", np.int64) if entry.facts["blank"] else None
@@ -74,7 +90,7 @@ class JsonLines:
             lines, starts.tolist(), self.places(indices).tolist(), strict=True
         ):
             origin = f"{self.name}:{place}"
-            records.append(Record(parse_object(line, origin, self.name, start), origin))
+            records.append(Record(parse_object(line, origin, start), origin))
         return records
 
     def _lines(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[bytes]:
@@ -95,20 +111,13 @@ def first_lines(path: str, count: int) -> list[Record]:
     Raises:
         DataError: missing, unreadable, malformed or empty.
     """
-    records: list[Record] = []
     try:
         with _open(path) as file:
-            offset = len(BOM) if file.read(len(BOM)) == BOM else 0
-            file.seek(offset)
-            for number, line in enumerate(_lines_of(file), start=1):
-                if len(line) > MOST_LINE:
-                    refuse_long_line(len(line) + _rest_of_line(file), f"{path}:{number}")
-                if line.strip():
-                    origin = f"{path}:{number}"
-                    records.append(Record(parse_object(line, origin, path, offset), origin))
-                    if len(records) == count:
-                        break
-                offset += len(line)
+            lines = islice(FilledLines(file, path), count)
+            records = [
+                Record(parse_object(line, f"{path}:{number}", offset), f"{path}:{number}")
+                for number, offset, line in lines
+            ]
     except OSError as error:
         raise unreadable(path, error) from None
     if not records:
@@ -116,19 +125,79 @@ def first_lines(path: str, count: int) -> list[Record]:
     return records
 
 
+class FilledLines:
+    """The lines that hold more than blanks: number from 1, first byte in the file, content.
+
+    Args:
+        file: at its beginning.
+        name: its name, for messages.
+        skip: such lines that need not come; most of them are counted in blocks and do not.
+
+    Attributes:
+        count: how many there were so far, those included that did not come.
+
+    Raises:
+        DataError: a line is too long.
+    """
+
+    def __init__(self, file: BinaryIO, name: str, skip: int = 0) -> None:
+        self._file, self._name, self._skip = file, name, skip
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
+        number, offset, block = self._pass_over()
+        for line in chain(BytesIO(block), _lines_of(self._file)):
+            number += 1
+            if len(line) > MOST_LINE:
+                length = len(line) + _rest_of_line(self._file)
+                refuse_long_line(length, f"{self._name}:{number}")
+            skipped = len(BOM) if number == 1 and line.startswith(BOM) else 0
+            if line[skipped:].strip():
+                self.count += 1
+                yield number, offset + skipped, line[skipped:]
+            offset += len(line)
+
+    def _pass_over(self) -> tuple[int, int, bytes]:
+        """Lines and bytes of the blocks that are wholly skipped, and the block that is not."""
+        number = offset = 0
+        while self.count < self._skip:
+            block = self._file.read(_BLOCK)
+            block += self._file.readline() if block else b""
+            lines, filled = _counted(block if offset else block.removeprefix(BOM))
+            if not block or self.count + filled > self._skip:
+                return number, offset, block
+            number, offset = number + lines, offset + len(block)
+            self.count += filled
+        return number, offset, b""
+
+
+def _counted(block: bytes) -> tuple[int, int]:
+    """Lines of a block, and how many of them hold more than blanks."""
+    if not block:
+        return 0, 0
+    block = b"\n" + block + (b"" if block.endswith(b"\n") else b"\n")
+    lines = block.count(b"\n") - 1
+    return lines, lines - len(_BLANK_LINE.findall(block))
+
+
 def holds_lines(path: str) -> bool:
-    """Whether a .json file holds one object a line: its first filled line is one, and no other.
+    """Whether a .json file holds one object a line: see `are_lines`.
 
     Raises:
         DataError: missing or unreadable.
     """
     with _open(path) as file:
-        begin = file.read(_BEGIN).removeprefix(BOM).lstrip()
-        if not begin.startswith(b"{"):
-            return False
-        file.seek(0)
-        filled = (line for line in _lines_of(file) if line.strip())
-        first, second = next(filled, b""), next(filled, b"")
+        return are_lines(file)
+
+
+def are_lines(file: BinaryIO) -> bool:
+    """Whether a file's first filled line is a JSON object, and not its only one."""
+    begin = file.read(_BEGIN).removeprefix(BOM).lstrip()
+    if not begin.startswith(b"{"):
+        return False
+    file.seek(0)
+    filled = (line for line in _lines_of(file) if line.strip())
+    first, second = next(filled, b""), next(filled, b"")
     if not second:
         return False
     try:
@@ -185,6 +254,8 @@ def _index(file: BinaryIO, folder: Path, limit: int | None) -> Mapping[str, Any]
             if found == limit:
                 break
         to_starts.write(np.int64(end).tobytes())
+    if last == found:  # without blank lines, numbers say nothing
+        (folder / "numbers").write_bytes(b"")
     return {"lines": found, "blank": last - found}
 
 

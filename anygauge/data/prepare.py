@@ -11,23 +11,34 @@ from typing import Any, Literal
 
 import numpy as np
 
+from anygauge.config.paths import data_suffix, is_remote
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data.batches import Batches, Layout, Schedule
 from anygauge.data.cache import Cache, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.formats import detect_format, parse
 from anygauge.data.order import Split
-from anygauge.data.readers import (
-    content_digest,
-    first_records,
-    open_reader,
-    quick_digest,
-    source_name,
-)
+from anygauge.data.records import Reader
 from anygauge.data.row_batches import RowBatches
 from anygauge.data.rows import Piece, PieceWriter, TokenizedRows, open_piece
-from anygauge.data.streamed_rows import StreamedRows, StreamedSource
-from anygauge.data.streaming import PackedStream, StreamedBatches, SumOnRanks
+from anygauge.data.sources import (
+    content_digest,
+    first_records,
+    open_beginning,
+    open_reader,
+    open_stream,
+    quick_digest,
+    source_name,
+    stream_digest,
+)
+from anygauge.data.streaming import (
+    PackedStream,
+    StreamedBatches,
+    StreamedRows,
+    StreamedSource,
+    SumOnRanks,
+)
+from anygauge.data.streams import BlockOrder, Blocks
 from anygauge.data.template import read_template
 from anygauge.interface import DataError
 
@@ -89,8 +100,11 @@ def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
     )
 
 
-def peek(data: DataSection) -> None:
+def peek(data: DataSection, train: TrainSection | None = None) -> None:
     """Read the first rows only, so that a wrong column is told before anything is started.
+
+    Args:
+        train: also look whether epochs can decide the end of the run.
 
     Raises:
         DataError: a source or one of its first rows cannot be used.
@@ -98,10 +112,17 @@ def peek(data: DataSection) -> None:
     """
     read_template(data.chat_template)
     for field, source in (*_fields("train", data), *_fields("eval", data)):
-        records = first_records(source, PEEKED_ROWS, field)
+        records = first_records(source, PEEKED_ROWS, field, streaming=data.streaming)
         row_format = detect_format(records[0], source, field)
         for record in records:
             parse(record, row_format, source, field)
+    if train is None or train.steps is not None or not data.streaming:
+        return
+    for field, source in _fields("train", data):
+        if is_remote(source.path) and source.limit is None:
+            reader, _ = open_stream(source, data.shuffle_buffer, field)
+            if isinstance(reader, Blocks):
+                BlockOrder(reader, train.seed).end(train.epochs)
 
 
 def prepare(
@@ -112,6 +133,7 @@ def prepare(
     environ: Mapping[str, str] | None = None,
     log: Log = lambda text: None,
     run: str = "",
+    first: int | None = None,
 ) -> Prepared:
     """Read and tokenise all rows, or take them from the cache; with streaming, open the sources.
 
@@ -124,6 +146,7 @@ def prepare(
         environ: variables that name the cache's folder; left out: those of the process.
         log: takes lines for the user: progress, and damage in the cache.
         run: what tells this start of a run from others; see `Cache`.
+        first: prepare so many rows of each source alone, also with streaming; None: all.
 
     Raises:
         DataError: a source or row cannot be used, or no row is left.
@@ -132,12 +155,12 @@ def prepare(
     """
     folder = cache_folder(data.cache, os.environ if environ is None else environ)
     with Cache(folder, log, run) as cache:
-        train = _Preparer(data, "train", tokenizer, seed, cache, log)
+        train = _Preparer(data, "train", tokenizer, seed, cache, log, first)
         part: _Part = "kept" if data.eval_fraction else "all"
-        rows = train.stream() if data.streaming else train.rows(part)
+        rows = train.stream() if data.streaming and first is None else train.rows(part)
         held_out = None
         if data.eval is not None:
-            held_out = _Preparer(data, "eval", tokenizer, seed, cache, log).rows("all")
+            held_out = _Preparer(data, "eval", tokenizer, seed, cache, log, first).rows("all")
         elif data.eval_fraction:
             held_out = train.rows("held out")
     return Prepared(train=rows, eval=held_out)
@@ -189,28 +212,25 @@ class _Preparer:
         seed: int,
         cache: Cache,
         log: Log,
+        first: int | None,
     ) -> None:
         self._data, self._seed, self._cache, self._log = data, seed, cache, log
         self._fraction = data.eval_fraction if which == "train" else 0.0
         self._sources = []
         for field, source in _fields(which, data):
-            row_format = detect_format(first_records(source, 1, field)[0], source, field)
-            told = source.model_copy(update={"format": row_format})
+            record = first_records(source, 1, field, streaming=data.streaming)[0]
+            row_format = detect_format(record, source, field)
+            limit = min(source.limit or first, first) if first else source.limit
+            told = source.model_copy(update={"format": row_format, "limit": limit})
             self._sources.append((field, told, RowEncoder(told, data, tokenizer, field=field)))
 
     def rows(self, part: _Part) -> TokenizedRows:
         """The tokenised rows of all sources, or of a part of each."""
         pieces, built = [], []
         for number, (field, source, encoder) in enumerate(self._sources):
-            digest = (
-                quick_digest(source, self._cache, field, with_times=True)
-                if self._data.streaming
-                else content_digest(source, self._cache, field)
-            )
+            digest = self._digest(source, field)
             split = [part, self._fraction, self._seed, number] if part != "all" else []
-            key = key_of(
-                digest, Path(source.path).suffix.lower(), source.limit, split, encoder.key()
-            )
+            key = key_of(digest, data_suffix(source.path), source.limit, split, encoder.key())
             write = self._writer(number, part)
             entry = self._cache.entry("rows", key, write)
             piece = open_piece(entry, source_name(source))
@@ -227,8 +247,13 @@ class _Preparer:
         """The sources, opened."""
         sources = []
         for number, (field, source, encoder) in enumerate(self._sources):
-            reader = open_reader(source, self._cache, field)
-            content = quick_digest(source, self._cache, field, with_times=False)
+            reader: Reader | Blocks
+            if is_remote(source.path):
+                reader, version = open_stream(source, self._data.shuffle_buffer, field)
+                content = key_of(version, self._data.shuffle_buffer)
+            else:
+                reader = open_reader(source, self._cache, field)
+                content = quick_digest(source, field, with_times=False)
             split = Split(len(reader), self._fraction, self._seed, number)
             identity = key_of(content, source.limit, self._fraction, number, encoder.key())
             sources.append(
@@ -240,7 +265,7 @@ class _Preparer:
         field, source, encoder = self._sources[number]
 
         def write(folder: Path) -> dict[str, Any]:
-            reader = open_reader(source, self._cache, field)
+            reader = self._reader(source, field)
             split = Split(len(reader), self._fraction, self._seed, number)
             count = len(split.held_out) if part == "held out" else split.kept_count
             with PieceWriter(folder) as writer:
@@ -252,6 +277,19 @@ class _Preparer:
                 return writer.facts(reader.mark, len(reader))
 
         return write
+
+    def _digest(self, source: SourceSection, field: str) -> str:
+        if not self._data.streaming:
+            return content_digest(source, self._cache, field)
+        if is_remote(source.path):
+            return stream_digest(source, field)
+        return quick_digest(source, field, with_times=True)
+
+    def _reader(self, source: SourceSection, field: str) -> Reader:
+        """A reader of rows that are tokenised before the run."""
+        if self._data.streaming and is_remote(source.path):
+            return open_beginning(source, field)
+        return open_reader(source, self._cache, field)
 
     def _counted(self, name: str, count: int) -> Iterator[int]:
         """Starts of chunks; says from time to time how far it has come."""

@@ -1,7 +1,9 @@
-"""Batches that are read and tokenised while the run goes on; a thread works ahead.
+"""Rows that are read and tokenised while the run goes on; a thread works ahead.
 
 The order is that of prepared rows: a permutation of all records, found by position, so that a run
-resumes at any step without reading what came before.
+resumes at any step without reading what came before. Of a remote source, the order is that of
+`BlockOrder`: rows are shuffled within blocks of the stream; each rank reads the whole stream, and
+parses and tokenises its own rows.
 
 Without packing, a step is global_batch records and each rank tokenises its own; a record of which
 nothing is left makes a dummy, a long text loses all but its first part (it counts as truncated).
@@ -18,23 +20,135 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.batches import Batches, Layout, OrderedBatches, Schedule
+from anygauge.data.batches import Batches, Layout, MicroBatch, OrderedBatches, Schedule
 from anygauge.data.cache import key_of
-from anygauge.data.collate import MicroBatch
-from anygauge.data.encode import Counts
-from anygauge.data.order import BLOCKS, Order, Shuffle
-from anygauge.data.packing import pack
+from anygauge.data.encode import Counts, RowEncoder
+from anygauge.data.order import BLOCKS, Order, Shuffle, Split
+from anygauge.data.records import Reader
+from anygauge.data.row_batches import pack
 from anygauge.data.rows import Tokens
-from anygauge.data.streamed_rows import StreamedRows, first_parts
+from anygauge.data.streams import Ahead, BlockOrder, Blocks
 from anygauge.interface import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamedSource:
+    """One source. `identity` is a digest of its content and of the encoder's settings."""
+
+    reader: Reader | Blocks
+    encoder: RowEncoder
+    split: Split
+    identity: str
+
+
+class StreamedRows:
+    """The records of all training sources, numbered from 0 through all of them.
+
+    Attributes:
+        sizes: records of each source.
+        counts: what became of the records that were read so far, over all ranks.
+        left_out: rows that found no room in the packs of their step.
+    """
+
+    def __init__(self, sources: Sequence[StreamedSource]) -> None:
+        self._sources = tuple(sources)
+        self.sizes = [source.split.kept_count for source in sources]
+        self._ends = np.cumsum(self.sizes)
+        self.counts = Counts()
+        self.left_out = 0
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The reader of a remote source, which is then the only one."""
+        reader = self._sources[0].reader
+        return reader if isinstance(reader, Blocks) else None
+
+    @property
+    def report(self) -> str:
+        """What became of the records so far, in words."""
+        if not self.counts.rows:
+            blocks = self.blocks
+            if blocks is None:
+                return f"{len(self)} rows, tokenised while training"
+            count = "rows" if blocks.length is None else f"{blocks.length} rows"
+            return (
+                f"{count} of {blocks.name}, read and tokenised while training, shuffled in blocks "
+                f"of {blocks.size}"
+            )
+        left_out = f"; {self.left_out} left out of full packs" if self.left_out else ""
+        return f"streamed {self.counts}{left_out}"
+
+    def encode(self, numbers: NDArray[np.int64]) -> tuple[list[list[Tokens]], Counts]:
+        """What each record became: no sequence, one, or for a long text several.
+
+        Raises:
+            DataError: a record cannot be read or used; names it.
+        """
+        documents: list[list[Tokens]] = [[] for _ in numbers]
+        counts = Counts()
+        for places, source, indices in self._by_source(numbers):
+            records = source.reader.records(indices)
+            encoded, count = source.encoder.encode(records)
+            counts += count
+            for each in encoded:
+                part = f" (part {each.part})" if each.part else ""
+                origin = records[each.record].origin + part
+                documents[places[each.record]].append(Tokens(each.ids, each.loss_mask, origin))
+        return documents, counts
+
+    def origins(self, numbers: NDArray[np.int64]) -> tuple[str, ...]:
+        """Where records stand; reads none of them."""
+        origins = [""] * len(numbers)
+        for places, source, indices in self._by_source(numbers):
+            mark = source.reader.name.replace("{", "{{").replace("}", "}}") + source.reader.mark
+            shown = source.reader.places(indices).tolist()
+            for place, number in zip(places.tolist(), shown, strict=True):
+                origins[place] = mark.format(number)
+        return tuple(origins)
+
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of what the sources hold and how it becomes tokens."""
+        return key_of("stream", *(source.identity for source in self._sources))
+
+    def _by_source(
+        self, numbers: NDArray[np.int64]
+    ) -> list[tuple[NDArray[np.int64], StreamedSource, NDArray[np.int64]]]:
+        """For each source that is asked: places in `numbers`, the source, its own records."""
+        which = np.searchsorted(self._ends, numbers, side="right")
+        found = []
+        for index in np.unique(which).tolist():
+            places = np.flatnonzero(which == index)
+            inside = numbers[places] - (self._ends[index] - self.sizes[index])
+            source = self._sources[index]
+            found.append((places, source, source.split.kept(inside)))
+        return found
+
+
+def first_parts(
+    documents: Sequence[Sequence[Tokens]], counts: Counts
+) -> tuple[list[list[Tokens]], Counts]:
+    """Only the first sequence of each record; records that lose the others count as truncated."""
+    kept = [list(parts[:1]) for parts in documents]
+    lost = sum(len(parts) > 1 for parts in documents)
+    counts = replace(
+        counts,
+        sequences=sum(map(len, kept)),
+        truncated=counts.truncated + lost,
+        tokens=sum(len(each.ids) for parts in kept for each in parts),
+        num_loss_tokens=sum(int(each.loss_mask.sum()) for parts in kept for each in parts),
+    )
+    return kept, counts
+
 
 SumOnRanks = Callable[[list[float]], list[float]]
 Work = TypeVar("Work")
@@ -44,25 +158,6 @@ _BLOCK_SEQUENCES = 256
 _FILL = 0.98
 _KEPT_STEPS = 4
 _COUNTED = tuple(field.name for field in fields(Counts) if field.type == "int")
-
-
-class _Ahead(Generic[Work]):
-    """Results of numbered work, one after another in a thread, begun before they are asked for."""
-
-    def __init__(self, work: Callable[[int], Work], count: int, depth: int) -> None:
-        self._work, self._count, self._depth = work, count, depth
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rows-ahead")
-        self._begun: dict[int, Future[Work]] = {}
-
-    def get(self, index: int) -> Work:
-        """The result for a number; raises what the work raised."""
-        wanted = range(index, min(index + self._depth + 1, self._count))
-        for number in set(self._begun) - set(wanted):
-            self._begun.pop(number).cancel()
-        for number in wanted:
-            if number not in self._begun:
-                self._begun[number] = self._pool.submit(self._work, number)
-        return self._begun[index].result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +183,7 @@ class StreamedBatches(OrderedBatches):
     ) -> None:
         super().__init__(schedule, layout, _order(rows, schedule))
         self._rows, self._sum = rows, sum_on_ranks
-        self._ahead = _Ahead(self._read, self.steps, depth=2)
+        self._ahead = Ahead(self._read, self.steps, depth=2)
         self._steps: OrderedDict[int, _Step] = OrderedDict()
 
     def step(self, index: int) -> list[MicroBatch]:
@@ -172,11 +267,12 @@ class PackedStream(Batches):
         self._block_steps = -(-_BLOCK_SEQUENCES // self.global_batch)
         self._records = self._records_per_block()
         per_step = self._records / self._block_steps
-        total = max(1, self._order.end(schedule.epochs))
-        self._total = total if schedule.steps is None else None
-        self.steps = schedule.steps or math.ceil(total / per_step)
+        self._total = None
+        if schedule.steps is None:
+            self._total = max(1, self._order.end(schedule.epochs))
+        self.steps = schedule.steps or math.ceil((self._total or 1) / per_step)
         self.sequences_per_epoch = float(self._order.per_epoch) / per_step * self.global_batch
-        self._ahead = _Ahead(self._read, -(-self.steps // self._block_steps), depth=1)
+        self._ahead = Ahead(self._read, -(-self.steps // self._block_steps), depth=1)
         self._counted = -1
 
     def step(self, index: int) -> list[MicroBatch]:
@@ -220,13 +316,13 @@ class PackedStream(Batches):
 
     def _records_per_block(self) -> int:
         """Records whose tokens, with two standard deviations, fill the sequences of a block."""
-        count = min(_SAMPLE, self._order.end(math.ceil(1 / self._order.per_epoch)))
-        documents, _ = self._rows.encode(self._order.items(np.arange(count)))
+        numbers = self._order.sample(_SAMPLE)
+        documents, _ = self._rows.encode(numbers)
         lengths = [sum(len(each.ids) for each in parts) for parts in documents]
         mean, deviation = float(np.mean(lengths)), float(np.std(lengths))
         if not mean:
             raise DataError(
-                f"none of {count} rows, drawn from all, holds anything to learn; "
+                f"none of {len(numbers)} rows, drawn from all, holds anything to learn; "
                 "see data.max_length and the columns of data.train"
             )
         room = _FILL * self._block_steps * self.global_batch * self.layout.max_length
@@ -270,7 +366,9 @@ class PackedStream(Batches):
         return block.steps[place]
 
 
-def _order(rows: StreamedRows, schedule: Schedule) -> Order:
+def _order(rows: StreamedRows, schedule: Schedule) -> Order | BlockOrder:
+    if rows.blocks is not None:
+        return BlockOrder(rows.blocks, schedule.seed, shuffle=schedule.shuffle)
     weights = schedule.weights_of(len(rows.sizes))
     return Order(rows.sizes, weights, schedule.seed, shuffle=schedule.shuffle)
 

@@ -3,19 +3,23 @@
 A CSV or Parquet file is converted once to an uncompressed Arrow file in the cache, which is then
 mapped: any row is found without reading others. All cells of a CSV file are text, as written:
 ``007`` stays what it is, and an empty cell is empty text.
+
+Why our own CSV, and not that of `datasets` (5.2): there a row with a cell too many silently moves
+its cells one column on, one with too few is filled up, and a column named twice is renamed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from anygauge.config.paths import data_suffix
 from anygauge.data.cache import Cache, key_of
-from anygauge.data.files import INDEX_MARK, LINE_MARK, Record
+from anygauge.data.records import INDEX_MARK, LINE_MARK, Record
 from anygauge.interface import DataError
 
 _ARROW = "rows.arrow"
@@ -33,14 +37,14 @@ class Table:
         DataError: missing, unreadable, malformed or empty.
     """
 
-    def __init__(self, path: str, cache: Cache, limit: int | None = None) -> None:
+    def __init__(self, path: str, cache: Cache, limit: int | None = None, name: str = "") -> None:
         import pyarrow as pa
 
-        self.name = path
+        self.name = name or path
         self.mark = table_mark(path)
         self._first = 2 if self.mark == LINE_MARK else 0
         key = key_of("table", cache.digest(path), self.mark, limit)
-        entry = cache.entry("tables", key, lambda folder: _convert(path, folder, limit))
+        entry = cache.entry("tables", key, lambda folder: _convert(path, self.name, folder, limit))
         file = pa.ipc.open_file(pa.memory_map(str(entry.folder / _ARROW)))
         self._batches = [file.get_batch(number) for number in range(file.num_record_batches)]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches])
@@ -59,7 +63,7 @@ class Table:
         for number in np.unique(which).tolist():
             here = indices[which == number]
             batch = self._batches[number]
-            rows = _rows(batch.take(here - (self._ends[number] - batch.num_rows)))
+            rows = rows_of(batch.take(here - (self._ends[number] - batch.num_rows)))
             values.update(zip(here.tolist(), rows, strict=True))
         return [
             Record(values[index], self.name + self.mark.format(index + self._first))
@@ -69,7 +73,7 @@ class Table:
 
 def table_mark(path: str) -> str:
     """How a row of a table is written behind the file's name."""
-    return LINE_MARK if path.lower().endswith(".csv") else INDEX_MARK
+    return LINE_MARK if data_suffix(path) == ".csv" else INDEX_MARK
 
 
 def first_rows(path: str, count: int) -> list[Record]:
@@ -80,13 +84,13 @@ def first_rows(path: str, count: int) -> list[Record]:
     """
     mark = table_mark(path)
     first = 2 if mark == LINE_MARK else 0
-    rows = [row for batch in _batches(path, count) for row in _rows(batch)]
+    rows = [row for batch in _local_batches(path, path, count) for row in rows_of(batch)]
     if not rows:
         raise _empty(path)
     return [Record(row, path + mark.format(first + number)) for number, row in enumerate(rows)]
 
 
-def _rows(batch: Any) -> list[dict[str, Any]]:
+def rows_of(batch: Any) -> list[dict[str, Any]]:
     """The rows of a batch, without the nulls that the table filled in.
 
     Structs of one column have all fields of all rows. A field that is null at one place was not
@@ -118,58 +122,99 @@ def _written(value: Any, kind: Any) -> Any:
     return value
 
 
-def _convert(path: str, folder: Path, limit: int | None) -> Mapping[str, Any]:
+def _convert(path: str, name: str, folder: Path, limit: int | None) -> Mapping[str, Any]:
     import pyarrow as pa
 
     rows = 0
     writer = None
-    for batch in _batches(path, limit):
+    for batch in _local_batches(path, name, limit):
         writer = writer or pa.ipc.new_file(str(folder / _ARROW), batch.schema)
         writer.write_batch(batch)
         rows += batch.num_rows
     if writer is None:
-        raise _empty(path)
+        raise _empty(name)
     writer.close()
     return {"rows": rows}
 
 
-def _batches(path: str, limit: int | None) -> Iterator[Any]:
+def _local_batches(path: str, name: str, limit: int | None) -> Iterator[Any]:
     """Record batches of a file that hold rows, up to a number of rows.
 
     Raises:
         DataError: missing, unreadable or malformed.
     """
-    import pyarrow as pa
-
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{path}: no such file (looked at {file.absolute()})")
     left = limit
+    for batch in batches_of(lambda: file.open("rb"), name):
+        kept = batch if left is None else batch.slice(0, left)
+        if kept.num_rows:
+            yield kept
+        if left is not None:
+            left -= kept.num_rows
+            if not left:
+                return
+
+
+def batches_of(
+    open_file: Callable[[], BinaryIO],
+    name: str,
+    groups: range | None = None,
+    batch_size: int = _BATCH,
+) -> Any:
+    """Record batches of a CSV or Parquet file, in order.
+
+    Args:
+        open_file: opens it, perhaps several times.
+        name: the file's, for messages; its suffix says which of both it is.
+        groups: of a Parquet file, the row groups to read; None: all.
+        batch_size: most rows of a batch of Parquet, which may be of several row groups.
+
+    Raises:
+        DataError: unreadable or malformed.
+    """
+    import pyarrow as pa
+
+    is_csv = table_mark(name) == LINE_MARK
     try:
-        for batch in _csv(file) if table_mark(path) == LINE_MARK else _parquet(file):
-            kept = batch if left is None else batch.slice(0, left)
-            if kept.num_rows:
-                yield kept
-            if left is not None:
-                left -= kept.num_rows
-                if not left:
-                    return
+        yield from _csv(open_file, name) if is_csv else _parquet(open_file, groups, batch_size)
     except (pa.ArrowException, OSError) as error:
         said = str(error).strip().partition("\n")[0]
         raise DataError(
-            f"{path}: {'not valid CSV' if table_mark(path) == LINE_MARK else 'not valid Parquet'} "
+            f"{name}: {'not valid CSV' if is_csv else 'not valid Parquet'} "
             f"({said}); correct the file, or write its rows as JSON Lines"
         ) from None
 
 
-def _csv(file: Path) -> Iterator[Any]:
+def group_sizes(open_file: Callable[[], BinaryIO], name: str) -> list[int]:
+    """Rows of each row group of a Parquet file; reads its footer alone.
+
+    Raises:
+        DataError: not Parquet.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with open_file() as file:
+            footer = parquet.ParquetFile(file).metadata
+            return [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"{name}: not valid Parquet ({said}); is it another kind of file?"
+        ) from None
+
+
+def _csv(open_file: Callable[[], BinaryIO], name: str) -> Iterator[Any]:
     import pyarrow as pa
     from pyarrow import csv
 
     # One thread: only then does the complaint about a row tell its number.
     reading = csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False)
     parsing = csv.ParseOptions(newlines_in_values=True)
-    with file.open("rb") as opened:
+    with open_file() as opened:
         try:
             names = csv.open_csv(opened, reading, parsing).schema.names
         except pa.ArrowInvalid as error:
@@ -179,20 +224,23 @@ def _csv(file: Path) -> Iterator[Any]:
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
         raise DataError(
-            f"{file}:1: the header names the column {double[0]!r} more than once; rename one"
+            f"{name}:1: the header names the column {double[0]!r} more than once; rename one"
         )
     texts = csv.ConvertOptions(
         column_types={name: pa.string() for name in names}, strings_can_be_null=False
     )
-    with file.open("rb") as opened:
+    with open_file() as opened:
         yield from csv.open_csv(opened, reading, parsing, texts)
 
 
-def _parquet(file: Path) -> Iterator[Any]:
+def _parquet(
+    open_file: Callable[[], BinaryIO], groups: range | None, batch_size: int
+) -> Iterator[Any]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    with parquet.ParquetFile(file) as opened:
+    # Buffered before, all row groups would be read at once.
+    with open_file() as file, parquet.ParquetFile(file, pre_buffer=False) as opened:
         # An Arrow file has one dictionary per column, while each row group has its own.
         plain = pa.schema(
             column.with_type(column.type.value_type)
@@ -200,7 +248,7 @@ def _parquet(file: Path) -> Iterator[Any]:
             else column
             for column in opened.schema_arrow
         )
-        for batch in opened.iter_batches(batch_size=_BATCH):
+        for batch in opened.iter_batches(batch_size=batch_size, row_groups=groups and list(groups)):
             yield batch.cast(plain)
 
 

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
+from anygauge.config.paths import names_address, names_data_set
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.models.quantisation import in_words, quantisation
 from anygauge.util.files import write_text
@@ -96,7 +98,9 @@ def merged_card(name: str, base: ModelSection, adapter: Path, checks: Mapping[st
 
 
 def public_name(text: str) -> str:
-    """A hub name as it is; of a path, only its last part."""
+    """A hub name as it is; of a path or an address, only its last part."""
+    if names_address(text):
+        return Path(urlsplit(text).path).name
     path = Path(text)
     return path.name if path.is_absolute() else text
 
@@ -201,13 +205,9 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
 def _sources(run: RunFile) -> list[str]:
     sources = [*run.data.train_sources]
     return [
-        f"`{public_name(source.path)}`" + (f" ({source.split})" if _hub_rows(source.path) else "")
+        f"`{public_name(source.path)}`{f' ({source.split})' if names_data_set(source.path) else ''}"
         for source in sources
     ]
-
-
-def _hub_rows(path: str) -> bool:
-    return not Path(path).is_absolute()
 
 
 def _adapter_settings(adapter: AdapterSection) -> dict[str, str]:

@@ -224,15 +224,15 @@ def _tokenizer(section: ModelSection, has_files: bool, found: Findings) -> Any:
 def _rows(
     question: Question, run: RunFile, tokenizer: Any, log: Callable[[str], None], found: Findings
 ) -> None:
-    from anygauge.config.paths import names_data_set
+    from anygauge.config.paths import is_remote
     from anygauge.data import advice, prepare
 
     sources = (*run.data.train_sources, *run.data.eval_sources)
     if not question.has_files:
         found.notes.append("the rows are read by the ranks, on the machines of the job")
         return
-    if any(names_data_set(source.path) for source in sources):
-        found.notes.append("rows of the hub are read by the ranks")
+    if any(is_remote(source.path) for source in sources):
+        found.notes.append("rows of the hub, and of other machines, are read by the ranks")
         return
     data = prepare(run.data, tokenizer, run.train.seed, log=log, run=question.id)
     found.data = data.report

@@ -18,6 +18,7 @@ from anygauge.interface import DataError, RunFileError
 from tests.helpers.chats import make_chat_tokenizer
 from tests.helpers.runs import run_file
 from tests.helpers.tokenizer import FIXTURES
+from tests.standins.files import File, FileServer
 
 CHATML = FIXTURES / "templates" / "chatml.jinja"
 
@@ -78,6 +79,25 @@ def test_streamed_sources_are_read_in_part(
     out = shown(capsys, chats, "--rows", "0", "--set", "data.streaming=true")
     assert "streamed: the first 10 rows of each source" in out
     assert "    10 of 10 rows; " in out
+
+
+def test_a_remote_source_is_looked_at_without_a_copy(
+    chats: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 10)
+    body = (chats.parent / "chats.jsonl").read_bytes()
+    with FileServer({"chats.jsonl": File(body=body)}) as server:
+        path = f"data.train.path={server.address('chats.jsonl')}?signature=x"
+        options = ("--set", path, "--set", "data.streaming=true")
+        out = shown(capsys, chats, "--rows", "1", *options)
+        assert command(["train", str(chats), "--dry-run", *options]) == 0
+        assert "rows of the hub, and of other machines, are read by" in capsys.readouterr().out
+        said = r"train\.epochs: how many rows http://.*/chats\.jsonl has shows only at its end"
+        with pytest.raises(RunFileError, match=said):
+            command(["train", str(chats), "--dry-run", *options, "--set", "train.steps=null"])
+    assert f"data.train\n  {server.address('chats.jsonl')}\n    10 of 10 rows; " in out
+    assert f"{server.address('chats.jsonl')}:1  " in out
+    assert not [p for p in (chats.parent / "cache").rglob("*") if p.suffix == ".jsonl"]
 
 
 def test_errors_name_row_or_field(chats: Path) -> None:

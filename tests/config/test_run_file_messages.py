@@ -192,7 +192,8 @@ def test_missing_fields_say_what_they_are_for(folder):
     ]
     assert folder.refuse("model: {name: x}\ndata:\n  train:\n    limit: 3") == [
         "run.yaml:3: data.train.path: missing: "
-        "A .json, .jsonl, .csv, .parquet or .txt file, or a dataset's name on the hub."
+        "A .json, .jsonl, .csv, .parquet or .txt file, the address of one (https://, hf://, "
+        "s3://), or a dataset's name on the hub."
     ]
     assert folder.refuse("model:\ndata: {train: {path: null}}") == [
         f"run.yaml:1: model: got null, expected a mapping of {names(ModelSection)}",

@@ -65,7 +65,7 @@ def test_every_field_of_every_section_has_a_row():
 def test_rows_say_type_default_and_meaning():
     text = reference_markdown()
     assert "| `lr` | number > 0 | `0.0002` | Peak learning rate. |" in text
-    assert "| `path` | text | required | A .json, .jsonl, .csv, .parquet or .txt file, or a" in text
+    assert "| `path` | text | required | A .json, .jsonl, .csv, .parquet or .txt file, the" in text
     assert '| `template` | text | `"{prompt}\\n"` |' in text
     assert "| `adapter` | section or null | `null` | A low-rank adapter (LoRA)." in text
     assert "each run makes \\<output>/\\<name>. |" in text

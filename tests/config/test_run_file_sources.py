@@ -55,11 +55,13 @@ def test_each_missing_file_of_a_list_is_named_with_its_line(folder):
         ("./owner/name", "{here}/owner/name"),
         ("owner/rows.csv", "{here}/owner/rows.csv"),
         ("a/b/c", "{here}/a/b/c"),
+        ("https://host/a/../b.jsonl?x=1", "https://host/a/../b.jsonl?x=1"),
+        ("s3://bucket/rows.csv", "s3://bucket/rows.csv"),
     ],
 )
 def test_what_is_a_file_and_what_a_name_on_the_hub(folder, written, meant):
     folder.write("rows", "")
-    path = folder.load(f"{MODEL}data: {{train: {{path: {written}}}}}").run.data.train.path
+    path = folder.load(f"{MODEL}data: {{train: {{path: '{written}'}}}}").run.data.train.path
     assert path == meant.format(here=folder.path)
 
 

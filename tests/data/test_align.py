@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from anygauge.data.align import Aligner
+from anygauge.data.spans import Aligner
 from tests.helpers.masks import text_of
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 

@@ -7,7 +7,6 @@ import pytest
 
 from anygauge.config.schema import SourceSection
 from anygauge.data.chat import Chat
-from anygauge.data.files import Record
 from anygauge.data.formats import (
     Row,
     detect_format,
@@ -16,6 +15,7 @@ from anygauge.data.formats import (
     render,
     render_alpaca,
 )
+from anygauge.data.records import Record
 from anygauge.interface import DataError, RunFileError
 from tests.helpers.tokenizer import FIXTURES
 

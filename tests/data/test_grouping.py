@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.data import Layout, RowBatches, Schedule
-from anygauge.data.grouping import DUMMY, GroupedOrder
-from anygauge.data.order import Order
+from anygauge.data.order import DUMMY, GroupedOrder, Order
 from anygauge.interface import Share
 
 

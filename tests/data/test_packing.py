@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.data.order import packing_order
-from anygauge.data.packing import Groups, pack
+from anygauge.data.row_batches import Groups, pack
 from anygauge.interface import DataError
 
 

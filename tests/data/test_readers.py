@@ -19,7 +19,7 @@ from anygauge.config.schema import SourceSection
 from anygauge.data import hub as hub_module
 from anygauge.data import lines as lines_module
 from anygauge.data.cache import Cache
-from anygauge.data.readers import content_digest, first_records, open_reader, source_name
+from anygauge.data.sources import content_digest, first_records, open_reader, source_name
 from anygauge.interface import DataError
 
 

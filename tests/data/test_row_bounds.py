@@ -7,20 +7,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import SourceSection
-from anygauge.data import files, formats, lines, tokens
+from anygauge.data import encode, formats, lines, records
 from anygauge.data.cache import Cache
 from anygauge.data.chat import Chat
-from anygauge.data.files import Record
+from anygauge.data.encode import encode_texts
 from anygauge.data.formats import parse
 from anygauge.data.hub import written
-from anygauge.data.readers import first_records, open_reader
+from anygauge.data.records import Record
+from anygauge.data.sources import first_records, open_reader
 from anygauge.data.template import ChatTemplate, read_template
-from anygauge.data.tokens import encode_texts
 from anygauge.interface import DataError, RunFileError
 
 
@@ -88,8 +89,8 @@ def test_a_double_key_is_found_in_one_pass() -> None:
         __hash__ = str.__hash__
 
     keys = [Key(number) for number in [*range(1000), 999]]
-    with pytest.raises(files.DoubleKeyError, match="the key '999' is written twice"):
-        files._object([(key, None) for key in keys])
+    with pytest.raises(records.DoubleKeyError, match="the key '999' is written twice"):
+        records.plain_object([(key, None) for key in keys])
     assert compared < 10 * len(keys)
 
 
@@ -118,7 +119,7 @@ def test_a_row_with_too_much_text_is_refused_by_name() -> None:
 def test_a_line_that_is_too_long_is_not_even_read(
     tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (files, lines):
+    for module in (lines, records):
         monkeypatch.setattr(module, "MOST_LINE", 100)
     short, long = (json.dumps({"text": "x" * length}) for length in (10, 1000))
     path = tmp_path / "rows.jsonl"
@@ -126,7 +127,7 @@ def test_a_line_that_is_too_long_is_not_even_read(
     said = rf"^{path}:3: the row has 1,013 bytes, at most 100 are read; split it"
     path.write_text(f"{short}\n\n{long}\n{short}\n")
     with pytest.raises(DataError, match=said):
-        open_reader(SourceSection(path=str(path)), cache, "f").records(lines.np.arange(3))
+        open_reader(SourceSection(path=str(path)), cache, "f").records(np.arange(3))
     with pytest.raises(DataError, match=said):
         first_records(SourceSection(path=str(path)), 3, "f")
 
@@ -136,9 +137,9 @@ def test_texts_are_tokenised_as_many_at_once_as_memory_allows(
 ) -> None:
     texts = ["one two", "", "three" * 9, "four", "five", "six"]
     together = encode_texts(tokenizer, texts)
-    monkeypatch.setattr(tokens, "_AT_ONCE", 10)
+    monkeypatch.setattr(encode, "_AT_ONCE", 10)
     assert encode_texts(tokenizer, texts) == together
-    assert [len(part) for part in tokens._bounded_parts(texts)] == [2, 1, 2, 1]
+    assert [len(part) for part in encode._bounded_parts(texts)] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt"])

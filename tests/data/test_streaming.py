@@ -11,7 +11,7 @@ import pytest
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data import Layout, prepare, training_batches
-from anygauge.data import streaming as streaming_module
+from anygauge.data.streams import Ahead
 from anygauge.interface import DataError, Share
 
 PAD = 2
@@ -215,7 +215,7 @@ def test_packs_are_full_and_every_row_is_read(batches, source):
 
 def test_the_reading_thread_is_ahead_and_keeps_little():
     begun = {index: threading.Event() for index in range(10)}
-    ahead = streaming_module._Ahead(lambda index: begun[index].set() or index, 10, depth=2)
+    ahead = Ahead(lambda index: begun[index].set() or index, 10, depth=2)
     assert ahead.get(3) == 3
     assert begun[5].wait(60), "two more are worked out unasked"
     assert not begun[6].wait(0.1)

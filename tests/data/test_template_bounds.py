@@ -9,7 +9,7 @@ import pytest
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import template_bounds
 from anygauge.data.encode import RowEncoder
-from anygauge.data.files import Record
+from anygauge.data.records import Record
 from anygauge.data.template import ChatTemplate, TemplateRefusal, check_syntax
 from anygauge.interface import DataError, RunFileError
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from anygauge.data import prompt_ids
-from anygauge.data.tokens import encode_texts, start_ids
+from anygauge.data.encode import encode_texts, start_ids
 from tests.helpers.tokenizer import make_tokenizer
 
 

@@ -257,7 +257,13 @@ def test_a_base_on_the_hub_is_named_with_its_revision() -> None:
         {
             "model": {"name": "owner/base", "revision": "abc"},
             "adapter": {"dora": True},
-            "data": {"train": {"path": "/home/someone/rows.jsonl"}},
+            "data": {
+                "train": [
+                    {"path": "/home/someone/rows.jsonl"},
+                    {"path": "https://someone.example/d/more.csv?signature=someone"},
+                    {"path": "owner/rows"},
+                ]
+            },
         }
     )
     facts = Facts(
@@ -281,3 +287,4 @@ def test_a_base_on_the_hub_is_named_with_its_revision() -> None:
     assert "`owner/base`, revision `abc`" in card
     assert "| strategy | s, stage 4 |" in card
     assert "DoRA adapter" in card and "someone" not in card
+    assert "`rows.jsonl`, `more.csv`, `owner/rows` (train)" in card

@@ -1,8 +1,8 @@
 """The model hub's HTTP interface, as its library uses it: strict, on a port of this machine.
 
 Paths, headers and codes are those of the installed huggingface_hub (`hf_api.model_info`,
-`file_download.get_hf_file_metadata` and `http_get`, `utils._http.hf_raise_for_status`). What nobody
-should ask for is 404 and stands in `strangers`.
+`file_download.get_hf_file_metadata` and `http_get`, `utils._http.hf_raise_for_status`), and of
+`HfFileSystem` as `datasets` uses it. What nobody should ask for is 404 and stands in `strangers`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-LARGE = (".safetensors", ".bin", ".pth", ".gguf", ".onnx", ".model")
+import pytest
+
+LARGE = (".safetensors", ".bin", ".pth", ".gguf", ".onnx", ".model", ".parquet")
 """Files that the hub keeps beside git, and redirects to."""
 TOKEN = "hf_of_somebody"
+ASKED_FOR = ("README.md", ".huggingface.yaml", "dataset_infos.json")
+"""What `datasets` looks for in every data set."""
 
 Headers = Mapping[str, str]
 
 
 @dataclass(kw_only=True)
 class Repository:
-    """One model.
+    """One model, or a data set: then its key begins with ``datasets/``.
 
     Attributes:
         access: ``public``, ``gated`` or ``private`` (what a token of `TOKEN` may read, and nobody
@@ -44,11 +49,12 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked: ``GET``, ``/path``, and the bytes from which on."""
+    """What was asked: ``GET``, ``/path``, the byte from which on, and one behind the last."""
 
     method: str
     path: str
     start: int = 0
+    end: int | None = None
 
 
 class Hub:
@@ -57,12 +63,14 @@ class Hub:
     Attributes:
         requests: what was asked, in order.
         strangers: of these, what the hub does not have.
+        sent: bytes of files that went out.
     """
 
     def __init__(self, repositories: Mapping[str, Repository]) -> None:
         self.repositories = dict(repositories)
         self.requests: list[Request] = []
         self.strangers: list[str] = []
+        self.sent = 0
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,7 +79,7 @@ class Hub:
             def do_GET(self) -> None:
                 _answer(hub, self)
 
-            do_HEAD = do_GET
+            do_HEAD = do_POST = do_GET
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing is printed."""
@@ -95,7 +103,7 @@ class Hub:
         found = []
         for request in self.requests:
             match = re.fullmatch(
-                "/(?:[^/]+/){2}resolve/[^/]+/(.+)|/cdn/[0-9a-f]+/(.+)", request.path
+                "/(?:datasets/)?(?:[^/]+/){2}resolve/[^/]+/(.+)|/cdn/[0-9a-f]+/(.+)", request.path
             )
             if match and request.method == method:
                 found.append(match[1] or match[2])
@@ -111,15 +119,51 @@ class Hub:
         self._server.server_close()
 
 
+def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Hub, folder: Path) -> None:
+    """What HF_ENDPOINT and HF_HOME set, which are read at the libraries' imports."""
+    import datasets
+    from huggingface_hub import constants, file_download
+
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.address)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "hf" / "datasets")
+    template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    for module in (constants, file_download):
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
+
+
 def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
     url = urlsplit(handler.path)
     path = unquote(url.path)
     if path == "/api/agent-harnesses":  # once a day by the library itself (`_detect_agent.py`)
         return _send(handler, 404, {})
-    span = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range") or "")
+    posted = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    span = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers.get("Range") or "")
     start = int(span[1]) if span else 0
-    hub.requests.append(Request(handler.command, path, start))
-    if api := re.fullmatch("/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+    end = int(span[2]) + 1 if span and span[2] else None
+    hub.requests.append(Request(handler.command, path, start, end))
+    if tree := re.fullmatch("/api/(datasets/[^/]+/[^/]+)/(tree|paths-info)/([^/]+)/?(.*)", path):
+        repository = hub.repositories.get(tree[1])
+        if refusal := _refusal(repository, handler.headers, tree[1]):
+            return _send(handler, *refusal)
+        assert repository is not None
+        if not _has(repository, tree[3]):
+            return _send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
+        entries = _tree(repository)
+        if tree[2] == "tree":
+            recursive = parse_qs(url.query.lower()).get("recursive") == ["true"]
+            entries = [e for e in entries if _below(e["path"], tree[4], recursive)]
+        else:
+            asked = parse_qs(posted.decode()).get("paths") or json.loads(posted)["paths"]
+            entries = [e for e in entries if e["path"] in asked]
+        if not entries and tree[4]:
+            return _send(handler, 404, {"X-Error-Code": "EntryNotFound"})
+        return _send(handler, 200, {}, json.dumps(entries).encode())
+    if api := re.fullmatch("/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?", path):
         repository = hub.repositories.get(api[1])
         # Anybody may know that a gated model exists.
         refusal = _refusal(repository, handler.headers, api[1])
@@ -130,21 +174,27 @@ def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
             return _send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
         blobs = parse_qs(url.query.lower()).get("blobs") == ["true"]
         return _send(handler, 200, {}, json.dumps(_info(api[1], repository, blobs)).encode())
-    if file := re.fullmatch("/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-        return _file(hub, handler, file[1], file[2], file[3], start)
+    if file := re.fullmatch("/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        return _file(hub, handler, file[1], file[2], file[3], start, end)
     if stored := re.fullmatch("/cdn/([0-9a-f]{64})/(.+)", path):
         if "Authorization" in handler.headers:
             return _send(handler, 400, {})
         for repository in hub.repositories.values():
             body = repository.files.get(stored[2])
             if body is not None and hashlib.sha256(body).hexdigest() == stored[1]:
-                return _body(handler, {}, body, start, repository.cut.get(stored[2]))
+                return _body(hub, handler, {}, body, start, end, repository.cut.get(stored[2]))
     hub.strangers.append(path)
     return _send(handler, 404, {})
 
 
 def _file(
-    hub: Hub, handler: BaseHTTPRequestHandler, name: str, revision: str, file: str, start: int
+    hub: Hub,
+    handler: BaseHTTPRequestHandler,
+    name: str,
+    revision: str,
+    file: str,
+    start: int,
+    end: int | None,
 ) -> None:
     repository = hub.repositories.get(name)
     if refusal := _refusal(repository, handler.headers, name):
@@ -154,7 +204,9 @@ def _file(
         return _send(handler, 404, {"X-Error-Code": "RevisionNotFound"})
     headers = {"X-Repo-Commit": repository.commit}
     if file not in repository.files:
-        hub.strangers.append(file)
+        script = f"{name.rpartition('/')[2]}.py"
+        if not (name.startswith("datasets/") and file in (*ASKED_FOR, script)):
+            hub.strangers.append(file)
         return _send(handler, 404, {**headers, "X-Error-Code": "EntryNotFound"})
     body = repository.files[file]
     if file.endswith(LARGE):
@@ -163,7 +215,7 @@ def _file(
         headers |= {"Location": f"{hub.store}/cdn/{digest}/{file}"}
         return _send(handler, 302, headers)
     headers["ETag"] = f'"{_git_id(body)}"'
-    return _body(handler, headers, body, start, repository.cut.get(file))
+    return _body(hub, handler, headers, body, start, end, repository.cut.get(file))
 
 
 def _refusal(
@@ -200,6 +252,7 @@ def _info(name: str, repository: Repository, blobs: bool) -> dict[str, Any]:
                 digest = hashlib.sha256(body).hexdigest()
                 one["lfs"] = {"sha256": digest, "size": len(body), "pointerSize": 130}
         siblings.append(one)
+    name = name.removeprefix("datasets/")
     return {
         **{"id": name, "modelId": name, "sha": repository.commit, "private": False},
         **{"gated": repository.access == "gated", "downloads": 0, "likes": 0, "tags": []},
@@ -207,21 +260,48 @@ def _info(name: str, repository: Repository, blobs: bool) -> dict[str, Any]:
     }
 
 
+def _tree(repository: Repository) -> list[dict[str, Any]]:
+    folders = sorted({str(p) for f in repository.files for p in PurePosixPath(f).parents} - {"."})
+    entries: list[dict[str, Any]] = [
+        {"type": "directory", "oid": _git_id(one.encode()), "size": 0, "path": one}
+        for one in folders
+    ]
+    for file, body in repository.files.items():
+        one: dict[str, Any] = {"type": "file", "oid": _git_id(body), "size": len(body)}
+        if file.endswith(LARGE):
+            digest = hashlib.sha256(body).hexdigest()
+            one["lfs"] = {"oid": digest, "size": len(body), "pointerSize": 130}
+        entries.append({**one, "path": file})
+    return entries
+
+
+def _below(path: str, folder: str, recursive: bool) -> bool:
+    parent = str(PurePosixPath(path).parent).removeprefix(".")
+    return parent == folder or (
+        recursive and f"{parent}/".startswith(f"{folder}/" if folder else "")
+    )
+
+
 def _git_id(body: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
 
 
 def _body(
+    hub: Hub,
     handler: BaseHTTPRequestHandler,
     headers: Headers,
     body: bytes,
     start: int,
+    end: int | None,
     cut: list[int] | None,
 ) -> None:
-    part = body[start:]
-    status = 206 if start else 200
-    if start:
-        headers = {**headers, "Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}"}
+    part = body[start:end]
+    status = 206 if start or end is not None else 200
+    if status == 206:
+        last = start + len(part) - 1
+        headers = {**headers, "Content-Range": f"bytes {start}-{last}/{len(body)}"}
+    if handler.command == "GET":
+        hub.sent += len(part)
     _send(
         handler, status, headers, part, cut=cut.pop(0) if cut and handler.command == "GET" else None
     )

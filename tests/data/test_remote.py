@@ -1,0 +1,525 @@
+"""Rows of other machines: streamed as a file would be read, or copied; nothing left on the disk."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from anygauge.config.schema import DataSection, SourceSection, TrainSection
+from anygauge.data import Layout, lines, peek, prepare, remote, streams, training_batches
+from anygauge.data.cache import Cache
+from anygauge.data.lines import FilledLines
+from anygauge.data.remote import open_remote, remote_identity
+from anygauge.data.sources import first_records, open_reader, open_stream
+from anygauge.data.streams import BlockOrder, Blocks
+from anygauge.interface import DataError, RunFileError, Share
+from tests.standins.files import File, FileServer
+from tests.standins.hub import TOKEN, Hub, Repository, use_hub
+
+ROWS = [{"prompt": f"Count to {n}:", "completion": "é" * (n % 7 + 1)} for n in range(230)]
+LINES = "".join(json.dumps(row) + ("\n\n" if n % 50 == 7 else "\n") for n, row in enumerate(ROWS))
+
+
+def parquet_bytes(tmp_path: Path, rows: list[dict[str, Any]], group: int = 20) -> bytes:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
+    return path.read_bytes()
+
+
+def csv_text(rows: list[dict[str, Any]]) -> str:
+    return "prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in rows)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    files = {
+        "rows.jsonl": File(body=LINES.encode()),
+        "lines.json": File(body=LINES.encode()),
+        "list.json": File(body=json.dumps(ROWS).encode()),
+        "rows.csv": File(body=csv_text(ROWS).encode()),
+        "rows.parquet": File(body=parquet_bytes(tmp_path, ROWS)),
+        "text.txt": File(body=b"one\ntwo\nthree\n"),
+    }
+    with FileServer(files) as server:
+        yield server
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "WAITS_S", (0.0,) * 5)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Cache]:
+    with Cache(tmp_path / "cache") as cache:
+        yield cache
+
+
+@pytest.fixture
+def batches(tokenizer: Any) -> Callable[..., Any]:
+    def make(path: str, *, world: int = 1, rank: int = 0, steps: int | None = 60, **fields: Any):
+        of_source = {k: fields.pop(k) for k in ("limit", "split") if k in fields}
+        data = {"train": {"path": path, **of_source}, "max_length": 64, "cache": "off"}
+        section = DataSection(**{**data, "streaming": True, "shuffle_buffer": 32, **fields})
+        train = TrainSection(global_batch_size=8, seed=5, steps=steps, epochs=1.0)
+        layout = Layout(
+            micro_batch=2,
+            share=Share(rank, world),
+            max_length=64,
+            pad_id=2,
+            packing=section.packing,
+        )
+        rows = prepare(section, tokenizer, seed=5).train
+        made = training_batches(rows, section, train, layout, lambda values: values)
+        made.rows = rows
+        return made
+
+    return make
+
+
+def content(batches: Any, index: int) -> list[Any]:
+    return [(b.input_ids.tolist(), b.labels.tolist(), b.origins) for b in batches.step(index)]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "lines.json", "rows.csv", "rows.parquet"])
+def test_a_streamed_row_is_that_of_the_same_file(
+    name: str, server: FileServer, tmp_path: Path, cache: Cache
+) -> None:
+    (tmp_path / name).write_bytes(server.files[name].body)
+    local = open_reader(SourceSection(path=str(tmp_path / name)), cache, "f")
+    there, _ = open_stream(SourceSection(path=server.address(name)), 64, "f")
+    numbers = np.arange(len(ROWS))
+    expected = local.records(numbers)
+    found = there.records(numbers)
+    assert [record.values for record in found] == [record.values for record in expected] == ROWS
+    marks = [record.origin.removeprefix(str(tmp_path / name)) for record in expected]
+    assert [record.origin for record in found] == [server.address(name) + mark for mark in marks]
+    assert there.places(numbers).tolist() == local.places(numbers).tolist()
+    assert isinstance(there, Blocks)
+    for start in (0, 1, 19, 20, 21, 63, 229, 230, 400):
+        rows = islice(there._stream.rows(start), 3)
+        assert [row.record().values for row in rows] == ROWS[start : start + 3]
+
+
+@pytest.mark.parametrize("block", [16, 100, 10_000])
+@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf", b"\n \n", b"\xef\xbb\xbf\n"])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n \t\n", b"\n  "])
+def test_lines_that_are_passed_over_are_counted(
+    block: int, begin: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "_BLOCK", block)
+    body = begin + b"\n \r\n".join(b'{"a": %d}\n{"b": 1}' % n for n in range(40)) + end
+    whole = list(FilledLines(BytesIO(body), "x"))
+    assert len(whole) == 80
+    for number, offset, line in whole:
+        assert (
+            body[offset : offset + len(line)]
+            == line
+            == body.split(b"\n", number)[number - 1][
+                len(b"\xef\xbb\xbf") if number == 1 and begin[:1] == b"\xef" else 0 :
+            ]
+            + (b"\n" if body[offset + len(line) - 1 : offset + len(line)] == b"\n" else b"")
+        )
+    for skip in (1, 7, 79, 80, 81, 500):
+        read = FilledLines(BytesIO(body), "x", skip)
+        found = list(read)
+        assert read.count == 80
+        assert found[-len(whole[skip:]) or len(found) :] == whole[skip:]
+
+
+def test_text_and_lists_are_read_whole(server: FileServer) -> None:
+    for name, count in (("list.json", 230), ("text.txt", 3)):
+        reader, _ = open_stream(SourceSection(path=server.address(name)), 64, "f")
+        assert len(reader) == count and not isinstance(reader, Blocks)
+
+
+def test_a_far_row_of_parquet_is_read_without_those_before(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"text": str(np.random.default_rng(n).bytes(700).hex())} for n in range(4000)]
+    server.files["big.parquet"] = File(body=parquet_bytes(tmp_path, rows, 100))
+    reader, _ = open_stream(SourceSection(path=server.address("big.parquet")), 100, "f")
+    monkeypatch.setattr(remote, "BLOCK", 2**16)
+    server.sent = 0
+    (record,) = reader.records(np.array([2050]))
+    assert record.values == rows[2050]
+    assert server.sent < len(server.files["big.parquet"].body) / 8
+
+
+class Known:
+    """What `BlockOrder` asks of rows whose number is known."""
+
+    name = "x"
+
+    def __init__(self, size: int, length: int) -> None:
+        self.size, self.length = size, length
+
+    def rows_in(self, number: int) -> int:
+        return max(0, min(self.size, self.length - number * self.size))
+
+
+@pytest.mark.parametrize(("size", "length"), [(10, 100), (10, 95), (32, 20), (7, 50), (1, 5)])
+def test_the_order_of_a_stream(size: int, length: int) -> None:
+    order = BlockOrder(Known(size, length), 3)
+    positions = np.arange(3 * length)
+    items = order.items(positions)
+    for epoch in range(3):
+        here = items[epoch * length : (epoch + 1) * length]
+        assert sorted(here) == list(range(length))
+        assert (here // size == np.arange(length) // size).all(), "blocks stay in their order"
+    assert size == 1 or not (items[:length] == items[length : 2 * length]).all()
+    mixed = np.random.default_rng(0).permutation(positions)
+    assert (order.items(mixed) == items[mixed]).all()
+    assert (BlockOrder(Known(size, length), 3, shuffle=False).items(positions) < length).all()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_any_step_can_be_the_first_and_ranks_divide_it(
+    name: str, packing: bool, server: FileServer, batches: Callable[..., Any]
+) -> None:
+    make = lambda **more: batches(server.address(name), packing=packing, **more)  # noqa: E731
+    straight = make()
+    wanted = {index: content(straight, index) for index in range(60)}
+    assert len({str(step) for step in wanted.values()}) == 60
+    for first in (59, 40, 28, 1):
+        resumed = make()
+        for index in range(first, min(first + 3, 60)):
+            assert content(resumed, index) == wanted[index]
+    ranks = [make(world=2, rank=rank) for rank in range(2)]
+    for index in (0, 29, 59):
+        parts = [content(rank, index) for rank in ranks]
+        together = [batch for pair in zip(*parts, strict=True) for batch in pair]
+        assert together == wanted[index]
+
+
+def test_a_number_of_rows_that_shows_at_the_end(
+    server: FileServer, batches: Callable[..., Any]
+) -> None:
+    """Whether it was known or not, a step reads the same rows, also in later epochs."""
+    of_lines, of_table = (batches(server.address(f"rows.{s}")) for s in ("jsonl", "parquet"))
+    assert of_lines.rows.blocks.length is None and of_table.rows.blocks.length == 230
+    assert of_lines.rows.report.startswith(f"rows of {server.address('rows.jsonl')}, read and tok")
+    assert of_table.rows.report.startswith("230 rows of ")
+    for index in range(60):
+        assert [part[:2] for part in content(of_lines, index)] == [
+            part[:2] for part in content(of_table, index)
+        ]
+    assert of_lines.rows.blocks.length == 230
+    assert of_table.epoch(59) == pytest.approx(480 / 230)
+    assert batches(server.address("rows.parquet"), steps=None).steps == 29
+
+
+def test_epochs_need_a_number_of_rows(server: FileServer, batches: Callable[..., Any]) -> None:
+    address = server.address("rows.jsonl")
+    with pytest.raises(RunFileError, match=r"rows http.*has shows only at its end.*train\.steps"):
+        batches(address, steps=None)
+    limited = batches(address, steps=None, limit=100)
+    assert limited.steps == 13
+    read = [origin for index in range(13) for origin in limited.global_origins(index)]
+    numbers = sorted(int(origin.rpartition(":")[2]) for origin in read)
+    assert len(set(numbers)) == 100 and numbers[-1] == 102, "two lines are blank"
+    with pytest.raises(DataError, match=r"ends after 230 rows, before the limit 400 says; set lim"):
+        too_many = batches(address, steps=None, limit=400)
+        for index in range(too_many.steps):
+            too_many.step(index)
+
+
+def test_no_more_than_two_blocks_are_held(
+    server: FileServer, batches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, most, lock = set(), [0], threading.Lock()
+
+    class Counted(streams.Row):
+        __slots__ = ()
+
+        def __new__(cls, *args: Any) -> Any:
+            made = super().__new__(cls, *args)
+            with lock:
+                held.add(id(made))
+                most[0] = max(most[0], len(held))
+            return made
+
+        def __del__(self) -> None:
+            with lock:
+                held.discard(id(self))
+
+    monkeypatch.setattr(streams, "Row", Counted)
+    made = batches(server.address("rows.jsonl"))
+    for index in range(made.steps):
+        made.step(index)
+    assert 32 < most[0] <= 3 * 32 + 1, "the block that is read, the next, and one in the making"
+
+
+def test_what_is_read_over_the_network(
+    server: FileServer, batches: Callable[..., Any], tmp_path: Path
+) -> None:
+    made = batches(server.address("rows.jsonl"), steps=28)
+    whole = len(server.files["rows.jsonl"].body)
+    for index in range(28):
+        made.step(index)
+    assert server.sent <= 3 * whole + 1000, "once to train on; a beginning for the format"
+
+
+def test_wrong_rows_are_named(server: FileServer, batches: Callable[..., Any]) -> None:
+    rows = LINES.splitlines()
+    rows[100] = '{"prompt": "x", "prompt": "y", "completion": ""}'
+    server.files["bad.jsonl"] = File(body="\n".join(rows).encode())
+    made = batches(server.address("bad.jsonl") + "?signature=secret", steps=40)
+    with pytest.raises(DataError, match=r"/bad\.jsonl:101: the key 'prompt' is written twice"):
+        for index in range(40):
+            made.step(index)
+    server.files["bad.csv"] = File(body=(csv_text(ROWS) + "a,b,c\n").encode())
+    with pytest.raises(DataError, match=r"bad\.csv: not valid CSV \(.*Row #232: Expected 2"):
+        batches(server.address("bad.csv"), steps=40).step(0)
+
+
+FAILURES: dict[str, tuple[File | None, str]] = {
+    "nowhere.jsonl": (None, r"nowhere\.jsonl: no such file on the server \(404\)"),
+    "secret.jsonl": (File(body=b"", status=403), r"does not let it be read \(403\); a signed"),
+    "odd.jsonl": (File(body=b"", status=451), r"the server answers 451"),
+    "page.jsonl": (File(body=b"<html>", kind="text/html; charset=utf-8"), r"a web page .*/resolve"),
+    "plain.jsonl": (File(body=b"<html>"), r"plain\.jsonl:1: .* not valid JSON .*: <html>"),
+    "whole.jsonl": (File(body=b'{"a": 1}\n', ranges=False), r"sends whole files only .*download"),
+    "empty.jsonl": (File(body=b""), r"empty\.jsonl is empty; at least one row is needed"),
+    "blank.jsonl": (File(body=b"\n \n"), r"blank\.jsonl is empty; at least one row is needed"),
+    "utf16.jsonl": (File(body='{"a": 1}'.encode("utf-16")), r":1: not UTF-8 at byte 0 .*UTF-16"),
+    "odd.parquet": (File(body=b'{"a": 1}\n' * 9), r"odd\.parquet: not valid Parquet \("),
+    "empty.csv": (File(body=b""), r"empty\.csv is empty"),
+    "data.xlsx": (File(body=b"x"), r"this kind of file is not read; data\.train\.path takes"),
+    "nothing": (File(body=b"x"), r"this kind of file is not read; data\.train\.path takes"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_failure_has_its_message(
+    name: str, streaming: bool, server: FileServer, cache: Cache
+) -> None:
+    file, said = FAILURES[name]
+    if file is not None:
+        server.files[name] = file
+    source = SourceSection(path=server.address(name))
+    with pytest.raises(DataError, match=said) as caught:
+        peek(DataSection(train=source, streaming=streaming))
+    assert "\n" not in str(caught.value)
+
+
+def test_addresses_that_nobody_answers_or_no_package_reads(
+    impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for address, said in (
+        ("http://127.0.0.1:9/rows.jsonl", r"cannot be read, after 6 tries: .*HTTPS_PROXY"),
+        ("s3://bucket/rows.jsonl", r"s3:// is read by s3fs, which is not installed: pip inst"),
+        ("nonsense://x/rows.jsonl", r"is not an address that can be read: "),
+    ):
+        with pytest.raises(DataError, match=said):
+            open_remote(address)
+
+
+def test_other_places_by_fsspec_and_redirects(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+    from huggingface_hub import constants
+
+    fsspec.filesystem("memory").pipe("/folder/rows.jsonl", LINES.encode())
+    server.files["old.jsonl"] = File(body=server.address("rows.jsonl").encode(), status=302)
+    for address in ("memory://folder/rows.jsonl", server.address("old.jsonl")):
+        records = first_records(SourceSection(path=address), 9, "f")
+        assert [record.values for record in records] == ROWS[:9]
+        assert records[8].origin == f"{address}:10"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"old\.jsonl: HF_HUB_OFFLINE is set, and this is read"):
+        open_remote(server.address("old.jsonl"))
+
+
+def test_a_connection_that_breaks_is_tried_again(
+    server: FileServer, impatient: None, batches: Callable[..., Any]
+) -> None:
+    file = server.files["rows.jsonl"]
+    expected = [content(batches(server.address("rows.jsonl")), index) for index in range(3)]
+    file.cut, file.busy = [100, 0], 3
+    broken = batches(server.address("rows.jsonl"))
+    assert [content(broken, index) for index in range(3)] == expected
+    assert (file.cut, file.busy) == ([], 0)
+    file.cut = [100] * 6
+    said = r"rows\.jsonl \(byte 0\) cannot be read, after 6 tries: .*then resume the run"
+    with pytest.raises(DataError, match=said), open_remote(server.address("rows.jsonl")) as opened:
+        opened.read()
+
+
+def test_a_file_that_changes_meanwhile_is_refused(server: FileServer) -> None:
+    address = server.address("rows.jsonl")
+    before = remote_identity(address)
+    assert remote_identity(address + "?signature=other") == before
+    opened = open_remote(address, 100)
+    opened.read(100)
+    server.files["rows.jsonl"].body = LINES.upper().encode()
+    with pytest.raises(DataError, match="changed while it was being read; start again"):
+        opened.read(100)
+    assert remote_identity(address) != before
+
+
+def test_without_streaming_a_remote_file_is_copied_once(
+    server: FileServer, tokenizer: Any, tmp_path: Path
+) -> None:
+    for name in ("rows.jsonl", "rows.csv", "rows.parquet", "list.json"):
+        folder = tmp_path / "kept"
+        section = DataSection(train={"path": server.address(name)}, cache=str(folder))
+        first = prepare(section, tokenizer, seed=0)
+        server.sent = 0
+        again = prepare(section, tokenizer, seed=0)
+        assert server.sent < 70_000, "the beginning alone, for its format"
+        assert again.train.fingerprint() == first.train.fingerprint()
+        assert first.train.report.rows == 230
+        assert first.train.origin(8).startswith(server.address(name))
+        (copy,) = folder.glob(f"files/*/{name}")
+        assert copy.read_bytes() == server.files[name].body
+
+
+def test_rows_to_evaluate_on_are_a_beginning(
+    server: FileServer, tokenizer: Any, tmp_path: Path
+) -> None:
+    address = server.address("rows.jsonl")
+    fields = {"train": {"path": address}, "streaming": True, "cache": str(tmp_path / "kept")}
+    prepared = prepare(DataSection(**fields, eval={"path": address, "limit": 9}), tokenizer, seed=0)
+    assert prepared.eval is not None and prepared.eval.report.rows == 9
+    assert prepared.eval.origin(8) == f"{address}:10"
+    assert not list((tmp_path / "kept").glob("files"))
+    first = prepare(DataSection(**fields), tokenizer, seed=0, first=50).train
+    assert first.report.rows == 50
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"train": [{"path": "a/b"}, {"path": "x.jsonl"}]}, "cannot be mixed with other sources"),
+        ({"train": {"path": "https://a/b.csv", "weight": 2}}, "cannot have a 'weight'"),
+        ({"train": {"path": "a/b"}, "eval_fraction": 0.1}, "no 'eval_fraction' can be drawn"),
+        ({"train": {"path": "x.csv"}, "eval": {"path": "a/b"}}, "give it a 'limit'"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        DataSection(**fields, streaming=True)
+    DataSection(**fields)
+
+
+NAME = "owner/name"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub({}) as hub:
+        use_hub(monkeypatch, hub, tmp_path)
+        yield hub
+    assert hub.strangers == []
+
+
+def of_kind(tmp_path: Path, kind: str) -> dict[str, bytes]:
+    first, second = ROWS[:150], ROWS[150:]
+    write = {
+        "parquet": lambda rows: parquet_bytes(tmp_path, rows),
+        "jsonl": lambda rows: "".join(json.dumps(row) + "\n" for row in rows).encode(),
+        "csv": lambda rows: csv_text(rows).encode(),
+    }
+    write["jsonl.gz"] = lambda rows: gzip.compress(write["jsonl"](rows))
+    return {
+        f"data/train-0.{kind}": write[kind](first),
+        f"data/train-1.{kind}": write[kind](second),
+        f"data/test-0.{kind}": write[kind](ROWS[:5]),
+    }
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv"])
+def test_a_data_set_of_the_hub_is_streamed(
+    kind: str, hub: Hub, tmp_path: Path, batches: Callable[..., Any]
+) -> None:
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=of_kind(tmp_path, kind))
+    reader, version = open_stream(SourceSection(path=NAME), 64, "f")
+    assert isinstance(reader, Blocks)
+    assert reader.length == (230 if kind == "parquet" else None)
+    records = reader.records(np.arange(230))
+    assert [record.values for record in records] == ROWS
+    assert [record.origin for record in records[::229]] == [f"{NAME}[train][{n}]" for n in (0, 229)]
+    for start in (1, 149, 150, 229, 300):
+        rows = islice(reader._stream.rows(start), 3)
+        assert [row.record().values for row in rows] == ROWS[start : start + 3]
+    assert len(first_records(SourceSection(path=NAME, split="test"), 9, "f", streaming=True)) == 5
+    kept = sum(p.stat().st_size for p in (tmp_path / "hf").rglob("*") if p.is_file())
+    assert kept < 1000, "names and notes, and no row"
+    moved = Repository(files=of_kind(tmp_path, kind), commit="f00d" * 10)
+    hub.repositories[f"datasets/{NAME}"] = moved
+    assert open_stream(SourceSection(path=NAME), 64, "f")[1] != version
+    streamed = batches(NAME, steps=30)
+    assert content(streamed, 29) == content(batches(NAME, steps=30), 29)
+
+
+def test_an_address_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    files = of_kind(tmp_path, "jsonl")
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=files, access="private")
+    path = "data/test-0.jsonl"
+    for address in (
+        f"hf://datasets/{NAME}/{path}",
+        f"{hub.address}/datasets/{NAME}/resolve/main/{path}",
+    ):
+        records = first_records(SourceSection(path=address), 9, "f")
+        assert [record.values for record in records] == ROWS[:5]
+        assert records[4].origin == f"{address}:5"
+
+
+def test_wrong_rows_of_the_hub_are_named_with_their_file(hub: Hub) -> None:
+    files = {"train-0.jsonl": b'{"a": "1"}\n\n', "train-1.jsonl": b'{"a": "2"}\n\nno\n'}
+    hub.repositories[f"datasets/{NAME}"] = Repository(files=files)
+    said = r"^owner/name\[train\]\[2\] \(train-1\.jsonl:3\): one JSON object per line"
+    with pytest.raises(DataError, match=said):
+        first_records(SourceSection(path=NAME), 9, "f", streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("access", "fields", "said"),
+    [
+        ("private", {}, r"f\.path: 'owner/name' is not a file .*log in if it is private"),
+        ("gated", {}, r"is a gated .*accept its terms at http.*/datasets/owner/name, "),
+        ("broken", {}, r"f\.path: .*owner/name.*503"),
+        (
+            "public",
+            {"split": "other"},
+            r"split 'other', .*: there is no split 'other', but t",
+        ),
+        ("public", {"subset": "other"}, r"subset other, .*check f\.subset"),
+        ("public", {"revision": "v9"}, r"f\.revision: 'owner/name' has no revision 'v9'; give a"),
+    ],
+)
+def test_data_sets_that_cannot_be_read(
+    access: str, fields: dict[str, str], said: str, hub: Hub, tmp_path: Path, impatient: None
+) -> None:
+    hub.repositories[f"datasets/{NAME}"] = Repository(
+        files=of_kind(tmp_path, "jsonl"), access=access
+    )
+    with pytest.raises(DataError, match=said) as caught:
+        first_records(SourceSection(path=NAME, **fields), 1, "f", streaming=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_offline_and_streaming_do_not_go_together(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"HF_HUB_OFFLINE is set, and data\.streaming reads"):
+        open_stream(SourceSection(path=NAME), 10, "f")
