@@ -36,7 +36,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Config' object has no attribute 'vocab_size'",
-        "transformers lists the whole model's configuration, but its class takes only the text part's",
+        "transformers lists the whole model's configuration, but its class takes only the text "
+        "part's",
     ),
     (
         r"losses differ from one rank's by [1-9]\.\de-05",
@@ -101,10 +102,11 @@ REASONS: tuple[tuple[str, str], ...] = (
 
 HEAD = """# Models
 
-Look up here whether anygauge loads, trains and merges your model's architecture. The page covers every causal
-architecture that the installed transformers lists (`MODEL_FOR_CAUSAL_LM_MAPPING`). Each was tested as a tiny model with
-random weights, built from its configuration class. [`tests/models/zoo.py`](../tests/models/zoo.py) generates the page,
-and a test checks that it names every architecture of the installed version:
+Look up here whether anygauge loads, trains and merges your model's architecture. The page covers
+every causal architecture that the installed transformers lists (`MODEL_FOR_CAUSAL_LM_MAPPING`).
+Each was tested as a tiny model with random weights, built from its configuration class.
+[`tests/models/zoo.py`](../tests/models/zoo.py) generates the page, and a test checks that it names
+every architecture of the installed version:
 
 ```sh
 .venv/bin/python -m tests.models.zoo --out docs/models.md
@@ -112,22 +114,23 @@ and a test checks that it names every architecture of the installed version:
 
 An architecture's result is "yes" if all of these tests pass, in float32 on the CPU:
 
-1. transformers saves the model (`save_pretrained`, in the layout that publishers use), and anygauge loads that folder
-   with logits equal to those of `from_pretrained`, bit for bit.
-2. `anygauge train` fine-tunes it for five steps with LoRA on all linear layers under `single`. The saved adapter, loaded
-   again, gives the trained model's logits.
+1. transformers saves the model (`save_pretrained`, in the layout that publishers use), and anygauge
+   loads that folder with logits equal to those of `from_pretrained`, bit for bit.
+2. `anygauge train` fine-tunes it for five steps with LoRA on all linear layers under `single`. The
+   saved adapter, loaded again, gives the trained model's logits.
 3. ZeRO-3 on two ranks gives the same five losses, within 1e-5 of their size.
-4. The adapter merges, and plain transformers loads the result with the logits of plain peft's own merge, within 1e-5 of
-   their norm.
+4. The adapter merges, and plain transformers loads the result with the logits of plain peft's own
+   merge, within 1e-5 of their norm.
 
 The other columns:
 
 - Attention is the one that the CPU gets: `sdpa` if the architecture supports it, otherwise `eager`
   ([kernels](kernels.md#attention)).
-- Loss is "kernel" if it is computed without holding the logits, otherwise "logits" ([why](kernels.md#the-loss)).
+- Loss is "kernel" if it is computed without holding the logits, otherwise "logits"
+  ([why](kernels.md#the-loss)).
 
-Recomputation is on, as by default, unless a note says otherwise. A tiny model tests the code, not memory or speed, and
-these tests use only text, no images or sound.
+Recomputation is on, as by default, unless a note says otherwise. A tiny model tests the code, not
+memory or speed, and these tests use only text, no images or sound.
 
 """
 
