@@ -117,7 +117,7 @@ def test_a_copy_that_was_cut_is_refused_with_its_remedy(tmp_path: Path, hub: Hub
     status, _, err = run(tmp_path, hub.address, *ANYGAUGE, "train", path)
     assert status == 1 and "cannot be read as weights" in err
     copy = weights.parents[2]
-    assert f"machine's copy of {NAME}: remove {copy}, and give the same command again" in err
+    assert f"machine's copy of {NAME}: remove {copy}, and repeat the command" in err
     assert not (tmp_path / "out").exists()
     hub.requests.clear()
     shutil.rmtree(copy)

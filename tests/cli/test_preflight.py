@@ -86,7 +86,7 @@ def test_a_dry_run_notes_what_a_hub_that_is_switched_off_would_refuse(
     found = preflight.preflight(intent, engine=True)
     refusal = "model.name: 'nobody/no-such-model' is not a folder here"
     assert found.notes[0].startswith(f"the run would be refused: {refusal}")
-    assert "nobody/no-such-model is neither a folder here" in found.notes[1]
+    assert "nobody/no-such-model is neither a folder on this machine" in found.notes[1]
     with pytest.raises(ModelError, match=f"^{refusal}"):
         preflight.preflight(intent)
 
