@@ -13,20 +13,20 @@ import sys
 from anygauge.util.errors import AnygaugeError
 
 COMMANDS = {
-    "train": "Fine-tune a model as a run file says.",
+    "train": "Fine-tune a model as described in a run file.",
     "launch": "Start a run on other machines, or write what a launcher would do.",
-    "plan": "Tell what a run takes of each device, and whether it fits, before one is there.",
+    "plan": "Show how much memory and time a run needs, before you have the device.",
     "job": "Follow, show or end a job on other machines.",
-    "data": "Show what a run's data becomes: counts, lengths, padding, loss tokens.",
+    "data": "Show what a run trains on: counts, lengths, padding, loss tokens.",
     "generate": "Let a model answer, with or without an adapter.",
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",
-    "doctor": "Check this machine for a backend, and say what to do.",
-    "image": "Show a backend's container image and how to run it; or run it.",
-    "launchers": "List launchers: where each starts ranks, and how far it was proven.",
+    "doctor": "Check whether this machine is ready for a backend, and what to fix.",
+    "image": "Show a backend's container image and how to run it, or run it.",
+    "launchers": "List launchers: where each starts ranks, and how it was tested.",
     "backends": "List backends, what each found here, and what auto would choose.",
     "strategies": "List strategies: what each needs, and whether a backend can run it.",
-    "kernels": "List kernels, and which of them a run here would have, and why.",
+    "kernels": "List kernels, which of them a run here would use, and why.",
 }
 
 
@@ -42,7 +42,7 @@ def main() -> None:
         # The reader went away (`anygauge backends | head`): nobody is to be told, at exit either.
         if not _unread():
             print(
-                f"error: another program ended while this one wrote to it ({error})",
+                f"error: the program that read this one's output has ended ({error})",
                 file=sys.stderr,
             )
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

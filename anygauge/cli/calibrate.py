@@ -58,9 +58,9 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
         table.add_row(name, *(column.get(name, "-") for column in columns))
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(f"Written to {file}; plans take these figures from now on", markup=False)
+    console.print(f"Written to {file}; plans now use these figures", markup=False)
     if ranks == 1:
-        console.print("One card alone: nothing is known of what cards send each other")
+        console.print("Only one card was measured, so the speed between cards is not known")
 
 
 def _measured(
@@ -81,8 +81,8 @@ def _card(registry: Registry, backend: str, names: tuple[str, ...]) -> Card:
     """The card that this machine has; one that nobody describes gets a name."""
     if len(names) > 1:
         raise UsageError(
-            f"this machine has cards of several kinds ({', '.join(names)}), which one figure "
-            "cannot tell; show one kind to the process by the device's own variable, and "
+            f"this machine has cards of several kinds ({', '.join(names)}), and one figure cannot "
+            "describe them all. Make only one kind visible with the device's own variable, and "
             "measure again"
         )
     known = Hardware.load(registry).of_devices(names)

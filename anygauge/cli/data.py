@@ -30,7 +30,9 @@ _UNSEEN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 def data(
     run_file: RunFileArgument,
-    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show as they are read.")] = 3,
+    rows: Annotated[
+        int, typer.Option("--rows", min=0, help="How many rows to show, as the model reads them.")
+    ] = 3,
     backend: BackendOption = None,
     set_: SetOption = None,
 ) -> None:

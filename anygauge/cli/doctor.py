@@ -31,7 +31,7 @@ _COUNTED = {
     Outcome.PASS: "passed",
     Outcome.WARN: "with a warning",
     Outcome.FAIL: "failed",
-    Outcome.SKIP: "could not be made",
+    Outcome.SKIP: "skipped",
 }
 
 
@@ -42,7 +42,7 @@ def doctor(
         typer.Option(
             "--collectives",
             min=2,
-            help="Start so many ranks here and let them sum tensors; shows size and bandwidth.",
+            help="Start this many ranks here and all-reduce tensors; shows size and bandwidth.",
             metavar="RANKS",
         ),
     ] = None,
@@ -50,7 +50,7 @@ def doctor(
         Path, typer.Option("--output", help="Folder whose write speed is measured.")
     ] = Path(),
     hub: Annotated[
-        bool, typer.Option("--hub", help="Ask the model hub, too (uses the network).")
+        bool, typer.Option("--hub", help="Also check the connection to the model hub.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -118,7 +118,9 @@ def _own(backend: Backend) -> list[Check]:
             name=f"checks of {backend.name}",
             outcome=Outcome.FAIL,
             seen=seen,
-            remedy="report it to whoever made this backend (anygauge backends names the package)",
+            remedy=(
+                "report it to the authors of this backend (`anygauge backends` names the package)"
+            ),
         )
     ]
 

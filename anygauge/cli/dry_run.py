@@ -64,7 +64,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     _show_checks(console, found, expected)
     console.print("\n[bold]Environment[/bold] of each rank, decided before torch is imported")
     if remote:
-        console.print("  as it would be here; the job's machines decide for themselves")
+        console.print("  as on this machine; the job's machines decide their own")
     ranks = shown_ranks(job.launch.devices)
     if len(ranks) < job.launch.devices:
         console.print(f"  of ranks 0 to {ranks[-2]} and {ranks[-1]} of a machine")
@@ -96,7 +96,7 @@ def _show_plan(console: Console, intent: Intent) -> None:
     spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
     console.print("\n[bold]Processes[/bold]")
     about = describe(spec)
-    console.print(f"  launcher {spec.name}; proven: {about['proven']} ({about['proof']})")
+    console.print(f"  launcher {spec.name}; tested: {about['proven']} ({about['proof']})")
     for ability in about["can"]:
         console.print(f"    a job {ABILITIES[ability]}", markup=False)
     for file in plan.files:
@@ -123,7 +123,7 @@ def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
         kernels = kernels_of(intent, backend)
     except NotAvailableError as error:
         console.print("\n[bold]Kernels[/bold]")
-        console.print(f"  refused if the ranks ran here: {error}", markup=False)
+        console.print(f"  ranks on this machine would refuse: {error}", markup=False)
         return
     if kernels:
         console.print("\n[bold]Kernels[/bold] that ranks on this machine would run")
@@ -150,7 +150,10 @@ def _show_checks(console: Console, found: Findings, expected: Expectation) -> No
     for note in (*found.notes, *filter(None, [expected.note])):
         console.print(f"  note: {note}", style="yellow", markup=False)
     if not found.notes:
-        console.print("  model, tokenizer and rows are sound as far as they tell without a device")
+        console.print(
+            "  no problem found in model, tokenizer and rows, as far as they can be checked "
+            "without a device"
+        )
 
 
 def _show_engine(console: Console, intent: Intent, found: Findings) -> None:

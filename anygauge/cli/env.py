@@ -34,23 +34,29 @@ class Format(enum.StrEnum):
 
 def env(
     run_file: Annotated[
-        Path | None, typer.Argument(help="A run file; left out: defaults.", metavar="[RUN.yaml]")
+        Path | None,
+        typer.Argument(
+            help="The run file (YAML); default: a run with all defaults.", metavar="[RUN.yaml]"
+        ),
     ] = None,
     backend: BackendOption = None,
     devices: DevicesOption = None,
     nodes: NodesOption = None,
     set_: SetOption = None,
     local_rank: Annotated[
-        int | None, typer.Option("--local-rank", help="Only this rank of the machine.")
+        int | None, typer.Option("--local-rank", help="Show only this rank of the machine.")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.table,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.table,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Also the rules behind it, and those that do not apply."),
+        typer.Option("--explain", help="Also show the rules, including those that do not apply."),
     ] = False,
     show_values: Annotated[
         bool,
-        typer.Option("--show-values", help="Show what the run file sets; secrets stay hidden."),
+        typer.Option(
+            "--show-values",
+            help="Also show the values that the run file sets; secrets stay hidden.",
+        ),
     ] = False,
 ) -> None:
     """Show the environment that a run would get, and why. Needs no device, imports no torch."""
@@ -164,7 +170,7 @@ def _job(
     if run_file is None:
         if set_:
             raise RunFileError(
-                "--set changes a run file: name one, anygauge env RUN.yaml --set ..."
+                "--set changes a run file, and none is given: anygauge env RUN.yaml --set ..."
             )
         job = Job(
             name="env",

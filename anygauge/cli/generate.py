@@ -13,24 +13,24 @@ from anygauge.cli.origin import MODEL_HELP, fetch_wanted, model_origin, question
 from anygauge.interface import UsageError
 
 EMPTY = (
-    "the answer is empty: the model ended at once. It may expect the prompt in another form "
-    "(--raw), or need more training; --temperature above 0 takes other tokens"
+    "the answer is empty: the model ended it with its first token. The model may expect another "
+    "prompt format (try --raw) or need more training; a --temperature above 0 samples other tokens"
 )
 
 
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
     prompt: Annotated[
-        str | None, typer.Option("--prompt", help="What to ask; left out: standard input.")
+        str | None, typer.Option("--prompt", help="The prompt; default: standard input.")
     ] = None,
     adapter: Annotated[
         Path | None, typer.Option("--adapter", help="Folder of an adapter for this model.")
     ] = None,
     no_adapter: Annotated[
-        bool, typer.Option("--no-adapter", help="Of an adapter's run, the base model only.")
+        bool, typer.Option("--no-adapter", help="Use only the base model of an adapter's run.")
     ] = False,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Give the prompt as it stands, without a template.")
+        bool, typer.Option("--raw", help="Use the prompt unchanged, without a template.")
     ] = False,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")

@@ -37,7 +37,9 @@ def image(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="What anygauge is to do inside, such as `-- train run.yaml`; by default doctor.",
+            help=(
+                "The anygauge command to run inside, such as `-- train run.yaml`; default: doctor."
+            ),
             metavar="[-- COMMAND ...]",
             show_default=False,
         ),
@@ -49,18 +51,18 @@ def image(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option("--engine", help="docker or podman; by default the one that is installed."),
+        typer.Option("--engine", help="docker or podman; default: the one that is installed."),
     ] = None,
     volume: Annotated[
         list[str] | None,
         typer.Option(
             "--volume",
-            help="A further folder for the container, as docker takes it. May be repeated.",
+            help="Another folder for the container, HERE:THERE[:ro]; repeatable.",
             metavar="HERE:THERE[:ro]",
         ),
     ] = None,
     run: Annotated[
-        bool, typer.Option("--run", help="Run it, with this folder as its working folder.")
+        bool, typer.Option("--run", help="Run the image, with this folder as its working folder.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
 ) -> None:
@@ -68,7 +70,9 @@ def image(
     from anygauge.registry import AUTO, Registry, select_backend
 
     if engine is not None and engine not in ENGINES:
-        raise typer.BadParameter(f"{engine} is none of {', '.join(ENGINES)}", param_hint="--engine")
+        raise typer.BadParameter(
+            f"{engine} is not one of {', '.join(ENGINES)}", param_hint="--engine"
+        )
     registry = Registry.load()
     selection = select_backend(registry, backend or AUTO, need_device=False)
     chosen = registry.create_backend(selection.spec.name)
@@ -76,8 +80,8 @@ def image(
     name = chosen.launch.image if row is None or release is None else tagged(chosen.name, row)
     if name is None:
         raise UnsupportedError(
-            f"the {chosen.name} backend names no container image of its own: its launch profile "
-            "may name one (docs/images.md)"
+            f"the {chosen.name} backend names no container image; a backend names one in its "
+            "launch profile (docs/images.md)"
         )
     command = run_command(
         engine or (_answering() if run else next(_installed(), ENGINES[0])),
@@ -177,7 +181,7 @@ def show(found: dict[str, Any]) -> None:
         if row is None or name != row["name"]
     )
     if lines["others"]:
-        lines["others"] += "; choose by --release"
+        lines["others"] += "; choose one with --release"
     for title, text in lines.items():
         if text:
             console.print(Text(f"  {title:<8} {text}"))

@@ -41,19 +41,19 @@ ResumeOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Change a field: a.b=value. May be repeated.", metavar="A.B=VALUE"),
+    typer.Option("--set", help="Change a field: a.b=value; repeatable.", metavar="A.B=VALUE"),
 ]
 
 PlanOption = Annotated[
     bool | None,
     typer.Option(
         "--plan/--no-plan",
-        help="Rehearse the run's memory first: always, or never; left out: where it may be short.",
+        help="Always or never rehearse the run's memory first; default: if memory may be short.",
         show_default=False,
     ),
 ]
 ForceOption = Annotated[
-    bool, typer.Option("--force", help="Start even what cannot fit the devices' memory.")
+    bool, typer.Option("--force", help="Start the run even if it cannot fit the devices' memory.")
 ]
 
 
@@ -115,8 +115,8 @@ def read_intent(
     check_ranks(registry.find_strategy(run.strategy.name).spec, ranks, registry)
     if launcher.remote and run.backend == "auto":
         raise RunFileError(
-            f"backend: auto looks at this machine, and the {run.launch.launcher} launcher starts "
-            "ranks on others. Name the backend (--backend)"
+            f"backend: auto looks at this machine, but the {run.launch.launcher} launcher starts "
+            "ranks on other machines. Name the backend (--backend)"
         )
     need_device = need_device and not launcher.remote
     check_optimizer(run, need_software=need_device)
@@ -173,9 +173,9 @@ def refuse_too_many(nodes: int, devices: int) -> None:
     """
     if nodes * devices > MOST_RANKS:
         raise RunFileError(
-            f"launch: --devices {devices:,} on --nodes {nodes:,} are {nodes * devices:,} ranks; at "
-            f"most {MOST_RANKS:,} are started. Give the devices of one machine in launch.devices "
-            "(--devices), and the machines in launch.nodes (--nodes)"
+            f"launch: --devices {devices:,} on --nodes {nodes:,} are {nodes * devices:,} ranks; "
+            f"anygauge starts at most {MOST_RANKS:,}. Set launch.devices (--devices) to the "
+            "devices of one machine, and launch.nodes (--nodes) to the number of machines"
         )
 
 
@@ -194,9 +194,9 @@ def refuse_secrets(run: Any) -> None:
     ):
         if names:
             raise RunFileError(
-                f"{where}: {names[0]} looks like a secret, and the {run.launch.launcher} launcher "
-                "would hand its value to the cluster. Name where the cluster keeps it: "
-                "launch.options.secrets"
+                f"{where}: {names[0]} looks like a secret, but the {run.launch.launcher} launcher "
+                "would pass its value to the cluster. Say in launch.options.secrets where the "
+                "cluster keeps it"
             )
 
 

@@ -23,9 +23,11 @@ class Action(enum.StrEnum):
 
 
 def job(
-    action: Annotated[Action, typer.Argument(help="What to do.")],
+    action: Annotated[Action, typer.Argument(help="The action.")],
     run_directory: Annotated[Path, typer.Argument(help="The run's folder.")],
-    lines: Annotated[int, typer.Option("--lines", min=1, help="Of each log, for logs.")] = 20,
+    lines: Annotated[
+        int, typer.Option("--lines", min=1, help="For logs: how many lines of each.")
+    ] = 20,
 ) -> None:
     """Follow, show or end a job that was started on other machines."""
     if action is Action.LOGS:
@@ -42,15 +44,17 @@ def job(
         typer.echo(
             "requested: the job ends at once"
             if again
-            else "requested: its ranks write a checkpoint if they can, and the job ends (the same "
-            "command again ends it at once)"
+            else (
+                "requested: the ranks write a checkpoint if they can, then the job ends (repeat "
+                "the command to end it at once)"
+            )
         )
     elif action is Action.STATUS:
         typer.echo(running.status())
         if running.found == "gone":
             typer.echo(
-                "no agent reported how it ended; what it printed: "
-                f"anygauge job logs {run_directory}",
+                "no agent reported how the job ended; to see what it printed: anygauge job logs "
+                f"{run_directory}",
                 err=True,
             )
         if running.found != "known":
@@ -82,11 +86,11 @@ def _recorded(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         if not folder.is_dir():
             raise UsageError(
-                f"{folder} is not a folder: name the run's, such as runs/NAME"
+                f"{folder} is not a folder; name the run's folder, such as runs/NAME"
             ) from error
         raise UsageError(
-            f"{folder} has no {LAUNCHED}: no job was started there that runs on without the "
-            "command that started it"
+            f"{folder} has no {LAUNCHED}, so no job was submitted from there. `anygauge job` "
+            "serves jobs that run without the command that started them"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AnygaugeError(f"{folder / LAUNCHED} cannot be read: {error}") from error
@@ -106,8 +110,8 @@ def show_logs(folder: Path, lines: int) -> None:
     elsewhere = _recorded(folder).get("logs") if (folder / LAUNCHED).exists() else None
     if elsewhere:
         typer.echo(
-            "ranks' logs are in the run directory, on the job's own storage (logs/rankN.log); what "
-            f"the first machine printed: {elsewhere}"
+            "the ranks' logs are on the job's storage, in the run directory (logs/rankN.log); to "
+            f"see what the first machine printed: {elsewhere}"
         )
     elif not found:
         raise UsageError(f"{logs} has no logs: name the folder of a run that has started")

@@ -74,27 +74,27 @@ def as_launched(loaded: LoadedRun, foreign: ForeignLaunch) -> LoadedRun:
             raise loaded.error(
                 f"launch.{name}",
                 f"{asked}, but {by} started {foreign.world_size} ranks, {foreign.devices} on each "
-                f"of {foreign.nodes} machines: leave it out, or give {there}. To have anygauge "
-                f"start the ranks itself: {ALONE}",
+                f"of {foreign.nodes} machines: leave the field out, or set it to {there}. To have "
+                f"anygauge start the ranks itself: {ALONE}",
             )
     where = loaded.sources.get("launch.launcher")
     if where is not None and (launch.launcher != "local" or where.label.startswith("--launcher")):
         raise loaded.error(
             "launch.launcher",
-            f"{launch.launcher} would start ranks, and {by} has started them: leave it out "
-            "(--set launch.launcher=local over a run file). To have anygauge start the ranks "
-            f"itself: {ALONE}",
+            f"{launch.launcher} would start ranks, but {by} has already started them: leave the "
+            "field out (if the run file sets it: --set launch.launcher=local). To have anygauge "
+            f"start the ranks itself: {ALONE}",
         )
     if launch.max_restarts:
         raise loaded.error(
             "launch.max_restarts",
-            f"{launch.max_restarts}, but the ranks that {by} started only it can start again "
-            "(torchrun --max-restarts, with --resume auto): give 0 here",
+            f"{launch.max_restarts}, but only {by} can restart the ranks that it started (torchrun "
+            "--max-restarts, with --resume auto): set it to 0",
         )
     if foreign.restarts and loaded.run.checkpoint.resume != "auto":
         raise UsageError(
-            f"{by} is to start the ranks again after a failure ({foreign.restarts} times), and a "
-            "run that begins again goes on in its own folder only with --resume auto: add it"
+            f"{by} restarts the ranks after a failure (up to {foreign.restarts} times), and a "
+            "restarted run resumes in its own folder only with --resume auto: add it"
         )
     changed = {"launcher": "local", "devices": foreign.devices, "nodes": foreign.nodes}
     run = loaded.run.model_copy(update={"launch": launch.model_copy(update=changed)})
@@ -200,9 +200,7 @@ def digest(text: str) -> str:
 
 
 def _notes(intent: Intent, foreign: ForeignLaunch, own: NodeEnvironment) -> list[str]:
-    notes = [
-        f"started by {foreign.launcher}, which also ends the ranks and, if asked to, restarts them"
-    ]
+    notes = [f"started by {foreign.launcher}, which also ends the ranks and can restart them"]
     launch = intent.run.launch
     unused = [
         name
@@ -216,8 +214,8 @@ def _notes(intent: Intent, foreign: ForeignLaunch, own: NodeEnvironment) -> list
         origin, value = one.overruled[0]
         if not one.secret and not one.private:
             notes.append(
-                f"{one.name}={one.value} was set where the ranks were started, by you or by "
-                f"{foreign.launcher}, and stays; the {origin} would set {value}"
+                f"{one.name}={one.value}, set by you or by {foreign.launcher}, stays; the {origin} "
+                f"would set {value}"
             )
         else:
             notes.append(f"{one.name} was set where the ranks were started, and stays")
@@ -254,8 +252,9 @@ def _set_late(environment: Mapping[str, str]) -> Iterator[None]:
     late = sorted(name for name, value in environment.items() if before.get(name) != value)
     if "torch" in sys.modules and late:
         typer.echo(
-            f"note: torch was imported before {', '.join(late)} could be set: what has read them "
-            "already goes by their earlier values. Run `anygauge train` in a process of its own",
+            f"note: torch was imported before {', '.join(late)} could be set: code that has "
+            "already read these variables keeps their earlier values. Run `anygauge train` in a "
+            "separate process",
             err=True,
         )
     try:

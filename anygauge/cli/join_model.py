@@ -94,9 +94,8 @@ def _wait(store: dist.Store, keys: dict[int, str], limit_s: float) -> str | None
                 heard[node] = (at, time.monotonic())
             elif time.monotonic() - when > limit_s:
                 raise AnygaugeError(
-                    f"node {node}, which was to fetch the model, was not heard from for "
-                    f"{limit_s:g} s (launch.lost_after_s). Its machine, or the network to it, may "
-                    "be down"
+                    f"node {node} is fetching the model, but has sent nothing for {limit_s:g} s "
+                    "(launch.lost_after_s). Its machine or the network to it may be down"
                 )
         if waiting:
             time.sleep(_TURN_S)

@@ -86,8 +86,8 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
     launch = handover.launch
     if dist.is_available() and dist.is_initialized():
         raise AnygaugeError(
-            "this process is in a process group of torch already, and anygauge makes one of its "
-            "own: run `anygauge train` in a process of its own (subprocess.run)"
+            "this process already has a torch process group, and anygauge creates its own: run "
+            "`anygauge train` in a separate process (subprocess.run)"
         )
     timeout = datetime.timedelta(seconds=handover.join_timeout_s)
     store = _store(launch, timeout)
@@ -142,12 +142,15 @@ def _store(launch: ForeignLaunch, timeout: datetime.timedelta) -> dist.Store:
                 continue
             raise AnygaugeError(
                 f"rank 0 cannot listen at {launch.host}, port {launch.port}, where the ranks of "
-                f"{launch.launcher} meet: {error.strerror or error}. Another job may have it: set "
-                "MASTER_PORT to a free one for all ranks; or TORCHELASTIC_USE_AGENT_STORE=True, if "
-                "your launcher serves torch's store there"
+                f"{launch.launcher} meet: {error.strerror or error}. Another job may use the port: "
+                "set MASTER_PORT to a free one for all ranks. If your launcher already serves "
+                "torch's store there, set TORCHELASTIC_USE_AGENT_STORE=True"
             ) from error
         return serve(address or launch.host, launch.port, listener, timeout)
-    raise AnygaugeError(f"rank 0 cannot listen at {launch.host}: not an address of this machine")
+    raise AnygaugeError(
+        f"rank 0 cannot listen at {launch.host}: it is not an address of this machine. Set "
+        "MASTER_ADDR to the address of rank 0's machine"
+    )
 
 
 def _agreed(
@@ -169,8 +172,8 @@ def _agreed(
         answer: dict[str, Any] = json.loads(store.get(f"anygauge/answer/{number}"))
     except RuntimeError as error:
         raise AnygaugeError(
-            f"rank 0 did not say within {patience_s:g} s which run this is "
-            f"(launch.join_timeout_s): {str(error).splitlines()[0]}"
+            f"rank 0 did not announce the run within {patience_s:g} s (launch.join_timeout_s): "
+            f"{str(error).splitlines()[0]}"
         ) from error
     store.set(f"anygauge/heard/{answer['id']}/{launch.rank}", "")
     return answer
@@ -196,8 +199,8 @@ def _answer_all(
             names = ", ".join(map(str, sorted(missing)[:_SHOWN]))
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise AnygaugeError(
-                f"of {launch.world_size} ranks, {names}{more} did not come within {patience_s:g} s "
-                f"(launch.join_timeout_s) to {launch.host}, port {launch.port}"
+                f"of {launch.world_size} ranks, {names}{more} did not connect to {launch.host}, "
+                f"port {launch.port}, within {patience_s:g} s (launch.join_timeout_s)"
             )
         time.sleep(_TURN_S)
 
@@ -216,8 +219,8 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     same = re.fullmatch(re.escape(wanted.name) + r"(-\d+)?", home.name)
     if home.parent != wanted.parent or not same:
         raise AnygaugeError(
-            f"rank 0 goes to {home}, and this rank's arguments name {wanted}: start all ranks with "
-            "the same arguments, in the same folder, under one path of shared storage"
+            f"rank 0 writes to {home}, but this rank's arguments name {wanted}: start all ranks "
+            "with the same arguments, from the same folder, with one path of shared storage"
         )
     deadline = time.monotonic() + _SEEN_S
     while True:
@@ -295,8 +298,8 @@ class _Terminal:
                 launch.report(text, failure.time)
             if not failure.for_user and job.world_size > 1:
                 text += (
-                    "\nif another rank ended before, this may be what follows from it: "
-                    f"{launch.launcher} can tell, or that rank's log"
+                    "\nIf another rank ended earlier, that may be the cause: see the output of "
+                    f"{launch.launcher}, or that rank's log"
                 )
             fail(self.errors, text)
             if self.log is not None:

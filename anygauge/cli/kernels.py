@@ -31,7 +31,7 @@ def kernels(
         typer.echo(json.dumps({"backend": chosen.name, "kernels": rows}, indent=2))
         return
     console = Console(emoji=False, highlight=False)
-    title = f"backend {chosen.name} ({selection.reason}); a run would have those marked *"
+    title = f"backend {chosen.name} ({selection.reason}); a run would use those marked *"
     console.print(Text(title))
     console.print(_table(rows))
 
@@ -59,7 +59,7 @@ def listing(
                 "chosen": operation not in inner - called,
                 "why": choice.reason
                 if operation not in inner - called
-                else f"for kernels that are made with one ({users(registry, operation)})",
+                else f"only for kernels that use one ({users(registry, operation)})",
                 "from": "the model's own" if choice.provided is None else choice.provided.origin,
             }
         )
@@ -76,7 +76,7 @@ def listing(
                     "operation": operation,
                     "kernel": name,
                     "chosen": False,
-                    "why": problem or f"can run here; to have it: kernels.{operation}: {name}",
+                    "why": problem or f"can run here; to select it: kernels.{operation}: {name}",
                     "from": provided.origin,
                 }
             )

@@ -37,9 +37,11 @@ def launch(
     resume: ResumeOption = None,
     render: Annotated[
         Path | None,
-        typer.Option("--render", help="Write the plan to this folder; start nothing."),
+        typer.Option("--render", help="Write the plan to this folder, and start nothing."),
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Submit, and do not follow.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Submit the job and do not follow it.")
+    ] = False,
     set_: SetOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan; start and write nothing.")
@@ -86,8 +88,9 @@ def _refuse_a_rank() -> None:
     foreign = find_launch(os.environ)
     if foreign is not None:
         raise UsageError(
-            f"this is rank {foreign.rank} of {foreign.world_size} that {foreign.launcher} started: "
-            "there is nothing left to launch. `anygauge train` joins as that rank"
+            f"{foreign.launcher} has started this process as rank {foreign.rank} of "
+            f"{foreign.world_size}, so there is nothing left to launch. `anygauge train` joins as "
+            "that rank"
         )
 
 
@@ -108,9 +111,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
     from anygauge.util.files import write_text
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(
-            f"--render: {folder} is there already, and not an empty folder; name another"
-        )
+        raise UsageError(f"--render: {folder} exists and is not an empty folder; name another")
     spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
     intent, left_out = _without_secrets(_under_its_own_name(intent) if spec.remote else intent)
     job, run, home = intent.job, intent.run, Path(intent.job.run_directory)
@@ -169,16 +170,17 @@ def write_plan(intent: Intent, folder: Path) -> None:
 
 
 _LEFT_OUT = (
-    "environment.{0} looks like a secret and is left out; export it in the shell that submits the "
-    "job, which passes it on (launch.pass_environment)"
+    "environment.{0} looks like a secret, so the plan leaves it out; export it in the shell that "
+    "submits the job (launch.pass_environment passes it on)"
 )
 _DRAWN_LATER = (
-    "at submission by anygauge launch, the token by which agents know each other is drawn, "
-    "and the variables of pass_environment get their values"
+    "when anygauge launch submits the job, it draws the token by which agents recognise each "
+    "other, and fills in the variables of pass_environment"
 )
 _DRAWN_NOW = (
-    "job.json holds the token by which the job's agents know each other: only you can read it, and "
-    "Git leaves it out. Variables of pass_environment get the values of the shell that submits"
+    "job.json holds the token by which the job's agents recognise each other: only you can read "
+    "it, and Git ignores it. Variables of pass_environment get their values from the shell that "
+    "submits the job"
 )
 
 

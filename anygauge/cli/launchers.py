@@ -14,7 +14,10 @@ from anygauge.registry import Registry
 
 PROVEN = {
     "real": "run with the target's own software",
-    "emulated": "rendered jobs pass the target's models, and their commands ran as it starts them",
+    "emulated": (
+        "rendered jobs pass the target's models, and their commands ran the way the target starts "
+        "them"
+    ),
     "schema": "rendered jobs pass the target's models",
 }
 
@@ -38,7 +41,7 @@ def launchers(
             console.print(Text(f"    a job {ABILITIES[ability]}"))
         if "detach" not in one["can"]:
             console.print(Text("    a job ends with the command that started it"))
-        console.print(Text(f"    proven: {one['proven']} ({one['proof']})"))
+        console.print(Text(f"    tested: {one['proven']} ({one['proof']})"))
 
 
 def describe(spec: LauncherSpec) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _memory(found: Any) -> str:
     if counted == "allocator":
         return f"predicted {size(predicted)}, measured {size(measured)} (peak of rank 0)"
     return (
-        f"predicted {size(predicted)} of tensors; measured {size(measured)}, with all else of rank "
+        f"predicted {size(predicted)} of tensors; measured {size(measured)}, which is all of rank "
         f"0's {counted}"
     )
 

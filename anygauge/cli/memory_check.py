@@ -39,7 +39,7 @@ AMONG = 3
 """Strategies that fit, of which the fastest is taken where the cards' rates are known."""
 SMALL = 0.25
 """Part of a device's memory below which nothing is rehearsed."""
-_ASK = "`anygauge plan RUN.yaml --machine NAME` tells for a machine that is named"
+_ASK = "`anygauge plan RUN.yaml --machine NAME` plans for a machine that you name"
 
 FoundT = TypeVar("FoundT")
 
@@ -166,11 +166,13 @@ class Rehearsal:
             self._try(self._planner)
         except TooLongError:
             return Expectation(
-                note="memory is not known: the rehearsal has not ended within "
-                f"{self._patience_s:.0f} s; `anygauge plan RUN.yaml` waits for it"
+                note=(
+                    "memory was not planned: the rehearsal takes longer than "
+                    f"{self._patience_s:.0f} s; `anygauge plan RUN.yaml` waits for it"
+                )
             )
         if not self._trials:
-            return Expectation(note=f"memory is not known: {'; '.join(self._left_out)}")
+            return Expectation(note=f"memory was not planned: {'; '.join(self._left_out)}")
         return self._held_against(force)
 
     def _begin(self) -> None:
@@ -269,19 +271,19 @@ class Rehearsal:
             return replace(known, note=f"the run cannot fit: {words}")
         auto = f", with strategy {in_words(taken.run)}, which needs least" if chosen else ""
         raise RunFileError(
-            f"the run cannot fit{auto}: {words}. `anygauge plan RUN.yaml --suggest` looks for what "
-            "to change; --force starts it as it is"
+            f"the run cannot fit{auto}: {words}. `anygauge plan RUN.yaml --suggest` suggests "
+            "changes; --force starts the run anyway"
         )
 
     def _why(self, taken: _Trial) -> str:
         if taken.fits is not None and taken.fits.left < 0:
-            return f"none fits, and it needs least; {'; '.join(self._left_out)}"
+            return f"no strategy fits, and this one needs least; {'; '.join(self._left_out)}"
         told = list(self._left_out)
         timed = [one for one in self._fitting if one.time is not None]
         if len(timed) > 1:
             steps = (f"{in_words(one.run)} {seconds(one.time.step)}" for one in timed if one.time)
-            told.append(f"steps are planned to take: {', '.join(steps)}")
-        return "; ".join(told) or "the fastest, and it fits"
+            told.append(f"planned time of a step: {', '.join(steps)}")
+        return "; ".join(told) or "the fastest that fits"
 
     @property
     def _fitting(self) -> list[_Trial]:
@@ -297,7 +299,7 @@ class Rehearsal:
         if self._memory is not None:
             return ""
         seen = " and ".join(names) or f"the devices of {intent.job.backend}"
-        return f"since {seen} are not described; {_ASK}"
+        return f"since no description covers {seen}; {_ASK}"
 
     @property
     def _memory(self) -> int | None:
@@ -325,10 +327,10 @@ def _needs(fits: Fit, found: RunMemory) -> str:
     listed = ", ".join(f"{size(count)} {kind}" for kind, count in kinds if count)
     rest = size(fits.needed - fits.tensors)
     return (
-        f"each rank needs {size(fits.needed)} in phase {fits.phase!r} ({listed}; {rest} besides "
-        "tensors)"
+        f"each rank needs {size(fits.needed)} in phase {fits.phase!r} ({listed}; {rest} in "
+        "addition to tensors)"
     )
 
 
 def _has(fits: Fit, card: Card) -> str:
-    return f"{card.name} has {size(fits.memory)} for a rank"
+    return f"{card.name} has {size(fits.memory)} per rank"

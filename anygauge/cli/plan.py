@@ -44,7 +44,7 @@ def plan(
         str | None,
         typer.Option(
             "--machine",
-            help="A node type, or a card and a count: p5.48xlarge, h100:8. Left out: this machine.",
+            help="A node type, or a card and a count: p5.48xlarge, h100:8. Default: this machine.",
         ),
     ] = None,
     nodes: NodesOption = None,
@@ -57,7 +57,9 @@ def plan(
     set_: SetOption = None,
     suggest: Annotated[
         bool,
-        typer.Option("--suggest", help="Show changes that take less, even where the run fits."),
+        typer.Option(
+            "--suggest", help="Suggest changes that need less memory, even if the run fits."
+        ),
     ] = False,
     strategies: Annotated[
         bool,
@@ -65,18 +67,20 @@ def plan(
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option("--compare", help="A machine to hold the run against as well; repeatable."),
+        typer.Option("--compare", help="Another machine to compare with; repeatable."),
     ] = None,
     largest: Annotated[
-        What | None, typer.Option("--largest", help="Look for the largest that fits.")
+        What | None, typer.Option("--largest", help="Find the largest that fits.")
     ] = None,
     rows: Annotated[
         int | None,
-        typer.Option("--rows", min=1, help="Training rows: time and money of an epoch are shown."),
+        typer.Option(
+            "--rows", min=1, help="Number of training rows: shows time and cost of an epoch."
+        ),
     ] = None,
     scale: Annotated[
         int | None,
-        typer.Option("--scale", min=2, help="Show speed on 1 to so many machines."),
+        typer.Option("--scale", min=2, help="Show the speed on 1 up to this many machines."),
     ] = None,
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Draw what each phase takes to this file.")
@@ -85,7 +89,7 @@ def plan(
         bool,
         typer.Option(
             "--calibrate",
-            help="Measure what this machine's cards reach, and keep it for plans; takes no run.",
+            help="Measure the speed of this machine's cards for later plans; takes no run file.",
         ),
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -101,13 +105,15 @@ def plan(
 
     if calibrate:
         if run_file is not None:
-            raise UsageError(f"--calibrate measures this machine: leave {run_file} out")
+            raise UsageError(
+                f"--calibrate measures this machine and takes no run file: leave {run_file} out"
+            )
         from anygauge.cli.calibrate import calibrate as measure
 
         measure(backend, devices, as_json=json_)
         return
     if run_file is None:
-        raise UsageError("no run file is named: anygauge plan RUN.yaml, or --calibrate without one")
+        raise UsageError("no run file is given: anygauge plan RUN.yaml, or --calibrate without one")
     if svg is not None:
         _check_picture(svg)
     registry = Registry.load()
@@ -228,7 +234,9 @@ def _check_picture(path: Path) -> None:
             f"--svg {path}: it is a folder; name a file in it, such as {path}/plan.svg"
         )
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"--svg {path}: there is no folder {path.absolute().parent}; make it")
+        raise UsageError(
+            f"--svg {path}: there is no folder {path.absolute().parent}; create it first"
+        )
 
 
 @contextmanager

@@ -81,22 +81,22 @@ def lines(trial: Trial, target: Target, rows: int | None) -> Iterator[str]:
                 f"{one['ranks']} ranks, {one['times']:,} times"
             )
     for total in total_times(trial, target.machine, rows):
-        money = "" if total.money is None else f", {total.money:,.2f} in money"
+        money = "" if total.money is None else f", cost {total.money:,.2f}"
         yield f"  the {total.of}: {total.steps:,} steps, {seconds(total.seconds)}{money}"
 
 
 def _parts(time: Duration) -> Iterator[str]:
-    yield f"multiplies {seconds(time.multiplying)}"
-    yield f"moves {seconds(time.moving)}"
+    yield f"matrix products {seconds(time.multiplying)}"
+    yield f"other operations {seconds(time.moving)}"
     yield f"host {seconds(time.issuing)}"
     names = {"cards": "sends in a machine", "machines": "sends between machines"}
     yield from (f"{names[k]} {seconds(took)}" for k, took in time.sending.items() if took)
     if time.copying:
         yield f"copies to the host and back {seconds(time.copying)}"
     if time.on_host:
-        yield f"works there {seconds(time.on_host)}"
+        yield f"operations there {seconds(time.on_host)}"
     if time.hidden:
-        yield f"of which {seconds(time.hidden)} beside the rest"
+        yield f"of which {seconds(time.hidden)} overlapped"
     if time.idle:
         yield f"stages wait {seconds(time.idle)}"
 

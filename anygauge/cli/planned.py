@@ -72,7 +72,7 @@ def check_wanted(target: Target, *, suggest: bool, largest: bool) -> None:
     if not (suggest or largest) or (target.card is not None and target.card.memory is not None):
         return
     option = "--suggest" if suggest else "--largest"
-    known = "no card is known here" if target.card is None else no_memory(target)
+    known = "no card was found here" if target.card is None else no_memory(target)
     raise UsageError(f"{option}: {known}; name a machine whose memory is known (--machine h100:8)")
 
 
@@ -283,7 +283,7 @@ class Shown:
         )
         if target.card is not None and not target.card.backend:
             card, backend = target.card.name, target.backend
-            self._line(f"No backend here drives {card}: planned as if {backend} did")
+            self._line(f"No backend here drives {card}; planned with {backend} instead")
         if found.per_layer is not None:
             self._line(
                 f"Activations: {found.per_layer / 2**20:,.1f} MiB of each layer for a micro-batch"
@@ -337,11 +337,11 @@ class Shown:
         """Lines to paste."""
         if not changes:
             self._line(
-                "No change of this run that was tried fits: take cards with more memory "
-                "(--compare shows several), or a smaller model"
+                "None of the changes that were tried fits: use cards with more memory (--compare "
+                "shows several), or a smaller model"
             )
             return
-        self._line("Changes that fit, those that cost least first:", "bold")
+        self._line("Changes that fit, cheapest first:", "bold")
         for number, fitting in enumerate(changes, 1):
             fit, change = fitting.trial.fit, fitting.change
             assert fit is not None
@@ -359,7 +359,7 @@ class Shown:
 def verdict(trial: Trial, target: Target) -> str:
     """One line: whether a run fits, what it needs, and what is left or missing."""
     if target.card is None:
-        return "Not held against any memory: name a machine (--machine h100:8)"
+        return "Not compared with a device's memory: name a machine (--machine h100:8)"
     fit = trial.fit
     if fit is None:
         return f"No verdict: {no_memory(target)}"
@@ -381,7 +381,7 @@ def _said_of_largest(what: str, found: Largest) -> str:
     lines = ", ".join(f"{path}: {value:,}" for path, value in found.change.lines.items())
     fit = found.trial.fit
     said = f"Largest {what}: {lines}; needs {_gib(fit.needed)} GiB, {_gib(fit.left)} stay free"
-    return f"{said}. Beyond: {found.refused}" if found.refused else said
+    return f"{said}. The next is refused: {found.refused}" if found.refused else said
 
 
 def _gib(size: int) -> str:

@@ -103,10 +103,10 @@ def fetch_model(
     except HubUnreachableError as error:
         if not engine:
             raise
-        return [f"a run would be refused: {error}"]
+        return [f"the run would be refused: {error}"]
     if not left:
         return []
-    return [f"the weights are not checked: a run fetches them first, {readable_size(left)}"]
+    return [f"the weights were not checked: a run would first fetch them, {readable_size(left)}"]
 
 
 def ask(question: Question, environ: Mapping[str, str], *, quiet: bool = False) -> Findings:
@@ -131,9 +131,9 @@ def ask(question: Question, environ: Mapping[str, str], *, quiet: bool = False) 
                     found = _findings(event)
         except TimeoutError:
             raise AnygaugeError(
-                f"the checks before the run have been at its {events.part} for "
-                f"{LIMITS_S[events.part]:.0f} s without a sign; look at the run file's "
-                f"'{events.part}' section, and at the disks that its paths are on"
+                f"the checks before the run have made no progress on its {events.part} for "
+                f"{LIMITS_S[events.part]:.0f} s; look at the run file's '{events.part}' section, "
+                "and at the disks that its paths are on"
             ) from None
         except BrokenPipeError:
             pass  # it ended before it had read the question
@@ -204,9 +204,7 @@ def _findings(event: Mapping[str, Any]) -> Findings:
     from anygauge.training.checks import Findings
 
     if event["event"] == "unchecked":
-        return Findings(
-            notes=[f"model and rows are checked by the ranks alone: {event['message']}"]
-        )
+        return Findings(notes=[f"only the ranks will check model and rows: {event['message']}"])
     settings = event["settings"]
     return Findings(
         notes=event["notes"],
@@ -225,6 +223,6 @@ def _broken(part: str, code: int, output: IO[bytes]) -> AnygaugeError:
     lines = output.read().decode(errors="replace").strip().splitlines()
     last = f": {lines[-1].strip()}" if lines else ""
     return AnygaugeError(
-        f"the checks before the run ended at its {part} with {describe_exit(code)}{last}. There "
-        "may be too little memory; a run would fail in the same way"
+        f"the checks before the run failed at its {part} with {describe_exit(code)}{last}. There "
+        "may be too little memory; the run would fail in the same way"
     )

@@ -91,7 +91,8 @@ def made_ready(folder: Path, *, staged: bool) -> None:
         clear(folder)
     else:
         raise AnygaugeError(
-            f"{folder} was taken by another run just now; give the command again, or another 'name'"
+            f"{folder} has just been taken by another run; repeat the command, or choose another "
+            "'name'"
         )
 
 
@@ -114,9 +115,9 @@ def claimed(folder: Path) -> Iterator[int]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise AnygaugeError(
-                f"a run is writing to {folder} now; wait for its end, or give this one another "
-                "'name' or --output. A run whose command was killed saves before it ends, which "
-                "may take some time"
+                f"a run is writing to {folder} now; wait until it ends, or give this run another "
+                "'name' or --output. If its command was killed, it may still be writing a "
+                "checkpoint"
             ) from None
         (folder / CANCELLED).unlink(missing_ok=True)
         # Where ranks of an earlier part of the run met: they would take each other for alive.
@@ -138,8 +139,9 @@ def _open_lock(path: Path) -> int:
         if path.is_symlink():
             raise AnygaugeError(_no_lock(path, "a link")) from None
         raise AnygaugeError(
-            f"{path} cannot be opened: {error.strerror}. It keeps two runs out of one folder: "
-            "make it yours to read and write, or give the run another 'name' or --output"
+            f"{path} cannot be opened: {error.strerror}. This lock keeps two runs out of one "
+            "folder: make sure that you can read and write it, or give the run another 'name' or "
+            "--output"
         ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -154,7 +156,6 @@ def _open_lock(path: Path) -> int:
 
 def _no_lock(path: Path, what: str) -> str:
     return (
-        f"{path} is {what}. anygauge makes it itself, to keep two runs out of one folder, and "
-        "follows nothing that stands in its place: remove it, or give the run another 'name' or "
-        "--output"
+        f"{path} is {what}. anygauge creates this lock itself, to keep two runs out of one folder, "
+        "and uses nothing else in its place: remove it, or give the run another 'name' or --output"
     )

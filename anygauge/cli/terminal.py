@@ -63,7 +63,7 @@ def follow(
             for event in _stream(running):
                 if len(signals) > told:
                     if running.record is not None and _leave(running, signals, view):
-                        console.print(f"to see it again: anygauge job follow {run_directory}")
+                        console.print(f"to follow it again: anygauge job follow {run_directory}")
                         return 0
                     told = len(signals)
                     if told:
@@ -77,7 +77,7 @@ def follow(
         status = running.wait()
     if signals and all(event.get("state") == "cancelled" for event in endings):
         when = "" if view.began else " before the first step; there was nothing to save"
-        errors.print(f"ended by request{when}; the ranks have ended", soft_wrap=True)
+        errors.print(f"ended on request{when}; the ranks have ended", soft_wrap=True)
         show_where_logs_are(errors, run_directory)
         return 128 + signals[0]
     if not endings:
@@ -115,8 +115,8 @@ def deferred() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-_ENDING = "ending: the step under way is finished and a checkpoint written (Ctrl-C again to kill)"
-_NOTHING_YET = "ending: no step was taken yet, so there is nothing to save (Ctrl-C again to kill)"
+_ENDING = "ending: finishing the current step and writing a checkpoint (Ctrl-C again to kill)"
+_NOTHING_YET = "ending: no step has been taken, so there is nothing to save (Ctrl-C again to kill)"
 _NO_CHECKPOINT = (
     "ending: this run cannot write checkpoints; nothing is saved (Ctrl-C again to kill)"
 )

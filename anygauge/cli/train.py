@@ -112,7 +112,8 @@ def start(
     spec = intent.registry.find_launcher(name).spec
     if detach and "detach" not in spec.can:
         raise UsageError(
-            f"--detach: a job of the {name} launcher ends with the command that started it"
+            f"--detach: a job of the {name} launcher ends with the command that started it; leave "
+            "--detach out"
         )
     launcher = intent.registry.launcher(name)()
     folder = Path(job.run_directory)
@@ -159,7 +160,7 @@ def start(
                 running.cancel()
         if detach and not asked:
             if not quiet:
-                typer.echo(f"{running.status()}; to see it: anygauge job follow {folder}")
+                typer.echo(f"{running.status()}; to follow it: anygauge job follow {folder}")
             return 0
         status = follow(running, run_directory=folder, quiet=quiet, asked=asked)
         if staged and status == 0 and (folder / START).is_dir() and running.alive is False:
@@ -182,6 +183,6 @@ def refuse_second(intent: Intent, folder: Path) -> None:
     earlier = find(folder)
     if earlier.alive is not False:
         raise AnygaugeError(
-            f"{folder} has a job already: {earlier.status()}. To see it: anygauge job follow "
+            f"{folder} has a job already: {earlier.status()}. To follow it: anygauge job follow "
             f"{folder}; to end it: anygauge job cancel {folder}"
         )

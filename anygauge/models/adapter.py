@@ -55,13 +55,13 @@ def add_adapter(
     folder = None if section.start_from is None else Path(section.start_from)
     if folder is not None and new_tokens is not None:
         raise UnsupportedError(
-            "adapter.start_from: a saved adapter knows nothing of model.new_tokens. Merge it into "
-            "its base first (anygauge merge), and train a new one on the result"
+            "adapter.start_from: a saved adapter has no rows for model.new_tokens. First merge it "
+            "into its base (anygauge merge), then train a new one on the result"
         )
     if folder is not None and "init" in section.given:
         raise ModelError(
-            f"adapter.init is {section.init}, but the adapter to start from has its factors "
-            f"already ({folder}); leave the field out"
+            f"adapter.init is {section.init}, but the adapter to start from already has its "
+            f"factors ({folder}); leave the field out"
         )
     check_init(section.init)
     on_meta = any(p.is_meta for p in model.parameters())
@@ -95,7 +95,10 @@ def add_adapter(
         other = next(iter(built.keys() ^ asked.keys()), None) or next(
             name for name in asked if built[name] != asked[name]
         )
-        raise ModelError(f"adapter: peft built other layers than those asked for, first {other!r}")
+        raise ModelError(
+            "adapter: peft did not build the layers that the run file describes; the first that "
+            f"differs is {other!r}"
+        )
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

@@ -151,9 +151,9 @@ class Weights:
             return conversion.apply(self._model, self._on_meta)
         except Exception as error:
             raise ModelError(
-                f"{self.files.folder}: {conversion.first} cannot be made from "
-                f"{_said(conversion)} by transformers' conversion: {_line(error)}. Is config.json "
-                "that of these weights?"
+                f"{self.files.folder}: {conversion.first} cannot be made from {_said(conversion)} "
+                f"by transformers' conversion: {_line(error)}. Does config.json belong to these "
+                "weights?"
             ) from error
 
     def _on_meta(self, name: str, part: tuple[Any, ...]) -> Tensor:
@@ -176,9 +176,9 @@ class Weights:
                 + ", ".join(repr(n) for n in sorted(strange)[:3])
             )
         raise ModelError(
-            f"{self.files.folder}: {'; '.join(parts)}. Is config.json that of these weights? If "
-            "it is, the files are in a layout that the installed transformers does not know: load "
-            "and save the model once with the transformers that its authors name"
+            f"{self.files.folder}: {'; '.join(parts)}. Does config.json belong to these weights? "
+            "If it does, the installed transformers does not know the files' layout: load and save "
+            "the model once with the transformers version that its authors name"
         )
 
     def values(self, names: Iterable[str]) -> dict[str, Value]:

@@ -91,7 +91,7 @@ def check_whole(trained: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
         ModelError: names the first tensor that is not.
     """
     if not shapes:
-        raise ModelError("nothing was trained: nothing was written")
+        raise ModelError("no tensor was trained, so nothing was written")
     for name, shape in shapes.items():
         tensor = trained.get(name)
         if tensor is None or tuple(tensor.shape) != shape or not tensor.numel():
@@ -144,7 +144,9 @@ def save_adapter(
     if back.keys() != state.keys() or any(
         not torch.equal(back[name], tensor) for name, tensor in state.items()
     ):
-        raise ModelError(f"{path}: reading back gave other values; is the disk full?")
+        raise ModelError(
+            f"{path}: the file holds other values than were written; is the disk full?"
+        )
     config.base_model_name_or_path = base.name
     config.revision = base.revision
     config.inference_mode = True

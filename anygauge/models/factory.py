@@ -248,9 +248,9 @@ class CausalModelFactory:
         if self.adapter is not None and (self.adapter.dora or changes_base(self.adapter.init)):
             field = "dora" if self.adapter.dora else "init"
             raise UnsupportedError(
-                f"adapter.{field}: what it begins with is computed from the base's weights, which "
-                "this strategy shards before they are read. Leave it out, or use a strategy that "
-                "reads them first (zero, ddp, single)"
+                f"adapter.{field}: its initial values are computed from the base's whole weights, "
+                "but this strategy shards the weights before it reads them. Leave it out, or use a "
+                "strategy that reads them first (zero, ddp, single)"
             )
         self.fill_buffers(model)
         names = {id(module): name for name, module in model.named_modules()}

@@ -85,7 +85,7 @@ def _lines(descriptor: int, turn: Callable[[], bool]) -> Iterator[bytes]:
         elif time.monotonic() - heard > SILENCE_S:
             raise ModelError(
                 f"nothing arrived from the hub for {SILENCE_S:.0f} s: check the network and the "
-                "disk of HF_HOME; files that arrived whole are kept"
+                "disk of HF_HOME; complete files are kept"
             )
 
 

@@ -129,7 +129,7 @@ def _type_of(name: str, file: str) -> torch.dtype:
 
     if name not in _TYPES:
         raise ModelError(
-            f"{file}: tensors of type {name} cannot be read; known are {', '.join(_TYPES)}"
+            f"{file}: tensors of type {name} cannot be read; readable types are {', '.join(_TYPES)}"
         )
     return cast("torch.dtype", getattr(torch, _TYPES[name]))
 
@@ -179,7 +179,7 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
             )
             there = path.stat().st_size
             if there != end:
-                raise ValueError(f"it has {there:,} bytes, its header speaks of {end:,}")
+                raise ValueError(f"it has {there:,} bytes, but its header needs {end:,}")
     except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise ModelError(
             f"{path} cannot be read as weights ({error}); is it whole? Compare its size "
@@ -196,14 +196,14 @@ def check_shape(folder: Path, name: str, found: tuple[int, ...], expected: tuple
     """
     if found != expected:
         raise ModelError(
-            f"{folder}: tensor {name} has shape {found}, but config.json makes it {expected}"
+            f"{folder}: tensor {name} has shape {found}, but config.json needs {expected}"
         )
 
 
 NOT_PLAIN = (
-    "is not a file of plain weights: what is stored beside the tensors would have to be run as "
-    "code, and anygauge never does that. Get the model's .safetensors, or let whoever made the "
-    "file convert it (transformers' save_pretrained writes safetensors)"
+    "does not hold plain weights only: loading it would run code that is stored in it, which "
+    "anygauge never does. Get the model's .safetensors, or ask the file's author to convert it "
+    "(transformers' save_pretrained writes safetensors)"
 )
 
 
@@ -231,16 +231,16 @@ def _pickled(path: Path) -> Mapping[str, Tensor]:
 
     if path.is_file() and not zipfile.is_zipfile(path):
         raise ModelError(
-            f"{path} cannot be read as weights: it is not the archive that torch writes since 1.6. "
-            "Compare its size with the original's, or get the model's .safetensors"
+            f"{path} cannot be read as weights: it is not an archive as torch has written it since "
+            "1.6. Compare its size with the original's, or get the model's .safetensors"
         )
     handle = torch.load(path, map_location=HOST_DEVICE, mmap=True, weights_only=True)
     if not isinstance(handle, dict):
-        raise ModelError(f"{path} holds a {type(handle).__name__}; tensors by name are expected")
+        raise ModelError(f"{path} holds a {type(handle).__name__}; expected tensors by name")
     for name, value in handle.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             kind = type(value).__name__
-            raise ModelError(f"{path} holds a {kind} under {name!r}; tensors by name are expected")
+            raise ModelError(f"{path} holds a {kind} under {name!r}; expected tensors by name")
     return handle
 
 
@@ -255,8 +255,8 @@ def weight_map(index: Path) -> Mapping[str, str]:
         files = {str(name): str(file) for name, file in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"{index} is not an index of weights ({type(error).__name__}: {str(error)[:100]}); a "
-            "'weight_map' of tensor names to files is expected: fetch it again"
+            f"{index} is not an index of weights ({type(error).__name__}: {str(error)[:100]}); "
+            "expected a 'weight_map' from tensor names to files: fetch it again"
         ) from None
     for file in set(files.values()):
         if Path(file).name != file:
@@ -274,5 +274,5 @@ def _files_beside(index: Path) -> Mapping[str, str]:
 
 def _not_beside(index: Path, file: str) -> ModelError:
     return ModelError(
-        f"{index} names {file!r}, which is not a file beside it; fetch the model again"
+        f"{index} names {file!r}, but its folder has no such file; fetch the model again"
     )

@@ -42,18 +42,22 @@ def refuse_format(config: Any, *, quantise: bool = False) -> None:
     )
     if method in SERVED and quantise:
         raise UnsupportedError(
-            f"model.quantise: {stored}, and are made plain while they are read, not quantised "
-            "again. Leave model.quantise out, or give the model in 16 bits"
+            f"model.quantise: {stored}; anygauge converts them to plain numbers while it reads "
+            "them, and does not quantise them again. Leave model.quantise out, or give the model "
+            "in 16 bits"
         )
     old = Version(metadata.version("transformers")) < Version("5")
     if method in SERVED and not old:
         return
-    served = f"of such formats, {', '.join(SERVED)} are read"
+    served = f"of such formats, anygauge reads only {', '.join(SERVED)}"
     if old:
-        served += f", by transformers 5 and newer; {metadata.version('transformers')} is installed"
+        served += (
+            f", and these with transformers 5 or newer; {metadata.version('transformers')} is "
+            "installed"
+        )
     raise UnsupportedError(
-        f"{stored}; {served}. Give the model that they were made from, which its model card "
-        "names; for a base of few bits set model.quantise: nf4 or int8 with it"
+        f"{stored}; {served}. Give the model that they were made from, which the model card names. "
+        "To have its weights in few bits, also set model.quantise: nf4 or int8"
     )
 
 

@@ -56,7 +56,7 @@ class Freezing:
         if not any(parameter.requires_grad for parameter in named.values()):
             raise ModelError(
                 "train.trainable and train.frozen leave nothing to train: train.frozen matches all "
-                "that would be"
+                "weights that would be trained"
             )
 
     def _identities(

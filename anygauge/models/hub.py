@@ -224,7 +224,7 @@ def fetch(
             raise HubUnreachableError(
                 f"{want.field}: {_here(want)}, HF_HUB_OFFLINE is set, and this machine has "
                 f"{'no copy' if known is None else 'only a part'} of a hub model of that name. "
-                f"Unset it, or fetch the model where there is a network: python -m "
+                "Unset it, or fetch the model while there is a network: python -m "
                 f"anygauge.models.fetch {want.name}"
             )
         return Fetched(folder=known, new=0, left=0)
@@ -245,14 +245,16 @@ def fetch(
 
         first = CONFIG if CONFIG in sizes else next(iter(_of_tokenizer(sizes)), CONFIG)
         if first not in sizes:
-            raise ModelError(f"{_said(want)} has no {CONFIG}: it is not a model to be trained")
+            raise ModelError(f"{_said(want)} has no {CONFIG}, so anygauge cannot train it")
         before = copy_of(want.name, info.sha)
         had = {file for file in sizes if before is not None and (before / file).exists()}
         # By the name that was given, so that the copy is found by it later.
         is_new = known is None or known.name != info.sha or first not in had
         folder = download(first, want.revision).parent if is_new or known is None else known
         if folder.name != info.sha:
-            raise ModelError(f"{_said(want)} changed at this moment: give the same command again")
+            raise ModelError(
+                f"{_said(want)} changed while it was being fetched: repeat the command"
+            )
         weights = [] if want.weights == "none" else _weights(want, sizes, download)
         files = [first, *(c for c in CONFIGS if c in sizes), *_of_tokenizer(sizes, want.tokenizer)]
         files += [f for f in sizes if f.endswith(".py")] if want.code else []
@@ -278,8 +280,8 @@ def _weights(want: Wanted, sizes: Mapping[str, int], download: Callable[[str], P
     lost = [file for file in found if file not in sizes]
     if lost:
         raise ModelError(
-            f"{_said(want)}: its index names {lost[0]!r}, which the repository does not have; tell "
-            "its authors, or name another revision"
+            f"{_said(want)}: its index names {lost[0]!r}, but the repository does not have that "
+            "file; tell its authors, or name another revision"
         )
     return found
 

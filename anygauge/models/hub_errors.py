@@ -63,14 +63,14 @@ def _meaning(
     if isinstance(error, hub.GatedRepoError):
         account = "the account of your token" if get_token() else f"an account, and {_LOG_IN}"
         return (
-            f"{name!r} is gated: accept its licence at {page} with {account}; where its authors "
-            f"must agree, wait for them. A fine-grained token must also be allowed to read gated "
+            f"{name!r} is gated: accept its licence at {page} with {account}; if its authors must "
+            "approve you, wait for that. A fine-grained token must also be allowed to read gated "
             f"models. The hub says: {_first_line(error)}"
         )
     if isinstance(error, hub.RevisionNotFoundError):
         return (
-            f"{name!r} has no revision {revision or 'main'!r}: model.revision is a branch, a tag "
-            f"or a commit of {page}/commits"
+            f"{name!r} has no revision {revision or 'main'!r}: model.revision must be a branch, a "
+            f"tag or a commit of {page}/commits"
         )
     if isinstance(error, hub.DisabledRepoError):
         return f"the hub has disabled {name!r}; see {page}, and use another model"
@@ -84,19 +84,19 @@ def _meaning(
     if isinstance(error, hub.HfHubHTTPError):
         return _refusal(error, name, page, _COPY if copied else "")
     if isinstance(error, hub.EntryNotFoundError):
-        return f"a file of {name!r} is gone from {page}: give the same command again"
+        return f"a file of {name!r} is gone from {page}: repeat the command"
     if isinstance(error, hub.HFValidationError):
         return (
-            f"{here}, nor a name that the hub could have ({_first_line(error)}). Give a run "
-            "directory, a model folder, or a name of the hub such as owner/name"
+            f"{here}, nor a valid name on the hub ({_first_line(error)}). Give a run directory, a "
+            "model folder, or a name of the hub such as owner/name"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
         return (
-            f"{name!r} cannot be kept in {constants.HF_HUB_CACHE}: {error.strerror}. Make room, or "
-            "set HF_HOME to a folder on a larger disk"
+            f"{name!r} cannot be stored in {constants.HF_HUB_CACHE}: {error.strerror}. Make room, "
+            "or set HF_HOME to a folder on a larger disk"
         )
     if "Consistency check" in str(error):
-        return f"{name!r} arrived incomplete: {_first_line(error)} Give the same command again"
+        return f"{name!r} arrived incomplete: {_first_line(error)} Repeat the command"
     return None
 
 
@@ -104,11 +104,11 @@ def _unreachable(error: BaseException, name: str, here: str, copied: bool) -> st
     from huggingface_hub import constants
 
     return (
-        f"{here}, and the hub ({constants.ENDPOINT}) cannot be reached: {_first_line(_root(error))}"
-        f"{_COPY if copied else ''}. Check the network, its proxy (HTTPS_PROXY) and HF_ENDPOINT; "
-        "files that arrived whole are kept. Where machines have no network, fetch it elsewhere "
-        f"into the same HF_HOME (python -m anygauge.models.fetch {name}), and export "
-        "HF_HUB_OFFLINE=1"
+        f"{here}, and the hub ({constants.ENDPOINT}) cannot be reached: "
+        f"{_first_line(_root(error))}{_COPY if copied else ''}. Check the network, its proxy "
+        "(HTTPS_PROXY) and HF_ENDPOINT; complete files are kept. For machines without a network, "
+        "fetch the model on another machine into the same HF_HOME (python -m anygauge.models.fetch "
+        f"{name}), and export HF_HUB_OFFLINE=1"
     )
 
 
@@ -117,7 +117,7 @@ def _refusal(error: BaseException, name: str, page: str, offline: str) -> str:
     said = _first_line(error)
     if status == 401:
         return (
-            f"the hub refuses your token (401: {said}): it may have expired. Make a new one (hf "
+            f"the hub refuses your token (401: {said}): it may have expired. Create a new one (hf "
             "auth login, or HF_TOKEN); a public model needs none"
         )
     if status == 403:

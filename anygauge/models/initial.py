@@ -19,10 +19,17 @@ TAKEN_FROM_BASE = ("pissa", "olora")
 """Values, or their beginnings, that change the base."""
 
 NOT_SERVED = {
-    "corda": "it needs covariances of activations before training begins, which no run takes",
-    "lora_ga": "it needs gradients of the base's weights before training begins",
-    "mica": "it takes a factor out of the base's weights, and some strategies shard these first",
-    "eva": "it needs activations of the training rows before training begins, which no run takes",
+    "corda": "it needs covariances of activations before training, which anygauge does not collect",
+    "lora_ga": (
+        "it needs gradients of the base's weights before training, which anygauge does not compute"
+    ),
+    "mica": (
+        "it takes a factor out of the base's weights, which some strategies shard before they read "
+        "them"
+    ),
+    "eva": (
+        "it needs activations of the training rows before training, which anygauge does not collect"
+    ),
     "loftq": "it needs a base that peft quantises itself",
 }
 """Value, or its beginning -> why it is not."""
@@ -39,7 +46,7 @@ def check_init(init: bool | str) -> None:
     for name, why in NOT_SERVED.items():
         if init == name or init.startswith(f"{name}_niter_"):
             raise UnsupportedError(
-                f"adapter.init: {init} is not served: {why}. Use one of true, false, gaussian, "
+                f"adapter.init: {init} is not supported: {why}. Use one of true, false, gaussian, "
                 "orthogonal, pissa or olora"
             )
 

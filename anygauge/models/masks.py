@@ -124,14 +124,13 @@ def plan_masks(
     other = sorted(kinds - {FULL, SLIDING}) + _recurrent(config)
     if other or not setting(config, "num_attention_heads"):
         raise UnsupportedError(
-            f"{field}: this model has layers of kind {', '.join(other) or 'no attention'}, which a "
-            f"mask for each pair of positions does not reach; set {field}: {off}"
+            f"{field}: this model has layers of kind {', '.join(other) or 'no attention'}, on "
+            f"which a mask for each pair of positions has no effect; set {field}: {off}"
         )
     if not _takes_masks(config):
         raise UnsupportedError(
-            f"{field}: {type(config).__name__.removesuffix('Config')} models make their masks in a "
-            f"way of their own, which one for each pair of positions does not fit; set {field}: "
-            f"{off}"
+            f"{field}: {type(config).__name__.removesuffix('Config')} models build their own masks "
+            f"and do not take one for each pair of positions; set {field}: {off}"
         )
     if reason := _counts_itself(config):
         raise UnsupportedError(f"{field}: {reason}; set {field}: {off}")
@@ -147,7 +146,10 @@ def _counts_itself(config: Any) -> str:
     # Biases by distance, as MPT has them, need no positions.
     by_distance = any("alibi" in name for name in vars(module))
     if not by_distance and "position_ids" not in inspect.signature(kind.forward).parameters:
-        return f"{kind.__name__} takes no positions, and would count through all documents of a row"
+        return (
+            f"{kind.__name__} takes no position ids, and would count on through all documents of a "
+            "row"
+        )
     # As in RoBERTa: the first position is the one after the padding token's number.
     parts = [part for part in vars(module).values() if isinstance(part, type)]
     if any(hasattr(part, "create_position_ids_from_input_ids") for part in (module, *parts)):
@@ -195,7 +197,7 @@ def _windows(config: Any, kinds: set[str], max_length: int) -> tuple[tuple[str, 
     if getattr(config, "max_window_layers", None) is not None:
         raise UnsupportedError(
             f"data.packing: some layers of this model see {window} tokens and others all, and its "
-            "configuration does not say which, so that packed rows cannot have masks of their "
-            f"own; set data.max_length to at most {window}, or data.packing: false"
+            "configuration does not say which, so anygauge cannot build the masks of packed rows; "
+            f"set data.max_length to at most {window}, or data.packing: false"
         )
     return (("", window),)

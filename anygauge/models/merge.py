@@ -167,9 +167,9 @@ def _check(report: MergeReport, effect: float, adapter: Path, stored: torch.dtyp
     if report.rounding > effect / 2:
         raise ModelError(
             f"the adapter in {adapter} is lost when merged weights are rounded to the base's "
-            f"{_said(stored)}: its effect is {effect:.1e} of the logits' norm, "
-            f"that of the rounding {report.rounding:.1e}; nothing was "
-            "written. Use it beside its base, or train it for longer"
+            f"{_said(stored)}: its effect is {effect:.1e} of the logits' norm, that of the "
+            f"rounding {report.rounding:.1e}; nothing was written. Use it without merging, or "
+            "train it for longer"
         )
 
 

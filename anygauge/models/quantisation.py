@@ -48,6 +48,6 @@ def read_record(adapter: Path | None) -> tuple[QuantiseSection, str] | None:
         return QuantiseSection(**fields), dtype
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{path} does not tell how the base was quantised ({str(error).splitlines()[0]}); "
+            f"{path} does not say how the base was quantised ({str(error).splitlines()[0]}); "
             "restore it from the run's adapter folder"
         ) from None

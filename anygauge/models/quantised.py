@@ -248,13 +248,13 @@ def _refuse_other_layers(model: Any, made: int) -> None:
     fused = next((name for name, p in model.named_parameters() if p.dim() == 3), None)
     if fused is not None:
         raise UnsupportedError(
-            f"model.quantise: {fused!r} holds a layer's experts as one tensor, and bitsandbytes "
-            "has codes for linear layers alone, so most of the model would stay as it is. Leave "
-            "it out"
+            f"model.quantise: {fused!r} holds a layer's experts as one tensor, but bitsandbytes "
+            "quantises only linear layers, so most of the model would stay unquantised. Leave "
+            "model.quantise out"
         )
     if not made:
         raise UnsupportedError(
-            f"model.quantise: {type(model).__name__} has no torch.nn.Linear besides its output "
+            f"model.quantise: {type(model).__name__} has no torch.nn.Linear other than its output "
             "layer (Conv1D, as in GPT-2, is not quantised). Leave it out"
         )
 

@@ -38,8 +38,8 @@ def recompute(model: Any, activations: Activations, *, reentrant: bool = False) 
     if activations.selective:
         if reentrant:
             raise UnsupportedError(
-                "train.gradient_checkpointing.selective: torch's reentrant form, which the "
-                "installed engine needs, recomputes whole layers alone. Leave it out"
+                "train.gradient_checkpointing.selective: the installed engine needs torch's "
+                "reentrant form, which can only recompute whole layers. Leave it out"
             )
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     if not getattr(model, "supports_gradient_checkpointing", False):

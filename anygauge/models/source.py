@@ -67,7 +67,7 @@ def _check_file(path: Path) -> None:
     except OSError as error:
         raise ModelError(
             f"{path} cannot be read ({error.strerror}): a model's folder has its configuration "
-            "there. Name the folder that has, or fetch the model again"
+            "there. Name the folder that has it, or fetch the model again"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({error}); fetch the model again") from None
@@ -117,8 +117,8 @@ def _check_type(name: Any, where: str) -> None:
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
     raise ModelError(
         f"{where}: model type `{name}` is not known to transformers {__version__}{meant} A newer "
-        "transformers may know it; a model that ships code of its own needs "
-        "model.trust_remote_code: true"
+        "transformers may know it; a model that ships its own code needs model.trust_remote_code: "
+        "true"
     )
 
 
@@ -146,8 +146,8 @@ def check_written(section: ModelSection, config: Any) -> None:
         one = "model.config" if section.config is not None else f"model.name: {section.name}"
         usual = " and ".join(str(setting(config, name)) for name in missing)
         raise ModelError(
-            f"{one}: says no {' and no '.join(missing)}; transformers would take {usual}, which is "
-            f"another model's. Add {'it' if len(missing) == 1 else 'them'}"
+            f"{one}: does not set {' or '.join(missing)}; transformers would use {usual}, from "
+            f"another model. Add {'it' if len(missing) == 1 else 'them'}"
         )
 
 

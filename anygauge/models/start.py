@@ -73,7 +73,7 @@ def read_config(folder: Path, *, dropout: float) -> Any:
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(
-            f"adapter.start_from: {folder} is a {kind} adapter; only LORA ones are trained here"
+            f"adapter.start_from: {folder} is a {kind} adapter; anygauge trains only LORA adapters"
         )
     _refuse_other_kinds(fields, LoraConfig(), folder)
     kept = {name: value for name, value in fields.items() if name in KEPT}
@@ -94,9 +94,9 @@ def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, folder: Path) -> 
             sound = not value or value == getattr(usual, name, None)
         if not sound:
             raise UnsupportedError(
-                f"adapter.start_from: {folder / CONFIG_FILE} says {name}: {json.dumps(value)}, "
-                "which is not trained here. Merge that adapter into its base with peft first, and "
-                "train a new one on the result"
+                f"adapter.start_from: {folder / CONFIG_FILE} sets {name}: {json.dumps(value)}, "
+                "which anygauge does not train. First merge that adapter into its base with peft, "
+                "then train a new one on the result"
             )
 
 
@@ -181,14 +181,14 @@ def fill(adapted: Any, folder: Path, adapter_name: str) -> None:
             f"{path} does not fit this model: "
             + (f"{len(lacking)} tensors are missing, first {lacking[0]!r}; " if lacking else "")
             + (f"{len(strange)} belong to no layer, first {strange[0]!r}; " if strange else "")
-            + "start from an adapter of this very base"
+            + "start from an adapter of this base"
         )
     with torch.no_grad():
         for name, parameter in places.items():
             if saved[name].shape != parameter.shape:
                 raise ModelError(
                     f"{path}: tensor {name!r} has shape {tuple(saved[name].shape)}, but this model "
-                    f"needs {tuple(parameter.shape)}; start from an adapter of this very base"
+                    f"needs {tuple(parameter.shape)}; start from an adapter of this base"
                 )
             if not saved[name].isfinite().all():
                 raise ModelError(f"{path}: tensor {name!r} holds values that are not numbers")

@@ -99,8 +99,8 @@ def planned_layers(model: Any, section: AdapterSection) -> dict[str, Factors]:
         for name in matching_layers(model, group.targets, f"{field}.targets"):
             if name in group_of:
                 raise ModelError(
-                    f"{field}.targets: layer {name!r} is in adapter.groups[{group_of[name]}] too; "
-                    "a layer has one rank and one alpha: name it in one group"
+                    f"{field}.targets: layer {name!r} is also in adapter.groups[{group_of[name]}]; "
+                    "a layer has one r and one alpha, so name it in only one group"
                 )
             group_of[name] = index
             plan[name] = factors
@@ -159,13 +159,13 @@ def check_saved_modules(model: Any, section: AdapterSection, planned: Iterable[s
             hint = f"; did you mean {near[0]!r}?" if near else ";"
             shown = ", ".join(_last_parts(owning))
             raise ModelError(
-                f"{field}: no module's name ends with {target!r}{hint} here are: {shown}"
+                f"{field}: no module's name ends with {target!r}{hint} modules here: {shown}"
             )
         taken = next((n for m in matches for n in planned if n == m or n.startswith(f"{m}.")), None)
         if taken is not None:
             raise ModelError(
-                f"{field}: {target!r} would be trained whole, and {taken!r} has factors; take it "
-                "out of one of them"
+                f"{field}: {target!r} would be trained whole, but {taken!r} also has factors; "
+                "remove one of the two from the run file"
             )
 
 
@@ -250,7 +250,7 @@ def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str)
     if not found:
         raise ModelError(
             f"{field}: the expression {text!r} matches no layer; it must match a whole name, such "
-            f"as {next(iter(layers), '')!r}; for the last part of a name write a list: "
+            f"as {next(iter(layers), '')!r}; to match the last part of a name, write a list: "
             f"[{text}]; {_valid(layers)}"
         )
     return found
@@ -306,8 +306,8 @@ def _nothing_called(model: nn.Module, layers: Mapping[str, nn.Module], target: s
     )
     if other is not None:
         return (
-            f"{target!r} is a {type(other).__name__}, and an adapter goes beside linear layers and "
-            f"embeddings only; {_valid(layers)}"
+            f"{target!r} is a {type(other).__name__}, but only linear layers and embeddings can "
+            f"have an adapter; {_valid(layers)}"
         )
     near = difflib.get_close_matches(target, [*_last_parts(layers), ALL_LINEAR], 1)
     hint = f"; did you mean {near[0]!r}?" if near else ";"

@@ -73,7 +73,7 @@ def check_vocabulary(config: Any, tokenizer: Any) -> None:
     if vocabulary is not None and len(tokenizer) > vocabulary:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary} rows in its "
-            "embedding; give model.tokenizer (or --tokenizer) the model's own"
+            "embedding; set model.tokenizer (or --tokenizer) to the model's own"
         )
 
 

@@ -78,7 +78,7 @@ def no_room(elements: int, dtype: torch.dtype) -> str:
     needed = int(elements * dtype.itemsize * HEADROOM)
     available = available_memory()
     if available is None:
-        return "not compared: this system does not tell how much memory is available"
+        return "not compared: this system does not say how much memory is available"
     if needed > available:
         return (
             f"not compared: a second copy of the model needs {needed / 2**30:.1f} GiB of host "
@@ -197,5 +197,5 @@ def judge(
         effect=effect,
         why="equal within rounding"
         if tells
-        else f"equal within rounding, which in {said} is as large as what was learned so far",
+        else f"equal within rounding, which in {said} is as large as what training changed so far",
     )

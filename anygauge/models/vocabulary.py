@@ -160,7 +160,7 @@ def token_names(section: ModelSection) -> tuple[list[str], list[str]]:
     seen: set[str] = set()
     for token in (*plain, *special):
         if token in seen:
-            raise ModelError(f"model.new_tokens: {token!r} is there twice; name each token once")
+            raise ModelError(f"model.new_tokens: {token!r} is listed twice; list each token once")
         seen.add(token)
     return plain, special
 
@@ -179,8 +179,8 @@ def _listed(given: str | list[str], where: str) -> list[str]:
     for number, token in enumerate(tokens, 1):
         if not token.strip():
             raise ModelError(
-                f"{where}: token {number} is {token!r}; a token has at least one "
-                "letter that is not white space: remove it"
+                f"{where}: token {number} is {token!r}; a token needs at least one character that "
+                "is not white space: remove it"
             )
     return tokens
 
@@ -196,7 +196,7 @@ def add_tokens(tokenizer: Any, section: ModelSection) -> None:
     for name in (*plain, *special):
         if name in known:
             raise ModelError(
-                f"model.new_tokens: {name!r} is token {known[name]} of the tokenizer already; "
+                f"model.new_tokens: {name!r} is already token {known[name]} of the tokenizer; "
                 "remove it from the list"
             )
     for names, is_special in ((plain, False), (special, True)):
@@ -210,8 +210,9 @@ def _numbers(tokenizer: Any, names: Sequence[str]) -> list[int]:
     ids = [int(number) for number in tokenizer.convert_tokens_to_ids(list(names))]
     if ids != list(range(ids[0], ids[0] + len(ids))):
         raise ModelError(
-            f"model.new_tokens: {type(tokenizer).__name__} did not number them one after another "
-            f"({ids[:8]}); add them to the tokenizer's files, and give these as model.tokenizer"
+            f"model.new_tokens: {type(tokenizer).__name__} did not give the new tokens consecutive "
+            f"numbers ({ids[:8]}); add them to the tokenizer's files, and set model.tokenizer to "
+            "these"
         )
     return ids
 
@@ -233,14 +234,14 @@ def new_tokens(section: ModelSection, config: Any, tokenizer: Any, seed: int) ->
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if rows is None:
         raise UnsupportedError(
-            f"model.new_tokens: {type(config).__name__} has no vocab_size, so its embedding cannot "
-            "be made larger"
+            f"model.new_tokens: {type(config).__name__} has no vocab_size, so anygauge cannot "
+            "enlarge its embedding"
         )
     ids = _numbers(tokenizer, [*plain, *special])
     if ids[0] > rows:
         raise ModelError(
-            f"model.new_tokens: the tokenizer has {ids[0]} tokens without them, the model only "
-            f"{rows} rows in its embedding; give model.tokenizer the model's own"
+            f"model.new_tokens: the tokenizer has {ids[0]} tokens without the new ones, the model "
+            f"only {rows} rows in its embedding; set model.tokenizer to the model's own"
         )
     return NewTokens(
         first=ids[0],
@@ -262,7 +263,7 @@ def described(new: NewTokens) -> str:
     took = min(new.first + new.count, new.rows_before) - new.first
     last = new.first + new.count - 1
     which = f"{new.first} to {last}" if new.count > 1 else str(last)
-    spare = f", {took} of them in rows that the embedding had to spare" if took else ""
+    spare = f", {took} of them in spare rows of the embedding" if took else ""
     grown = (
         f"; the embedding has {new.rows} rows, {new.rows_before} before"
         if new.rows > new.rows_before
@@ -297,14 +298,14 @@ def trained_rows(
         name = names[id(module)]
         if name in carried:
             raise UnsupportedError(
-                f"adapter.targets: factors beside {name}, the {what}, change the rows of all "
-                "tokens, and model.new_tokens trains those of the new ones in their place. Leave "
-                "it out of the targets"
+                f"adapter.targets: factors on {name}, the {what}, change the rows of all tokens, "
+                f"but model.new_tokens trains only the rows of the new tokens there. Leave {name} "
+                "out of the targets"
             )
         if getattr(module, "bias", None) is not None:
             raise UnsupportedError(
-                f"model.new_tokens: {name} has a bias, which peft leaves out where it trains rows "
-                "of an output layer. Train all weights (no adapter section)"
+                f"model.new_tokens: {name} has a bias, and peft drops it when it trains rows of an "
+                "output layer. Train all weights (no adapter section)"
             )
         if any(name.endswith(saved) for saved in whole):
             continue

@@ -33,11 +33,11 @@ def chosen(workload: Workload, memory: int | None) -> tuple[Strategy, str]:
     if workload.world_size == 1:
         return Single(), "there is one rank"
     if memory is None:
-        return _default(), "the devices do not say how much memory they have"
+        return _default(), "the devices do not report how much memory they have"
     assert workload.skeleton is not None
     needed = BYTES_PER_WEIGHT * numbers(workload.skeleton.parameters())
     needed += BYTES_PER_TRAINED * trained_numbers(workload.skeleton)
-    compared = f"weights and optimizer take {needed / GIB:.2f} GiB, of {memory / GIB:.1f} GiB"
+    compared = f"weights and optimizer take {needed / GIB:.2f} GiB of the {memory / GIB:.1f} GiB"
     if 2 * needed < memory:
         return Ddp(Degrees()), f"{compared} that each rank has, less than half"
     return _default(), f"{compared} that each rank has, more than half"

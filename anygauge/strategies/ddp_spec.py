@@ -25,7 +25,7 @@ from anygauge.strategies.degrees import (
     share,
 )
 
-IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has a part of the gradients alone")
+IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has only a part of the gradients")
 
 
 def check(run: StrategyRun) -> None:

@@ -90,8 +90,8 @@ def check_heads(options: Any, config: Any) -> None:
         return
     divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
     raise UnsupportedError(
-        f"strategy.cp: {options.cp}: cp_method ulysses divides heads over ranks, and this model "
-        f"has {heads}. Set strategy.cp to one of {divisors}, or strategy.cp_method: gather"
+        f"strategy.cp: {options.cp}: cp_method ulysses divides heads over ranks, but this model "
+        f"has {heads} heads. Set strategy.cp to one of {divisors}, or strategy.cp_method: gather"
     )
 
 
@@ -125,9 +125,9 @@ def check_routers(run: StrategyRun) -> None:
     asked = next((name for name, degree in degrees.items() if degree > 1), None)
     if run.router_aux_loss and asked is not None:
         raise UnsupportedError(
-            "train.router_aux_loss_coef: the routers' loss is made of all layers and tokens of a "
-            f"micro-batch, and under strategy.{asked} no rank has them. Set strategy.{asked}: 1, "
-            "or leave train.router_aux_loss_coef out"
+            "train.router_aux_loss_coef: the routers' loss needs all layers and tokens of a "
+            f"micro-batch, but under strategy.{asked} no rank has all of them. Set "
+            f"strategy.{asked}: 1, or leave train.router_aux_loss_coef out"
         )
 
 
@@ -143,15 +143,15 @@ def check_optimizer(run: StrategyRun, because: str) -> None:
     """
     if run.paged:
         raise UnsupportedError(
-            "train.optimizer.paged: bitsandbytes makes such memory for plain tensors alone, but "
-            f"under {because} a parameter is a part of a distributed one. Leave it out, or use "
-            "strategy.name: ddp or single without degrees"
+            f"train.optimizer.paged: bitsandbytes pages only plain tensors, but under {because} a "
+            "parameter is a shard of a distributed tensor. Leave it out, or use strategy.name: ddp "
+            "or single without degrees"
         )
     if run.optimizer == "adafactor":
         raise RunFileError(
             "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
-            f"under {because} a rank has a part of it alone. Use train.optimizer.name: "
-            "adamw_8bit, or strategy.name: ddp or single without degrees"
+            f"under {because} a rank has only a part of it. Use train.optimizer.name: adamw_8bit, "
+            "or strategy.name: ddp or single without degrees"
         )
 
 
@@ -163,15 +163,15 @@ def check_adapter(run: StrategyRun, because: str) -> None:
     """
     if run.adapter == "dora":
         raise UnsupportedError(
-            f"adapter.dora: DoRA's magnitudes begin as norms of whole weights, which {because} "
-            "divides before it reads them. Leave it out, or use strategy.name: zero, ddp or single "
-            "without degrees"
+            f"adapter.dora: DoRA's magnitudes start as norms of whole weights, but {because} "
+            "divides the weights before it reads them. Leave it out, or use strategy.name: zero, "
+            "ddp or single without degrees"
         )
     if run.adapter == "taken":
         raise UnsupportedError(
-            f"adapter.init: its factors are taken out of whole weights, which {because} divides "
-            "before it reads them. Set adapter.init: true, or use strategy.name: zero, ddp or "
-            "single without degrees"
+            f"adapter.init: its factors are computed from whole weights, but {because} divides the "
+            "weights before it reads them. Set adapter.init: true, or use strategy.name: zero, ddp "
+            "or single without degrees"
         )
 
 
@@ -179,8 +179,8 @@ def check_codes(run: StrategyRun) -> None:
     """Raises: UnsupportedError: a quantised layer would be cut between its codes' blocks."""
     if run.quantised and run.options.tp > 1:
         raise UnsupportedError(
-            "model.quantise: strategy.tp cuts weights by rows and columns, but codes come in "
-            "blocks that share a scale. Leave strategy.tp out, or model.quantise"
+            "model.quantise: strategy.tp cuts weights by rows and columns, but quantised codes "
+            "come in blocks that share a scale. Leave strategy.tp out, or model.quantise"
         )
 
 
@@ -197,8 +197,8 @@ def check_layers(options: Any, config: Any) -> None:
         return
     most = layers // stages_per_rank(options)
     raise UnsupportedError(
-        f"strategy.pp: {options.pp} ranks with schedule {options.schedule or '1f1b'} are {stages} "
-        f"stages, but the model has {layers} layers. Set strategy.pp to {most} at most"
+        f"strategy.pp: {options.pp} ranks with schedule {options.schedule or '1f1b'} make {stages} "
+        f"stages, but the model has only {layers} layers. Set strategy.pp to at most {most}"
     )
 
 
@@ -224,9 +224,9 @@ def check_micro_batches(run: StrategyRun) -> None:
         else f"a multiple of {options.pp}, or fewer than {2 * options.pp}"
     )
     raise RunFileError(
-        f"strategy.schedule: {schedule} on {options.pp} ranks orders {wanted} micro-batches, but "
-        f"a rank has {given} in a step. Change train.global_batch_size or train.micro_batch_size, "
-        "or set strategy.schedule: gpipe"
+        f"strategy.schedule: {schedule} on {options.pp} ranks needs {wanted} micro-batches, but a "
+        f"rank has {given} in a step. Change train.global_batch_size or train.micro_batch_size, or "
+        "set strategy.schedule: gpipe"
     )
 
 

@@ -133,8 +133,8 @@ def check_average(group: dist.ProcessGroup, device: torch.device) -> None:
         said = f"says: {str(error).splitlines()[0]}"
     if float(value) != (ranks - 1) / 2 or said.startswith("says"):
         raise UnsupportedError(
-            "strategy.name: fsdp: torch before 2.8 takes means of gradients, and the collectives "
-            f"of this device have none: {dist.get_backend(group)} {said}. Use strategy.name: ddp "
+            "strategy.name: fsdp: torch before 2.8 averages gradients, and this device's "
+            f"collectives cannot average: {dist.get_backend(group)} {said}. Use strategy.name: ddp "
             "or zero, or torch 2.8 or later"
         )
 

@@ -25,7 +25,7 @@ from anygauge.strategies.degrees import (
     share,
 )
 
-IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has a part of the gradients alone")
+IN_PARTS = Support(Level.NOT_WRITTEN_YET, "each rank has only a part of the gradients")
 ON_THE_HOST = Support(
     Level.NOT_WRITTEN_YET, "strategy.offload: the optimizer's tensors lie in the host's memory"
 )
@@ -40,8 +40,8 @@ def shards(options: Any, world_size: int) -> int:
     check_divides(options, world_size)
     if options.pp > 1:
         raise RunFileError(
-            f"strategy.pp: {options.pp}: stages whose weights are sharded are not written yet. Set "
-            "strategy.name: ddp to have stages, or strategy.pp: 1 to shard"
+            f"strategy.pp: {options.pp}: fsdp cannot shard the weights of pipeline stages yet. Use "
+            "strategy.name: ddp for stages, or strategy.pp: 1 to shard"
         )
     others = {name: getattr(options, name) for name in ("cp", "tp")}
     replicate, shard = options.dp_replicate, options.dp_shard
@@ -55,7 +55,7 @@ def shards(options: Any, world_size: int) -> int:
     over = "".join(f" divided by strategy.{name} {n}" for name, n in others.items() if n > 1)
     raise RunFileError(
         f"strategy.dp_replicate and dp_shard: {product} is not {rows}, the number of ranks "
-        f"(--devices times --nodes){over}. Leave dp_shard out, and make dp_replicate one of "
+        f"(--devices times --nodes){over}. Leave dp_shard out, and set dp_replicate to one of "
         f"{', '.join(divisors)}"
     )
 

@@ -21,9 +21,9 @@ from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.pipeline_cut import StagePart
 from anygauge.strategies.tensor_division import causal_of, decoder_of
 
-BEFORE = "it does something to its embeddings before its first layer"
-AFTER = "it does something to hidden states after its layers"
-REMEDY = "Set strategy.pp: 1, and strategy.name: fsdp or zero to divide the model otherwise"
+BEFORE = "it changes its embeddings before its first layer"
+AFTER = "it changes hidden states after its last layer"
+REMEDY = "Set strategy.pp: 1, and use strategy.name: fsdp or zero to shard the model instead"
 
 
 class Passed(nn.Module):

@@ -86,7 +86,10 @@ def decoder_of(causal: Any) -> nn.Module:
     """The model without its output layer."""
     found = getattr(causal, causal.base_model_prefix, None)
     if not isinstance(found, nn.Module):
-        raise UnsupportedError(f"strategy.tp: the decoder of {type(causal).__name__} is not known")
+        raise UnsupportedError(
+            f"strategy.tp: anygauge does not know the decoder of {type(causal).__name__}. Set "
+            "strategy.tp: 1"
+        )
     return found
 
 
@@ -248,8 +251,8 @@ def _inside(
                 of_heads = id(module) not in mixed and tuple(parameter.shape) == (head_size,)
                 if not known and not of_heads:
                     raise UnsupportedError(
-                        f"strategy.tp: {name} lies between divided layers, and how to divide it "
-                        f"is not known. {REMEDY}"
+                        f"strategy.tp: {name} is between divided layers, and anygauge does not "
+                        f"know how to divide it. {REMEDY}"
                     )
                 found.add(name)
     return found

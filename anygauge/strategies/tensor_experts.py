@@ -61,8 +61,8 @@ def inner_experts(experts: Any, name: str) -> nn.Module:
         parameter.shape[0] != number or "." in key for key, parameter in inner.named_parameters()
     ):
         raise UnsupportedError(
-            f"strategy.tp: {name} is a {type(inner).__name__}, of which ranks cannot have some "
-            f"experts each. {REMEDY}"
+            f"strategy.tp: {name} is a {type(inner).__name__}, whose experts cannot be distributed "
+            f"over ranks. {REMEDY}"
         )
     found: nn.Module = inner
     return found

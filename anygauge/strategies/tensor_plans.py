@@ -63,7 +63,7 @@ NOT_WRITTEN = {
 }
 """Styles of plans that are not applied yet, and what has them."""
 
-REMEDY = "Set strategy.tp: 1, and strategy.name: fsdp or zero to divide the model otherwise"
+REMEDY = "Set strategy.tp: 1, and use strategy.name: fsdp or zero to shard the model instead"
 
 
 def plan_of(config: Any) -> Mapping[str, str]:
@@ -77,8 +77,8 @@ def plan_of(config: Any) -> Mapping[str, str]:
     plan = getattr(text, "base_model_tp_plan", None) or OWN_PLANS.get(kind)
     if not plan:
         raise UnsupportedError(
-            f"strategy.tp: how to divide the layers of {kind} models is not known: neither "
-            f"transformers nor anygauge describes it. {REMEDY}"
+            "strategy.tp: neither transformers nor anygauge describes how to divide the layers of "
+            f"{kind} models. {REMEDY}"
         )
     mixtures = [layer for layer, style in plan.items() if style == EXPERTS]
     found = {}
@@ -95,7 +95,7 @@ def plan_of(config: Any) -> Mapping[str, str]:
             what = "experts that are layers"
         if what is not None:
             raise UnsupportedError(
-                f"strategy.tp: {kind} models have {layer}, to be divided as {style}: "
+                f"strategy.tp: {kind} models have {layer}, which their plan divides as {style}: "
                 f"{what} cannot be divided yet. {REMEDY}"
             )
         found[layer] = style
@@ -152,9 +152,9 @@ def _sizes(text: Any, plan: Mapping[str, str]) -> dict[str, Any]:
         shared = _first(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
         together = each * shared if each and shared else None
         alone = _first(text, "shared_expert_intermediate_size")
-        sizes["inner numbers of shared experts"] = alone or together
+        sizes["inner features of shared experts"] = alone or together
     if blocks - attention - set(SHARED):
-        sizes["inner numbers of a layer"] = _first(text, "intermediate_size")
+        sizes["inner features of a layer"] = _first(text, "intermediate_size")
     return sizes
 
 

@@ -57,8 +57,8 @@ def accelerator_of(backend: Backend) -> Any:
             wanted = self.device(device_index) if whole else torch.device(device_index)
             if wanted != placement.device:
                 raise RuntimeError(
-                    f"DeepSpeed asks for {wanted}, but this rank has opened "
-                    f"{placement.device}; is LOCAL_RANK that of the run?"
+                    f"DeepSpeed wants to use {wanted}, but this rank has opened "
+                    f"{placement.device}; does LOCAL_RANK have the value that the run gave it?"
                 )
 
         def current_device(self) -> int:

@@ -39,7 +39,7 @@ def check_nvme(run: StrategyRun, environment: Mapping[str, str]) -> None:
     if options.offload in ("parameters", "both"):
         raise UnsupportedError(
             f"strategy.nvme: with strategy.offload: {options.offload}, weights would go to the "
-            "disk too; so offloaded, a rank of DeepSpeed 0.19.8 ended without a message. Set "
+            "disk too, and with that a rank of DeepSpeed 0.19.8 ended without a message. Set "
             "strategy.offload: optimizer"
         )
     if options.offload != "optimizer":
@@ -54,23 +54,23 @@ def check_nvme(run: StrategyRun, environment: Mapping[str, str]) -> None:
         )
     if run.optimizer == "adamw_8bit":
         raise UnsupportedError(
-            "train.optimizer.name: adamw_8bit: DeepSpeed writes state of 32 bits alone to a disk "
+            "train.optimizer.name: adamw_8bit: DeepSpeed writes only 32-bit state to a disk "
             "(strategy.nvme). Use adamw, lion or sgd"
         )
     if not Path(options.nvme).is_absolute():
         raise RunFileError(
-            f"strategy.nvme: {options.nvme!r} is relative; give an absolute path, which every "
-            "machine has on a disk of its own"
+            f"strategy.nvme: {options.nvme!r} is relative; give an absolute path that every "
+            "machine has, on its own disk"
         )
     if run.ranks_run_here:
         check_folder(options.nvme)
         missing = operator_lacks(environment)
         if missing:
             raise NotAvailableError(
-                f"strategy.nvme: DeepSpeed's operator async_io is not built here, and to build it, "
-                f"{missing} missing. Install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), "
-                "ninja and a C++ compiler, use an image that has it built (`anygauge image`), or "
-                "leave strategy.nvme out: the optimizer then lies in the host's memory"
+                f"strategy.nvme: DeepSpeed's operator async_io is not built here, and {missing} "
+                "missing to build it. Install libaio-dev (Debian, Ubuntu) or libaio-devel "
+                "(Fedora), ninja and a C++ compiler, use an image that has it built (`anygauge "
+                "image`), or leave strategy.nvme out to keep the optimizer in the host's memory"
             )
 
 
@@ -79,7 +79,7 @@ def check_folder(path: str) -> None:
     folder = Path(path)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist on this machine"
-        raise RunFileError(f"strategy.nvme: {path} {what}; make it, on a local disk")
+        raise RunFileError(f"strategy.nvme: {path} {what}; create it on a local disk")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise RunFileError(f"strategy.nvme: {path} cannot be written to; change its permissions")
 

@@ -91,8 +91,8 @@ def zero_settings(
         add(
             "zero_optimization.reduce_bucket_size",
             sizes.trained,
-            f"DeepSpeed takes the memory of a whole bucket, {DEFAULT_BUCKET:,} elements by "
-            "default; all gradients fit in this one",
+            f"DeepSpeed allocates a whole bucket, {DEFAULT_BUCKET:,} elements by default; all "
+            "gradients fit in this one",
             "DeepSpeed's stage3.py and stage_1_and_2.py",
         )
     all_recompute = workload.activations.every == 1
@@ -121,7 +121,7 @@ def zero_settings(
             add(
                 f"zero_optimization.{field}.pin_memory",
                 pinned,
-                "copies to the device need not wait",
+                "the host need not wait for copies to the device",
             )
     if options.nvme is not None:
         path = "zero_optimization.offload_optimizer.nvme_path"

@@ -46,9 +46,10 @@ def check(run: StrategyRun) -> None:
     for name, value in options.options.items():
         if _offloads(name, value):
             raise UnsupportedError(
-                f"strategy.options.{name}: DeepSpeed takes only an optimizer of its own there, "
-                "unless a field is set that strategy.options does not reach. Leave it out, and set "
-                "strategy.offload: optimizer, parameters or both; strategy.nvme for a disk"
+                f"strategy.options.{name}: with this field DeepSpeed accepts only its own "
+                "optimizer, unless another field is set that strategy.options cannot reach. Leave "
+                "it out, and set strategy.offload: optimizer, parameters or both, and "
+                "strategy.nvme for a disk"
             )
     if options.offload != "none" and options.stage == 0:
         raise UnsupportedError(
@@ -64,15 +65,16 @@ def check(run: StrategyRun) -> None:
         )
     if options.nvme is not None and run.ranks_run_here and not is_at_least(DISK_SINCE):
         raise UnsupportedError(
-            f"strategy.nvme: tried with DeepSpeed {'.'.join(map(str, DISK_SINCE))}, not with "
-            f"{metadata.version(ENGINE)}. Leave it out: the optimizer is then in the host's memory"
+            f"strategy.nvme: tested with DeepSpeed {'.'.join(map(str, DISK_SINCE))}, not with "
+            f"{metadata.version(ENGINE)}. Leave it out to keep the optimizer in the host's memory"
         )
     check_nvme(run, os.environ)
     if run.activations.selective and run.ranks_run_here and needs_reentrant_checkpointing():
         raise UnsupportedError(
             f"train.gradient_checkpointing.selective: DeepSpeed {metadata.version(ENGINE)} needs "
-            "torch's reentrant form, which recomputes whole layers alone; that ended with "
-            f"{'.'.join(map(str, NON_REENTRANT_SINCE))}. Leave it out, or use strategy.name: fsdp"
+            "torch's reentrant form, which can only recompute whole layers. This is no longer so "
+            f"from {'.'.join(map(str, NON_REENTRANT_SINCE))}. Leave it out, or use strategy.name: "
+            "fsdp"
         )
     if (
         run.router_aux_loss
@@ -82,26 +84,27 @@ def check(run: StrategyRun) -> None:
     ):
         raise UnsupportedError(
             f"train.router_aux_loss_coef: DeepSpeed {metadata.version(ENGINE)} needs torch's "
-            "reentrant form of recomputation, within which the routers' loss has no gradient. Set "
+            "reentrant form of recomputation, in which the routers' loss has no gradient. Set "
             "train.gradient_checkpointing: false, or use strategy.name: fsdp"
         )
     if run.quantised and options.stage == 3 and run.ranks_run_here and not offloads_gradients():
         raise UnsupportedError(
-            f"model.quantise: stage 3 of DeepSpeed {metadata.version(ENGINE)} gathers weights of "
-            "one type alone, and codes are bytes. Use strategy.stage: 2, or strategy.name: fsdp"
+            f"model.quantise: stage 3 of DeepSpeed {metadata.version(ENGINE)} gathers only weights "
+            "of one type, but quantised codes are bytes. Use strategy.stage: 2, or strategy.name: "
+            "fsdp"
         )
     if run.paged:
         raise UnsupportedError(
-            "train.optimizer.paged: DeepSpeed has ways of its own to move the optimizer's state, "
-            "and was not tried with bitsandbytes'. Set strategy.offload: optimizer in its place, "
-            "or use strategy.name: ddp or single"
+            "train.optimizer.paged: DeepSpeed moves the optimizer's state in its own way, and was "
+            "not tested with bitsandbytes' paging. Set strategy.offload: optimizer instead, or use "
+            "strategy.name: ddp or single"
         )
     if run.optimizer == "adafactor" and options.stage > 0:
         raise RunFileError(
             "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
             f"strategy zero, stage {options.stage}, joins parameters into flat vectors, on which "
-            "it would be another optimizer that saves no memory. Use strategy.name: single, "
-            "strategy.stage: 0, or train.optimizer.name: adamw_8bit"
+            "adafactor would be a different optimizer that saves no memory. Use strategy.name: "
+            "single, strategy.stage: 0, or train.optimizer.name: adamw_8bit"
         )
     if run.ranks_run_here and options.options:
         _check_known(options.options)
@@ -153,7 +156,7 @@ def _check_adds_offloaded(stage: int) -> None:
     if not offloads_gradients():
         raise UnsupportedError(
             f"strategy.offload: optimizer: DeepSpeed {metadata.version(ENGINE)} gives other losses "
-            f"in stage {stage} than without it, seen in 0.16.9; 0.19.8 does not. Set "
+            f"in stage {stage} than without it (seen in 0.16.9; 0.19.8 gives the same). Set "
             "strategy.stage: 3, or leave it out"
         )
 

@@ -204,7 +204,7 @@ class ZeroState:
         return found
 
     def _kept(self, value: Tensor | None) -> Tensor | None:
-        assert value is not None, "DeepSpeed knows no master of a trained parameter"
+        assert value is not None, "DeepSpeed has no float32 master for a trained parameter"
         if not self._writes:
             return None
         return value.detach().to(HOST_DEVICE, torch.float32, copy=True)

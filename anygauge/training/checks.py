@@ -153,13 +153,13 @@ def _model_folder(section: ModelSection, has_files: bool, found: Findings) -> Pa
     if folder.is_absolute():
         if has_files:
             raise ModelError(f"model.name: no such folder: {folder}")
-        found.notes.append(f"the model is checked by the ranks: {folder} is not on this machine")
+        found.notes.append(f"the ranks will check the model: {folder} is not on this machine")
         return None
     copy = copy_of(section.name, section.revision)
     if copy is None or not (copy / CONFIG).is_file():
         found.notes.append(
-            f"the model is checked where ranks run, which fetch it: {section.name} is neither a "
-            "folder here nor in this machine's copies of the hub"
+            f"the ranks' machines will fetch and check the model: {section.name} is neither a "
+            "folder on this machine nor among its copies from the hub"
         )
         return None
     return copy
@@ -175,7 +175,7 @@ def _weights(section: ModelSection, folder: Path) -> dict[str, tuple[int, ...]] 
             raise
         raise ModelError(
             f"{error}. It is this machine's copy of {section.name}: remove {folder.parents[1]}, "
-            "and give the same command again"
+            "and repeat the command"
         ) from None
 
 
@@ -199,7 +199,7 @@ def _must_be_built(
         or (folder is not None and shapes is not None and not surely_fit(folder, shapes))
     )
     if asked and importlib.util.find_spec("torch") is None:
-        found.notes.append("the model is built by the ranks alone: torch is not installed here")
+        found.notes.append("only the ranks can build the model: torch is not installed here")
         return False
     return asked
 
@@ -215,7 +215,7 @@ def _tokenizer(section: ModelSection, has_files: bool, found: Findings) -> Any:
         raise ModelError(f"model.tokenizer: no such file or folder: {origin}")
     if not there:
         found.notes.append(
-            f"tokenizer and rows are checked by the ranks: {origin} is not on this machine"
+            f"the ranks will check tokenizer and rows: {origin} is not on this machine"
         )
         return None
     return load_tokenizer(section)
@@ -229,10 +229,10 @@ def _rows(
 
     sources = (*run.data.train_sources, *run.data.eval_sources)
     if not question.has_files:
-        found.notes.append("the rows are read by the ranks, on the machines of the job")
+        found.notes.append("the ranks will read the rows, on the job's machines")
         return
     if any(is_remote(source.path) for source in sources):
-        found.notes.append("rows of the hub, and of other machines, are read by the ranks")
+        found.notes.append("the ranks will read the rows of the hub and of other machines")
         return
     data = prepare(run.data, tokenizer, run.train.seed, log=log, run=question.id)
     found.data = data.report
@@ -304,7 +304,7 @@ def engine_settings(
             "otherwise"
         )
     if skeleton is None:
-        notes.append("settings that depend on the model's sizes are left out")
+        notes.append("this list leaves out settings that depend on the model's sizes")
     workload = workload_of(run, registry, backend, precision, 0, world_size, skeleton)
     settings = create_strategy(registry, run).settings(workload)
     return list(settings), "\n  ".join(notes)

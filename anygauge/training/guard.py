@@ -50,8 +50,8 @@ def check_finite(
     rows = list(dict.fromkeys(every))
     more = f" and {len(rows) - MOST_ROWS} more" if len(rows) > MOST_ROWS else ""
     raise NonFiniteLossError(
-        f"{what} at step {index + 1}, with rows "
-        f"{', '.join(rows[:MOST_ROWS])}{more}. Look at these rows; or lower "
-        "train.optimizer.lr, lengthen train.schedule.warmup_steps, or try precision.param_dtype: "
-        "float32. No adapter or model was saved; checkpoints made before are kept"
+        f"{what} at step {index + 1}, with rows {', '.join(rows[:MOST_ROWS])}{more}. Look at these "
+        "rows; or lower train.optimizer.lr, lengthen train.schedule.warmup_steps, or try "
+        "precision.param_dtype: float32. No adapter or model was saved; earlier checkpoints are "
+        "kept"
     )

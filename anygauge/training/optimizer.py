@@ -87,7 +87,7 @@ def parameter_groups(
     if ratio is not None and not found:
         raise RunFileError(
             "train.optimizer.loraplus_lr_ratio: no trained parameter is a B factor of a LoRA "
-            "adapter; remove it, or add an adapter of that kind"
+            "adapter; leave the field out, or train a LoRA adapter"
         )
     if not groups:
         # A stage of a pipeline without a trained weight steps nothing, beside others that do.

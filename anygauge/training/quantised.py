@@ -31,13 +31,13 @@ def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
         return
     if run.adapter is None:
         raise RunFileError(
-            f"model.quantise: {asked.type}: codes cannot be trained, and the run has no adapter. "
-            "Add the section adapter, or leave model.quantise out to train all weights"
+            f"model.quantise: {asked.type}: quantised weights cannot be trained, and the run has "
+            "no adapter. Add an adapter section, or leave model.quantise out to train all weights"
         )
     if run.adapter.dora and asked.type == "int8":
         raise UnsupportedError(
-            "adapter.dora: peft cannot load a DoRA adapter onto bitsandbytes' layers of 8 bits, so "
-            "the result would be of no use. Use model.quantise: nf4, or leave dora out"
+            "adapter.dora: peft cannot load a DoRA adapter onto bitsandbytes' 8-bit layers, so you "
+            "could not use the result. Use model.quantise: nf4, or leave dora out"
         )
     support = backend.support(CAPABILITY[asked.type])
     if not support:
@@ -47,8 +47,8 @@ def check_quantised(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
         )
     if backend.graph.compiler is not None:
         raise UnsupportedError(
-            f"model.quantise: backend {backend.name!r} compiles layers, which was not tried with "
-            "bitsandbytes' ones. Leave it out"
+            f"model.quantise: backend {backend.name!r} compiles layers, which was not tested with "
+            "bitsandbytes' layers. Leave it out"
         )
     if ranks_run_here and importlib.util.find_spec("bitsandbytes") is None:
         raise RunFileError(MISSING)

@@ -53,7 +53,7 @@ def check_ranks(spec: StrategySpec, world_size: int, registry: Registry) -> None
     alone = spec.world_sizes == (1,)
     raise RunFileError(
         f"strategy.name: {spec.name!r} trains in {'one process' if alone else f'{sizes} ranks'}, "
-        f"but {world_size} ranks are asked for; "
+        f"but the run has {world_size} ranks; "
         + ("use --devices 1 and --nodes 1" if alone else f"make --devices times --nodes {sizes}")
         + (f", or strategy.name: {' or '.join(others)}" if others else "")
     )
@@ -153,8 +153,8 @@ def check_whole_modules(run: RunFile) -> None:
     for field in ("tp", "pp"):
         if getattr(run.strategy, field, 1) > 1:
             raise UnsupportedError(
-                f"adapter.modules_to_save: copies of whole modules are not divided by "
-                f"strategy.{field} yet. Set strategy.{field}: 1, or leave it out"
+                f"adapter.modules_to_save: strategy.{field} cannot divide whole modules yet. Set "
+                f"strategy.{field}: 1, or leave adapter.modules_to_save out"
             )
 
 
@@ -165,8 +165,8 @@ def check_new_rows(run: RunFile) -> None:
             return
         if getattr(run.strategy, field, 1) > 1:
             raise UnsupportedError(
-                f"model.new_tokens: with an adapter, peft puts the new tokens' rows into the whole "
-                f"embedding and output layer in every forward, and strategy.{field} {what}. Set "
+                "model.new_tokens: with an adapter, peft puts the new tokens' rows into the whole "
+                f"embedding and output layer in every forward, but strategy.{field} {what}. Set "
                 f"strategy.{field}: 1, or train all weights (no adapter section)"
             )
 
@@ -175,9 +175,9 @@ def check_offloading(run: RunFile, backend: Backend) -> None:
     """Raises: UnsupportedError: layers' activations are not to be had one by one on this device."""
     graph = backend.graph
     if run.train.activation_offloading and (graph.accumulates or graph.compiler is not None):
-        how = "gathers operations into graphs, which each copy to the host would end"
+        how = "collects operations into graphs, and each copy to the host would end a graph"
         if graph.compiler is not None:
-            how = "compiles layers, and what they keep for backward with them"
+            how = "compiles layers together with what they keep for backward"
         raise UnsupportedError(
             f"train.activation_offloading: backend {backend.name!r} {how}. Leave it out, and set "
             "train.gradient_checkpointing: true"

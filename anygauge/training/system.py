@@ -112,7 +112,7 @@ class SystemSampler:
                 self._take()
             self._take()
         except Exception as error:
-            self._warn(f"system metrics end here: {describe(error)}. Training continues")
+            self._warn(f"system metrics stop here: {describe(error)}. Training continues")
 
     def _take(self) -> None:
         sample = Sample(time.time(), dict(self._read()))

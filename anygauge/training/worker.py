@@ -146,8 +146,8 @@ def run_rank(
             return done.finished.summary
         for library in backend.collectives.limit(limit):
             rank.warn(
-                f"launch.collective_timeout_s: groups of {library} keep the limit that they were "
-                "made with; a rank that hangs in one of them is ended by its agent"
+                f"launch.collective_timeout_s: {library} cannot change the limit of its existing "
+                "groups; if a rank hangs in one of them, only its agent ends it"
             )
         opened.callback(prepared.engine.close)
         # Until the end: a request that comes while the result is saved comes too late.

@@ -399,7 +399,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nended by request; what was made so far is in the folder", file=sys.stderr)
+        print("\nended on request; what was made so far is in the folder", file=sys.stderr)
         return 130
     return 0
 

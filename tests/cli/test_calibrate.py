@@ -93,8 +93,8 @@ def test_an_undescribed_card_is_described_by_it() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["RUN", "--calibrate"], "--calibrate measures this machine: leave"),
-        ([], "no run file is named"),
+        (["RUN", "--calibrate"], "--calibrate measures this machine and takes no run file: leave"),
+        ([], "no run file is given"),
     ],
 )
 def test_one_or_the_other(tmp_path: Path, options: list[str], expected: str) -> None:

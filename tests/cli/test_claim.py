@@ -25,7 +25,7 @@ def is_claimed(folder: Path) -> bool:
             return False
     except AnygaugeError as error:
         assert "a run is writing to" in str(error)
-        assert "wait for its end" in str(error)
+        assert "wait until it ends" in str(error)
         return True
 
 

@@ -75,10 +75,10 @@ def test_secrets_are_named_by_where_the_cluster_keeps_them(
     assert "launch.options.secrets" in done.stderr
 
 
-def test_a_dry_run_shows_the_manifest_and_how_far_it_was_proven(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_manifest_and_how_it_was_tested(tmp_path: Path) -> None:
     done = anygauge(["launch", there(tmp_path), "--dry-run"])
     assert done.returncode == 0, done.stderr
-    assert "launcher kubernetes; proven: emulated (rendered jobs pass" in done.stdout
+    assert "launcher kubernetes; tested: emulated (rendered jobs pass" in done.stdout
     assert "    | kind: JobSet\n" in done.stdout
     assert "by hand, cancel: kubectl --namespace default delete jobset tiny" in done.stdout
     assert not (tmp_path / "out").exists()
@@ -121,7 +121,10 @@ def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert f"anygauge job follow {folder}" in done.stdout
     logs = anygauge(["job", "logs", folder], environment=shell)
-    assert "on the job's own storage (logs/rankN.log); what the first machine pr" in logs.stdout
+    assert (
+        "on the job's storage, in the run directory (logs/rankN.log); to see what the first"
+        in logs.stdout
+    )
     assert "printed: kubectl --namespace default logs -f -l " in logs.stdout
     client.answer("get", "jobset", out={"status": {"conditions": []}})
     pod = {"metadata": {"name": "p"}, "status": {"phase": "Running"}}
@@ -163,7 +166,7 @@ def test_a_second_cancel_leaves_no_time_and_an_ended_job_needs_none(tmp_path: Pa
     client.answer("delete", "--cascade=foreground")
     client.answer("delete", "pods", "--force")
     first = anygauge(["job", "cancel", folder], environment=shell)
-    assert first.stdout.startswith("requested: its ranks write a checkpoint if they can")
+    assert first.stdout.startswith("requested: the ranks write a checkpoint if they can")
     assert not any("--force" in argv for argv, _ in client.asked)
     second = anygauge(["job", "cancel", folder], environment=shell)
     assert second.stdout == "requested: the job ends at once\n"
@@ -282,7 +285,7 @@ def test_launchers_are_listed_with_what_they_can_and_their_proof() -> None:
     text = anygauge(["launchers"]).stdout
     assert "ssh\n    ranks on other machines; files are shared with this machine\n" in text
     assert "    a job ends with the command that started it\n" in text
-    assert "    proven: emulated (rendered jobs pass the target's models, and" in text
+    assert "    tested: emulated (rendered jobs pass the target's models, and" in text
 
 
 def test_who_leaves_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -314,7 +317,7 @@ def test_who_leaves_leaves_no_process_behind(tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=60)
     finally:
         end(process)
-    assert process.returncode == 0 and "to see it again: anygauge job follow" in out
+    assert process.returncode == 0 and "to follow it again: anygauge job follow" in out
     until(lambda: not readers(), "the end of the reader")
 
 

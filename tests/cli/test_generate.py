@@ -111,4 +111,4 @@ def test_an_empty_answer_is_told(
     assert command(["generate", str(tmp_path), "--prompt", "hello"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{answer}\n"
-    assert ("the model ended at once" in err) == (not answer)
+    assert ("the model ended it with its first token" in err) == (not answer)

@@ -73,7 +73,7 @@ def test_two_ranks_train_on_one_download(tmp_path: Path, hub: Hub) -> None:
     path = run_file(tmp_path, model={"name": NAME}, strategy={"name": "ddp"})
     status, out, err = run(tmp_path, hub.address, *ANYGAUGE, "train", path, "--dry-run")
     assert status == 0, err
-    assert "the weights are not checked: a run fetches them first, 208 kB" in out
+    assert "the weights were not checked: a run would first fetch them, 208 kB" in out
     assert hub.files() == [name for name in NEEDED if name != "model.safetensors"]
     hub.requests.clear()
     status, out, err = run(tmp_path, hub.address, *ANYGAUGE, "train", path, "--devices", "2")
@@ -117,7 +117,7 @@ def test_a_copy_that_was_cut_is_refused_with_its_remedy(tmp_path: Path, hub: Hub
     status, _, err = run(tmp_path, hub.address, *ANYGAUGE, "train", path)
     assert status == 1 and "cannot be read as weights" in err
     copy = weights.parents[2]
-    assert f"machine's copy of {NAME}: remove {copy}, and give the same command again" in err
+    assert f"machine's copy of {NAME}: remove {copy}, and repeat the command" in err
     assert not (tmp_path / "out").exists()
     hub.requests.clear()
     shutil.rmtree(copy)

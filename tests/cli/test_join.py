@@ -148,7 +148,7 @@ def test_the_losses_under_torchrun_are_those_of_devices_2(tmp_path: Path) -> Non
         (["--nodes", "2"], "launch.nodes: 2, but"),
         (["--launcher", "local"], "launch.launcher: local would start ranks"),
         (["--set", "launch.launcher=ssh"], "launch.launcher: ssh would start ranks"),
-        (["--set", "launch.max_restarts=2"], "only it can start again"),
+        (["--set", "launch.max_restarts=2"], "can restart the ranks that it started"),
     ],
 )
 def test_what_only_our_launchers_do_is_refused_by_each_rank(
@@ -229,7 +229,9 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     import torch.distributed as dist
 
     store = dist.FileStore(str(tmp_path / "store"), -1)
-    with pytest.raises(AnygaugeError, match=r"of 3 ranks, 1, 2 did not come within 0\.2 s"):
+    with pytest.raises(
+        AnygaugeError, match=r"of 3 ranks, 1, 2 did not connect to .* within 0\.2 s"
+    ):
         _agreed(store, launch_of(0, 3), {"id": "x"}, 0.2)
 
 
@@ -346,7 +348,7 @@ def test_what_terminals_and_schedulers_send_asks_for_a_checkpoint(
         end(process)
     assert status == STOPPED and "stopped at request after step" in err, err
     assert list((folder / "checkpoints").iterdir())
-    assert "OMP_NUM_THREADS=3 was set where the ranks were started" in err
+    assert "OMP_NUM_THREADS=3, set by you or by" in err
 
 
 WORKER = """
@@ -377,7 +379,9 @@ def test_workers_that_have_a_process_group_of_their_own(tmp_path: Path) -> None:
     port, later = free_port(), free_port()
     results = by_hand_together([tmp_path / "worker.py", path, later], 2, port)
     assert [status for status, _, _ in results] == [0, 0], results
-    assert all("refused: this process is in a process group" in out for _, out, _ in results)
+    assert all(
+        "refused: this process already has a torch process group" in out for _, out, _ in results
+    )
     assert results[0][1].count("final loss") == 2
     late = [line for line in results[0][2].splitlines() if "torch was imported before" in line]
     assert late and "OF_THE_RUN" in late[0]

@@ -107,8 +107,8 @@ def test_what_cannot_fit_is_refused_and_leaves_no_folder(
         command(["train", str(path), *options])
     assert refused.value.exit_status == 2
     assert (
-        "cannot fit: each rank needs 210.0 MiB in phase 'load' (200.0 MiB weights; 10.0 MiB"
-        " besides tensors), and sim has 100.0 MiB for a rank. `anygauge plan RUN.yaml --suggest`"
+        "cannot fit: each rank needs 210.0 MiB in phase 'load' (200.0 MiB weights; 10.0 MiB in "
+        "addition to tensors), and sim has 100.0 MiB per rank. `anygauge plan RUN.yaml --suggest`"
     ) in str(refused.value)
     assert not (tmp_path / "out").exists() and capsys.readouterr().out == ""
 
@@ -138,7 +138,7 @@ def test_what_fits_says_by_how_much(
 ) -> None:
     planner.found = takes(80 * MIB)
     found = expected(wide(tmp_path, 100 * MIB, monkeypatch))
-    assert found.lines == ("memory: needs 84.0 MiB, sim has 100.0 MiB for a rank",)
+    assert found.lines == ("memory: needs 84.0 MiB, sim has 100.0 MiB per rank",)
     assert found.note == "" and found.found == planner.found
 
 
@@ -165,7 +165,7 @@ def test_ranks_of_one_host_share_its_memory(
     planner.found = takes(150 * MIB)
     path = run_file(tmp_path, model={"config": {**TINY, **WIDE}, "tokenizer": "none"})
     assert expected(path).note.startswith("the run may not fit")
-    with pytest.raises(RunFileError, match=r"cpu has 100\.0 MiB for a rank"):
+    with pytest.raises(RunFileError, match=r"cpu has 100\.0 MiB per rank"):
         expected(path, **{"launch.devices": 2})
 
 
@@ -177,7 +177,7 @@ def test_devices_that_nobody_describes_are_left_alone(
     if Path("/sys/module/habanalabs").exists():
         pytest.skip("this machine has Gaudi's driver")
     (line,) = found.lines
-    assert line.startswith("memory: not planned, since the devices of hpu are not described;")
+    assert line.startswith("memory: not planned, since no description covers the devices of hpu;")
     assert planner.started == 0
 
 
@@ -201,7 +201,7 @@ def test_a_rehearsal_that_fails_stops_no_run(
 ) -> None:
     planner.found = AnygaugeError("it broke\nthere")
     path = wide(tmp_path, 100 * MIB, monkeypatch)
-    assert expected(path).note == "memory is not known: it broke"
+    assert expected(path).note == "memory was not planned: it broke"
 
 
 def test_a_rehearsal_that_takes_long_is_left_and_ended(
@@ -209,7 +209,7 @@ def test_a_rehearsal_that_takes_long_is_left_and_ended(
 ) -> None:
     planner.found = TooLongError("long")
     note = expected(wide(tmp_path, 100 * MIB, monkeypatch)).note
-    assert note.startswith("memory is not known: the rehearsal has not ended within 30 s;")
+    assert note.startswith("memory was not planned: the rehearsal takes longer than 30 s;")
     assert planner.ended == planner.started == 1
 
 
@@ -232,7 +232,7 @@ def test_auto_becomes_the_fastest_that_fits_and_says_why(
     why = "ddp would need 6.2 GiB of 5.0 GiB; fsdp cannot: no"
     assert found.lines == (
         f"strategy: zero (auto: {why})",
-        "memory: needs 4.1 GiB, sim has 5.0 GiB for a rank",
+        "memory: needs 4.1 GiB, sim has 5.0 GiB per rank",
     )
     assert (seen, chosen.run.strategy.name, chosen.job.strategy) == ("zero",) * 3
     assert chosen.job.strategy_why == f"auto: {why}"
@@ -257,7 +257,7 @@ def test_auto_takes_the_fastest_of_several_where_rates_are_known(
     [line, *_] = found.lines
     assert found.step_s == 1.5
     assert line == (
-        "strategy: fsdp (auto: steps are planned to take: ddp 4.00 s, fsdp 1.50 s, zero 3.00 s)"
+        "strategy: fsdp (auto: planned time of a step: ddp 4.00 s, fsdp 1.50 s, zero 3.00 s)"
     )
 
 
@@ -297,9 +297,9 @@ def test_a_run_keeps_what_auto_became_and_why(
 ) -> None:
     monkeypatch.setenv("ANYGAUGE_SIM_LOCKS", str(tmp_path / "locks"))
     run = trained(auto(tmp_path, monkeypatch, train={"steps": 1}), "--plan")
-    assert "strategy: ddp (auto: the fastest, and it fits)\n" in run.out
+    assert "strategy: ddp (auto: the fastest that fits)\n" in run.out
     report = json.loads((run.folder / "report.json").read_text())
-    assert report["choices"]["strategy"] == "ddp (auto: the fastest, and it fits)"
+    assert report["choices"]["strategy"] == "ddp (auto: the fastest that fits)"
     assert report["strategy"] == "ddp"
     assert load_run_file(run.folder / "run.yaml", [], {}).run.strategy.name == "ddp"
 

@@ -56,7 +56,7 @@ REFUSED: list[tuple[int, tuple[str, ...], dict[str, Any], str]] = [
     (3, ("strategy=ddp", "strategy.tp=2"), {}, "not a multiple of 2. Set strategy.tp to"),
     (4, ("strategy=ddp", "strategy.pp=2", "strategy.tp=2"), {}, "cannot be combined yet"),
     (2, ("strategy=ddp", "strategy.schedule=gpipe"), {}, "nothing to order"),
-    (2, ("strategy=fsdp", "strategy.pp=2"), {}, "Set strategy.name: ddp to have stages"),
+    (2, ("strategy=fsdp", "strategy.pp=2"), {}, "Use strategy.name: ddp for stages"),
     (2, ("strategy=pipeline",), {"train": {"micro_batch_size": 4}}, "at least 2 micro-batches"),
     (
         2,
@@ -75,7 +75,7 @@ REFUSED: list[tuple[int, tuple[str, ...], dict[str, Any], str]] = [
         2,
         ("strategy=tensor",),
         {"model": {"config": {**TINY, "model_type": "gpt2"}}},
-        "how to divide the layers of gpt2 models is not known",
+        "describes how to divide the layers of gpt2 models",
     ),
     (2, ("strategy=zero", "strategy.tp=2"), {}, "it is a field of strategy 'ddp'"),
 ]

@@ -85,8 +85,8 @@ def test_a_dry_run_notes_what_a_hub_that_is_switched_off_would_refuse(
     intent = read_intent(path, [], {}, need_device=False)
     found = preflight.preflight(intent, engine=True)
     refusal = "model.name: 'nobody/no-such-model' is not a folder here"
-    assert found.notes[0].startswith(f"a run would be refused: {refusal}")
-    assert "nobody/no-such-model is neither a folder here" in found.notes[1]
+    assert found.notes[0].startswith(f"the run would be refused: {refusal}")
+    assert "nobody/no-such-model is neither a folder on this machine" in found.notes[1]
     with pytest.raises(ModelError, match=f"^{refusal}"):
         preflight.preflight(intent)
 
@@ -105,7 +105,7 @@ def test_a_check_that_hangs_is_ended_and_its_part_named(
     event = json.dumps({"event": "part", "name": "data"})
     stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'; exec sleep 120")
     monkeypatch.setitem(preflight.LIMITS_S, "data", 0.2)
-    with pytest.raises(AnygaugeError, match=r"at its data for 0 s without a sign.*'data' section"):
+    with pytest.raises(AnygaugeError, match=r"no progress on its data for 0 s.*'data' section"):
         preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
 
 
@@ -122,7 +122,7 @@ def test_a_check_that_says_nothing_more_and_does_not_end(
 ) -> None:
     stub(tmp_path, monkeypatch, "cat > /dev/null; exec >&-; exec sleep 120")
     monkeypatch.setattr(preflight, "_END_S", 0.2)
-    with pytest.raises(AnygaugeError, match=r"ended at its model with signal 9, SIGKILL\. There"):
+    with pytest.raises(AnygaugeError, match=r"failed at its model with signal 9, SIGKILL\. There"):
         preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
 
 
@@ -133,7 +133,7 @@ def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
     stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'")
     found = preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
     assert found.notes == [
-        "model and rows are checked by the ranks alone: transformers is not installed here"
+        "only the ranks will check model and rows: transformers is not installed here"
     ]
 
 

@@ -237,9 +237,9 @@ def test_ctrl_c_before_the_first_step_promises_nothing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130, err
-    assert "no step was taken yet, so there is nothing to save" in out
+    assert "no step has been taken, so there is nothing to save" in out
     assert "checkpoint" not in out + err
-    assert "ended by request before the first step" in err and "Traceback" not in err
+    assert "ended on request before the first step" in err and "Traceback" not in err
     assert not (tmp_path / "out/tiny/checkpoints").exists()
     assert took_no_step(tmp_path / "out/tiny")
 

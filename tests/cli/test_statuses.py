@@ -110,7 +110,7 @@ def test_the_status_of_a_job_that_is_gone(
     assert ended(["job", "status", str(tmp_path)], monkeypatch) == status
     shown = capsys.readouterr()
     assert shown.out.startswith(said)
-    assert ("no agent reported how it ended" in shown.err) == ("does not know" in said)
+    assert ("no agent reported how the job ended" in shown.err) == ("does not know" in said)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_summary_is_a_line_for_each_single_value() -> None:
         ("allocator", "predicted 3.0 MiB, measured 2.0 MiB (peak of rank 0)"),
         (
             "process",
-            "predicted 3.0 MiB of tensors; measured 2.0 MiB, with all else of rank 0's process",
+            "predicted 3.0 MiB of tensors; measured 2.0 MiB, which is all of rank 0's process",
         ),
     ],
 )
@@ -298,7 +298,7 @@ def test_one_ctrl_c_ends_the_ranks_in_order(tmp_path: Path, signum: int, status:
     out, err = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == status
     assert "Ctrl-C again to kill" in out
-    assert "ended by request" in err
+    assert "ended on request" in err
     assert "Traceback" not in err
     assert not alive(read_pid(tmp_path / "pid0"))
 
@@ -306,9 +306,9 @@ def test_one_ctrl_c_ends_the_ranks_in_order(tmp_path: Path, signum: int, status:
 @pytest.mark.parametrize(
     ("sent", "promised", "ended"),
     [
-        ([], "no step was taken yet, so there is nothing to save", "before the first step"),
-        ([sends("message", text="loading")], "no step was taken yet", "before the first step"),
-        ([sends("started", steps=4, stops=True)], "a checkpoint written", ""),
+        ([], "no step has been taken, so there is nothing to save", "before the first step"),
+        ([sends("message", text="loading")], "no step has been taken", "before the first step"),
+        ([sends("started", steps=4, stops=True)], "writing a checkpoint", ""),
         ([sends("started", steps=4, stops=False)], "cannot write checkpoints", ""),
     ],
 )
@@ -325,7 +325,7 @@ def test_ctrl_c_promises_what_comes(
         out, err = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 130
     assert promised in out
-    assert ("checkpoint written" in out) is (promised == "a checkpoint written")
+    assert ("writing a checkpoint" in out) is (promised == "writing a checkpoint")
     assert ("before the first step; there was nothing to save" in err) is bool(ended)
 
 
@@ -341,7 +341,7 @@ def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None
     )
     assert status == 130
     assert "nothing to save" in out.getvalue()
-    assert "ended by request before the first step" in err.getvalue()
+    assert "ended on request before the first step" in err.getvalue()
 
 
 def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:

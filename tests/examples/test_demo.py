@@ -295,7 +295,7 @@ def test_a_signal_ends_the_demo_in_order(signum: int, tmp_path: Path) -> None:
         process.send_signal(signum)
         _, errors = process.communicate(timeout=180)
     assert process.returncode == 130
-    assert "ended by request" in errors
+    assert "ended on request" in errors
     assert "Traceback" not in errors
 
 

@@ -52,7 +52,7 @@ def test_what_each_begins_with() -> None:
 
 @pytest.mark.parametrize("init", ["corda", "lora_ga", "mica", "eva", "loftq"])
 def test_what_needs_more_than_a_seed_is_refused(init: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"adapter.init: {init} is not served: it"):
+    with pytest.raises(UnsupportedError, match=f"adapter.init: {init} is not supported: it"):
         factors(init)
 
 
@@ -69,7 +69,7 @@ def test_refused_before_ranks_start(tmp_path: Path) -> None:
         command(["train", str(path)])
     assert not (tmp_path / "out").exists()
     path = run_file(tmp_path, adapter={"init": "pissa"}, strategy={"name": "fsdp"})
-    with pytest.raises(UnsupportedError, match=r"adapter\.init: .*taken out of whole weights"):
+    with pytest.raises(UnsupportedError, match=r"adapter\.init: .*computed from whole weights"):
         command(["train", str(path)])
 
 

@@ -77,7 +77,7 @@ def test_groups_change_layers_and_add_some(model: Any) -> None:
     [
         (["q_prj"], r"adapter\.targets: no layer is called 'q_prj'; did you mean 'q_proj'\?"),
         (["all_linear"], "did you mean 'all-linear'"),
-        (["self_attn"], "'self_attn' is a LlamaAttention, and an adapter goes beside linear"),
+        (["self_attn"], "'self_attn' is a LlamaAttention, but only linear"),
         (["norm"], "'norm' is a LlamaRMSNorm"),
         ("q_proj", r"matches no layer; it must match a whole name, .*write a list: \[q_proj\]"),
         ("(", "is not a regular expression"),
@@ -115,7 +115,7 @@ def test_groups_are_refused_by_their_place(model: Any) -> None:
     with pytest.raises(ModelError, match=r"adapter\.groups\[1\]\.targets: no layer"):
         names(model, groups=groups)
     groups[1] = AdapterGroup(targets=".*q_proj")
-    with pytest.raises(ModelError, match=r"groups\[1\].*q_proj' is in adapter\.groups\[0\] too"):
+    with pytest.raises(ModelError, match=r"groups\[1\].*q_proj' is also in adapter\.groups\[0\]"):
         names(model, groups=groups)
 
 

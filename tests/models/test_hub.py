@@ -217,7 +217,7 @@ def test_what_arrived_whole_before_a_failure_is_kept(
     hub.repositories[NAME] = Repository(
         files=files, commit="f00d" * 10, cut={"model-1.safetensors": [0] * 20}
     )
-    with pytest.raises(ModelError, match=r"^model\.name: .*files that arrived whole are kept"):
+    with pytest.raises(ModelError, match=r"^model\.name: .*complete files are kept"):
         want(hub)
     hub.repositories[NAME].cut.clear()
     hub.requests.clear()
@@ -247,7 +247,7 @@ REFUSALS: dict[str, tuple[str, str | None, str]] = {
     "gated, another": ("gated", "hf_x", r"is gated: accept its licence .* the account of your tok"),
     "private, nobody": ("private", None, r"nor a model of .*for a private one, log in \(hf auth l"),
     "private, another": ("private", "hf_x", r"nor a model of .* that the account of your token ma"),
-    "a wrong token": ("refused", "hf_x", r"refuses your token \(401: Invalid cred.* Make a new"),
+    "a wrong token": ("refused", "hf_x", r"refuses your token \(401: Invalid cred.* Create a new"),
     "forbidden": ("forbidden", "hf_x", r"forbids 'somebody/model' .*\(403: Your token may not"),
     "broken": ("broken", None, r"cannot answer for 'somebody/model' now \(.*503.*try again later"),
 }
@@ -283,14 +283,14 @@ def test_names_and_revisions_that_are_not_there(hub: Hub) -> None:
     hub.repositories[NAME] = Repository(files=SMALL)
     with pytest.raises(ModelError, match=r"has no revision 'v9'.*a branch, a tag or a commit"):
         want(hub, revision="v9")
-    with pytest.raises(ModelError, match=r"nor a name that the hub could have"):
+    with pytest.raises(ModelError, match=r"nor a valid name on the hub"):
         want(hub, name="a/b--c")
 
 
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"model.safetensors": b"0"}, "has no config.json: it is not a model"),
+        ({"model.safetensors": b"0"}, "has no config.json, so anygauge cannot train it"),
         ({**SMALL, "model-q4.gguf": b"0"}, r"no weights: model\.safetensors or .*model-q4\.gguf"),
         ({**SMALL, "adapter_config.json": b"{}"}, r"it is an adapter: give its base in model\.na"),
         ({**SMALL, **SHARDS, "model.safetensors.index.json": b"["}, "is not an index of weights"),
@@ -305,7 +305,7 @@ def test_repositories_that_are_no_model(
 
 def test_an_index_that_names_what_the_repository_lacks(hub: Hub) -> None:
     shards = {k: v for k, v in SHARDS.items() if k != "model-2.safetensors"}
-    with pytest.raises(ModelError, match=r"names 'model-2\.safetensors', which the repository"):
+    with pytest.raises(ModelError, match=r"names 'model-2\.safetensors', but the repository"):
         want(hub, SMALL, shards)
     assert "model-1.safetensors" not in hub.files(), "gigabytes for nothing"
 

@@ -68,7 +68,10 @@ def test_plain_peft_loads_them_and_they_merge(base: Path, whole: list[str], tmp_
     ("fields", "said"),
     [
         ({"modules_to_save": ["lm_haed"]}, "ends with 'lm_haed'; did you mean 'lm_head'"),
-        ({"modules_to_save": ["up_proj"]}, "'up_proj' would be trained whole, and .* has factors"),
+        (
+            {"modules_to_save": ["up_proj"]},
+            "'up_proj' would be trained whole, but .* also has factors",
+        ),
     ],
 )
 def test_names_that_mean_nothing_are_refused(fields: dict[str, Any], said: str) -> None:

@@ -205,7 +205,7 @@ def test_rows_to_spare_are_used(tmp_path: Path) -> None:
     model = base(tmp_path / "model", vocab_size=VOCABULARY + 2)
     new = new_tokens_of(model)
     assert (new.rows, new.rows_before) == (VOCABULARY + 3, VOCABULARY + 2)
-    assert "2 of them in rows that the embedding had to spare" in described(new)
+    assert "2 of them in spare rows of the embedding" in described(new)
     run = trained_here(file(tmp_path / "run", model))
     indices = json.loads((run.folder / "adapter" / "adapter_config.json").read_text())
     assert indices["trainable_token_indices"] == {
@@ -262,8 +262,8 @@ def test_parts_of_an_enlarged_value() -> None:
     ("fields", "message"),
     [
         ({"new_tokens": ["a b", " "]}, "token 2 is ' '"),
-        ({"new_tokens": ["xyzzy"], "new_special_tokens": ["xyzzy"]}, "'xyzzy' is there twice"),
-        ({"new_special_tokens": ["</s>"]}, "'</s>' is token 1 of the tokenizer already"),
+        ({"new_tokens": ["xyzzy"], "new_special_tokens": ["xyzzy"]}, "'xyzzy' is listed twice"),
+        ({"new_special_tokens": ["</s>"]}, "'</s>' is already token 1 of the tokenizer"),
     ],
 )
 def test_tokens_that_are_none(one_model: Path, fields: Any, message: str) -> None:
@@ -285,7 +285,7 @@ def test_a_file_of_tokens(one_model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adapter": {"targets": ["lm_head"]}}, "factors beside lm_head"),
+        ({"adapter": {"targets": ["lm_head"]}}, "factors on lm_head"),
         ({"strategy": {"name": "ddp", "tp": 2}}, "strategy.tp divides layers"),
         ({"strategy": {"name": "ddp", "pp": 2}}, "strategy.pp gives them to several stages"),
     ],

@@ -53,8 +53,8 @@ def test_rows_of_one_document_have_the_architectures_own_positions(family: str) 
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("roberta", "counts positions from its padding token's number|make their masks in a way"),
-        ("bart", "takes no positions, and would count through all documents"),
+        ("roberta", "counts positions from its padding token's number|build their own masks"),
+        ("bart", "takes no position ids, and would count on through all documents"),
     ],
 )
 def test_packing_is_refused_where_positions_would_be_others(family: str, said: str) -> None:

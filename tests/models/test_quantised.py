@@ -232,7 +232,7 @@ def test_a_run_of_int8_is_verified_and_answers(model: Path, tmp_path: Path) -> N
 
 
 REFUSED: list[tuple[dict[str, Any], Any, str]] = [
-    ({"adapter": None}, "nf4", "codes cannot be trained.*Add the section adapter"),
+    ({"adapter": None}, "nf4", "quantised weights cannot be trained.*Add an adapter section"),
     ({"adapter": {"r": 4, "dora": True}}, "int8", "adapter.dora: peft cannot load"),
     ({"strategy": {"name": "ddp", "tp": 2}}, "nf4", "strategy.tp cuts weights by rows"),
     ({"strategy": {"name": "fsdp"}, "adapter": {"r": 4, "dora": True}}, "nf4", "adapter.dora"),

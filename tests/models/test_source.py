@@ -43,8 +43,8 @@ def test_a_file_without_an_architecture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("left_out", "expected"),
     [
-        (("hidden_size",), r"model.config: says no hidden_size; transformers .* 4096, .*it"),
-        (("hidden_size", "num_hidden_layers"), r"no hidden_size and no num_hidden_layers; .*them"),
+        (("hidden_size",), r"model.config: does not set hidden_size; transformers .* 4096, .*it"),
+        (("hidden_size", "num_hidden_layers"), r"not set hidden_size or num_hidden_layers; .*them"),
     ],
 )
 def test_a_plan_takes_no_sizes_of_another_model(left_out: tuple[str, ...], expected: str) -> None:

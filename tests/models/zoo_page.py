@@ -9,7 +9,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 PARTS = {
-    "made": "cannot be made",
+    "made": "cannot be built",
     "loads": "does not load",
     "single": "does not train",
     "zero": "not under ZeRO-3",
@@ -20,58 +20,60 @@ PARTS = {
 REASONS: tuple[tuple[str, str], ...] = (
     (
         r"does not support it\. Set it to false",
-        "transformers has no recomputation for it; trained with `gradient_checkpointing: false`",
+        "transformers cannot recompute its layers; it trains with `gradient_checkpointing: false`",
     ),
     (
         r"requires the (timm|pytorch-quantization) library",
-        "transformers needs a package for it that anygauge does not bring",
+        "transformers needs a package for it that anygauge does not install",
     ),
     (
         r"Unrecognized configuration class|but Transformers does not recognize",
-        "transformers saves the configuration of its part for text, which no class is listed for",
+        "transformers saves the configuration of its text part, for which it lists no class",
     ),
     (
         r"Musicgen\w*Config' object|Config has to be initialized with text_encoder",
-        "transformers builds it from its decoder's configuration, not from the one listed",
+        "transformers builds it from the decoder's configuration, not from the listed one",
     ),
     (
         r"Config' object has no attribute 'vocab_size'",
-        "transformers lists the whole model's configuration, and its class takes the text's alone",
+        "transformers lists the whole model's configuration, but its class takes only the text "
+        "part's",
     ),
     (
         r"losses differ from one rank's by [1-9]\.\de-05",
-        "sums of two ranks are rounded otherwise than one rank's, and this architecture lets that "
-        "grow to more than 1e-05 in five steps on some processors",
+        "sums over two ranks round differently from one rank's; on some processors this "
+        "architecture lets the difference grow to more than 1e-05 in five steps",
     ),
     (
         r"layer types producing a cache",
-        "a drafter: all of its layers read the keys and values of another model",
+        "it is a drafter: all of its layers read the keys and values of another model",
     ),
     (
         r"Found missing adapter keys",
-        "peft loads its adapter without some of the tensors: it renames them by transformers' "
-        "conversions, or layers share a block; the adapter is kept as not verified",
+        "peft loads its adapter without some of the tensors, because it renames them by "
+        "transformers' conversions, or because layers share a block; anygauge keeps the adapter "
+        "as not verified",
     ),
     (
         r"merging .* went wrong",
-        "layers share a block, and peft merges the block's adapter once for each of them",
+        "layers share a block, and peft merges the block's adapter once for each of these layers",
     ),
     (
         r"contained shared tensors",
-        "transformers cannot save it: layers share a block in a way that it does not declare",
+        "transformers cannot save it, because it does not declare that layers share a block",
     ),
     (
         r"^doge: adapter, loaded again",
-        "given a mask, its attention by `sdpa` computes something else than by `eager`",
+        "with a mask, its `sdpa` attention does not compute the same as its `eager` attention",
     ),
     (
         r"^(deepseek_v3|ernie4_5_moe): losses differ",
-        "equal for the first steps; then a sum's rounding is enough for another expert, or "
-        "another step of AdamW, and losses part by less than 1e-4",
+        "losses are equal for the first steps; then rounding leads to another expert or another "
+        "step of AdamW, and losses differ by less than 1e-4",
     ),
     (
         r"CheckpointError",
-        "transformers keeps a state from forward to forward, which recomputation does not expect",
+        "transformers keeps a state between forwards, which breaks recomputation",
     ),
     (
         r"Speech2Text2Sinusoidal|TransfoXL.*use_cache|'Tensor' object is not callable"
@@ -80,50 +82,55 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"'dict' object has no attribute '_in_forward'",
-        "its first forward of short rows replaces modules, which DeepSpeed has prepared by then",
+        "its first forward with short rows replaces modules that DeepSpeed has already prepared",
     ),
     (
         r"'NoneType' object has no attribute 'numel'",
-        "DeepSpeed reduces a layer's gradients once; this architecture calls its layers again and "
-        "again",
+        "DeepSpeed reduces a layer's gradients only once, but this architecture calls its layers "
+        "several times",
     ),
     (
         r"unknown parameter type",
-        "its layers return lists, which torch's hooks for backward, and so ZeRO-3, do not see",
+        "its layers return lists, which torch's backward hooks, and so ZeRO-3, cannot see",
     ),
     (
         r"least common multiple chunk_length",
-        "transformers trains it on lengths alone that are a multiple of its chunks",
+        "transformers trains it only on lengths that are a multiple of its chunk length",
     ),
 )
 """(Pattern in a message, which limit of which library it is)."""
 
 HEAD = """# Models
 
-Which causal architectures load, train and merge: every one that the installed transformers lists
-(`MODEL_FOR_CAUSAL_LM_MAPPING`), made tiny from its configuration class with random weights. This
-page is generated; [`tests/models/zoo.py`](../tests/models/zoo.py) makes it, and a test holds that
-it names every architecture of the installed version:
+Look up here whether anygauge loads, trains and merges your model's architecture. The page covers
+every causal architecture that the installed transformers lists (`MODEL_FOR_CAUSAL_LM_MAPPING`).
+Each was tested as a tiny model with random weights, built from its configuration class.
+[`tests/models/zoo.py`](../tests/models/zoo.py) generates the page, and a test checks that it names
+every architecture of the installed version:
 
 ```sh
 .venv/bin/python -m tests.models.zoo --out docs/models.md
 ```
 
-An architecture's result is "yes" if all of these hold, in float32 on the CPU:
+An architecture's result is "yes" if all of these tests pass, in float32 on the CPU:
 
-1. transformers saves it (`save_pretrained`, in the layout that publishers use), and anygauge loads
-   that folder with logits equal to those of `from_pretrained`, bit for bit;
-2. `anygauge train` fine-tunes it for five steps with LoRA on all linear layers under `single`, and
-   what it saved, loaded again, has the trained model's logits;
-3. ZeRO-3 on two ranks gives the same five losses, within 1e-5 of them;
-4. the adapter merges, and plain transformers loads the result with the logits that plain peft's own
-   merging has, within 1e-5 of their norm.
+1. transformers saves the model (`save_pretrained`, in the layout that publishers use), and anygauge
+   loads that folder with logits equal to those of `from_pretrained`, bit for bit.
+2. `anygauge train` fine-tunes it for five steps with LoRA on all linear layers under `single`. The
+   saved adapter, loaded again, gives the trained model's logits.
+3. ZeRO-3 on two ranks gives the same five losses, within 1e-5 of their size.
+4. The adapter merges, and plain transformers loads the result with the logits of plain peft's own
+   merge, within 1e-5 of their norm.
 
-Attention is what the CPU gets: `sdpa` where the architecture serves it, else `eager`
-([kernels](kernels.md#attention)). Loss is "kernel" where it is made without holding the logits,
-else "logits" ([why](kernels.md#the-loss)). Recomputation is on, as by default, but where a note
-says otherwise. A tiny model tells of code, not of memory or speed, and a text says nothing of
-images or sound.
+The other columns:
+
+- Attention is the one that the CPU gets: `sdpa` if the architecture supports it, otherwise `eager`
+  ([kernels](kernels.md#attention)).
+- Loss is "kernel" if it is computed without holding the logits, otherwise "logits"
+  ([why](kernels.md#the-loss)).
+
+Recomputation is on, as by default, unless a note says otherwise. A tiny model tests the code, not
+memory or speed, and these tests use only text, no images or sound.
 
 """
 
@@ -181,8 +188,8 @@ def failures(row: Row) -> dict[str, str]:
 
 def reason(name: str, message: str) -> str | None:
     """Which limit a message about an architecture is of; None if it is not known."""
-    told = f"{name}: {message}"
-    return next((text for pattern, text in REASONS if re.search(pattern, told)), None)
+    failure = f"{name}: {message}"
+    return next((text for pattern, text in REASONS if re.search(pattern, failure)), None)
 
 
 class Notes:
@@ -213,17 +220,17 @@ def _short(message: str) -> str:
 
 def _summary(stored: Mapping[str, Any], stacks: list[str]) -> Iterator[str]:
     heads = (
-        *("versions", "listed", "can be made", "load, equal", "train"),
-        *("ZeRO-3, equal", "merge, equal", "all of it"),
+        *("versions", "listed", "can be built", "load, equal", "train"),
+        *("ZeRO-3, equal", "merge, equal", "all tests"),
     )
     yield f"| {' | '.join(heads)} |"
     yield "|" + "---|" * len(heads)
     for stack in stacks:
         here = stored[stack]
         number = counts(here["rows"])
-        told = ("listed", "made", "loads", "single", "zero", "merges", "all")
+        columns = ("listed", "made", "loads", "single", "zero", "merges", "all")
         versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
-        yield f"| {versions} | {' | '.join(str(number[name]) for name in told)} |"
+        yield f"| {versions} | {' | '.join(str(number[name]) for name in columns)} |"
 
 
 def _table(
@@ -258,7 +265,7 @@ def _cells(name: str, row: Row | None, notes: Notes) -> list[str]:
 
 
 def grouped(rows: Mapping[str, Row]) -> dict[tuple[str, str], list[str]]:
-    """(Part, message) -> model types, of all failures; for whoever looks for what to mend."""
+    """(Part, message) -> model types, of all failures; to find what to fix."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, row in rows.items():
         for part, text in failures(row).items():

@@ -144,7 +144,7 @@ def test_a_card_without_memory_is_told_how_to_add_it() -> None:
     assert "mine.toml) does not say how much memory it has. " in said and "[card.mine]" in said
     with pytest.raises(UsageError, match=r"--largest: the description of mine .*--machine h100:8"):
         planned.check_wanted(target, suggest=False, largest=True)
-    with pytest.raises(UsageError, match=r"--suggest: no card is known here"):
+    with pytest.raises(UsageError, match=r"--suggest: no card was found here"):
         planned.check_wanted(Target(backend="cpu", card=None), suggest=True, largest=False)
 
 
@@ -166,7 +166,7 @@ def test_tables_on_eighty_columns(
     assert re.search(r"^  step +80\.0 +7\.0 +87\.0 +-47\.0 *$", shown, re.M)
     assert re.search(r"^  eight +8 +yes +24\.0 +16\.0 +step +\? +\? *$", shown, re.M)
     assert "refused: odd: not odd" in shown
-    assert "\nNo backend here drives square: planned as if cpu did\n" in shown
+    assert "\nNo backend here drives square; planned with cpu instead\n" in shown
     assert "Largest batch: train.micro_batch_size: 11, train.global_batch_size: 88; " in shown
     assert "     strategy: {name: fsdp}\n     --set strategy=fsdp\n" in shown
 
@@ -174,7 +174,7 @@ def test_tables_on_eighty_columns(
 def test_nothing_that_helps_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned.record(answers(80 * GIB, changes=[]))["changes"] == []
     planned.Shown().changes([])
-    assert capsys.readouterr().out.startswith("No change of this run that was tried fits: ")
+    assert capsys.readouterr().out.startswith("None of the changes that were tried fits: ")
     planned.Shown(quiet=True).changes([])
     assert capsys.readouterr().out == ""
 

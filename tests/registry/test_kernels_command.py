@@ -29,7 +29,7 @@ def test_one_kernel_of_each_operation_is_chosen(capsys: pytest.CaptureFixture[st
 def test_the_others_say_why_not_or_how_to_have_them(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys, "--backend", "cpu")
     assert found["attention", "softmax"]["why"] == (
-        "can run here; to have it: kernels.attention: softmax"
+        "can run here; to select it: kernels.attention: softmax"
     )
     assert found["attention", "blocks"]["why"] == "it serves cuda devices, not 'cpu'"
     assert found["attention", "reference"]["why"].startswith("the model library's sdpa: ")
@@ -46,5 +46,5 @@ def test_the_table_marks_what_is_chosen(
     monkeypatch.setenv("COLUMNS", "120")
     assert run(["kernels", "--backend", "cpu"]) == 0
     shown = capsys.readouterr().out
-    assert "backend cpu (asked for by name); a run would have those marked *" in shown
+    assert "backend cpu (asked for by name); a run would use those marked *" in shown
     assert "\n* chunked " in shown and "\n  softmax " in shown

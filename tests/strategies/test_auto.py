@@ -35,10 +35,10 @@ def model(frozen: int, trained: int) -> nn.Module:
     ("ranks", "memory", "name", "why"),
     [
         (1, None, "single", "one rank"),
-        (2, None, "zero, stage 3", "do not say how much memory"),
+        (2, None, "zero, stage 3", "do not report how much memory"),
         # 2 bytes of 2**30 and 16 of 2**20 are 2.02 GiB.
-        (2, 5 * GIB, "ddp", "2.02 GiB, of 5.0 GiB that each rank has, less than half"),
-        (2, 4 * GIB, "zero, stage 3", "2.02 GiB, of 4.0 GiB that each rank has, more than half"),
+        (2, 5 * GIB, "ddp", "2.02 GiB of the 5.0 GiB that each rank has, less than half"),
+        (2, 4 * GIB, "zero, stage 3", "2.02 GiB of the 4.0 GiB that each rank has, more than half"),
     ],
 )
 def test_what_fits_twice_is_held_by_every_rank(

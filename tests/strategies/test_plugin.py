@@ -92,7 +92,12 @@ def test_its_checkpoint_is_resumed_under_another_strategy(plain: Run, folder: Pa
             RunFileError,
             "it is a field of strategy 'plain'",
         ),
-        ({"name": "plain"}, ("launch.devices=2",), RunFileError, "in one process, but 2 ranks"),
+        (
+            {"name": "plain"},
+            ("launch.devices=2",),
+            RunFileError,
+            "in one process, but the run has 2 ranks",
+        ),
         (
             {"name": "plain"},
             ("precision.param_dtype=bfloat16",),

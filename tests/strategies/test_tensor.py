@@ -128,7 +128,7 @@ FUSED_EXPERTS: list[Any] = [
     ({"model_type": "mixtral", "num_local_experts": 7}, r"7 experts.*to one of 1$"),
     (
         {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 97},
-        "97 inner numbers of shared experts",
+        "97 inner features of shared experts",
     ),
 ]
 if int(version("transformers").split(".")[0]) < 5:
@@ -140,13 +140,13 @@ if int(version("transformers").split(".")[0]) < 5:
     [
         ({"model_type": "phi3"}, "outputs every rank needs whole"),
         *FUSED_EXPERTS,
-        ({"model_type": "gpt2"}, "gpt2 models is not known"),
+        ({"model_type": "gpt2"}, "describes how to divide the layers of gpt2 models"),
         (
             {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3},
             "3 key-value",
         ),
         ({"model_type": "llama", "num_attention_heads": 3}, "3 attention heads"),
-        ({"model_type": "llama", "intermediate_size": 97}, "97 inner numbers"),
+        ({"model_type": "llama", "intermediate_size": 97}, "97 inner features"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(fields: dict[str, Any], said: str) -> None:

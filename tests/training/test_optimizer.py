@@ -142,7 +142,11 @@ PAGED = {"train": {"optimizer": {"name": "adamw_8bit", "paged": True}}}
             r"paged: backend 'cpu' lacks 'paged_memory': .*there is no device to",
         ),
         ("hpu", {"name": "single"}, r"paged: backend 'hpu' lacks 'paged_memory': .*CUDA, ROCm"),
-        ("cuda", {"name": "zero"}, r"paged: DeepSpeed has ways of its own.*offload: optimizer"),
+        (
+            "cuda",
+            {"name": "zero"},
+            r"paged: DeepSpeed moves the optimizer's state in its own way.*offload: optimizer",
+        ),
         ("cuda", {"name": "fsdp"}, r"paged: .*under strategy fsdp.*name: ddp or single"),
         ("cuda", {"name": "ddp", "tp": 2}, r"paged: .*under strategy\.tp.*ddp or single"),
         ("cuda", {"name": "single"}, None),

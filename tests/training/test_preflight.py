@@ -161,8 +161,8 @@ def page(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (cut, "it has 5,000 bytes, its header speaks of"),
-        (lose_a_shard, "names 'model-00001-of-00002.safetensors', which is not a file beside it"),
+        (cut, "it has 5,000 bytes, but its header needs"),
+        (lose_a_shard, "names 'model-00001-of-00002.safetensors', but its folder has no such file"),
         (misname, "names 1 tensors that its files do not have, first 'model.norm.wieght'"),
         (no_index, "is not an index of weights"),
         (page, "cannot be read as weights"),
@@ -270,12 +270,12 @@ def test_what_machines_without_these_files_find_out_themselves(tmp_path: Path) -
     path = run_file(tmp_path, model=model, data={"train": {"path": "/there/rows.jsonl"}})
     found = checked(path, has_files=False)
     assert "/there/model is not on this machine" in found.notes[0]
-    assert found.notes[1].startswith("tokenizer and rows are checked by the ranks")
+    assert found.notes[1].startswith("the ranks will check tokenizer and rows")
     with pytest.raises(ModelError, match="no such folder: /there/model"):
         checked(path)
     tokenizer = str(tmp_path / "tokenizer")
     path = run_file(tmp_path, model={**model, "tokenizer": tokenizer})
-    assert "the rows are read by the ranks" in checked(path, has_files=False).notes[-1]
+    assert "the ranks will read the rows" in checked(path, has_files=False).notes[-1]
     wrong = {"config": {**TINY, "vocab_size": 99}, "tokenizer": tokenizer}
     with pytest.raises(ModelError, match="the model only 99 rows"):
         checked(run_file(tmp_path, model=wrong), has_files=False)
@@ -289,7 +289,7 @@ def test_a_model_of_the_hub_is_not_asked_for(
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     found = checked(run_file(tmp_path, model={"name": "nobody/no-such-model"}))
-    assert "neither a folder here nor in this machine's copies of the hub" in found.notes[0]
+    assert "neither a folder on this machine nor among its copies from the hub" in found.notes[0]
     assert len(found.notes) == 2 and not found.data
 
 

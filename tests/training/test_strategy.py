@@ -74,8 +74,8 @@ def test_an_engine_that_a_device_cannot_run_is_named_with_the_reason() -> None:
     ("graph", "told"),
     [
         (Graph(), ""),
-        (Accumulates(), "'cpu' gathers operations into graphs, which each copy to the host"),
-        (Compiles(), "'cpu' compiles layers, and what they keep"),
+        (Accumulates(), "'cpu' collects operations into graphs, and each copy to the host"),
+        (Compiles(), "'cpu' compiles layers together with what they keep"),
     ],
 )
 def test_activations_of_a_device_with_graphs_are_not_offloaded(
@@ -126,8 +126,8 @@ def test_a_run_keeps_activations_as_its_file_says(
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ((1,), "in one process, but 3 ranks are asked for; use --devices 1 and --nodes 1"),
-        ((2, 4), "in 2 or 4 ranks, but 3 ranks are asked for; make --devices times --nodes 2 or 4"),
+        ((1,), "in one process, but the run has 3 ranks; use --devices 1 and --nodes 1"),
+        ((2, 4), "in 2 or 4 ranks, but the run has 3 ranks; make --devices times --nodes 2 or 4"),
     ],
 )
 def test_a_number_of_ranks_that_it_does_not_run_on(sizes: tuple[int, ...], told: str) -> None:
