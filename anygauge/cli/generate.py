@@ -64,8 +64,7 @@ def generate(
         raise UsageError("the prompt is empty: give --prompt TEXT, or text on standard input")
     with anygauge.open_backend(backend or "auto") as opened:
         opened.placement.seed(seed)
-        from anygauge.config.precision import resolve_precision
-        from anygauge.config.schema import PrecisionSection
+        from anygauge.config.schema import PrecisionSection, resolve_precision
 
         precision = resolve_precision(PrecisionSection(), opened.support)
         loaded = load_for_inference(

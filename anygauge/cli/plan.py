@@ -163,7 +163,7 @@ def _case(
     registry: Registry,
 ) -> tuple[RunFile, Target]:
     """The run as it would be on a machine, and that machine; None: this one."""
-    from anygauge.config.precision import AUTO_ORDER
+    from anygauge.config.schema import AUTO_ORDER
     from anygauge.interface import RunFileError
     from anygauge.planning.trials import Target
     from anygauge.registry import select_backend

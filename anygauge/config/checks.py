@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from anygauge.config.messages import received
 from anygauge.config.origin import Problem, dotted
-from anygauge.config.section import LARGEST
+from anygauge.config.sections import LARGEST
 
 if TYPE_CHECKING:
     from anygauge.config.document import Node

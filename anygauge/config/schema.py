@@ -1,6 +1,7 @@
 """The sections of a run file: each field has its type, its default and what it means.
 
-Those of model, adapter, data and train are in modules of their own, `section_model` and the like.
+The longer ones are in `sections` (model, adapter, train, checkpoint) and `section_data`.
+`resolve_precision` decides the precision that a run file leaves to the device.
 
 Pydantic checks a run file against these classes; `anygauge.config.load` reads the YAML and turns
 pydantic's complaints into messages with file, line and the nearest valid name. Unknown fields are
@@ -9,22 +10,29 @@ errors everywhere. Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from anygauge.config.section import NonNegative, Positive, Seconds, Section
 from anygauge.config.section_data import DataSection, SourceSection
-from anygauge.config.section_model import AdapterGroup, AdapterSection, ModelSection
-from anygauge.config.section_train import (
+from anygauge.config.sections import (
+    AdapterGroup,
+    AdapterSection,
     CheckpointingSection,
     CheckpointSection,
+    ModelSection,
+    NonNegative,
     OptimizerSection,
+    Positive,
     ScheduleSection,
+    Seconds,
+    Section,
     TrainSection,
 )
 from anygauge.config.strategies import AnyStrategySection, ByName, StrategySection, default_section
-from anygauge.interface import LaunchSettings
+from anygauge.interface import LaunchSettings, Level, Support, UnsupportedError
+from anygauge.interface.strategy import Precision
 
 __all__ = [
     "AdapterGroup",
@@ -166,3 +174,37 @@ class RunFile(Section):
                 f"'tracker_options' speaks of {', '.join(unused)}, which 'trackers' does not name"
             )
         return self
+
+
+AUTO_ORDER = ("bfloat16", "float16", "float32")
+"""What ``auto`` tries: bfloat16 needs no loss scaling, so it comes before float16."""
+
+
+def resolve_precision(section: PrecisionSection, support: Callable[[str], Support]) -> Precision:
+    """Settle ``auto``, and refuse a type that the device cannot compute in.
+
+    Args:
+        support: a backend's capability look-up. ``auto`` chooses among the types that are full, or
+            may turn out to be once a device is open.
+
+    Raises:
+        UnsupportedError: the asked type is unsupported; quotes the capability's reason.
+    """
+    param_dtype: str = section.param_dtype
+    why = "asked for"
+    good = (Level.FULL, Level.DEPENDS)
+    fast = [name for name in AUTO_ORDER if name == "float32" or support(name).level in good]
+    if param_dtype == "auto":
+        param_dtype = fast[0]
+        why = "auto: the best of " + ", ".join(sorted(fast))
+    elif param_dtype != "float32" and not support(param_dtype):
+        raise UnsupportedError(
+            f"precision.param_dtype: {param_dtype!r} on this device: {support(param_dtype)}; "
+            f"fast here: {', '.join(sorted(fast))}. Use one of these, or auto."
+        )
+    reduced = section.reduce_dtype
+    return Precision(
+        param_dtype=param_dtype,
+        reduce_dtype=param_dtype if reduced == "param_dtype" else reduced,
+        why=why,
+    )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from anygauge.config.paths import is_remote
-from anygauge.config.section import LARGEST, Positive, PositiveNumber, Section
+from anygauge.config.sections import LARGEST, Positive, PositiveNumber, Section
 
 
 class SourceSection(Section):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, SerializeAsAny, ValidationInfo, WrapValidator, create_model
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
-from anygauge.config.section import Section
+from anygauge.config.sections import Section
 from anygauge.interface import StrategySpec, UnknownNameError
 from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
 from anygauge.registry.factories import load_options

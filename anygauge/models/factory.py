@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection, CheckpointingSection, ModelSection
-from anygauge.config.section_train import recomputation
+from anygauge.config.sections import recomputation
 from anygauge.interface import Activations, ModelError, UnsupportedError
 from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.install import ModelKernels, install

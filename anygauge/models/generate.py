@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anygauge.config.schema import ModelSection
-from anygauge.config.section_model import QuantiseSection
+from anygauge.config.sections import QuantiseSection
 from anygauge.interface import HOST_DEVICE, ModelError
 from anygauge.models.adapter import load_adapter
 from anygauge.models.factory import dtype_name

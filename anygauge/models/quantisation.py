@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from anygauge.config.schema import ModelSection
-from anygauge.config.section_model import QuantiseSection
+from anygauge.config.sections import QuantiseSection
 from anygauge.interface import ModelError
 from anygauge.util.files import write_text
 

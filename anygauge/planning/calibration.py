@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.agent import local_job
 from anygauge.config import parse_run
-from anygauge.config.precision import AUTO_ORDER, resolve_precision
-from anygauge.config.schema import RunFile
+from anygauge.config.schema import AUTO_ORDER, RunFile, resolve_precision
 from anygauge.interface import HOST_DEVICE, Backend, Job, Phase
 from anygauge.interface.strategy import BuildContext
 from anygauge.kernels.choose import kernels_of_run

@@ -20,8 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from anygauge.config.precision import resolve_precision
-from anygauge.config.schema import RunFile
+from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.interface import HOST_DEVICE, Backend, KernelSpec, Precision, SequencePart
 from anygauge.interface.strategy import (
     DeviceBatch,

@@ -294,7 +294,7 @@ def engine_settings(
     Raises:
         PluginError: its strategy cannot be imported: torch is missing, as on a login node.
     """
-    from anygauge.config.precision import resolve_precision
+    from anygauge.config.schema import resolve_precision
 
     precision = resolve_precision(run.precision, backend.support)
     notes = []

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anygauge.config.precision import resolve_precision
-from anygauge.config.schema import RunFile
+from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.data import (
     EvaluationBatches,
     Layout,

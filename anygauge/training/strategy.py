@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anygauge.config.precision import resolve_precision
-from anygauge.config.schema import AdapterSection, RunFile
+from anygauge.config.schema import AdapterSection, RunFile, resolve_precision
 from anygauge.data import accumulation
 from anygauge.interface import (
     Backend,

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.precision import resolve_precision
-from anygauge.config.schema import PrecisionSection
+from anygauge.config.schema import PrecisionSection, resolve_precision
 from anygauge.interface import Level, Presence, RunFileError, Scope, UnsupportedError
 from anygauge_cpu import anygauge_provide_backends, memory
 from anygauge_cpu.backend import CpuBackend

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.precision import resolve_precision
-from anygauge.config.schema import PrecisionSection
+from anygauge.config.schema import PrecisionSection, resolve_precision
 from anygauge.interface import (
     Level,
     NotAvailableError,

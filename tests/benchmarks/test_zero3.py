@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.precision import resolve_precision
-from anygauge.config.schema import PrecisionSection
+from anygauge.config.schema import PrecisionSection, resolve_precision
 from anygauge.interface import Activations
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import ModelSizes, as_config, zero_settings

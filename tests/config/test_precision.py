@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.config.precision import Precision, resolve_precision
-from anygauge.config.schema import PrecisionSection
+from anygauge.config.schema import Precision, PrecisionSection, resolve_precision
 from anygauge.interface import FULL, Level, Support, UnsupportedError
 
 NONE = Support(Level.UNSUPPORTED_BY_HARDWARE, "too old a card")

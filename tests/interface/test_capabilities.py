@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anygauge.config.precision import AUTO_ORDER
+from anygauge.config.schema import AUTO_ORDER
 from anygauge.interface import CAPABILITIES
 from anygauge.registry import Registry
 from anygauge.training.quantised import CAPABILITY as OF_QUANTISED

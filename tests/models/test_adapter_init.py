@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from anygauge.cli import run as command
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.section_model import AdapterGroup
+from anygauge.config.sections import AdapterGroup
 from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.adapter import load_adapter
 from anygauge.models.export import save_adapter

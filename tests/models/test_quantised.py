@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.section_model import QuantiseSection
+from anygauge.config.sections import QuantiseSection
 from anygauge.models.factory import CausalModelFactory, dtype_name
 from anygauge.models.generate import load_for_inference
 from anygauge.models.merge import merge

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.section_model import ModelSection
+from anygauge.config.sections import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.source import check_written, load_config
 

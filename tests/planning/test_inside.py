@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anygauge.config.section_model import QuantiseSection
+from anygauge.config.sections import QuantiseSection
 from anygauge.models.quantised import Int8Linear, Nf4Linear, QuantisedLinear
 from anygauge.planning.live import LiveBytes
 from anygauge.planning.rehearsal import OpenedUp

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
-from anygauge.config.section_model import QuantiseSection
+from anygauge.config.sections import QuantiseSection
 from anygauge.interface import Precision
 from anygauge.models.factory import CausalModelFactory, dtype_name
 from anygauge.models.quantised import transformers_config
