@@ -127,6 +127,7 @@ class Counter:
         formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
         if func.overloadpacket in _HOST_ATTENTION:
             self._attention(func, args, kwargs)
+            formula = None  # torch has one since 2.15; it knows of no causal mask
         if formula is None:
             self._add(("other_bytes",), size)
             return
@@ -135,7 +136,7 @@ class Counter:
         self._add(("matrix_bytes",), size)
 
     def _attention(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Count that of a host, which has no formula in torch and a rate of its own.
+        """Count that of a host, which has a rate of its own.
 
         Its kernels leave out what a causal mask hides, half of the products.
         """

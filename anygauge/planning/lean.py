@@ -240,6 +240,7 @@ LATER: Mapping[str, Mapping[str, Any]] = {
         "sym_and": lambda *values: all(map(_plain, values)),
         "sym_or": lambda *values: any(map(_plain, values)),
         "GuardOnDataDependentSymNode": type("GuardOnDataDependentSymNode", (RuntimeError,), {}),
+        "DimDynamic": type("DimDynamic", (), {}),  # torch 2.15 imports it, and does not look at it
     },
 }
 """What torch imports for sizes that are symbols, as those of a compiler are; and what of it other

@@ -192,4 +192,5 @@ def versions(strategy: StrategySpec) -> dict[str, str]:
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in (*PACKAGES, *strategy.distributions):
         found[package] = installed_version(package) or "not installed"
+    found["torch"] = torch.__version__  # with the build, which an index leaves out of its metadata
     return found
