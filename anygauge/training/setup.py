@@ -64,8 +64,7 @@ from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
-from anygauge.training.trackers.checks import check_trackers
-from anygauge.training.trackers.group import no_trackers, open_trackers
+from anygauge.training.trackers.group import check_trackers, no_trackers, open_trackers
 from anygauge.util.events import EventWriter
 from anygauge.util.start import put_in_place
 
