@@ -93,7 +93,7 @@ def read_intent(
     from anygauge.data import peek
     from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
-    from anygauge.training.optimizers.checks import check_optimizer
+    from anygauge.training.checks import check_optimizer
     from anygauge.training.strategy import check_batch, check_ranks, check_strategy
     from anygauge.training.trackers.group import check_trackers
 
