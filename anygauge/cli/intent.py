@@ -93,9 +93,9 @@ def read_intent(
     from anygauge.data import peek
     from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
-    from anygauge.training.optimizers.checks import check_optimizer
+    from anygauge.training.checks import check_optimizer
     from anygauge.training.strategy import check_batch, check_ranks, check_strategy
-    from anygauge.training.trackers.checks import check_trackers
+    from anygauge.training.trackers.group import check_trackers
 
     loaded = load_run_file(path, list(overrides or ()), dict(flags))
     if foreign is not None:

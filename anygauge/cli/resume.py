@@ -10,7 +10,7 @@ from anygauge.interface import AnygaugeError
 
 if TYPE_CHECKING:
     from anygauge.cli.intent import Intent
-    from anygauge.training.checkpoints.finished import Finished
+    from anygauge.training.checkpoints.identity import Finished
 
 _DECIDE = ("model", "adapter", "data", "train")
 """Sections that decide what is trained, and for how long."""
@@ -56,8 +56,11 @@ def finished_before(run: Any, folder: Path) -> Finished | None:
     Raises:
         RunFileError: what the folder holds belongs to another run.
     """
-    from anygauge.training.checkpoints.finished import finished_run
-    from anygauge.training.checkpoints.identity import check_same_run, identity_of_file
+    from anygauge.training.checkpoints.identity import (
+        check_same_run,
+        finished_run,
+        identity_of_file,
+    )
     from anygauge.training.checkpoints.sound import checkpoints_in, complaint_about, read_record
 
     finished = finished_run(folder)

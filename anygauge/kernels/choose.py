@@ -18,7 +18,7 @@ from anygauge.interface import (
 )
 from anygauge.registry import Provided, Registry
 from anygauge.registry.factories import load_factory, why_missing
-from anygauge.registry.words import did_you_mean, listed
+from anygauge.util.text import did_you_mean, listed
 
 ATTENTION = "attention"
 NORM = "rms_norm"

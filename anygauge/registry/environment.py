@@ -12,8 +12,8 @@ from typing import Any
 from anygauge.interface import AnygaugeError, Backend, Job, Node, PluginError, Setting
 from anygauge.registry.plugins import BLOCK_VARIABLE, TUNING_HOOK, LoadedPlugin
 from anygauge.registry.registry import Registry
-from anygauge.registry.words import describe, plugin_words
 from anygauge.util.hiding import HIDDEN, is_secret, without_secrets
+from anygauge.util.text import describe
 
 USER = "user"
 RUN_FILE = "run file"
@@ -189,7 +189,7 @@ def _ask_sites(
     for plugin in registry.plugins:
         if not plugin.tunes_environment:
             continue
-        origin = plugin_words(plugin.distribution, plugin.version)
+        origin = f"{plugin.distribution} {plugin.version}"
         title = f"plugin {plugin.entry_point!r} of {origin}"
         proposed = _call_site(plugin, title, backend, job, node, settings)
         # Within one plugin a later value replaces an earlier one, as in a list of assignments.

@@ -20,7 +20,7 @@ from anygauge.interface import (
     StrategySpec,
 )
 from anygauge.registry.plugins import Provided
-from anygauge.registry.words import describe
+from anygauge.util.text import describe
 
 PROBE_LIMIT_S = 10.0
 """Seconds after which a probe counts as hung; a sound one takes milliseconds."""

@@ -25,7 +25,7 @@ from anygauge.interface import (
 )
 from anygauge.registry.plugins import BLOCK_VARIABLE, PluginFailure, Provided
 from anygauge.registry.registry import Registry
-from anygauge.registry.words import describe
+from anygauge.util.text import describe
 
 DescribedT = TypeVar("DescribedT", bound=Card | Machine)
 

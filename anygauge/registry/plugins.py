@@ -29,7 +29,7 @@ from anygauge.interface import (
 )
 from anygauge.interface import plugins as hooks
 from anygauge.interface.plugins import ENTRY_POINT_GROUP, PROJECT
-from anygauge.registry.words import describe, did_you_mean, plugin_words
+from anygauge.util.text import describe, did_you_mean
 
 BLOCK_VARIABLE = "ANYGAUGE_BLOCK_PLUGINS"
 """Comma-separated names of entry points or distributions that are not loaded."""
@@ -254,7 +254,7 @@ def _load(found: _Found) -> LoadedPlugin:
         if hook not in implemented:
             continue
         for spec in _call(manager, hook, kind):
-            _check_spec(spec, hook, kind, plugin_words(found.distribution, found.version))
+            _check_spec(spec, hook, kind, f"{found.distribution} {found.version}")
             provided.append(
                 Provided(
                     spec=spec,

@@ -40,7 +40,7 @@ from anygauge.registry.plugins import (
     SpecT,
     discover,
 )
-from anygauge.registry.words import did_you_mean, listed, plugin_words
+from anygauge.util.text import did_you_mean, listed
 
 
 def missing_of(spec: StrategySpec) -> str:
@@ -259,7 +259,7 @@ class Registry:
         """What is known of plugins that might have provided a missing name."""
         lines = []
         for failure in self.failures:
-            origin = plugin_words(failure.distribution, failure.version)
+            origin = f"{failure.distribution} {failure.version}"
             if name in (failure.entry_point, failure.distribution):
                 lines.append(f"the plugin {name!r} of {origin} failed to load: {failure.reason}")
             else:
@@ -269,7 +269,7 @@ class Registry:
                 )
         for skipped in self.blocked:
             if name in (skipped.entry_point, skipped.distribution):
-                origin = plugin_words(skipped.distribution, skipped.version)
+                origin = f"{skipped.distribution} {skipped.version}"
                 lines.append(f"the plugin {name!r} of {origin} is blocked by {BLOCK_VARIABLE}")
         return lines
 

@@ -8,7 +8,7 @@ from anygauge.interface import BackendSpec, Finding, NotAvailableError, Probe
 from anygauge.registry.factories import guarded_probe
 from anygauge.registry.plugins import AUTO, BLOCK_VARIABLE, Provided
 from anygauge.registry.registry import Registry
-from anygauge.registry.words import listed, plugin_words
+from anygauge.util.text import listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +165,7 @@ def _absent(registry: Registry) -> list[tuple[str, str]]:
         (
             failure.entry_point or failure.distribution,
             f"could not be probed: the plugin of "
-            f"{plugin_words(failure.distribution, failure.version)} "
+            f"{failure.distribution} {failure.version} "
             f"failed to load: {failure.reason}",
         )
         for failure in registry.failures

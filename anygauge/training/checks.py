@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.schema import ModelSection, RunFile
-from anygauge.interface import Backend, ModelError, NotAvailableError, PluginError, Setting
+from anygauge.interface import (
+    Backend,
+    ModelError,
+    NotAvailableError,
+    PluginError,
+    RunFileError,
+    Setting,
+)
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import check_weights
 from anygauge.models.formats import refuse_format
@@ -27,6 +34,11 @@ from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described, enlarge, new_tokens
 from anygauge.registry import Registry
 from anygauge.training.strategy import create_strategy, workload_of
+
+EIGHT_BIT_MISSING = (
+    "train.optimizer.name: adamw_8bit needs the package bitsandbytes, which is not installed; "
+    "pip install 'anygauge[8bit]', or use adamw"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +97,29 @@ def check_settings(
         if ranks_run_here:
             raise
         return {}
+
+
+def check_optimizer(run: RunFile, *, need_software: bool) -> None:
+    """Refuse an optimizer that is known not to work.
+
+    Args:
+        need_software: ranks will be started on this machine, so packages must be there.
+
+    Raises:
+        RunFileError: says which field to change.
+    """
+    section = run.train.optimizer
+    if section.loraplus_lr_ratio is not None and run.adapter is None:
+        raise RunFileError(
+            "train.optimizer.loraplus_lr_ratio: applies to the B factors of an adapter, but the "
+            "run has no adapter section; remove it, or add one"
+        )
+    if (
+        section.name == "adamw_8bit"
+        and need_software
+        and importlib.util.find_spec("bitsandbytes") is None
+    ):
+        raise RunFileError(EIGHT_BIT_MISSING)
 
 
 def nothing(*_: str) -> None:

@@ -16,8 +16,7 @@ from anygauge.config.schema import TrainSection
 from anygauge.data import Batches, MicroBatch
 from anygauge.interface import Backend
 from anygauge.interface.strategy import DeviceBatch, Engine, LossFunction, Share
-from anygauge.training.checkpoints.manager import CheckpointManager
-from anygauge.training.checkpoints.stop import StopRequest
+from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
 from anygauge.training.guard import check_finite
 from anygauge.training.meter import MetricsLogger
 from anygauge.training.progress import Progress

@@ -20,6 +20,7 @@ from anygauge.training.system import SystemSampler
 from anygauge.training.trackers.group import Trackers
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
+from anygauge.util.text import finite
 
 LARGEST_EXPONENT = 700.0
 """Beyond it exp overflows a float."""
@@ -195,7 +196,7 @@ class MetricsLogger:
                 step=index + 1,
                 steps=self._steps,
                 elapsed_s=history.seconds,
-                **{name: _finite(value) for name, value in metrics.items()},
+                **finite(metrics),
             )
         self._trackers.log(index + 1, {f"train/{name}": v for name, v in metrics.items()})
         self._system_samples()
@@ -210,8 +211,8 @@ class MetricsLogger:
         self._write(record)
         self._events.send(
             "evaluation",
-            **{key: _finite(value) for key, value in record.items()},
-            perplexity=_finite(math.exp(loss) if loss < LARGEST_EXPONENT else math.inf),
+            **finite(record),
+            perplexity=finite(math.exp(loss) if loss < LARGEST_EXPONENT else math.inf),
         )
         self._trackers.log(step, {f"{name}/loss": loss})
         self._system_samples()
@@ -228,7 +229,7 @@ class MetricsLogger:
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
         record = {"time": time.time(), **record}
-        self._file.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
+        self._file.write(json.dumps(finite(record)) + "\n")
         self._file.flush()
 
     def close(self, status: RunStatus) -> None:
@@ -259,11 +260,6 @@ class MetricsLogger:
         for record in history.evaluations:
             result[f"{record['name']}_loss"] = record["eval_loss"]
         return result
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no inf or nan: they become null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float | None) -> float:

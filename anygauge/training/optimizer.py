@@ -1,4 +1,8 @@
-"""From the run file's section to an optimizer: parameter groups, rates, decay, LoRA+."""
+"""A run's optimizer: parameter groups with rates and decay, LoRA+, and optimizers that torch lacks.
+
+Those are AdamW with 8-bit state (from bitsandbytes), Adafactor that refuses flattened parameters,
+Lion, and SGD with decoupled decay.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from anygauge.config.schema import OptimizerSection
-from anygauge.interface import RunFileError
+from anygauge.interface import RunFileError, UnsupportedError
 from anygauge.interface.strategy import OptimizerFactory
 
 B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
-"""Names of the factors that LoRA+ learns faster; peft's naming."""
-
+"""Names of the factors that LoRA+ trains at a higher rate; peft's naming."""
+BLOCK = 256
+"""Elements of 8-bit state that share one scale."""
+SMALLEST = 4096
+"""A tensor of fewer elements keeps its state in float32."""
+PAGED = 100_000
+"""A tensor of fewer elements is never paged by bitsandbytes."""
 Groups = list[dict[str, Any]]
-
-
-AdamW = Callable[..., torch.optim.Optimizer]
+AdamW = Callable[..., Optimizer]
 """(groups, lr, betas, eps) -> AdamW by a device's own kernel."""
 
 
@@ -27,7 +35,7 @@ def optimizer_factory(section: OptimizerSection, adamw: AdamW | None = None) -> 
     """A function that makes the run's optimizer from named parameters.
 
     Args:
-        adamw: in place of torch's, where that is the optimizer.
+        adamw: makes the optimizer ``adamw`` in place of torch's.
 
     Raises:
         RunFileError: from that function: the section does not fit these parameters, or a package
@@ -38,7 +46,7 @@ def optimizer_factory(section: OptimizerSection, adamw: AdamW | None = None) -> 
     def make(
         parameters: Iterable[tuple[str, nn.Parameter]],
         shapes: Mapping[str, Sequence[int]] | None = None,
-    ) -> torch.optim.Optimizer:
+    ) -> Optimizer:
         groups = parameter_groups(section, parameters, shapes)
         if adamw is not None and section.name == "adamw":
             return adamw(groups, lr=section.lr, **_adam_options(section))
@@ -54,16 +62,16 @@ def parameter_groups(
 ) -> Groups:
     """Groups by decay and rate, in the order of their first parameters.
 
-    Matrices are decayed, those of embeddings too; vectors (norms, biases, magnitudes) are not:
-    pulling a scale towards zero has no purpose. ``lr_scale`` is the group's rate as a multiple of
-    the run's: `loraplus_lr_ratio` for the adapter's B factors (https://arxiv.org/abs/2402.12354),
-    else 1. ``matrices`` says whether the group's parameters are.
+    Matrices are decayed, embeddings too; vectors (norms, biases, magnitudes) are not: there is no
+    reason to pull a scale towards zero. ``lr_scale`` is the group's rate as a multiple of the
+    run's: `loraplus_lr_ratio` for the adapter's B factors (https://arxiv.org/abs/2402.12354), else
+    1. ``matrices`` is true for a group of matrices.
 
     Args:
         shapes: see `OptimizerFactory`.
 
     Raises:
-        RunFileError: LoRA+ is asked for, and no parameter is a B factor.
+        RunFileError: LoRA+ is set, and no parameter is a B factor.
     """
     ratio = section.loraplus_lr_ratio
     found = False
@@ -90,13 +98,13 @@ def parameter_groups(
             "adapter; leave the field out, or train a LoRA adapter"
         )
     if not groups:
-        # A stage of a pipeline without a trained weight steps nothing, beside others that do.
+        # A pipeline stage without a trained weight has nothing to step, while other stages do.
         return [{"params": [], "matrices": True, "weight_decay": 0.0, "lr": section.lr}]
     return list(groups.values())
 
 
-def _adamw(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
-    # None, not False: only then does torch choose its multi-tensor form by itself.
+def _adamw(section: OptimizerSection, groups: Groups) -> Optimizer:
+    # None, not False: with False torch does not choose its multi-tensor form.
     first = groups[0]["params"]
     fused = True if first and _has_fused_adamw(first[0].device) else None
     return torch.optim.AdamW(groups, lr=section.lr, fused=fused, **_adam_options(section))
@@ -105,9 +113,9 @@ def _adamw(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
 def _has_fused_adamw(device: torch.device) -> bool:
     """Whether torch has a fused kernel there.
 
-    A step alone cannot tell: a device that leaves to the host what it lacks takes one, by copying
-    everything there and back. So the device's own kernel is asked for, and then the step, since
-    torch refuses a device that it does not know for this there, not when it is constructed.
+    A step alone does not show it: a device that falls back to the host for what it lacks would copy
+    everything there and back. So the device's own kernel is looked up, and then a step is tried,
+    since torch refuses a device that it does not know in the step, not in the constructor.
     """
     key = torch._C._dispatch_key_for_device(device.type)
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key):
@@ -121,10 +129,54 @@ def _has_fused_adamw(device: torch.device) -> bool:
     return True
 
 
-def _adamw_8bit(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
-    from anygauge.training.optimizers.adamw_8bit import adamw_8bit
+def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
+    """AdamW whose state is block-wise 8-bit codes (https://arxiv.org/abs/2110.02861).
 
-    return adamw_8bit(groups, lr=section.lr, paged=section.paged, **_adam_options(section))
+    State of a tensor of `SMALLEST` elements or more: ``state1`` and ``state2`` (uint8 codes of
+    its shape), ``absmax1`` and ``absmax2`` (float32, one per `BLOCK` elements), ``qmap1`` and
+    ``qmap2`` (256 float32, the values of the codes); of a smaller one: ``state1`` and ``state2``
+    in float32. ``step`` is an int. With ``paged``, ``state1`` and ``state2`` of a tensor of `PAGED`
+    elements or more are in memory that the driver moves between device and host; for torch that
+    is a tensor on the host.
+
+    Raises:
+        RunFileError: bitsandbytes is not installed.
+        UnsupportedError: it has no 8-bit update for the parameters' device, or cannot page there.
+    """
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        from anygauge.training.checks import EIGHT_BIT_MISSING
+
+        raise RunFileError(EIGHT_BIT_MISSING) from error
+    paged = section.paged
+    device = groups[0]["params"][0].device
+    # Which devices it supports depends on how it was built: only a trial shows that.
+    trial = nn.Parameter(torch.zeros(PAGED if paged else SMALLEST, device=device))
+    trial.grad = torch.zeros_like(trial)
+    tried = AdamW8bit([trial], is_paged=paged)
+    try:
+        tried.step()
+    except Exception as error:
+        raise UnsupportedError(
+            f"optimizer adamw_8bit: the installed bitsandbytes cannot update on {device} "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); use "
+            "train.optimizer.name: adamw, or a build of bitsandbytes for this device"
+        ) from error
+    # Where bitsandbytes cannot page, it does not raise: it uses ordinary memory.
+    if paged and not getattr(tried.state[trial]["state1"], "is_paged", False):
+        raise UnsupportedError(
+            "train.optimizer.paged: the installed bitsandbytes cannot page "
+            f"memory of {device} to the host. Leave it out"
+        )
+    optimizer: Optimizer = AdamW8bit(
+        groups,
+        lr=section.lr,
+        min_8bit_size=SMALLEST,
+        is_paged=paged,
+        **_adam_options(section),
+    )
+    return optimizer
 
 
 def _adam_options(section: OptimizerSection) -> dict[str, Any]:
@@ -134,29 +186,155 @@ def _adam_options(section: OptimizerSection) -> dict[str, Any]:
     }
 
 
-def _adafactor(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
-    from anygauge.training.optimizers.adafactor import Adafactor
-
+def _adafactor(section: OptimizerSection, groups: Groups) -> Optimizer:
     return Adafactor(groups, lr=section.lr)
 
 
-def _lion(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
-    from anygauge.training.optimizers.foreach import Lion
-
+def _lion(section: OptimizerSection, groups: Groups) -> Optimizer:
     return Lion(groups, lr=section.lr, betas=section.betas or (0.9, 0.99))
 
 
-def _sgd(section: OptimizerSection, groups: Groups) -> torch.optim.Optimizer:
-    from anygauge.training.optimizers.foreach import DecoupledSGD
-
+def _sgd(section: OptimizerSection, groups: Groups) -> Optimizer:
     momentum = 0.9 if section.momentum is None else section.momentum
     return DecoupledSGD(groups, lr=section.lr, momentum=momentum)
 
 
-_MAKERS: dict[str, Callable[[OptimizerSection, Groups], torch.optim.Optimizer]] = {
+_MAKERS: dict[str, Callable[[OptimizerSection, Groups], Optimizer]] = {
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
     "adafactor": _adafactor,
     "lion": _lion,
     "sgd": _sgd,
 }
+
+
+FLAT = (
+    "optimizer adafactor: it keeps one number per row and column of a matrix, but the strategy "
+    "gives it parameters joined into flat vectors, of which it would keep one per element: another "
+    "optimizer, which saves no memory. Use strategy.name: single, or train.optimizer.name: "
+    "adamw_8bit"
+)
+
+
+class Adafactor(torch.optim.Adafactor):
+    """torch's Adafactor (https://arxiv.org/abs/1804.04235), which refuses flattened parameters.
+
+    ``lr`` bounds the step relative to the parameter's own root mean square:
+    ``min(lr, 1 / sqrt(step)) * max(1e-3, rms(p))``. State: ``step``; ``row_var`` and ``col_var``
+    of a tensor of two or more dimensions, ``variance`` of a vector.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        self._had_matrices = any(group["matrices"] for group in groups)
+        super().__init__(groups, **options)
+
+    def step(self, closure: Any = None) -> Any:
+        """One update.
+
+        Raises:
+            UnsupportedError: an engine has joined the parameters into vectors.
+        """
+        if self._had_matrices and not any(
+            p.dim() >= 2 for group in self.param_groups for p in group["params"]
+        ):
+            raise UnsupportedError(FLAT)
+        return super().step(closure)
+
+
+class ForeachOptimizer(Optimizer):
+    """Steps whole groups with torch's multi-tensor functions.
+
+    Decay is decoupled: a parameter shrinks by ``lr * weight_decay`` of itself before its update,
+    and the state never sees it (https://arxiv.org/abs/1711.05101, equation 1).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            if group["weight_decay"] > 0:
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            self.update(group, parameters, [p.grad for p in parameters])
+        return loss
+
+    def update(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        """Move the parameters of one group, in place."""
+        raise NotImplementedError
+
+    def state_tensors(self, name: str, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """One state tensor per parameter, of its shape and type; zeros at first use."""
+        found = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            found.append(state[name])
+        return found
+
+
+class Lion(ForeachOptimizer):
+    """Evolved sign momentum (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2).
+
+    ``p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)``, then
+    ``m = b2 * m + (1 - b2) * g``. State: ``exp_avg``, which is m.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def update(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        """See `ForeachOptimizer.update`."""
+        beta1, beta2 = group["betas"]
+        moments = self.state_tensors("exp_avg", parameters)
+        directions = torch._foreach_lerp(moments, gradients, 1 - beta1)
+        torch._foreach_sign_(directions)
+        torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+        torch._foreach_lerp_(moments, gradients, 1 - beta2)
+
+
+class DecoupledSGD(ForeachOptimizer):
+    """Gradient descent with heavy-ball momentum and decoupled decay.
+
+    ``m = momentum * m + g``, ``p -= lr * (m + weight_decay * p)``. torch's own SGD adds the decay
+    to the gradient, so that it passes through the momentum. State: ``momentum_buffer``, which is
+    m; none without momentum.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def update(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        """See `ForeachOptimizer.update`."""
+        if group["momentum"] > 0:
+            moments = self.state_tensors("momentum_buffer", parameters)
+            torch._foreach_mul_(moments, group["momentum"])
+            torch._foreach_add_(moments, gradients)
+            gradients = moments
+        torch._foreach_add_(parameters, gradients, alpha=-group["lr"])

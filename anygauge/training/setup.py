@@ -52,19 +52,21 @@ from anygauge.models.vocabulary import described as described_tokens
 from anygauge.registry import Registry
 from anygauge.strategies.activations import offload_activations
 from anygauge.strategies.common import torch_dtype, trained_parameters
-from anygauge.training.checkpoints.files import Checkpoint
+from anygauge.training.checkpoints.files import Checkpoint, ResumedFactory
 from anygauge.training.checkpoints.identity import identity_of, settings_of, usual_settings
-from anygauge.training.checkpoints.manager import CheckpointManager
-from anygauge.training.checkpoints.resume import ResumedFactory, check_resumed, find_checkpoint
-from anygauge.training.checkpoints.stop import StopRequest
+from anygauge.training.checkpoints.manager import (
+    CheckpointManager,
+    StopRequest,
+    check_resumed,
+    find_checkpoint,
+)
 from anygauge.training.loop import Loop
 from anygauge.training.meter import History, MetricsLogger, StepTokens
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
-from anygauge.training.trackers.checks import check_trackers
-from anygauge.training.trackers.group import no_trackers, open_trackers
+from anygauge.training.trackers.group import check_trackers, no_trackers, open_trackers
 from anygauge.util.events import EventWriter
 from anygauge.util.start import put_in_place
 
@@ -247,7 +249,7 @@ def prepare_run(
         rank.index,
         backend.collectives,
     )
-    for text in resumed.passed_over:
+    for text in resumed.skipped:
         rank.warn(text)
     start = resumed.checkpoint
     identity = identity_of(run, factory.config.to_dict(), batches.fingerprint())

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from anygauge.interface import Placement
-from anygauge.registry.words import describe
+from anygauge.util.text import describe
 
 STOP_S = 5.0
 

@@ -26,6 +26,7 @@ from anygauge.util.files import write_text
 from anygauge.util.processes import die_with_parent
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.start import settled
+from anygauge.util.text import finite
 
 GIB = 2**30
 
@@ -110,9 +111,7 @@ def run_rank(
     with progress.long("start-up"):
         from anygauge.config import read_run
         from anygauge.registry import Registry
-        from anygauge.training.checkpoints.files import finite
-        from anygauge.training.checkpoints.finished import REPORT, FinishedError
-        from anygauge.training.checkpoints.identity import settings_of
+        from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
         from anygauge.training.save import save
         from anygauge.training.setup import Rank, open_device, prepare_run

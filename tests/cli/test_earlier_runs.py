@@ -45,7 +45,7 @@ def test_its_run_file_asks_for_the_run_that_is_done(run: Path) -> None:
     done = anygauge(["train", run / "run.yaml", "--resume", "auto"])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
-        f"finished: this run was done before, 4 steps; result: {run / 'adapter'}\n"
+        f"finished: this run has already finished after 4 steps; result: {run / 'adapter'}\n"
     )
 
 

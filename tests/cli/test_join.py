@@ -289,7 +289,7 @@ def test_ctrl_c_saves_and_torchruns_restart_goes_on(tmp_path: Path) -> None:
     assert run.steps("loss") == own.steps("loss")
     with torchrun(path, "--resume", "auto") as process:
         status, out, err = ended(process)
-    assert status == 0 and out.count("this run was done before") == 1, err
+    assert status == 0 and out.count("this run has already finished") == 1, err
 
 
 @pytest.mark.slow

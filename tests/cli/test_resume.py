@@ -52,7 +52,7 @@ def test_a_run_that_is_done(
     before = sorted(folder.rglob("*"))
     assert command(["train", str(path), "--resume", "auto", *dry]) == 0
     assert capsys.readouterr().out == (
-        f"finished: this run was done before, 4 steps; result: {folder / 'adapter'}\n"
+        f"finished: this run has already finished after 4 steps; result: {folder / 'adapter'}\n"
     )
     with pytest.raises(RunFileError, match=r"belongs to another run: train.seed \(before: 0; now"):
         command(["train", str(path), "--resume", "auto", "--set", "train.seed=5", *dry])

@@ -16,8 +16,7 @@ from anygauge.config.schema import CheckpointSection
 from anygauge.interface import AnygaugeError, Collectives
 from anygauge.interface.strategy import Counters
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
-from anygauge.training.checkpoints.manager import CheckpointManager
-from anygauge.training.checkpoints.resume import find_checkpoint
+from anygauge.training.checkpoints.manager import CheckpointManager, find_checkpoint
 from anygauge.training.checkpoints.sound import complaint_about
 from tests.helpers.checkpoints import RECORD, exported, write
 
@@ -114,7 +113,7 @@ def test_a_folder_that_is_named_must_be_sound(tmp_path: Path) -> None:
 
 def test_auto_without_any_checkpoint_begins_anew(tmp_path: Path) -> None:
     found = find_checkpoint("auto", tmp_path, 0, ALONE)
-    assert (found.checkpoint, found.passed_over) == (None, ())
+    assert (found.checkpoint, found.skipped) == (None, ())
 
 
 class FakeEngine:

@@ -14,8 +14,7 @@ import pytest
 
 from anygauge.interface import AnygaugeError, Collectives
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
-from anygauge.training.checkpoints.manager import losses_in, tidy
-from anygauge.training.checkpoints.resume import find_checkpoint
+from anygauge.training.checkpoints.manager import find_checkpoint, losses_in, tidy
 from anygauge.training.checkpoints.sound import complaint_about, digest_of
 from anygauge.util.files import read_text
 from tests.helpers.checkpoints import RECORD, exported, write
@@ -67,8 +66,8 @@ def test_a_truncated_file_of_any_kept_step(
     assert found.checkpoint is not None and found.checkpoint.folder == sound
     assert [step for step, _ in losses_in(tmp_path)] == [found.checkpoint.step]
     if which == "newest":
-        (text,) = found.passed_over
-        assert text.startswith(f"checkpoints/{torn.name} is passed over: {name}")
+        (text,) = found.skipped
+        assert text.startswith(f"checkpoints/{torn.name} is skipped: {name}")
     with pytest.raises(AnygaugeError, match="is not a sound checkpoint"):
         find_checkpoint(str(torn), tmp_path, 0, ALONE)
 
@@ -86,8 +85,8 @@ def test_json_that_is_none(name: str, text: str, tmp_path: Path) -> None:
         reseal(newest, name, text.encode())
     found = find_checkpoint("auto", tmp_path, 0, ALONE)
     assert found.checkpoint is not None and found.checkpoint.folder == older
-    assert found.passed_over[0].startswith(f"checkpoints/{newest.name} is passed over: {name}")
-    assert len(found.passed_over[0]) < 300
+    assert found.skipped[0].startswith(f"checkpoints/{newest.name} is skipped: {name}")
+    assert len(found.skipped[0]) < 300
     assert losses_in(tmp_path) == [[3, 0.5]]
 
 
@@ -109,7 +108,7 @@ def test_a_field_of_a_wrong_type(field: str, tmp_path: Path) -> None:
         reseal(newest, "checkpoint.json", changed.encode())
         found = find_checkpoint("auto", tmp_path, 0, ALONE)
         assert found.checkpoint is not None and found.checkpoint.folder == older
-        assert f"checkpoint.json: {field} cannot be" in found.passed_over[0]
+        assert f"checkpoint.json: {field} cannot be" in found.skipped[0]
 
 
 @pytest.mark.parametrize("field", [*RECORD, "format"])
@@ -143,8 +142,8 @@ def test_a_manifest_that_leads_out(name: str, tmp_path: Path) -> None:
     (newest / "manifest.json").write_text(json.dumps(manifest))
     found = find_checkpoint("auto", tmp_path, 0, ALONE)
     assert found.checkpoint is not None and found.checkpoint.folder == older
-    assert "manifest.json" in found.passed_over[0]
-    found.passed_over[0].encode()
+    assert "manifest.json" in found.skipped[0]
+    found.skipped[0].encode()
 
 
 def link(path: Path, older: Path) -> None:
@@ -176,7 +175,7 @@ def test_a_file_that_is_none(name: str, made: Callable[[Path, Path], None], tmp_
     made(newest / name, older)
     found = find_checkpoint("auto", tmp_path, 0, ALONE)
     assert found.checkpoint is not None and found.checkpoint.folder == older
-    assert name in found.passed_over[0]
+    assert name in found.skipped[0]
     assert losses_in(tmp_path) == [[3, 0.5]]
 
 

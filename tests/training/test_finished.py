@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from anygauge.interface import RunFileError
-from anygauge.training.checkpoints.finished import check_length, finished_run
+from anygauge.training.checkpoints.identity import check_length, finished_run
 from anygauge.util.start import START
 from tests.helpers.runs import Run, anygauge, run_file
 
@@ -65,7 +65,7 @@ def test_the_same_command_says_finished_and_touches_nothing(done: tuple[Path, Ru
     again = command(file, "--resume", "auto")
     assert (again.status, again.err) == (0, "")
     assert again.out == (
-        f"finished: this run was done before, 4 steps; result: {run.folder / 'adapter'}\n"
+        f"finished: this run has already finished after 4 steps; result: {run.folder / 'adapter'}\n"
     )
     assert hashes(run.folder) == before
     assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
@@ -87,7 +87,7 @@ COSTLY = pytest.mark.slow
         pytest.param(("--set", "data.max_length=80"), "data and its order", marks=COSTLY),
         pytest.param(("--set", "train.steps=8"), "its newest sound one is of step 2", marks=COSTLY),
         pytest.param(
-            ("--set", "train.steps=2"), "a finished run is not made shorter", marks=COSTLY
+            ("--set", "train.steps=2"), "a finished run cannot be made shorter", marks=COSTLY
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_ranks_too_say_that_it_is_finished(done: tuple[Path, Run]) -> None:
     before = without_start(hashes(run.folder))
     again = command(file, "--resume", "auto", "--set", "train.optimizer.lr=0.5")
     assert again.status == 0, again.err
-    assert "finished: this run was done before, 4 steps" in again.out
+    assert "finished: this run has already finished after 4 steps" in again.out
     assert hashes(run.folder) == before, "and what waited is removed"
 
 
@@ -167,9 +167,9 @@ def test_a_run_is_extended_from_its_end_alone(tmp_path: Path) -> None:
     assert found is not None
     assert check_length(found, 4, None) is True
     assert check_length(found, 8, 4) is False
-    with pytest.raises(RunFileError, match=r"8 are asked for.*its newest sound one is of step 2"):
+    with pytest.raises(RunFileError, match=r"8 are requested.*its newest sound one is of step 2"):
         check_length(found, 8, 2)
-    with pytest.raises(RunFileError, match=r"it keeps none"):
+    with pytest.raises(RunFileError, match=r"it has none"):
         check_length(found, 8, None)
-    with pytest.raises(RunFileError, match=r"not made shorter"):
+    with pytest.raises(RunFileError, match=r"cannot be made shorter"):
         check_length(found, 2, 4)

@@ -193,7 +193,7 @@ def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_taken(tmp_path: Pa
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
     (resumed,) = finished([Part(file=str(file))])
-    assert "checkpoints/step-00000004 is passed over: state-00001.safetensors: its SHA-256" in (
+    assert "checkpoints/step-00000004 is skipped: state-00001.safetensors: its SHA-256" in (
         resumed.out
     )
     assert "step-00000002 (2 steps done)" in resumed.out

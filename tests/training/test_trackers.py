@@ -22,10 +22,15 @@ from anygauge.interface import (
     TrackerSpec,
 )
 from anygauge.registry import Registry
-from anygauge.training.trackers.checks import check_options, check_trackers
-from anygauge.training.trackers.group import Trackers, no_trackers, open_trackers
-from anygauge.training.trackers.parameters import flat_parameters
-from anygauge.training.trackers.ready import wandb_login
+from anygauge.training.trackers.group import (
+    Trackers,
+    check_options,
+    check_trackers,
+    flat_parameters,
+    no_trackers,
+    open_trackers,
+)
+from anygauge.training.trackers.services import wandb_login
 
 
 def run(**fields: object) -> RunFile:
@@ -187,7 +192,7 @@ SPEC = TrackerSpec(
     ("options", "message"),
     [
         ({"projet": "x"}, "no option 'projet'; did you mean 'project'\\? valid: project, tags"),
-        ({}, "board.project: is needed, and left out. Where to."),
+        ({}, "board.project: is required. Where to."),
         ({"project": 3}, "board.project: got 3, expected a text"),
         ({"project": "x", "tags": "x"}, "board.tags: got 'x', expected a list of text"),
         ({"project": "x", "rate": True}, "board.rate: got True, expected a number"),
@@ -206,14 +211,14 @@ def test_right_options() -> None:
 
 def test_trackers_are_checked_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry.load()
-    with pytest.raises(RunFileError, match="wandb is named twice"):
+    with pytest.raises(RunFileError, match="wandb is listed twice"):
         check_trackers(registry, run(trackers=["wandb", "wandb"]), None)
     with pytest.raises(RunFileError, match=r"tracker_options\.tensorboard: no option 'x'; it has"):
         wrong = run(trackers=["tensorboard"], tracker_options={"tensorboard": {"x": 1}})
         check_trackers(registry, wrong, None)
     nowhere = run(trackers=["mlflow"])
     check_trackers(registry, nowhere, None)
-    with pytest.raises(NotAvailableError, match="'mlflow': it was not told where to write"):
+    with pytest.raises(NotAvailableError, match="'mlflow': no server or store is set"):
         check_trackers(registry, nowhere, {})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(NotAvailableError, match=r"pip install 'anygauge\[mlflow\]'"):

@@ -1,12 +1,12 @@
-"""One checkpoint on disk: a folder that is whole, or is found not to be.
+"""One checkpoint: written to a folder, opened, and put into the model that a run builds.
 
 ====================  =============================================================================
-``checkpoint.json``   step, counters, what the run must have in common with one that goes on from
-                      here, and what the metrics had come to
+``checkpoint.json``   step, counters, what a run that resumes from here must have in common with
+                      this one, and the metrics up to here
 ``state-*``           safetensors: ``KEY/NAME`` -> whole float32 tensor; KEY is ``parameter`` or a
                       key of the optimizer's state
 ``rng.safetensors``   ``RANK/NAME`` -> state of a random number generator, bytes
-``adapter/``          with an adapter: the same weights in peft's form, ready to be used
+``adapter/``          with an adapter: the same weights in peft's format, ready for use
 ``manifest.json``     size and SHA-256 of every other file; written last
 ====================  =============================================================================
 
@@ -16,17 +16,25 @@ The folder is written under a name that begins with a dot and renamed when all i
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from anygauge.interface import HOST_DEVICE, AnygaugeError
-from anygauge.interface.strategy import PARAMETER, Counters
+from anygauge.interface import HOST_DEVICE, Activations, AnygaugeError, ModelError
+from anygauge.interface.strategy import (
+    PARAMETER,
+    Counters,
+    ModelFactory,
+    PartFunction,
+    TrainedState,
+)
+from anygauge.models.on_demand import OnDemand
 from anygauge.training.checkpoints.sound import (
     FORMAT,
     MANIFEST,
@@ -37,6 +45,7 @@ from anygauge.training.checkpoints.sound import (
     state_files,
 )
 from anygauge.util.files import flush, usual_mode
+from anygauge.util.text import finite
 
 ADAPTER = "adapter"
 SHARD_BYTES = 2 * 2**30
@@ -60,10 +69,10 @@ def write_checkpoint(
         exported: (parameter name, key, whole tensor), read to its end.
         record: goes to ``checkpoint.json``.
         rng: for each rank, name -> state of a generator.
-        export_adapter: given a folder and the trained parameters, writes them in peft's form.
+        export_adapter: given a folder and the trained parameters, writes them in peft's format.
 
     Raises:
-        AnygaugeError: it cannot be written; nothing of it is left behind.
+        AnygaugeError: it cannot be written; nothing of it remains.
     """
     from safetensors import SafetensorError
 
@@ -82,7 +91,7 @@ def write_checkpoint(
         _put_in_place(temporary, folder)
     except (OSError, SafetensorError) as error:
         raise AnygaugeError(
-            f"the checkpoint {folder} cannot be written: {error}; make room, or give another "
+            f"the checkpoint {folder} cannot be written: {error}; free space, or give another "
             "folder with --output. Earlier checkpoints are untouched"
         ) from error
     finally:
@@ -91,7 +100,7 @@ def write_checkpoint(
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Give a written checkpoint its name; one that had it is removed after that, not before."""
+    """Rename a written checkpoint; an earlier one of the same name is removed only after that."""
     replaced = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -104,15 +113,6 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
         raise
     flush(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def finite(value: Any) -> Any:
-    """Values as JSON has them: inf and nan become null."""
-    if isinstance(value, Mapping):
-        return {name: finite(below) for name, below in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(below) for below in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Checkpoint:
@@ -160,15 +160,95 @@ class Checkpoint:
             }
 
 
+class ResumedFactory:
+    """A model factory whose trained parameters begin with the values of a state.
+
+    The engine's float32 masters are made from what is built here, in the compute type, and get
+    their digits back in `Engine.import_state`.
+    """
+
+    def __init__(self, factory: ModelFactory, state: TrainedState) -> None:
+        self._factory = factory
+        self._state = state
+        self._names = frozenset(state.names())
+
+    def skeleton(self) -> nn.Module:
+        """See `ModelFactory.skeleton`."""
+        return self._factory.skeleton()
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """See `ModelFactory.fill_buffers`."""
+        self._factory.fill_buffers(model)
+
+    def values(
+        self, model: nn.Module, unit: str, part: PartFunction | None = None
+    ) -> Mapping[str, Tensor]:
+        """See `ModelFactory.values`."""
+        shapes = {n: tuple(p.shape) for n, p in model.get_submodule(unit).named_parameters()}
+        values = self._factory.values(model, unit, part)
+        prefix = f"{unit}." if unit else ""
+
+        def value(name: str) -> Tensor:
+            if prefix + name not in self._names:
+                return values[name]
+            kept = self._value(prefix + name, shapes[name])
+            piece = (...,) if part is None else part(prefix + name, shapes[name])
+            return kept if piece is None else kept[piece]
+
+        return OnDemand({name: functools.partial(value, name) for name in values})
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """See `ModelFactory.adapt`."""
+        adapted = self._factory.adapt(model)
+        if adapted is model:
+            return model
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if name in self._names and not parameter.is_meta:
+                    parameter.copy_(self._value(name, parameter.shape))
+        return adapted
+
+    def adapted_on_meta(self) -> tuple[nn.Module, Mapping[str, str]]:
+        """See `ModelFactory.adapted_on_meta`."""
+        adapted, names = self._factory.adapted_on_meta()
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if name in self._names and not parameter.is_meta:
+                    parameter.copy_(self._value(name, parameter.shape))
+        return adapted, names
+
+    def _value(self, name: str, shape: Sequence[int]) -> Tensor:
+        kept = self._state.tensor(name, PARAMETER)
+        if tuple(kept.shape) != tuple(shape):
+            raise ModelError(
+                f"the checkpoint's {name} has shape {tuple(kept.shape)}, this run's "
+                f"{tuple(shape)}; resume with the adapter that the checkpoint was made with"
+            )
+        return kept
+
+    def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
+        """See `ModelFactory.external_parameters`."""
+        return self._factory.external_parameters(model)
+
+    @property
+    def activations(self) -> Activations:
+        """See `ModelFactory.activations`."""
+        return self._factory.activations
+
+    def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
+        """See `ModelFactory.checkpoint_activations`."""
+        self._factory.checkpoint_activations(model, reentrant=reentrant)
+
+
 def _write_tensors(
     folder: Path, exported: Exported, shard_bytes: int, collect: bool
 ) -> dict[str, Tensor]:
-    """Write all tensors in shards; returns the parameters among them if they are to be kept."""
+    """Write all tensors in shards; returns the parameters among them if `collect`."""
     waiting: dict[str, Tensor] = {}
     parameters: dict[str, Tensor] = {}
     size = number = 0
     for name, key, tensor in exported:
-        assert tensor is not None, "rank 0 writes the checkpoint, so it must get the tensors"
+        assert tensor is not None, "rank 0 writes the checkpoint, so it must receive the tensors"
         if waiting and size + tensor.nbytes > shard_bytes:
             number += 1
             _save(waiting, folder / f"state-{number:05}.safetensors")
@@ -199,7 +279,7 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def _seal(folder: Path) -> int:
-    """Write the manifest, and see to it that everything is on disk; returns the bytes."""
+    """Write the manifest and flush everything to disk; returns the size in bytes."""
     files = {}
     mode = usual_mode(folder)
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):

@@ -1,10 +1,14 @@
-"""What fixes a run's learning curve, and what may change when it is resumed."""
+"""Whether an earlier run is the one that is to be resumed, and whether it is finished already.
+
+Its identity is what fixes the learning curve; settings may change when a run is resumed. No torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +16,28 @@ from pydantic import BaseModel
 
 from anygauge.config.renamed import translated_record
 from anygauge.config.schema import RunFile
-from anygauge.interface import RunFileError
+from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.models.quantisation import quantisation
+from anygauge.training.checkpoints.sound import is_count, read_json
+from anygauge.util.text import short
+
+REPORT = "report.json"
+_RESULTS = ("adapter", "model")
+"""Names of the folder that holds what a run has trained."""
 
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Fields of a model's configuration that say nothing of its architecture."""
+"""Fields of a model's configuration that do not change its architecture."""
 
 _FREE_IN_ADAPTER = ("dropout", "start_from", "verify")
 
 _SINCE_IN_ADAPTER = ("init", "target_parameters", "modules_to_save")
-"""Fields that checkpoints of earlier versions do not speak of."""
+"""Fields that checkpoints of earlier versions do not have."""
 
 _MAY_CHANGE = ("model", "adapter", "train", "precision", "strategy", "backend", "launch")
 
 
 def identity_of(run: RunFile, architecture: Mapping[str, Any], data: str) -> dict[str, Any]:
-    """What a resumed run must have in common with the one that made the checkpoint.
+    """What a resumed run must have in common with the run that wrote the checkpoint.
 
     Args:
         architecture: the model's configuration.
@@ -42,7 +52,7 @@ def identity_of(run: RunFile, architecture: Mapping[str, Any], data: str) -> dic
 
 
 def identity_of_file(run: RunFile) -> dict[str, Any]:
-    """The part of it that stands in the run file."""
+    """The part of the identity that the run file alone decides."""
     adapter = None
     if run.adapter is not None:
         fields = type(run.adapter).model_fields
@@ -86,7 +96,7 @@ def settings_of(run: RunFile) -> dict[str, Any]:
 
 
 def usual_settings(run: RunFile) -> dict[str, Any]:
-    """What the same fields would be if the run file left them out, where they may be left out."""
+    """The defaults of the same fields, where they have one."""
     found: dict[str, Any] = {}
 
     def collect(section: BaseModel, path: str) -> None:
@@ -104,26 +114,26 @@ def usual_settings(run: RunFile) -> dict[str, Any]:
 
 
 def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuse another run: the losses would not be what either would have given.
+    """Refuse another run, whose losses would differ from the start.
 
     Args:
-        folder: what is refused.
-        kept: name -> value of all that fixes its learning curve before the first step.
-        identity: the same of this run, or a part of it.
+        folder: the run or checkpoint that may be refused.
+        kept: its identity; see `identity_of`.
+        identity: of this run, or a part of it.
 
     Raises:
         RunFileError: names what differs, and both values.
     """
     kept = translated_record(kept)
     different = [
-        f"{name} (before: {_short(kept.get(name))}; now: {_short(value)})"
+        f"{name} (before: {short(str(kept.get(name)))}; now: {short(str(value))})"
         for name, value in identity.items()
         if kept.get(name) != value
     ]
     if different:
         raise RunFileError(
-            f"{folder} belongs to another run: {'; '.join(different)}. Give the run file that it "
-            "was made with, or another name to begin anew"
+            f"{folder} belongs to another run: {'; '.join(different)}. Use the run file that it "
+            "was made with, or give another name to start a new run"
         )
 
 
@@ -133,25 +143,120 @@ def changed_settings(
     """Fields that may change when a run is resumed, and did: ``field: before -> now``.
 
     Args:
-        kept: of the run before; a field that there was not yet had its usual value.
+        kept: of the run before; a field that did not exist yet had its default.
         settings: of this run; see `settings_of`.
         usual: see `usual_settings`.
     """
     new = {name: usual[name] for name in settings if name in usual}
     kept = {**new, **translated_record(kept)}
-    # What another strategy had besides is not a field of this one.
+    # Options of another strategy are not fields of this one.
     gone = {name for name in kept.keys() - settings.keys() if name.startswith("strategy.")}
     names = sorted({*kept, *settings} - gone)
     return [
-        f"{name}: {_short(kept.get(name))} -> {_short(settings.get(name))}"
+        f"{name}: {short(str(kept.get(name)))} -> {short(str(settings.get(name)))}"
         for name in names
         if kept.get(name) != settings.get(name)
     ]
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A run that is finished, by its report.
+
+    Attributes:
+        folder: of the run.
+        report: the contents of ``report.json``.
+    """
+
+    folder: Path
+    report: Mapping[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return int(self.report["steps"])
+
+    @property
+    def result(self) -> Path:
+        """The folder of the trained adapter or model."""
+        return self.folder / Path(self.report["saved"]).name
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """See `identity_of`; empty where the report does not have it."""
+        return _object(self.report.get("identity"))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """See `settings_of`."""
+        return _object(self.report.get("settings"))
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The report as it was printed at the end of the run."""
+        hidden = ("identity", "settings")
+        return {name: value for name, value in self.report.items() if name not in hidden}
+
+    def describe(self) -> str:
+        """A line for the terminal."""
+        done = f"this run has already finished after {self.steps} steps"
+        return f"finished: {done}; result: {self.result}"
+
+
+class FinishedError(AnygaugeError):
+    """The run that ranks were to resume is finished: nothing is left to do, nothing is wrong."""
+
+    def __init__(self, finished: Finished) -> None:
+        super().__init__(finished.describe())
+        self.finished = finished
+
+
+def finished_run(run_directory: Path) -> Finished | None:
+    """The run of a folder, if it is finished: the report is what a run writes last."""
+    try:
+        report = read_json(run_directory / REPORT)
+    except AnygaugeError:
+        return None
+    saved = report.get("saved")
+    if not is_count(report.get("steps")) or not isinstance(saved, str):
+        return None
+    if Path(saved).name not in _RESULTS:
+        return None
+    finished = Finished(folder=run_directory, report=report)
+    return finished if finished.result.is_dir() else None
+
+
+def check_length(finished: Finished, steps: int, newest: int | None) -> bool:
+    """Whether the run has all the steps that are wanted now; False if it can train on from its end.
+
+    Args:
+        steps: wanted now.
+        newest: step of the newest sound checkpoint; None where there is none.
+
+    Raises:
+        RunFileError: it is longer than wanted; or it has no checkpoint of its last step, and would
+            repeat steps from an earlier one.
+    """
+    if steps == finished.steps:
+        return True
+    where = f"{finished.folder} finished after {finished.steps} steps, and {steps} are requested"
+    if steps < finished.steps:
+        raise RunFileError(
+            f"{where}: a finished run cannot be made shorter. Give another name to train {steps} "
+            "steps from the beginning"
+        )
+    if newest is None or newest < finished.steps:
+        kept = "it has none" if newest is None else f"its newest sound one is of step {newest}"
+        advice = "" if newest is None else ", or to resume from that one (--resume CHECKPOINT)"
+        raise RunFileError(
+            f"{where}: it can only resume from a checkpoint of its last step, and {kept} "
+            f"(checkpoint.every). Give another name to train from the beginning{advice}"
+        )
+    return False
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _digest(value: Any) -> str:

@@ -1,30 +1,47 @@
-"""When checkpoints are written, and which of them are kept."""
+"""The checkpoints of a run: when one is written, which are kept, which one a run resumes from."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import safetensors.torch
 from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
-from anygauge.interface import Backend
+from anygauge.interface import AnygaugeError, Backend, Collectives
 from anygauge.interface.strategy import Engine
-from anygauge.training.checkpoints.files import finite, write_checkpoint
+from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
+from anygauge.training.checkpoints.identity import (
+    Finished,
+    FinishedError,
+    changed_settings,
+    check_length,
+    check_same_run,
+    finished_run,
+)
 from anygauge.training.checkpoints.sound import (
     FOLDER,
     checkpoints_in,
     complaint_about,
     hidden_in,
     read_record,
+    refusal_of,
     set_aside,
     shown,
+    step_of,
 )
+from anygauge.util.text import finite
+
+NEVER, AUTO = "never", "auto"
 
 
 def checkpoint_folder(run_directory: Path, step: int) -> Path:
@@ -34,15 +51,15 @@ def checkpoint_folder(run_directory: Path, step: int) -> Path:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointManager:
-    """Writes a run's checkpoints and removes those that are not to be kept.
+    """Writes a run's checkpoints and removes those that need not be kept.
 
     Attributes:
         rank: of this process; rank 0 writes, all take part.
         record: what else goes into ``checkpoint.json``; called on rank 0.
         export_adapter: writes trained parameters in peft's format; None where there is no adapter.
         log: a line for the terminal.
-        writing: around the writing of a step's checkpoint: rank 0 writes while the others wait.
-        losses: step -> evaluation loss of the checkpoints that are there.
+        writing: entered while a step's checkpoint is written: the other ranks wait for rank 0.
+        losses: step -> evaluation loss of the checkpoints that exist.
     """
 
     section: CheckpointSection
@@ -58,24 +75,24 @@ class CheckpointManager:
 
     def scan(self) -> None:
         """List the checkpoints that an earlier part of this run left in its folder, and tidy up
-        after kills. Every rank calls it, once all have read what they go on from.
+        after kills. Every rank calls it, once all have read the checkpoint that they resume from.
         """
         gather = self.backend.collectives.gather_objects
-        gather(None)  # who still reads a checkpoint that was set aside reads it by that name
+        gather(None)  # a rank may still read a checkpoint by its hidden name, which `tidy` changes
         found: list[list[Any]] = []
         if self.rank == 0:
             tidy(self.run_directory)
             found = losses_in(self.run_directory)
-        # What is among the best decides whether all ranks write: they must agree on it.
+        # Whether a loss is among the best decides whether all ranks write, so they must agree.
         self.losses.update({step: loss for step, loss in gather(found)[0]})
 
     def maybe_save(self, step: int, *, last: bool, stop: bool, losses: Mapping[str, float]) -> None:
-        """Write a checkpoint after `step` steps, if one is due. Every rank calls it alike.
+        """Write a checkpoint after `step` steps, if one is due. All ranks call it alike.
 
         Args:
-            last: the run is done.
-            stop: the run was asked to end.
-            losses: of the evaluation that was made after this step; empty where there was none.
+            last: this was the last step.
+            stop: the run was asked to stop.
+            losses: of the evaluation after this step; empty if there was none.
         """
         loss = sum(losses.values()) / len(losses) if losses else None
         every = self.section.every
@@ -85,7 +102,7 @@ class CheckpointManager:
                 self.save(step, loss)
 
     def save(self, step: int, loss: float | None) -> None:
-        """Write the checkpoint of this step, and remove what need not be kept any more."""
+        """Write the checkpoint of this step, and remove those that need not be kept any more."""
         loss = finite(loss)
         exported = self.engine.export_state()
         counters = self.engine.counters()
@@ -96,7 +113,7 @@ class CheckpointManager:
         ]
         if self.rank:
             for _ in exported:
-                pass  # rank 0 gets what the ranks put together
+                pass  # exporting is collective; rank 0 receives the tensors
         else:
             folder = checkpoint_folder(self.run_directory, step)
             record = {
@@ -133,7 +150,7 @@ class CheckpointManager:
         for step in set(self.losses) - keep:
             del self.losses[step]
             if self.rank == 0:
-                # First out of sight: half a folder must never look like a checkpoint.
+                # Hidden first: half a folder must never look like a checkpoint.
                 folder = checkpoint_folder(self.run_directory, step)
                 hidden = folder.with_name(f".{folder.name}.old")
                 if folder.exists():
@@ -142,9 +159,9 @@ class CheckpointManager:
 
 
 def losses_in(run_directory: Path) -> list[list[Any]]:
-    """[step, evaluation loss] of the checkpoints of a run; reads their records, and no tensors.
+    """[step, evaluation loss] of the checkpoints of a run; reads their records, not their tensors.
 
-    One that is incomplete is left as it is, neither kept nor removed.
+    An incomplete one is neither listed nor removed.
     """
     sound = (p for p in checkpoints_in(run_directory) if complaint_about(p, contents=False) is None)
     records = map(read_record, sound)
@@ -152,8 +169,10 @@ def losses_in(run_directory: Path) -> list[list[Any]]:
 
 
 def tidy(run_directory: Path) -> None:
-    """Put back a sound checkpoint that a kill kept from being replaced; remove all else that is
-    hidden beside the checkpoints. Only while nobody writes one.
+    """Clean up after a process that was killed while it replaced or removed a checkpoint.
+
+    A sound checkpoint that was hidden and not yet replaced gets its name back; everything else
+    that is hidden is removed. Only while nobody writes a checkpoint.
     """
     for path in set_aside(run_directory):
         if complaint_about(path) is None:
@@ -163,3 +182,119 @@ def tidy(run_directory: Path) -> None:
             path.unlink(missing_ok=True)
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run resumes from.
+
+    Attributes:
+        checkpoint: None to start from the beginning.
+        skipped: a sentence for each checkpoint that is truncated or altered.
+        finished: the run, if it is finished already.
+    """
+
+    checkpoint: Checkpoint | None
+    skipped: tuple[str, ...] = ()
+    finished: Finished | None = None
+
+
+def find_checkpoint(
+    resume: str, run_directory: Path, rank: int, collectives: Collectives
+) -> Resumed:
+    """The checkpoint that ``checkpoint.resume`` asks for; every rank calls it and gets the same.
+
+    Only rank 0 looks for it and checks the sums of its files.
+
+    Args:
+        resume: ``never``, ``auto`` (the newest sound one in `run_directory`) or a folder.
+
+    Raises:
+        AnygaugeError: the folder that was named is not a sound checkpoint.
+    """
+    if resume == NEVER:
+        return Resumed(None)
+    mine = _search(resume, run_directory) if rank == 0 else None
+    folder, skipped, failure, report = collectives.gather_objects(mine)[0]
+    if failure is not None:
+        raise AnygaugeError(failure)
+    return Resumed(
+        None if folder is None else Checkpoint(Path(folder)),
+        tuple(skipped),
+        None if report is None else Finished(folder=run_directory, report=report),
+    )
+
+
+def _search(resume: str, run_directory: Path) -> list[Any]:
+    """[folder, what was skipped, why nothing can be resumed, report of a finished run]."""
+    skipped: list[str] = []
+    if resume != AUTO:
+        refusal = refusal_of(Path(resume))
+        return [resume if refusal is None else None, [], refusal, None]
+    done = finished_run(run_directory)
+    report = None if done is None else dict(done.report)
+    found = [*checkpoints_in(run_directory), *set_aside(run_directory)]
+    for folder in sorted(found, key=lambda path: step_of(shown(path)) or 0, reverse=True):
+        complaint = complaint_about(folder)
+        if complaint is None:
+            return [str(folder), skipped, None, report]
+        skipped.append(f"{FOLDER}/{folder.name} is skipped: {complaint}")
+    return [None, skipped, None, report]
+
+
+def check_resumed(
+    resumed: Resumed,
+    identity: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    usual: Mapping[str, Any],
+    steps: int,
+) -> list[str]:
+    """Check that what was found belongs to this run; returns which settings have changed since.
+
+    Args:
+        identity: see `identity_of`.
+        settings, usual: see `settings_of` and `usual_settings`.
+        steps: of the whole run, now.
+
+    Raises:
+        RunFileError: it belongs to another run, or is finished and cannot be made longer.
+        FinishedError: the run is finished.
+    """
+    start, finished = resumed.checkpoint, resumed.finished
+    if finished is not None:
+        if finished.identity:
+            check_same_run(finished.folder, finished.identity, identity)
+        if check_length(finished, steps, None if start is None else start.step):
+            raise FinishedError(finished)
+    if start is None:
+        return []
+    check_same_run(start.folder, start.record["identity"], identity)
+    return changed_settings(start.record["settings"], settings, usual)
+
+
+class StopRequest:
+    """Whether this process received SIGTERM; the run stops at the end of the current step.
+
+    While it listens, SIGTERM is noted and does not end the process. A rank that waits for others
+    inside a collective notes it when the collective is done; to end such a rank at once, send
+    another signal.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note SIGTERM inside this context; without effect outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(signum: int, frame: FrameType | None) -> None:
+            self.asked = True
+
+        before = signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)

@@ -1,6 +1,6 @@
-"""Whether a checkpoint can be gone on from; whatever is wrong with one is said in words.
+"""Whether a run can resume from a checkpoint, and if not, what is wrong with it.
 
-Nothing in a checkpoint's folder is believed: files are read up to a bound, names stay inside of the
+Nothing in a checkpoint's folder is trusted: files are read up to a limit, names stay inside the
 folder, and every field must have its type. Imports no torch.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_text
+from anygauge.util.text import short
 
 FORMAT = 1
 RECORD = "checkpoint.json"
@@ -25,7 +26,7 @@ MANIFEST = "manifest.json"
 RNG = "rng.safetensors"
 FOLDER = "checkpoints"
 RECORD_BYTES = 64 * 2**20
-"""More than any record or manifest has."""
+"""More than any record or manifest takes."""
 
 _NAME = re.compile(r"step-([0-9]{1,18})")
 _HIDDEN = re.compile(r"\.step-[0-9]{1,18}\.(part|old)")
@@ -35,13 +36,13 @@ Test = Callable[[Any], bool]
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in the name of a checkpoint's folder; None if it is not named as one."""
+    """The step in the name of a checkpoint's folder; None if it has another name."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def checkpoints_in(run_directory: Path) -> list[Path]:
-    """A run's checkpoints, newest first; none of them looked into."""
+    """A run's checkpoints, newest first; none of them is opened."""
     found = [
         (step, path)
         for path in (run_directory / FOLDER).glob("step-*")
@@ -51,7 +52,7 @@ def checkpoints_in(run_directory: Path) -> list[Path]:
 
 
 def set_aside(run_directory: Path) -> list[Path]:
-    """Checkpoints that a kill kept from being replaced: hidden, and the only ones of their step."""
+    """Checkpoints that a killed process had hidden to replace them, the only ones of their step."""
     return [
         path
         for path in hidden_in(run_directory)
@@ -63,21 +64,22 @@ def set_aside(run_directory: Path) -> list[Path]:
 
 
 def shown(path: Path) -> Path:
-    """The name that a checkpoint has which was set aside."""
+    """The usual name of a hidden checkpoint."""
     return path.with_name(path.name.removeprefix(".").removesuffix(".old"))
 
 
 def hidden_in(run_directory: Path) -> list[Path]:
-    """Everything that writing and removing checkpoints leaves behind when it is killed."""
+    """Everything that a killed process leaves behind when it writes or removes checkpoints."""
     names = (run_directory / FOLDER).glob(".step-*")
     return sorted(path for path in names if _HIDDEN.fullmatch(path.name))
 
 
 def complaint_about(folder: Path, *, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint: missing, torn, altered, foreign files; None if it is sound.
+    """What is wrong with a checkpoint: missing, truncated, altered, foreign files; None if sound.
 
     Args:
-        contents: sum and open all files; otherwise names, sizes and the record are looked at.
+        contents: check the sums of all files and open them; otherwise check names, sizes and the
+            record.
     """
     try:
         listed = _manifest(folder)
@@ -95,13 +97,13 @@ def complaint_about(folder: Path, *, contents: bool = True) -> str | None:
             keys_of(folder / RNG)
     except AnygaugeError as error:
         return str(error).removeprefix(f"{folder}/")
-    except _UNREADABLE as error:  # a name that no file system takes
+    except _UNREADABLE as error:  # a name that no file system accepts
         return f"{MANIFEST} cannot be followed ({error})"
     return None
 
 
 def refusal_of(folder: Path, *, contents: bool = True) -> str | None:
-    """Why ``--resume FOLDER`` is refused, with checkpoints that are near it; None if it is not.
+    """Why ``--resume FOLDER`` is refused, with checkpoints near it; None if it is accepted.
 
     Args:
         contents: see `complaint_about`.
@@ -115,7 +117,7 @@ def refusal_of(folder: Path, *, contents: bool = True) -> str | None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """``checkpoint.json``, every field of its type; no tensor is looked at.
+    """``checkpoint.json``, every field checked for its type; no tensor is read.
 
     Raises:
         AnygaugeError: it cannot be read, is of another format, or a field is not what it must be.
@@ -124,8 +126,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     record = read_json(path)
     if record.get("format") != FORMAT:
         raise AnygaugeError(
-            f"{path}: format {_short(record.get('format'))} of checkpoints; this version of "
-            f"anygauge reads format {FORMAT}"
+            f"{path}: the format is {_short(record.get('format'))}; this version of anygauge "
+            f"reads format {FORMAT}"
         )
     _check_fields(path, "", record, _RECORD)
     _check_fields(path, "counters.", record["counters"], _COUNTERS)
@@ -140,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size; numbers in it are finite.
 
     Raises:
-        AnygaugeError: there is none.
+        AnygaugeError: it cannot be read, or holds something else.
     """
     try:
         value = json.loads(read_text(path, RECORD_BYTES), parse_constant=_refuse_constant)
@@ -150,12 +152,12 @@ def read_json(path: Path) -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise AnygaugeError(f"{path} cannot be read ({reason})") from error
     if not isinstance(value, dict):
-        raise AnygaugeError(f"{path} cannot be read (it holds no object: {_short(value)})")
+        raise AnygaugeError(f"{path} cannot be read (not a JSON object: {_short(value)})")
     return value
 
 
 def state_files(folder: Path) -> dict[str, Path]:
-    """``KIND/NAME`` -> the file that holds this tensor; reads headers alone.
+    """``KEY/NAME`` -> the file that holds this tensor; reads only headers.
 
     Raises:
         AnygaugeError: a file is not a safetensors file.
@@ -169,7 +171,7 @@ def keys_of(path: Path) -> list[str]:
     """Names of the tensors in a safetensors file.
 
     Raises:
-        AnygaugeError: it is none.
+        AnygaugeError: it is not one.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -183,7 +185,7 @@ def keys_of(path: Path) -> list[str]:
 
 
 def _manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """Name -> (bytes, SHA-256); the names stay inside of the folder."""
+    """Name -> (bytes, SHA-256); the names stay inside the folder."""
     path = folder / MANIFEST
     _refuse_link(folder, MANIFEST)
     files = read_json(path).get("files")
@@ -193,7 +195,7 @@ def _manifest(folder: Path) -> dict[str, tuple[int, str]]:
     for name, entry in files.items():
         parts = PurePosixPath(name).parts
         if not parts or "\0" in name or PurePosixPath(name).is_absolute() or ".." in parts:
-            raise AnygaugeError(f"{path} names {_short(name)}, which is outside of the checkpoint")
+            raise AnygaugeError(f"{path} names {_short(name)}, which is outside the checkpoint")
         size = entry.get("bytes") if isinstance(entry, dict) else None
         digest = entry.get("sha256") if isinstance(entry, dict) else None
         if size is None or not is_count(size) or not isinstance(digest, str):
@@ -248,7 +250,7 @@ def _whole(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value can be a number of things."""
+    """Whether a value is a whole number from 0 to 2^63."""
     return _whole(value) and 0 <= value < 2**63
 
 
@@ -312,7 +314,9 @@ def _check_fields(
             raise AnygaugeError(f"{path}: {prefix}{name} cannot be {_short(found[name])}")
     unknown = [] if not prefix else sorted(set(found) - set(tests))
     if unknown:
-        raise AnygaugeError(f"{path}: {prefix}{_short(unknown[0])} is unknown to this anygauge")
+        raise AnygaugeError(
+            f"{path}: {prefix}{_short(unknown[0])} is unknown to this version of anygauge"
+        )
 
 
 def _short(value: Any) -> str:
@@ -320,4 +324,4 @@ def _short(value: Any) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # ValueError: an integer of too many digits
         text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return short(text)

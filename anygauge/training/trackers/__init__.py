@@ -1,4 +1,4 @@
-"""The trackers that come with anygauge; each is a plugin like anyone else's. Imports no torch."""
+"""Announces the trackers that come with anygauge, as any plugin announces its own. No torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Callable, Iterable
 
 from anygauge.interface import API_VERSION, TrackerOption, TrackerSpec, hookimpl
-from anygauge.training.trackers import ready
+from anygauge.training.trackers.services import mlflow_store, wandb_login
 
-_HERE = "anygauge.training.trackers"
+_SERVICES = "anygauge.training.trackers.services"
 
 
 def _needs(module: str, install: str) -> Callable[[], str | None]:
@@ -26,13 +26,13 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
     return [
         TrackerSpec(
             name="tensorboard",
-            factory=f"{_HERE}.tensorboard:TensorBoard",
+            factory=f"{_SERVICES}:TensorBoard",
             api_version=API_VERSION,
             missing=_needs("tensorboard", "pip install 'anygauge[tensorboard]'"),
         ),
         TrackerSpec(
             name="jsonl",
-            factory=f"{_HERE}.jsonl:JsonLines",
+            factory=f"{_SERVICES}:JsonLinesFile",
             api_version=API_VERSION,
             options=(
                 TrackerOption(
@@ -44,7 +44,7 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
         ),
         TrackerSpec(
             name="wandb",
-            factory=f"{_HERE}.wandb:WeightsAndBiases",
+            factory=f"{_SERVICES}:WeightsAndBiases",
             api_version=API_VERSION,
             options=(
                 TrackerOption(name="project", description="Left out: WANDB_PROJECT, or anygauge."),
@@ -55,17 +55,17 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
                 TrackerOption(name="tags", description="Labels.", kind="list of text"),
                 TrackerOption(
                     name="mode",
-                    description="online, or offline: to be sent later with `wandb sync`. Left "
+                    description="online, or offline to send the run later with `wandb sync`. Left "
                     "out: WANDB_MODE, or online.",
                     choices=("online", "offline"),
                 ),
             ),
             missing=_needs("wandb", "pip install 'anygauge[wandb]'"),
-            unready=ready.wandb_login,
+            unready=wandb_login,
         ),
         TrackerSpec(
             name="mlflow",
-            factory=f"{_HERE}.mlflow:MLflow",
+            factory=f"{_SERVICES}:MLflow",
             api_version=API_VERSION,
             options=(
                 TrackerOption(
@@ -74,12 +74,12 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
                 ),
                 TrackerOption(
                     name="experiment",
-                    description="Made if it is not there. Left out: MLFLOW_EXPERIMENT_NAME, or "
+                    description="Created if missing. Left out: MLFLOW_EXPERIMENT_NAME, or "
                     "anygauge.",
                 ),
                 TrackerOption(name="name", description="Left out: the run's name."),
             ),
             missing=_needs("mlflow", "pip install 'anygauge[mlflow]'"),
-            unready=ready.mlflow_store,
+            unready=mlflow_store,
         ),
     ]

@@ -1,28 +1,45 @@
-"""A run's trackers: each in a thread of its own, so that none can slow or stop training."""
+"""A run's trackers: checked before ranks start, then each in a thread of its own; no torch.
+
+The thread is why none of them can slow or stop training.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import AnygaugeError, RunStatus, Tracker, TrackerContext
+from anygauge.interface import (
+    AnygaugeError,
+    NotAvailableError,
+    RunFileError,
+    RunStatus,
+    Tracker,
+    TrackerContext,
+    TrackerOption,
+    TrackerSpec,
+)
 from anygauge.registry import Registry
-from anygauge.registry.words import describe
-from anygauge.training.trackers.checks import check_trackers
-from anygauge.training.trackers.parameters import flat_parameters
+from anygauge.registry.factories import refuse_if_missing
+from anygauge.util.hiding import is_secret
+from anygauge.util.text import describe, did_you_mean
 
 OPEN_S = 120.0
-"""Seconds in which a tracker must be ready."""
+"""Seconds in which a tracker must open."""
 CLOSE_S = 30.0
-"""Seconds that all trackers together have to end."""
+"""Seconds in which all trackers together must close."""
 LONGEST_QUEUE = 10_000
 """Records that may wait for a tracker that is slower than training."""
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+"""User and password in an address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +55,10 @@ class _End:
 
 
 class Trackers:
-    """All trackers of a run, or none, as on every rank but 0.
+    """All trackers of a run; on ranks other than 0 there are none.
 
     Attributes:
-        troubles: what went wrong with trackers, in words, each said as a warning when it happened.
+        troubles: what went wrong with trackers, a sentence each, shown as a warning at the time.
     """
 
     def __init__(
@@ -52,14 +69,14 @@ class Trackers:
         open_s: float = OPEN_S,
         close_s: float = CLOSE_S,
     ) -> None:
-        """Make all of them.
+        """Open all of them.
 
         Args:
             makers: name -> what makes the tracker, in its own thread.
             warn: shows a warning to the user; called from any thread.
 
         Raises:
-            AnygaugeError: one cannot be made, or not in time; the others were closed.
+            AnygaugeError: one cannot be opened, or not in time; the others were closed.
         """
         self.troubles: list[str] = []
         self._warn = warn
@@ -176,7 +193,7 @@ class _TrackerThread:
 
 
 def no_trackers() -> Trackers:
-    """Of ranks that log nothing."""
+    """What a rank that logs nothing has."""
     return Trackers({}, lambda text: None)
 
 
@@ -188,10 +205,10 @@ def open_trackers(
     *,
     resumed_from_step: int | None = None,
 ) -> Trackers:
-    """Make the trackers that a run file names.
+    """Open the trackers that a run file names.
 
     Raises:
-        AnygaugeError: one of them cannot be made; says why and what to do.
+        AnygaugeError: one of them cannot be opened; says why and what to do.
     """
     check_trackers(registry, run, os.environ)
     parameters = flat_parameters(run)
@@ -209,3 +226,97 @@ def open_trackers(
 
     names: Sequence[str] = run.trackers
     return Trackers({name: maker(name) for name in names}, warn)
+
+
+def check_trackers(registry: Registry, run: RunFile, environ: Mapping[str, str] | None) -> None:
+    """Refuse trackers that do not exist, would not start, or do not take the options given.
+
+    Args:
+        environ: the variables that rank 0 will have, where it will be started on this machine;
+            None: only what the run file says is checked.
+
+    Raises:
+        PluginError: no tracker, or more than one, has a name.
+        RunFileError: an option is unknown, missing or of a wrong kind, or a tracker is named twice.
+        NotAvailableError: a package is missing, or a login.
+    """
+    twice = sorted({name for name in run.trackers if run.trackers.count(name) > 1})
+    if twice:
+        raise RunFileError(f"trackers: {', '.join(twice)} is listed twice; list it once")
+    for name in run.trackers:
+        provided = registry.find_tracker(name)
+        options = run.tracker_options.get(name, {})
+        check_options(provided.spec, options)
+        if environ is None:
+            continue
+        refuse_if_missing(provided, "tracker")
+        reason = provided.spec.unready(options, environ)
+        if reason is not None:
+            raise NotAvailableError(f"tracker {name!r}: {reason}")
+
+
+def check_options(spec: TrackerSpec, options: Mapping[str, Any]) -> None:
+    """Raises: RunFileError: an option is unknown, of a wrong kind, or required and left out."""
+    where = f"tracker_options.{spec.name}"
+    known = {option.name: option for option in spec.options}
+    valid = f"valid: {', '.join(known)}" if known else "it has no options; remove them"
+    for name, value in options.items():
+        if name not in known:
+            raise RunFileError(
+                f"{where}: no option {name!r}{did_you_mean(name, known) or ';'} {valid}"
+            )
+        problem = _problem(known[name], value)
+        if problem:
+            raise RunFileError(f"{where}.{name}: got {value!r}, expected {problem}")
+    for option in spec.options:
+        if option.required and option.name not in options:
+            raise RunFileError(f"{where}.{option.name}: is required. {option.description}")
+
+
+def _problem(option: TrackerOption, value: Any) -> str | None:
+    """What was expected instead of a value, or None."""
+    fits = {
+        "text": isinstance(value, str) and bool(value),
+        "number": isinstance(value, int | float) and not isinstance(value, bool),
+        "truth": isinstance(value, bool),
+        "list of text": isinstance(value, list) and all(isinstance(item, str) for item in value),
+    }
+    if not fits[option.kind]:
+        return {"truth": "true or false", "text": "a text"}.get(option.kind, f"a {option.kind}")
+    if option.choices and value not in option.choices:
+        return "one of " + ", ".join(option.choices)
+    return None
+
+
+def flat_parameters(run: RunFile) -> dict[str, str | int | float | bool | None]:
+    """A run file as a flat table for trackers: dotted path -> value, a list as JSON.
+
+    Left out because others read it: the values of ``environment``, texts whose name says that
+    they are a secret, and user and password within an address.
+    """
+    found: dict[str, str | int | float | bool | None] = {}
+
+    def add(path: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for name, below in value.items():
+                add(f"{path}.{name}" if path else name, below)
+        elif isinstance(value, list):
+            found[path] = json.dumps(value)
+        else:
+            found[path] = value
+
+    add("", _public(run.model_dump(mode="json", exclude={"environment"})))
+    return found
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _public(below)
+            for name, below in value.items()
+            # A number such as a count of key heads is not a secret.
+            if not (is_secret(str(name)) and isinstance(below, str))
+        }
+    if isinstance(value, list):
+        return [_public(item) for item in value]
+    return _CREDENTIALS.sub("", value) if isinstance(value, str) else value

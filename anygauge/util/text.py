@@ -1,17 +1,20 @@
-"""Phrases that the registry's messages share."""
+"""Text that messages and files share: near names, lists, errors in one line, values as JSON."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.7) -> str:
     """``"; did you mean 'x'?"`` for the nearest valid name, or nothing where none is near.
 
-    Another letter in a name of three makes another name, not a misspelt one.
+    A name of three letters with another letter is another name, not a misspelt one: hence the
+    cutoff.
     """
     near = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -20,11 +23,6 @@ def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.7) -> str:
 def listed(names: Iterable[str]) -> str:
     """Names in order, or ``none``."""
     return ", ".join(sorted(names)) or "none"
-
-
-def plugin_words(distribution: str, version: str) -> str:
-    """A distribution and its version."""
-    return f"{distribution} {version}"
 
 
 def describe(error: BaseException) -> str:
@@ -37,3 +35,17 @@ def describe(error: BaseException) -> str:
     if not frames:
         return words
     return f"{words} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+
+
+def short(text: str) -> str:
+    """A text of at most 60 characters for a message: the rest is cut off, with an ellipsis."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def finite(value: Any) -> Any:
+    """Values as JSON has them: inf and nan become null."""
+    if isinstance(value, Mapping):
+        return {name: finite(below) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(below) for below in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
