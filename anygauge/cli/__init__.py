@@ -39,10 +39,10 @@ def main() -> None:
         gc.freeze()  # at exit Python need not look for cycles among objects that go with it
         sys.exit(status)
     except BrokenPipeError as error:
-        # The reader went away (`anygauge backends | head`): nobody is to be told, at exit either.
+        # The reader went away (`anygauge backends | head`): nobody reads a message, at exit either.
         if not _unread():
             print(
-                f"error: the program that read this one's output has ended ({error})",
+                f"error: a helper process ended while anygauge wrote to it ({error})",
                 file=sys.stderr,
             )
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -36,7 +36,7 @@ def data(
     backend: BackendOption = None,
     set_: SetOption = None,
 ) -> None:
-    """Show what a run's data becomes: counts, lengths, padding, and which are loss tokens."""
+    """Show what a run trains on: counts, lengths, padding, and which are loss tokens."""
     from anygauge.cli.fetch import fetched
     from anygauge.config import check_paths, load_run_file
     from anygauge.data import TokenizedRows, accumulation, advice, peek, prepare

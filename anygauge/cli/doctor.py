@@ -54,7 +54,7 @@ def doctor(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Check this machine for a backend. Exit status 1 if a check failed; 0 otherwise."""
+    """Check whether this machine is ready for a backend. Exit status 1 if a check failed."""
     from anygauge.agent.doctor import worst
     from anygauge.registry import AUTO, Registry, select_backend
 

@@ -44,7 +44,7 @@ def generate(
     ] = None,
     backend: BackendOption = None,
 ) -> None:
-    """Let a model answer; prints the answer alone, and a line of its own where that is empty."""
+    """Let a model answer, and print only the answer; if it is empty, a line on standard error."""
     if prompt is None:
         prompt = sys.stdin.read().rstrip("\n")
     origin = model_origin(model, adapter, tokenizer)

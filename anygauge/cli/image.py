@@ -198,7 +198,7 @@ def _release(backend: Backend, asked: str | None) -> ImageRelease | None:
     if asked is None:
         return built[-1] if built else None
     row = next((one for one in rows if one.name == asked), None)
-    valid = ", ".join(one.name for one in built) or "none: its image is made elsewhere"
+    valid = ", ".join(one.name for one in built) or "none: its image is not built here"
     if row is None:
         raise typer.BadParameter(
             f"the {backend.name} backend has no release {asked}; releases with an image: {valid}",

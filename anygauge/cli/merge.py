@@ -24,7 +24,7 @@ def merge(
         str | None, typer.Option("--tokenizer", help="Folder, hub name or tokenizer.json.")
     ] = None,
 ) -> None:
-    """Fold an adapter into its base model, and check the result's logits against the two."""
+    """Fold an adapter into its base model, and compare the result's logits with both."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output} exists and is not an empty folder; name a new one")
     origin = model_origin(model, adapter, tokenizer)

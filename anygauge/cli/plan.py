@@ -94,7 +94,7 @@ def plan(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Tell what a run takes of each device, and how long, before one is there."""
+    """Show how much memory and time a run needs, before you have the device."""
     from anygauge.cli import plan_time, planned
     from anygauge.interface import UsageError
     from anygauge.planning.process import begun

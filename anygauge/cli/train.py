@@ -45,7 +45,7 @@ def train(
         bool, typer.Option("--quiet", help="Print warnings and failures only.")
     ] = False,
 ) -> None:
-    """Fine-tune a model as a run file says."""
+    """Fine-tune a model as described in a run file."""
     flags = {
         "backend": backend,
         "launch.devices": devices,

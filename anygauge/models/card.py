@@ -146,7 +146,7 @@ def _use_adapter(model: ModelSection) -> str:
     if model.name is None:
         return (
             "The base has random weights, which only the run file's `model.config` and "
-            "`train.seed` make again: this adapter is of use for tests alone.\n"
+            "`train.seed` can recreate: this adapter is useful only for tests.\n"
         )
     return (
         "In the folder of this card; `adapter_config.json` names the base.\n\n"
