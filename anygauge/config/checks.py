@@ -12,7 +12,7 @@ from anygauge.config.origin import Problem, dotted
 from anygauge.config.sections import LARGEST
 
 if TYPE_CHECKING:
-    from anygauge.config.document import Node
+    from anygauge.config.document import YamlNode
 
 MOST_LAYERS = 1000
 """Decoder layers. Each is made as a skeleton to plan with; deep models have a few hundred."""
@@ -42,7 +42,7 @@ MAY_BE_ZERO = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_i
 Path = tuple[object, ...]
 
 
-def value_problems(root: Node) -> list[Problem]:
+def value_problems(root: YamlNode) -> list[Problem]:
     """Complaints about values of the right type that no run could use.
 
     Args:
@@ -51,7 +51,7 @@ def value_problems(root: Node) -> list[Problem]:
     return [*_of_environment(root), *_of_targets(root), *_of_sizes(root)]
 
 
-def _of_environment(root: Node) -> Iterator[Problem]:
+def _of_environment(root: YamlNode) -> Iterator[Problem]:
     node = root.get("environment")
     if node is None or not node.is_mapping:
         return
@@ -77,7 +77,7 @@ def _of_environment(root: Node) -> Iterator[Problem]:
         yield Problem(node.origin, "environment", f"{text}: no process starts with more")
 
 
-def _of_targets(root: Node) -> Iterator[Problem]:
+def _of_targets(root: YamlNode) -> Iterator[Problem]:
     groups = root.get("adapter", "groups")
     count = len(groups.value) if groups is not None and isinstance(groups.value, tuple) else 0
     places: list[Path] = [("adapter", "groups", number, "targets") for number in range(count)]
@@ -107,7 +107,7 @@ def expression_complaint(text: str) -> str:
     return ""
 
 
-def _of_sizes(root: Node, path: Path = ("model", "config")) -> Iterator[Problem]:
+def _of_sizes(root: YamlNode, path: Path = ("model", "config")) -> Iterator[Problem]:
     """Sizes of a model that is made from the run file, in parts of it too (`text_config`)."""
     node = root.get(*path)
     if node is None or not node.is_mapping:

@@ -15,7 +15,7 @@ from anygauge.config.schema import RunFile, Section
 from anygauge.config.strategies import StrategySection, all_sections, section_of
 
 if TYPE_CHECKING:
-    from anygauge.config.document import Node
+    from anygauge.config.document import YamlNode
 
 LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -177,7 +177,7 @@ class Kind:
         return " ".join([word, " and ".join(bounds)]) if bounds else word
 
 
-def kind_of_run(root: Node) -> Kind:
+def kind_of_run(root: YamlNode) -> Kind:
     """A run file's type: its strategy section is that of the strategy which the tree names.
 
     Raises:
@@ -198,7 +198,7 @@ def field_kind(field: FieldInfo) -> Kind:
     return Kind.of(field.annotation, tuple(field.metadata))
 
 
-def kind_at(path: tuple[object, ...], root: Node) -> Kind | None:
+def kind_at(path: tuple[object, ...], root: YamlNode) -> Kind | None:
     """The type at a path of a run file; None where the schema has nothing."""
     kind: Kind | None = kind_of_run(root)
     for part in path:

@@ -90,7 +90,7 @@ def refuse_beyond(values: int, level: int, line: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """A value and where it was written.
 
     Attributes:
@@ -111,7 +111,7 @@ class Node:
         """Whether `value` is a dict of nodes."""
         return isinstance(self.value, dict)
 
-    def get(self, *path: object) -> Node | None:
+    def get(self, *path: object) -> YamlNode | None:
         """The node at `path` below this one, or None."""
         node = self
         for part in path:
@@ -122,17 +122,17 @@ class Node:
             node = value[part]
         return node
 
-    def replaced(self, path: tuple[str | int, ...], value: Any) -> Node:
+    def replaced(self, path: tuple[str | int, ...], value: Any) -> YamlNode:
         """The same tree with another scalar at `path`, which must exist; origins are kept."""
         if not path:
-            return Node(value, self.origin, str(value))
+            return YamlNode(value, self.origin, str(value))
         below = self.value[path[0]].replaced(path[1:], value)
         if isinstance(self.value, tuple):
             items = tuple(below if at == path[0] else item for at, item in enumerate(self.value))
             return replace(self, value=items)
         return replace(self, value=self.value | {path[0]: below})
 
-    def nearest(self, *path: object) -> Node:
+    def nearest(self, *path: object) -> YamlNode:
         """The node at `path`, or else the deepest one that was written on the way to it."""
         for length in range(len(path), 0, -1):
             found = self.get(*path[:length])
@@ -149,7 +149,7 @@ def read_yaml(
     *,
     lines: bool = True,
     path: tuple[str, ...] = (),
-) -> Node | None:
+) -> YamlNode | None:
     """The one document in `text`, or None where there is nothing but blanks and comments.
 
     Args:
@@ -206,7 +206,7 @@ class _Builder:
         line = raw.start_mark.line + 1 if self._lines else None
         return Origin(self._label, line, self._folder)
 
-    def node(self, raw: yaml.Node, origin: Origin, path: tuple[object, ...]) -> Node:
+    def node(self, raw: yaml.Node, origin: Origin, path: tuple[object, ...]) -> YamlNode:
         self._values += 1
         refuse_beyond(self._values, len(self._open), origin.line)
         if id(raw) in self._open:
@@ -214,13 +214,13 @@ class _Builder:
         self._open.add(id(raw))
         try:
             if isinstance(raw, yaml.MappingNode) and raw.tag == f"{TAG}map":
-                return Node(self._mapping(raw, path), origin)
+                return YamlNode(self._mapping(raw, path), origin)
             if isinstance(raw, yaml.SequenceNode) and raw.tag == f"{TAG}seq":
                 items = (
                     self.node(item, self.origin(item), (*path, index))
                     for index, item in enumerate(raw.value)
                 )
-                return Node(tuple(items), origin)
+                return YamlNode(tuple(items), origin)
             if isinstance(raw, yaml.ScalarNode) and raw.tag in _SCALARS:
                 return self._scalar(raw, origin, path)
         finally:
@@ -228,7 +228,7 @@ class _Builder:
         tag = raw.tag.replace(TAG, "!!")
         return self._refuse(origin, path, f"the tag {tag} means nothing here; write a plain value")
 
-    def _scalar(self, raw: yaml.ScalarNode, origin: Origin, path: tuple[object, ...]) -> Node:
+    def _scalar(self, raw: yaml.ScalarNode, origin: Origin, path: tuple[object, ...]) -> YamlNode:
         try:
             value = self._loader.construct_object(raw)
         except (ValueError, KeyError):
@@ -240,11 +240,11 @@ class _Builder:
         if isinstance(value, str) and (odd := _HALF.search(value)):
             text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is not a character"
             return self._refuse(origin, path, text)
-        return Node(value, origin, raw.value)
+        return YamlNode(value, origin, raw.value)
 
-    def _mapping(self, raw: yaml.MappingNode, path: tuple[object, ...]) -> dict[Any, Node]:
-        own: dict[Any, Node] = {}
-        merged: dict[Any, Node] = {}
+    def _mapping(self, raw: yaml.MappingNode, path: tuple[object, ...]) -> dict[Any, YamlNode]:
+        own: dict[Any, YamlNode] = {}
+        merged: dict[Any, YamlNode] = {}
         for key_node, value_node in raw.value:
             origin = self.origin(key_node)
             if key_node.tag == _MERGE:
@@ -272,10 +272,10 @@ class _Builder:
             own[key] = self.node(value_node, origin, (*path, key))
         return merged | own
 
-    def _merge(self, raw: yaml.Node, path: tuple[object, ...]) -> Mapping[Any, Node]:
+    def _merge(self, raw: yaml.Node, path: tuple[object, ...]) -> Mapping[Any, YamlNode]:
         """What `<<: *anchor` or `<<: [*one, *two]` brings in; the first to name a key wins."""
         parts = raw.value if isinstance(raw, yaml.SequenceNode) else [raw]
-        found: dict[Any, Node] = {}
+        found: dict[Any, YamlNode] = {}
         for part in parts:
             node = self.node(part, self.origin(part), path)
             if not node.is_mapping:
@@ -284,16 +284,16 @@ class _Builder:
             found = node.value | found
         return found
 
-    def _refuse(self, origin: Origin, path: tuple[object, ...], text: str) -> Node:
+    def _refuse(self, origin: Origin, path: tuple[object, ...], text: str) -> YamlNode:
         self._problems.append(Problem(origin, dotted(path), text))
-        return Node(None, origin, "null")
+        return YamlNode(None, origin, "null")
 
 
 WORDS = ("strategy",)
 """Sections for which a word may stand."""
 
 
-def merge(base: Node, over: Node) -> Node:
+def merge(base: YamlNode, over: YamlNode) -> YamlNode:
     """`over` laid upon `base`: mappings are merged key by key, everything else is replaced.
 
     Fields that are set one by one join a section for which a word stands: it is their ``name``.
@@ -308,10 +308,10 @@ def merge(base: Node, over: Node) -> Node:
         # A word takes the place of a section, also with fields that joined it.
         merged[key] = node if below is None or node.text else merge(below, node)
     origin = base.origin if over.implied else over.origin
-    return Node(merged, origin, base.text, implied=base.implied and over.implied)
+    return YamlNode(merged, origin, base.text, implied=base.implied and over.implied)
 
 
-def plain(node: Node) -> Any:
+def plain(node: YamlNode) -> Any:
     """The value alone: dicts, lists and scalars."""
     if isinstance(node.value, dict):
         return {key: plain(below) for key, below in node.value.items()}

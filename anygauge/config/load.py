@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from anygauge.config.checks import value_problems
 from anygauge.config.describe import Kind, field_kind, kind_of_run
-from anygauge.config.document import MOST_LEVELS, Node, NotYaml, merge, plain, read_yaml
+from anygauge.config.document import MOST_LEVELS, NotYaml, YamlNode, merge, plain, read_yaml
 from anygauge.config.messages import explain, is_private, received
 from anygauge.config.origin import Origin, Problem, dotted, run_file_error
 from anygauge.config.paths import (
@@ -181,7 +181,7 @@ def _read(
     environ: Mapping[str, str],
     files: list[Path],
     problems: list[Problem],
-) -> Node:
+) -> YamlNode:
     """One file with everything it extends merged beneath it.
 
     Args:
@@ -199,7 +199,7 @@ def _read(
     if extends is None or extends.value is None:
         return root
     items = extends.value if isinstance(extends.value, tuple) else (extends,)
-    below: Node | None = None
+    below: YamlNode | None = None
     for item in items:
         if not isinstance(item.value, str):
             text = f"got {received(item)}, expected a file or a list of files"
@@ -220,7 +220,7 @@ def _read(
     return root if below is None else merge(below, root)
 
 
-def _document(path: Path, shown: str, problems: list[Problem]) -> Node:
+def _document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
     """One file as a tree; its root is known by the file, without a line.
 
     Raises:
@@ -253,7 +253,7 @@ def _document(path: Path, shown: str, problems: list[Problem]) -> Node:
     if not root.is_mapping:
         text = f"got {received(root)}, expected a mapping such as 'model: {{...}}' at the top"
         raise RunFileError(f"{root.origin}: {text}")
-    return Node(root.value, whole)
+    return YamlNode(root.value, whole)
 
 
 def _similar(path: Path) -> str:
@@ -268,7 +268,7 @@ def _is_yaml(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def _strategy_known(root: Node, problems: list[Problem]) -> Node:
+def _strategy_known(root: YamlNode, problems: list[Problem]) -> YamlNode:
     """The tree without its strategy if there is none of that name, which is a problem."""
     node = root.get("strategy", "name")
     if node is None or node.value is None:
@@ -287,7 +287,7 @@ def _strategy_known(root: Node, problems: list[Problem]) -> Node:
 
 
 def _values(
-    node: Node, kind: Kind | None, path: tuple[object, ...], problems: list[Problem]
+    node: YamlNode, kind: Kind | None, path: tuple[object, ...], problems: list[Problem]
 ) -> Any:
     """Plain values for pydantic, with null as "left out" wherever a default stands ready."""
     section = None if kind is None else kind.section
@@ -318,7 +318,7 @@ def _values(
     return values
 
 
-def _sources(node: Node, path: tuple[object, ...] = ()) -> list[tuple[str, Origin]]:
+def _sources(node: YamlNode, path: tuple[object, ...] = ()) -> list[tuple[str, Origin]]:
     found = [(dotted(path), node.origin)]
     if isinstance(node.value, dict):
         for name, below in node.value.items():
@@ -335,7 +335,7 @@ _EXAMPLE = "such as --set train.steps=10"
 
 def command_line(
     overrides: Sequence[str], flags: Mapping[str, Any], folder: Path, problems: list[Problem]
-) -> Node:
+) -> YamlNode:
     """One tree of everything that the command line sets, to be merged over the run file.
 
     Args:
@@ -345,8 +345,8 @@ def command_line(
         problems: complaints are added here; whatever is wrong is left out of the result. An option
             and an override that contradict each other are a complaint.
     """
-    tree = Node({}, Origin("the command line", None, folder), implied=True)
-    written: dict[str, Node] = {}
+    tree = YamlNode({}, Origin("the command line", None, folder), implied=True)
+    written: dict[str, YamlNode] = {}
     for text in overrides:
         parsed = _parse(text, folder, problems)
         if parsed is not None:
@@ -366,7 +366,7 @@ def command_line(
     return tree
 
 
-def _parse(text: str, folder: Path, problems: list[Problem]) -> tuple[str, Node] | None:
+def _parse(text: str, folder: Path, problems: list[Problem]) -> tuple[str, YamlNode] | None:
     path, equals, value = text.partition("=")
     path = path.strip()
     private = equals and is_private(tuple(path.split(".")))
@@ -402,19 +402,19 @@ def _parse(text: str, folder: Path, problems: list[Problem]) -> tuple[str, Node]
     return None
 
 
-def _nest(path: str, value: Node) -> Node:
+def _nest(path: str, value: YamlNode) -> YamlNode:
     """`value` under one implied mapping for each part of `path`."""
     for part in reversed(path.split(".")):
-        value = Node({part: value}, value.origin, implied=True)
+        value = YamlNode({part: value}, value.origin, implied=True)
     return value
 
 
-def _node(value: Any, origin: Origin) -> Node:
+def _node(value: Any, origin: Origin) -> YamlNode:
     """A Python value as a tree, all of one origin."""
     if isinstance(value, Mapping):
-        return Node({key: _node(below, origin) for key, below in value.items()}, origin)
+        return YamlNode({key: _node(below, origin) for key, below in value.items()}, origin)
     if isinstance(value, list | tuple):
-        return Node(tuple(_node(item, origin) for item in value), origin)
+        return YamlNode(tuple(_node(item, origin) for item in value), origin)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    return Node(value, origin, "null" if value is None else str(value))
+    return YamlNode(value, origin, "null" if value is None else str(value))

@@ -16,7 +16,7 @@ from anygauge.config.strategies import StrategySection, all_sections, named
 from anygauge.util.hiding import is_secret
 
 if TYPE_CHECKING:
-    from anygauge.config.document import Node
+    from anygauge.config.document import YamlNode
 
 _MOST = 500
 """Complaints that are put in words. Whoever has that many needs the first of them."""
@@ -24,7 +24,7 @@ _MOST = 500
 _YAML_BOOLEANS = ("yes", "no", "on", "off", "true", "false")
 
 
-def explain(error: ValidationError, root: Node) -> list[Problem]:
+def explain(error: ValidationError, root: YamlNode) -> list[Problem]:
     """One problem for each wrong field.
 
     Args:
@@ -53,7 +53,7 @@ def explain(error: ValidationError, root: Node) -> list[Problem]:
     return problems
 
 
-def _path(loc: Sequence[object], root: Node) -> tuple[object, ...]:
+def _path(loc: Sequence[object], root: YamlNode) -> tuple[object, ...]:
     """`loc` without pydantic's names of union members, which are not part of the file."""
     path: tuple[object, ...] = ()
     for index, part in enumerate(loc):
@@ -63,19 +63,19 @@ def _path(loc: Sequence[object], root: Node) -> tuple[object, ...]:
     return path
 
 
-def _is_field(path: tuple[object, ...], part: object, root: Node) -> bool:
+def _is_field(path: tuple[object, ...], part: object, root: YamlNode) -> bool:
     kind = kind_at(path, root)
     return kind is not None and kind.section is not None and part in kind.section.model_fields
 
 
-def _missing(path: tuple[object, ...], root: Node) -> Problem:
+def _missing(path: tuple[object, ...], root: YamlNode) -> Problem:
     parent = kind_at(path[:-1], root)
     assert parent is not None and parent.section is not None
     text = meaning(parent.section.model_fields[str(path[-1])])
     return Problem(root.nearest(*path).origin, dotted(path), f"missing: {text}")
 
 
-def _unknown(path: tuple[object, ...], root: Node) -> Problem:
+def _unknown(path: tuple[object, ...], root: YamlNode) -> Problem:
     name = str(path[-1])
     new = new_name(path)
     if new is not None:
@@ -110,7 +110,7 @@ def _unknown(path: tuple[object, ...], root: Node) -> Problem:
     )
 
 
-def _refused(path: tuple[object, ...], text: str, root: Node) -> Problem:
+def _refused(path: tuple[object, ...], text: str, root: YamlNode) -> Problem:
     """What a section's own check said, with the places of the fields that it names."""
     places = {
         name: str(node.origin)
@@ -122,7 +122,7 @@ def _refused(path: tuple[object, ...], text: str, root: Node) -> Problem:
     return Problem(root.nearest(*path).origin, dotted(path), text)
 
 
-def _wrong(path: tuple[object, ...], root: Node) -> Problem:
+def _wrong(path: tuple[object, ...], root: YamlNode) -> Problem:
     node = root.nearest(*path)
     expected = kind_at(path, root) or Kind(Any)
     said = f"got {received(node, private=is_private(path))}, expected {wanted(expected)}"
@@ -130,7 +130,7 @@ def _wrong(path: tuple[object, ...], root: Node) -> Problem:
     return Problem(node.origin, dotted(path), text)
 
 
-def _hints(node: Node, expected: Kind) -> Iterator[str]:
+def _hints(node: YamlNode, expected: Kind) -> Iterator[str]:
     value = node.value
     takes = {member.annotation for member in expected.members}
     if str in takes and isinstance(value, int | float):
@@ -160,7 +160,7 @@ def is_private(path: Sequence[object]) -> bool:
     return path[:1] == ("environment",) or any(is_secret(str(part)) for part in path)
 
 
-def received(node: Node, *, private: bool = False) -> str:
+def received(node: YamlNode, *, private: bool = False) -> str:
     """A value as it was written, with its type: 'fast' (str), 1e3 (float), null.
 
     Args:

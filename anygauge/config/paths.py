@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from anygauge.config.origin import Problem, dotted
 
 if TYPE_CHECKING:
-    from anygauge.config.document import Node
+    from anygauge.config.document import YamlNode
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
@@ -87,8 +87,8 @@ def holds_template(path: Place, text: str) -> bool:
 
 
 def resolve_paths(
-    root: Node, environ: Mapping[str, str], cwd: Path, problems: list[Problem]
-) -> Node:
+    root: YamlNode, environ: Mapping[str, str], cwd: Path, problems: list[Problem]
+) -> YamlNode:
     """The tree with its paths expanded and absolute; hub names and wrong types are left alone.
 
     Args:

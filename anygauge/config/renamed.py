@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anygauge.config.document import Node
+    from anygauge.config.document import YamlNode
 
 RENAMED: Mapping[tuple[str, ...], str] = {
     ("adapter", "rank"): "r",
@@ -51,7 +51,7 @@ def new_value(path: tuple[object, ...], value: Any) -> Any:
     return names.get(value, value) if names and isinstance(value, str) else value
 
 
-def translated(node: Node, path: tuple[str, ...] = ()) -> Node:
+def translated(node: YamlNode, path: tuple[str, ...] = ()) -> YamlNode:
     """The tree of a resolved run file of version 0.1, with today's names."""
     if isinstance(node.value, tuple):
         return replace(node, value=tuple(translated(item, path) for item in node.value))

@@ -18,7 +18,7 @@ from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
 from anygauge.registry.factories import load_options
 
 if TYPE_CHECKING:
-    from anygauge.config.document import Node
+    from anygauge.config.document import YamlNode
 
 _NAME = "How the model is spread: a strategy's name."
 
@@ -95,7 +95,7 @@ def _validated(
     return section_of(name).model_validate(dict(value), strict=strict)
 
 
-def spelled_out(root: Node, *, words: bool = True) -> Node:
+def spelled_out(root: YamlNode, *, words: bool = True) -> YamlNode:
     """The tree of a run file whose strategy is a word, with the section that it stands for.
 
     Args:
@@ -120,13 +120,13 @@ def spelled_out(root: Node, *, words: bool = True) -> Node:
     return replace(root, value=root.value | {"strategy": replace(section, value=fields, text="")})
 
 
-def _count(root: Node, field: str) -> int:
+def _count(root: YamlNode, field: str) -> int:
     """``launch.nodes`` or ``launch.devices``, as far as it is a number."""
     node = root.get("launch", field)
     return node.value if node is not None and type(node.value) is int and node.value > 0 else 1
 
 
-def without_others_fields(root: Node) -> Node:
+def without_others_fields(root: YamlNode) -> YamlNode:
     """The tree of a resolved run file of version 0.1, which has the fields of all strategies."""
     node, name = root.get("strategy"), root.get("strategy", "name")
     if node is None or name is None or not node.is_mapping or not isinstance(name.value, str):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from anygauge.config.schema import SourceSection
 from anygauge.data.cache import Cache, key_of
 from anygauge.data.records import INDEX_MARK, Record
-from anygauge.data.streams import LineStream, Row, RowStream, TableStream
+from anygauge.data.streams import LineStream, RowStream, StreamedRow, TableStream
 from anygauge.interface import DataError
 
 _ANSWER_S = 10.0
@@ -84,7 +84,7 @@ class ConvertedRows:
         self._set = _load(source, field, lambda rows: rows, streaming=True)
         self.count = _described(self._set.info, source.split)
 
-    def rows(self, start: int, *, few: bool = False) -> Iterator[Row]:
+    def rows(self, start: int, *, few: bool = False) -> Iterator[StreamedRow]:
         """See `RowStream`."""
         index = start
         rows = iter(self._set.skip(start) if start else self._set)
@@ -95,7 +95,7 @@ class ConvertedRows:
                 raise _unloadable(self._source, self._field, error, index) from None
             if values is None:
                 break
-            yield Row(index, partial(self._record, values, index))
+            yield StreamedRow(index, partial(self._record, values, index))
             index += 1
         self.count = index if index > start else sum(1 for _ in self._set)
 

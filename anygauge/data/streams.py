@@ -57,7 +57,7 @@ class Ahead(Generic[Work]):
         return self._begun[index].result()
 
 
-class Row(NamedTuple):
+class StreamedRow(NamedTuple):
     """A row that has arrived: what is written behind the source's name, and how it is parsed."""
 
     place: int
@@ -77,7 +77,7 @@ class RowStream(Protocol):
     mark: str
     count: int | None
 
-    def rows(self, start: int, *, few: bool = False) -> Iterator[Row]:
+    def rows(self, start: int, *, few: bool = False) -> Iterator[StreamedRow]:
         """The rows from a number on, to the end.
 
         Args:
@@ -102,7 +102,7 @@ class LineStream:
         self.files, self.name, self.mark = tuple(files), name, mark
         self.count: int | None = None
 
-    def rows(self, start: int, *, few: bool = False) -> Iterator[Row]:
+    def rows(self, start: int, *, few: bool = False) -> Iterator[StreamedRow]:
         """See `RowStream`; lines that are passed over are not parsed."""
         index = 0
         for address in self.files:
@@ -116,7 +116,9 @@ class LineStream:
                 index += lines.count
         self.count = index
 
-    def _row(self, index: int, number: int, offset: int, line: bytes, file_name: str) -> Row:
+    def _row(
+        self, index: int, number: int, offset: int, line: bytes, file_name: str
+    ) -> StreamedRow:
         place = number if self.mark == LINE_MARK else index
 
         def record() -> Record:
@@ -124,7 +126,7 @@ class LineStream:
             where = origin if self.mark == LINE_MARK else f"{origin} ({file_name}:{number})"
             return Record(parse_object(line, where, offset), origin)
 
-        return Row(place, record)
+        return StreamedRow(place, record)
 
 
 class TableStream:
@@ -144,7 +146,7 @@ class TableStream:
         if count is None and self.mark == INDEX_MARK:
             self.count = sum(map(sum, self._groups()))
 
-    def rows(self, start: int, *, few: bool = False) -> Iterator[Row]:
+    def rows(self, start: int, *, few: bool = False) -> Iterator[StreamedRow]:
         """See `RowStream`; of Parquet, whole row groups before `start` are not read."""
         index = 0
         for number, address in enumerate(self.files):
@@ -164,7 +166,7 @@ class TableStream:
                     if index + batch.num_rows > start:
                         skipped = max(0, start - index)
                         for at, values in enumerate(rows_of(batch.slice(skipped)), index + skipped):
-                            yield Row(at + self._first, partial(self._record, values, at))
+                            yield StreamedRow(at + self._first, partial(self._record, values, at))
                     index += batch.num_rows
         self.count = index
 
@@ -211,7 +213,7 @@ class Blocks:
         self.length = limit if stream.count is None else min(stream.count, limit or stream.count)
         self._ahead = Ahead(self._read, _ENDLESS, depth=1)
         self._lock = threading.Lock()
-        self._rows: Iterator[Row] = iter(())
+        self._rows: Iterator[StreamedRow] = iter(())
         self._next = -1
         self._full = 0  # blocks from the first on that are known to be full
         if self.length == 0:
@@ -236,7 +238,7 @@ class Blocks:
         """See `Reader`."""
         return [row.record() for row in self._find(indices)]
 
-    def _find(self, indices: NDArray[np.int64]) -> list[Row]:
+    def _find(self, indices: NDArray[np.int64]) -> list[StreamedRow]:
         numbers = indices // self.size
         blocks = {number: self._block(number) for number in np.unique(numbers).tolist()}
         return [
@@ -244,11 +246,11 @@ class Blocks:
             for number, index in zip(numbers.tolist(), indices.tolist(), strict=True)
         ]
 
-    def _block(self, number: int) -> list[Row]:
+    def _block(self, number: int) -> list[StreamedRow]:
         with self._lock:
             return self._ahead.get(number)
 
-    def _read(self, number: int) -> list[Row]:
+    def _read(self, number: int) -> list[StreamedRow]:
         start = number * self.size
         room = self.size
         if self._limit is not None:

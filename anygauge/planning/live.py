@@ -27,7 +27,7 @@ from anygauge.planning.memory import (
 from anygauge.planning.quick import VIEW
 
 if TYPE_CHECKING:
-    from anygauge.planning.valueless import Answers
+    from anygauge.planning.valueless import ValuelessOperations
 
 DEVICE_OF = torch.ops.prim.device.default
 """What torch asks of a tensor that is not what it seems, far more often than all else."""
@@ -137,7 +137,7 @@ class LiveBytes(TorchDispatchMode):
         self.phase, self.kind = LOAD, WEIGHTS
         self.in_backward = ACTIVATIONS
         self.counter: Counter | None = None
-        self.answers: Answers | None = None
+        self.answers: ValuelessOperations | None = None
         self.opened: Callable[[Any], Callable[..., Any] | None] = lambda func: None
         self._open: Any = None
         self._counts = {device: _Count() for device in devices}

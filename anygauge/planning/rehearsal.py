@@ -194,7 +194,7 @@ class Rehearsed:
     steps: int
 
 
-class Batches(Sequence[DeviceBatch]):
+class RehearsedBatches(Sequence[DeviceBatch]):
     """Micro-batches of a step, each made when the engine comes to it, as the loop's are.
 
     Args:
@@ -282,7 +282,7 @@ def rehearse(
             before = _most(device)
             parts.clear()
             counter.taken()
-            batches = Batches(count, made_here, lambda: parts.append(counter.taken()))
+            batches = RehearsedBatches(count, made_here, lambda: parts.append(counter.taken()))
             engine.run_step(batches, model_loss, 1)
             end()
             watch.enter(UPDATE)

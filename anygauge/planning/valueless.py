@@ -99,7 +99,7 @@ def register_device() -> None:
 @contextlib.contextmanager
 def without_values(
     *, padded: bool = False, counter: Counter | None = None, stages: bool = False
-) -> Iterator[Answers]:
+) -> Iterator[ValuelessOperations]:
     """Let new tensors of any device have no values; the answers are to run each operation.
 
     Args:
@@ -119,7 +119,7 @@ def without_values(
         _replaced_parameters(),
         _arrays(),
     ):
-        yield Answers(mode, all_set=not padded)
+        yield ValuelessOperations(mode, all_set=not padded)
 
 
 @functools.cache
@@ -152,7 +152,7 @@ def valueless(value: Tensor, device: Any = None) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=device or value.device)
 
 
-class Answers:
+class ValuelessOperations:
     """Runs operations, and says what values would be, where somebody asks.
 
     Small whole numbers that come from constants keep their values wherever they are moved:

@@ -38,7 +38,7 @@ from anygauge.strategies.fsdp_footprint import fsdp_footprint
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.fsdp_spec import shards
 from anygauge.strategies.gradients import Gradients
-from anygauge.strategies.layout import Layout
+from anygauge.strategies.layout import TensorLayout
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.shards import Sharded, fill, set_types
 from anygauge.strategies.tensor_footprint import in_tensor_parts
@@ -182,7 +182,7 @@ class Fsdp:
         assert isinstance(model, FSDPModule)
         wrapped: FSDPModule = model
         everything = all(p.requires_grad for p in model.parameters())
-        layout: Layout = Sharded(mesh.get_group("dp_shard"), device)
+        layout: TensorLayout = Sharded(mesh.get_group("dp_shard"), device)
         if parallel is not None:
             layout = parallel.layout(layout, model)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anygauge.interface.strategy import ClipFunction
 
 
-class Layout(Protocol):
+class TensorLayout(Protocol):
     """How whole tensors and this rank's parts of them belong together."""
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -56,7 +56,7 @@ def scale_to(parts: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> Te
 
 
 class Whole:
-    """Every rank holds everything; see `Layout`.
+    """Every rank holds everything; see `TensorLayout`.
 
     Args:
         clip: clips gradients to a norm above 0.
@@ -66,27 +66,27 @@ class Whole:
         self._clip = clip
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
-        """See `Layout.local`."""
+        """See `TensorLayout.local`."""
         return parameter
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See `Layout.shape`."""
+        """See `TensorLayout.shape`."""
         return tuple(parameter.shape)
 
     def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
-        """See `Layout.square`."""
+        """See `TensorLayout.square`."""
         return local_square(parts)
 
     def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See `Layout.clip`."""
+        """See `TensorLayout.clip`."""
         if max_norm == torch.inf:
             return nn.utils.clip_grad_norm_(parts, max_norm)
         return self._clip(parts, max_norm)
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """See `Layout.whole`."""
+        """See `TensorLayout.whole`."""
         return part
 
     def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """See `Layout.part`."""
+        """See `TensorLayout.part`."""
         return whole

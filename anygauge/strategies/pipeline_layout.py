@@ -13,7 +13,7 @@ from anygauge.strategies.layout import local_square, scale_to
 
 
 class Staged:
-    """A rank holds its stages' parameters whole, and nothing of others; see `Layout`.
+    """A rank holds its stages' parameters whole, and nothing of others; see `TensorLayout`.
 
     A weight that the first and the last stage share counts on the first rank that has it.
 
@@ -39,26 +39,26 @@ class Staged:
         self._counts = [self._owner[id(p)] == self._place for p in trained]
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
-        """See `Layout.local`."""
+        """See `TensorLayout.local`."""
         return parameter if id(parameter) in self._mine else nn.Parameter(torch.empty(0))
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See `Layout.shape`."""
+        """See `TensorLayout.shape`."""
         return tuple(parameter.shape)
 
     def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
-        """See `Layout.square`."""
+        """See `TensorLayout.square`."""
         square = local_square(parts).to(self._device)
         dist.all_reduce(square, group=self._group)
         return square
 
     def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See `Layout.clip`."""
+        """See `TensorLayout.clip`."""
         counted = [part for part, counts in zip(parts, self._counts, strict=True) if counts]
         return scale_to(parts, self.square(counted).sqrt(), max_norm)
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """See `Layout.whole`; the first rank of the pipeline alone gets it."""
+        """See `TensorLayout.whole`; the first rank of the pipeline alone gets it."""
         owner = self._owner[id(parameter)]
         if owner == 0 or self._place not in (0, owner):
             return part
@@ -69,7 +69,7 @@ class Staged:
         return receive(found, self._group, owner)
 
     def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """See `Layout.part`."""
+        """See `TensorLayout.part`."""
         return whole
 
 

@@ -18,7 +18,7 @@ from anygauge.strategies.tensor_division import Cut
 
 
 class Sharded:
-    """Parameters are DTensors; see `Layout`.
+    """Parameters are DTensors; see `TensorLayout`.
 
     Args:
         group: the ranks that together hold each parameter once.
@@ -30,26 +30,26 @@ class Sharded:
         self._device = device
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
-        """See `Layout.local`."""
+        """See `TensorLayout.local`."""
         assert isinstance(parameter, DTensor)
         return nn.Parameter(parameter.to_local().detach())
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See `Layout.shape`; a DTensor shows the whole one."""
+        """See `TensorLayout.shape`; a DTensor shows the whole one."""
         return tuple(parameter.shape)
 
     def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
-        """See `Layout.square`."""
+        """See `TensorLayout.square`."""
         square = local_square(parts).to(self._device)
         dist.all_reduce(square, group=self._group)
         return square
 
     def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See `Layout.clip`."""
+        """See `TensorLayout.clip`."""
         return scale_to(parts, self.square(parts).sqrt(), max_norm)
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """See `Layout.whole`."""
+        """See `TensorLayout.whole`."""
         assert isinstance(parameter, DTensor)
         whole: Tensor = DTensor.from_local(
             part.to(self._device),
@@ -62,7 +62,7 @@ class Sharded:
         return whole
 
     def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """See `Layout.part`."""
+        """See `TensorLayout.part`."""
         return whole[part_of(parameter)]
 
 

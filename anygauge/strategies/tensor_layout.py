@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anygauge.strategies.gradients import Gradients, sum_at
-from anygauge.strategies.layout import Layout, scale_to
+from anygauge.strategies.layout import TensorLayout, scale_to
 from anygauge.strategies.tensor_division import Cut
 
 
 class TensorParts:
-    """This rank's parts of cut parameters, themselves laid out by another layout; see `Layout`.
+    """This rank's parts of cut parameters, laid out by another layout; see `TensorLayout`.
 
     Args:
         inner: of what is cut already.
@@ -25,7 +25,7 @@ class TensorParts:
 
     def __init__(
         self,
-        inner: Layout,
+        inner: TensorLayout,
         cuts: Mapping[int, Cut],
         trained: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
@@ -38,11 +38,11 @@ class TensorParts:
         self._device = device
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
-        """See `Layout.local`."""
+        """See `TensorLayout.local`."""
         return self._inner.local(parameter)
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See `Layout.shape`."""
+        """See `TensorLayout.shape`."""
         shape = list(self._inner.shape(parameter))
         cut = self._cuts.get(id(parameter))
         if cut is not None:
@@ -50,7 +50,7 @@ class TensorParts:
         return tuple(shape)
 
     def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
-        """See `Layout.square`; what every rank of the group has counts once."""
+        """See `TensorLayout.square`; what every rank of the group has counts once."""
         cut = [part for part, is_cut in zip(parts, self._cut, strict=True) if is_cut]
         whole = [part for part, is_cut in zip(parts, self._cut, strict=True) if not is_cut]
         total = self._inner.square(cut).to(self._device)
@@ -58,11 +58,11 @@ class TensorParts:
         return total + self._inner.square(whole).to(self._device)
 
     def clip(self, parts: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See `Layout.clip`."""
+        """See `TensorLayout.clip`."""
         return scale_to(parts, self.square(parts).sqrt(), max_norm)
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """See `Layout.whole`."""
+        """See `TensorLayout.whole`."""
         mine = self._inner.whole(parameter, part).to(self._device)
         cut = self._cuts.get(id(parameter))
         if cut is None:
@@ -72,7 +72,7 @@ class TensorParts:
         return torch.cat(parts, dim=cut.dim)
 
     def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """See `Layout.part`."""
+        """See `TensorLayout.part`."""
         cut = self._cuts.get(id(parameter))
         if cut is not None:
             at = (*(slice(None),) * cut.dim, cut.place(whole.shape[cut.dim]))

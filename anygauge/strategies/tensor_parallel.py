@@ -32,7 +32,7 @@ from anygauge.strategies.exchanges import (
     own,
 )
 from anygauge.strategies.gradients import Gradients
-from anygauge.strategies.layout import Layout
+from anygauge.strategies.layout import TensorLayout
 from anygauge.strategies.tensor_division import (
     Division,
     causal_of,
@@ -60,14 +60,14 @@ class TensorParallel:
     group: Group
     device: torch.device
 
-    def layout(self, inner: Layout, model: nn.Module) -> TensorParts:
+    def layout(self, inner: TensorLayout, model: nn.Module) -> TensorParts:
         """Of the whole model's tensors, where `inner` is that of the parts."""
         at = dict(model.named_parameters())
         cuts = {id(at[name]): cut for name, cut in self.division.cuts.items()}
         trained = [parameter for _, parameter in trained_parameters(model)]
         return TensorParts(inner, cuts, trained, self.group, self.device)
 
-    def gradients(self, inner: Gradients, layout: Layout, model: nn.Module) -> Gradients:
+    def gradients(self, inner: Gradients, layout: TensorLayout, model: nn.Module) -> Gradients:
         """Those that `inner` finds, summed over the group where they are parts of sums."""
         trained = trained_parameters(model)
         partial = partial_gradients(model, self.division, self.options, [n for n, _ in trained])

@@ -33,7 +33,7 @@ from anygauge.strategies.common import (
     trained_parameters,
 )
 from anygauge.strategies.gradients import Gradients, LocalGradients
-from anygauge.strategies.layout import Layout, Whole
+from anygauge.strategies.layout import TensorLayout, Whole
 from anygauge.strategies.loss_scale import LossScale
 from anygauge.strategies.quantised import pack, unpacked
 from anygauge.strategies.state import prime, set_updates, state_keys, updates_of
@@ -57,7 +57,7 @@ class TorchEngine:
         *,
         call: nn.Module | None = None,
         gradients: Callable[[Sequence[nn.Parameter]], Gradients] | None = None,
-        layout: Layout | None = None,
+        layout: TensorLayout | None = None,
         join_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> None:
         self.model = model

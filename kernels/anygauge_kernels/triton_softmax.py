@@ -51,11 +51,11 @@ def softmax(
     plain.check(x, dim, causal_offset)
     if mask is not None:
         x = x.expand(torch.broadcast_shapes(x.shape, mask.shape))
-    result: Tensor = _Softmax.apply(x, dim, mask, scale, causal_offset)
+    result: Tensor = _TritonSoftmax.apply(x, dim, mask, scale, causal_offset)
     return result
 
 
-class _Softmax(torch.autograd.Function):
+class _TritonSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

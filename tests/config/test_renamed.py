@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from anygauge.config.describe import kind_at
-from anygauge.config.document import Node
+from anygauge.config.document import YamlNode
 from anygauge.config.origin import Origin
 from anygauge.config.renamed import RECORD, RENAMED, translated_record
 
 PATHS = sorted(RENAMED.items())
-EMPTY = Node({}, Origin("run.yaml", None, Path()))
+EMPTY = YamlNode({}, Origin("run.yaml", None, Path()))
 
 
 @pytest.mark.parametrize(("old", "new"), PATHS)

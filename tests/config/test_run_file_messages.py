@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.config.describe import ELSEWHERE, kind_at
-from anygauge.config.document import Node
+from anygauge.config.document import YamlNode
 from anygauge.config.origin import Origin
 from anygauge.config.schema import (
     AdapterSection,
@@ -180,7 +180,7 @@ def test_unknown_fields(folder, minimal, text, complaint):
 
 @pytest.mark.parametrize(("name", "target"), sorted(ELSEWHERE.items()))
 def test_names_of_other_tools_point_at_fields_that_exist(name, target):
-    root = Node({}, Origin("run.yaml", None, Path()))
+    root = YamlNode({}, Origin("run.yaml", None, Path()))
     assert kind_at(tuple(target.split(".")), root) is not None
     assert kind_at((name,), root) is None
 

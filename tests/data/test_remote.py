@@ -241,7 +241,7 @@ def test_no_more_than_two_blocks_are_held(
 ) -> None:
     held, most, lock = set(), [0], threading.Lock()
 
-    class Counted(streams.Row):
+    class Counted(streams.StreamedRow):
         __slots__ = ()
 
         def __new__(cls, *args: Any) -> Any:
@@ -255,7 +255,7 @@ def test_no_more_than_two_blocks_are_held(
             with lock:
                 held.discard(id(self))
 
-    monkeypatch.setattr(streams, "Row", Counted)
+    monkeypatch.setattr(streams, "StreamedRow", Counted)
     made = batches(server.address("rows.jsonl"))
     for index in range(made.steps):
         made.step(index)

@@ -31,10 +31,10 @@ from anygauge.planning.counting import Counter
 from anygauge.planning.live import LiveBytes
 from anygauge.planning.memory import EVALUATION, FORWARD, SAVE, STEP, UPDATE, Peak
 from anygauge.planning.rehearsal import (
-    Batches,
     OpenedUp,
     PlannedBackend,
     PlannedFactory,
+    RehearsedBatches,
     rehearse,
     save,
 )
@@ -279,7 +279,9 @@ def measured(case: Case, rank: int, rendezvous: Path) -> dict[str, Any]:
         found |= live.take_peaks("cpu")
         for _ in range(3):
             live.counter.taken()
-            engine.run_step(Batches(case.micro_batches, batch, lambda: None), model_loss, 100)
+            engine.run_step(
+                RehearsedBatches(case.micro_batches, batch, lambda: None), model_loss, 100
+            )
             if case.strategy["name"] != "single":
                 # Gloo's thread keeps what it sent last until it has something else to do.
                 dist.barrier()
