@@ -47,7 +47,7 @@ class Steps:
     @property
     def mean_losses(self) -> list[float]:
         """Mean loss of each step per loss token, nats."""
-        return [total / max(1, learned) for total, learned in self.losses]
+        return [total / max(1, loss_tokens) for total, loss_tokens in self.losses]
 
     @property
     def padding(self) -> float:
@@ -179,7 +179,7 @@ def contender_steps(folder: Path, rank: int) -> Steps:
             tokens.append(record["tokens"])
             slots.append(record["slots"])
         elif "loss_sum" in record:
-            losses.append((record["loss_sum"], record["learned"]))
+            losses.append((record["loss_sum"], record["loss_tokens"]))
         elif "loss" in record:
             losses.append((record["loss"], 1))
         else:
@@ -194,7 +194,7 @@ def merged(ranks: Sequence[Steps]) -> Steps:
     # A trainer tells rank 0 alone, and of all ranks.
     told = [steps.losses for steps in ranks if steps.losses]
     losses = [
-        (sum(total for total, _ in step), sum(learned for _, learned in step))
+        (sum(total for total, _ in step), sum(loss_tokens for _, loss_tokens in step))
         for step in zip(*told, strict=True)
     ]
     return Steps(

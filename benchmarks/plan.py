@@ -1,4 +1,4 @@
-"""What every contender of one workload is told: the same model, rows, batch and optimizer.
+"""What every contender of one workload gets: the same model, rows, batch and optimizer.
 
 Torch-free. The parent writes it as JSON, each contender reads it from the path it is given.
 """
@@ -22,7 +22,7 @@ class Plan:
     Attributes:
         model: folder with config, weights and tokenizer.
         rows: JSON Lines of `text`, or of `prompt` and `completion`; no row exceeds `max_length`.
-        has_prompts: whether rows are prompt and completion; only completions are learned then.
+        has_prompts: whether rows are prompt and completion; only completions have a loss then.
         output: folder for what this run writes.
         steps: optimizer steps, warm-up included.
         accumulation: micro-batches of `micro_batch` sequences per rank and step.

@@ -155,7 +155,7 @@ def spread(gaps: list[float]) -> str:
 
 
 def main(folder: Path, steps: int, lora_steps: int, seeds: int) -> None:
-    """Print what the base has learned, and the table."""
+    """Print the loss of the base, and the table."""
     quiet_libraries()
     data = Path(os.environ["ANYGAUGE_DATA"])
     general, general_unseen = halves(texts("full", data, 0) + texts("alpaca", data, 0))

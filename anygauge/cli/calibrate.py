@@ -69,7 +69,7 @@ def _measured(
     ranks: int,
     quiet: bool,
 ) -> dict[str, Any]:
-    """What so many ranks found; somebody who watches sees that it goes on."""
+    """What so many ranks found; a watching user sees progress."""
     console = Console(stderr=True, emoji=False, highlight=False)
     if quiet or not console.is_terminal or console.is_dumb_terminal:
         return measure(backend, {}, ranks)

@@ -87,14 +87,14 @@ def example(tokenizer: Any, tokens: Any, *, in_colour: bool) -> Text:
         tokens: with `ids` and `loss_mask`.
     """
     text = Text()
-    was_learned = False
-    for is_learned, is_special, part in _stretches(tokenizer, tokens):
-        if is_learned != was_learned and not in_colour:
-            text.append("⟦" if is_learned else "⟧")
-        was_learned = is_learned
-        style = ("bold green" if is_learned else "bold blue") if is_special else ""
-        text.append(part, style=style or ("green" if is_learned else "dim"))
-    if was_learned and not in_colour:
+    in_loss = False
+    for has_loss, is_special, part in _stretches(tokenizer, tokens):
+        if has_loss != in_loss and not in_colour:
+            text.append("⟦" if has_loss else "⟧")
+        in_loss = has_loss
+        style = ("bold green" if has_loss else "bold blue") if is_special else ""
+        text.append(part, style=style or ("green" if has_loss else "dim"))
+    if in_loss and not in_colour:
         text.append("⟧")
     return text
 
@@ -204,7 +204,7 @@ def _layout(run: RunFile, share: Share, tokenizer: Any, shapes: Any) -> Layout:
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """Numbers from 0 to count - 1, evenly apart, the first among them."""
+    """Numbers from 0 to count - 1, evenly spaced, the first among them."""
     wanted = min(count, wanted)
     return [number * count // wanted for number in range(wanted)]
 

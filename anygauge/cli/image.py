@@ -123,7 +123,7 @@ def run_command(
         *(engine, "run", "--rm"),
         *(("--interactive", "--tty") if terminal else ()),
         *(profile.container_flags if own is None else own),
-        # Without root, podman's users are others inside unless it is told to keep them.
+        # Without root, podman's users are others inside unless it is set to keep them.
         *(("--userns=keep-id",) if podman and os.getuid() else ()),
         f"--user={os.getuid()}:{os.getgid()}",
         f"--volume={Path.cwd()}:{INSIDE}",

@@ -1,4 +1,4 @@
-"""``anygauge job ACTION RUN_DIRECTORY``: a job that goes on without the command that started it."""
+"""``anygauge job ACTION RUN_DIRECTORY``: a job that outlives the command that started it."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def show_logs(folder: Path, lines: int) -> None:
     # Slurm's own log of a start is in place from the beginning.
     paths = {*logs.glob("*.log"), *(folder / "logs").glob("slurm.log")}
     found = sorted(path for path in paths if path.stat().st_size)
-    elsewhere = _recorded(folder).get("logs") if (folder / LAUNCHED).exists() else None
-    if elsewhere:
+    remote_logs = _recorded(folder).get("logs") if (folder / LAUNCHED).exists() else None
+    if remote_logs:
         typer.echo(
             "the ranks' logs are on the job's storage, in the run directory (logs/rankN.log); to "
-            f"see what the first machine printed: {elsewhere}"
+            f"see what the first machine printed: {remote_logs}"
         )
     elif not found:
         raise UsageError(f"{logs} has no logs: name the folder of a run that has started")

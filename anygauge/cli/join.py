@@ -245,8 +245,8 @@ def _become(handover: Handover, environment: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _set_late(environment: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables meanwhile, in a process that goes on afterwards; name those that may
-    come too late.
+    """Have these variables meanwhile, in a process that runs on afterwards; name those that
+    may come too late.
     """
     before = dict(os.environ)
     late = sorted(name for name, value in environment.items() if before.get(name) != value)

@@ -125,7 +125,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
         return str(Path(path).relative_to(home)) if home in Path(path).parents else path
 
     def here(word: str) -> str:
-        # Machines apart get the files from this folder, the others from the run directory.
+        # Machines that share no files get them from this folder, the others from the run's.
         return word if spec.shared_filesystem else word.replace(f"{home}/", "")
 
     notes = [*plan.notes, *(_LEFT_OUT.format(name) for name in left_out)]

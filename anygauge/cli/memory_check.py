@@ -1,6 +1,6 @@
 """A run is rehearsed before its ranks start: what cannot fit this machine's devices is refused.
 
-The rehearsal goes on in a process of its own while the checks of `anygauge.cli.preflight` do, and
+The rehearsal runs in its own process while the checks of `anygauge.cli.preflight` run, and
 is left out where arithmetic tells that the run is far from any limit. Strategy `auto` becomes the
 fastest that fits.
 """
@@ -123,7 +123,7 @@ class _Trial:
 
 
 class Rehearsal:
-    """One run's, which goes on meanwhile; see `rehearsing`."""
+    """One run's, which runs meanwhile; see `rehearsing`."""
 
     def __init__(self, intent: Intent, asked: bool | None, stack: contextlib.ExitStack) -> None:
         """Args: stack: ends the process."""
@@ -278,12 +278,12 @@ class Rehearsal:
     def _why(self, taken: _Trial) -> str:
         if taken.fits is not None and taken.fits.left < 0:
             return f"no strategy fits, and this one needs least; {'; '.join(self._left_out)}"
-        told = list(self._left_out)
+        reasons = list(self._left_out)
         timed = [one for one in self._fitting if one.time is not None]
         if len(timed) > 1:
             steps = (f"{in_words(one.run)} {seconds(one.time.step)}" for one in timed if one.time)
-            told.append(f"planned time of a step: {', '.join(steps)}")
-        return "; ".join(told) or "the fastest that fits"
+            reasons.append(f"planned time of a step: {', '.join(steps)}")
+        return "; ".join(reasons) or "the fastest that fits"
 
     @property
     def _fitting(self) -> list[_Trial]:
@@ -318,7 +318,7 @@ class Rehearsal:
 
 
 def cannot_fit(fits: Fit, card: Card) -> bool:
-    """Whether tensors alone are more than the card has, without what is estimated besides."""
+    """Whether tensors alone are more than the card has, without the estimates on top."""
     return fits.tensors + (card.reserved or 0) > fits.memory
 
 

@@ -109,7 +109,7 @@ def _refuse_no_folder(model: str, folder: Path) -> None:
 def question_ids(
     data: DataSection | None, tokenizer: Any, prompt: str
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a question as training put it, and tokens that end an answer besides EOS.
+    """The tokens of a question as training put it, and tokens other than EOS that end an answer.
 
     Where several sources were trained on, the first tells how.
 

@@ -17,7 +17,7 @@ _DECIDE = ("model", "adapter", "data", "train")
 
 
 def gone_on_with(intent: Intent) -> tuple[bool, Finished | None]:
-    """Whether a start goes on in the run of its folder, and that run if it is done already.
+    """Whether a start resumes the run of its folder, and that run if it is done already.
 
     For a run and its dry run alike; only where the files are on this machine.
 

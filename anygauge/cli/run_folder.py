@@ -33,7 +33,7 @@ def run_folder(wanted: Path, *, resume: bool) -> Path:
     """Where a run writes, absolute.
 
     Args:
-        resume: go on in `wanted` if a run was there before.
+        resume: continue in `wanted` if a run was there before.
     """
     wanted = wanted.absolute()
     return wanted if resume and (wanted / RUN_FILE).is_file() else _free(wanted)

@@ -38,8 +38,8 @@ def follow(
 
     Before the ranks train there is nothing to save: then they end at once.
 
-    A job that can go on by itself (`RunningJob.record`) is left to itself by SIGTERM; on a terminal
-    Ctrl-C asks what is meant.
+    A job that can run on by itself (`RunningJob.record`) is left to itself by SIGTERM; on a
+    terminal Ctrl-C asks what is meant.
 
     Args:
         quiet: only warnings and how it ended.
@@ -55,19 +55,19 @@ def follow(
     errors = errors or Console(stderr=True, emoji=False, highlight=False)
     view = View(console, quiet)
     endings: list[Event] = []
-    told = len(asked)
+    handled = len(asked)
     with _interruptible(running, asked) as signals:
         with view.live():
-            if told:
+            if handled:
                 view.line(view.ending, "notice")
             for event in _stream(running):
-                if len(signals) > told:
+                if len(signals) > handled:
                     if running.record is not None and _leave(running, signals, view):
                         console.print(f"to follow it again: anygauge job follow {run_directory}")
                         return 0
-                    told = len(signals)
-                    if told:
-                        view.line(view.ending if told == 1 else _KILLING, "notice")
+                    handled = len(signals)
+                    if handled:
+                        view.line(view.ending if handled == 1 else _KILLING, "notice")
                 if event is None:
                     continue
                 if event["event"] == "ended":
@@ -125,7 +125,7 @@ _GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
 
 
 def _leave(running: RunningJob, signals: list[int], view: View) -> bool:
-    """What a signal means for a job that can go on by itself: True to leave it."""
+    """What a signal means for a job that can run on by itself: True to leave it."""
     if signals[-1] == signal.SIGTERM:
         return True
     answer = "c"
@@ -182,7 +182,7 @@ class View:
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Draw the bar for as long as the run goes on."""
+        """Draw the bar for as long as the run lasts."""
         if self._bar is None:
             yield
         else:
@@ -322,7 +322,7 @@ def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[i
 
 
 def show_stopped(errors: Console, how: str) -> None:
-    """Show where a run stopped at request, and how it goes on."""
+    """Show where a run stopped at request, and how to resume it."""
     errors.print(Text(how, style="yellow"), soft_wrap=True)
     errors.print(Text("to resume: the same command with --resume auto"), soft_wrap=True)
 
@@ -336,6 +336,6 @@ def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:
     """Name the folder of a run's logs, or what would show them."""
     home = Path(run_directory)
     folder = logs_of(home)
-    elsewhere = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
-    where = f"anygauge job logs {run_directory}" if elsewhere else folder
+    remote = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
+    where = f"anygauge job logs {run_directory}" if remote else folder
     errors.print(Text(f"logs: {where}"), soft_wrap=True)

@@ -117,7 +117,7 @@ def start(
         )
     launcher = intent.registry.launcher(name)()
     folder = Path(job.run_directory)
-    # Until its ranks accept it, a start changes nothing of the run that it goes on with.
+    # Until its ranks accept it, a start changes nothing of the run that it resumes.
     staged, finished = gone_on_with(intent)
     if finished is not None:
         typer.echo(finished.describe())
@@ -169,7 +169,7 @@ def start(
 
 
 def refuse_second(intent: Intent, folder: Path) -> None:
-    """A run that goes on must not have two jobs.
+    """A run that is still going must not have two jobs.
 
     Raises:
         AnygaugeError: an earlier job still waits or runs.

@@ -31,7 +31,7 @@ SIZES = (
     *("n_embd", "n_head", "n_positions", "n_inner", "d_model"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
-"""Fields of a model's configuration that count something, besides its layers."""
+"""Fields of a model's configuration other than its layers that count something."""
 
 BY_LAYER = ("intermediate_size", "num_key_value_heads")
 """Sizes that some architectures have as a list, one for each layer."""

@@ -70,7 +70,7 @@ class Kind:
 
     @staticmethod
     def of(annotation: Any, metadata: tuple[Any, ...] = ()) -> Kind:
-        """Takes Annotated[...] apart."""
+        """Splits Annotated[...] into type and metadata."""
         while get_origin(annotation) is Annotated:
             annotation, *more = get_args(annotation)
             for item in more:

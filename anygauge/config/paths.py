@@ -156,7 +156,7 @@ def locate(path: Place, text: str, folder: Path) -> str:
     if (is_named or (_is_source(path) and names_data_set(text))) and not joined.exists():
         return text
     normal = os.path.normpath(joined)
-    # `link/..` is not where the text says if `link` points elsewhere: then the dots stay.
+    # `link/..` is not where the text says if `link` points to another folder: then the dots stay.
     same = os.path.realpath(normal) == os.path.realpath(joined)
     return normal if same else str(joined)
 

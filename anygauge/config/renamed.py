@@ -1,4 +1,4 @@
-"""What version 0.1 called some fields: told to who writes them, and read from what it wrote.
+"""What version 0.1 called some fields: messages name the new ones; its files are still read.
 
 A run file with an old name is refused by its new one. A resolved run file, a checkpoint and a
 report of that version are read with today's names.
@@ -61,7 +61,7 @@ def translated(node: YamlNode, path: tuple[str, ...] = ()) -> YamlNode:
     for name, below in node.value.items():
         here = (*path, name)
         new = RENAMED.get(here, name)
-        # Whoever has added the new name to such a file is told to remove the old one.
+        # Whoever has added the new name to such a file gets a message to remove the old one.
         fields[name if new in node.value else new] = translated(below, here)
     return replace(node, value=fields)
 

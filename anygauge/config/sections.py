@@ -310,7 +310,7 @@ class TrainSection(Section):
         if self.activation_offloading and self.activations.selective:
             raise ValueError(
                 "'activation_offloading' does not reach what 'gradient_checkpointing' keeps with "
-                "selective: true, since torch holds it elsewhere; remove one of them"
+                "selective: true, since torch keeps it in another place; remove one of them"
             )
         return self
 

@@ -96,7 +96,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What decides the order, besides the data.
+    """What decides the order, in addition to the data.
 
     Attributes:
         global_batch: sequences per step over all ranks.
@@ -230,7 +230,7 @@ class MicroBatch:
     Attributes:
         input_ids: token numbers; sequences are padded on the right.
         labels: the loss tokens *at their own position* (the loss shifts them);
-            `IGNORED` elsewhere, and on the first token of every document.
+            `IGNORED` otherwise, and on the first token of every document.
         attention_mask: 1 for tokens, 0 for padding. A dummy sequence keeps one 1, since attention
             over nothing at all is not a number.
         position_ids: from 0; packed documents and the padding behind them each begin anew.
@@ -282,7 +282,7 @@ def collate(
     Args:
         sequences: for each, the documents it holds, in order; none at all makes a dummy, from
             which there is no loss.
-        packed: whether documents are told apart by positions and `segment_ids`; only then may a
+        packed: whether documents are distinguished by positions and `segment_ids`; only then may a
             sequence hold several.
         shapes: decides the padded length.
         max_length: most tokens of a sequence.

@@ -107,8 +107,8 @@ def _chat(
             f"{where}: {len(systems)} system turns, at {', '.join(map(str, systems))}{of_column}; "
             "at most one is expected: join them in one turn"
         )
-    spoken = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if not spoken or spoken[-1] < first_loss_turn:
+    answered = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if not answered or answered[-1] < first_loss_turn:
         roles = ", ".join(turn["role"] for turn in turns)
         raise DataError(
             f"{where}: no turn of the assistant to learn from (turns here: {roles}); "
@@ -116,7 +116,7 @@ def _chat(
         )
     answers = tuple(
         number
-        for number in spoken
+        for number in answered
         if number >= first_loss_turn and _weight(turns[number], where, number + 1)
     )
     tools = _tools(record, source.tools)
@@ -163,7 +163,7 @@ def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
             f"{field}.conversations to this column"
         )
     role = _role(turn, "role", ROLES, where)
-    # What a template may read besides goes along: name, tool_call_id, reasoning_content.
+    # Other keys that a template may read are kept: name, tool_call_id, reasoning_content.
     kept = {key: value for key, value in turn.items() if value is not None}
     calls = kept.pop("tool_calls", None) or None
     if (legacy := kept.pop("function_call", None)) is not None and calls is None:
@@ -285,8 +285,8 @@ def _weight(turn: Turn, where: str, number: int) -> bool:
 def _says_something(turn: Turn) -> bool:
     if turn.get("tool_calls"):
         return True
-    return any(isinstance(value, str) and value.strip() for value in _spoken(turn))
+    return any(isinstance(value, str) and value.strip() for value in _contents(turn))
 
 
-def _spoken(turn: Turn) -> list[Any]:
+def _contents(turn: Turn) -> list[Any]:
     return [turn.get(key) for key in ("content", "reasoning_content", "reasoning", "thinking")]

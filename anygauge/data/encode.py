@@ -169,7 +169,7 @@ class RowEncoder:
         return batch.finish(len(rows))
 
     def key(self) -> str:
-        """Hexadecimal digest of all that decides the result besides the records."""
+        """Hexadecimal digest of all other than the records that decides the result."""
         source = self.source.model_dump(mode="json")
         for name in ("path", "subset", "split", "revision", "limit", "weight"):
             del source[name]
@@ -325,7 +325,7 @@ def _bounded_parts(texts: list[str]) -> Iterator[list[str]]:
 
 
 def start_ids(tokenizer: Any) -> list[int]:
-    """What the tokenizer itself puts before a text; told by trying, as no property says it."""
+    """What the tokenizer itself puts before a text; found by a trial: no property states it."""
     probe = "a"
     bare = tokenizer(probe, add_special_tokens=False)["input_ids"]
     full = tokenizer(probe)["input_ids"]

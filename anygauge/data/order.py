@@ -47,7 +47,7 @@ class Shuffle:
 
     Args:
         n: items.
-        entropy: what the permutation is a function of, besides n: seed, epoch, purpose, ...
+        entropy: what the permutation is a function of, in addition to n: seed, epoch, purpose, ...
     """
 
     def __init__(self, n: int, *entropy: int) -> None:

@@ -101,7 +101,7 @@ def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
 
 
 def peek(data: DataSection, train: TrainSection | None = None) -> None:
-    """Read the first rows only, so that a wrong column is told before anything is started.
+    """Read the first rows only, so that a wrong column is reported before anything is started.
 
     Args:
         train: also look whether epochs can decide the end of the run.
@@ -221,8 +221,10 @@ class _Preparer:
             record = first_records(source, 1, field, streaming=data.streaming)[0]
             row_format = detect_format(record, source, field)
             limit = min(source.limit or first, first) if first else source.limit
-            told = source.model_copy(update={"format": row_format, "limit": limit})
-            self._sources.append((field, told, RowEncoder(told, data, tokenizer, field=field)))
+            resolved = source.model_copy(update={"format": row_format, "limit": limit})
+            self._sources.append(
+                (field, resolved, RowEncoder(resolved, data, tokenizer, field=field))
+            )
 
     def rows(self, part: _Part) -> TokenizedRows:
         """The tokenised rows of all sources, or of a part of each."""

@@ -36,7 +36,7 @@ def rendered_spans(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]
 
     Raises:
         DataError: the template does not take the chat, leaves out a part of it, or does not let
-            the answers be told apart from the rest.
+            the answers be distinguished from the rest.
     """
     if template.has_marks(chat.tools):
         return _by_marks(chat, template)
@@ -253,8 +253,8 @@ def _by_marks(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
     check_written(chat, template)
     try:
         text, spans = template.render_marked(chat.turns, chat.tools)
-        spoken = [n for n, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
-        if list(chat.answers) != spoken:
+        answers = [n for n, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
+        if list(chat.answers) != answers:
             counts = [
                 len(template.render_marked(chat.turns[:end], chat.tools)[1]) if end else 0
                 for index in chat.answers
@@ -322,7 +322,7 @@ class Aligner:
         """Tokens of each text, and their loss mask.
 
         Args:
-            spans: for each text the stretches to learn: sorted, apart, in characters.
+            spans: for each text the stretches with a loss: sorted, not touching, in characters.
         """
         if not texts:
             return []

@@ -1,4 +1,4 @@
-"""Rows that are read and tokenised while the run goes on; a thread works ahead.
+"""Rows that are read and tokenised during the run; a thread works ahead.
 
 The order is that of prepared rows: a permutation of all records, found by position, so that a run
 resumes at any step without reading what came before. Of a remote source, the order is that of

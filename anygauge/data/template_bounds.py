@@ -36,7 +36,7 @@ _SPENT = threading.local()
 
 
 class TemplateBoundError(Exception):
-    """A template that would go on for too long, or make something too large; says what."""
+    """A template that would run for too long, or make something too large; says what."""
 
 
 @contextmanager

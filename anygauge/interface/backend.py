@@ -285,7 +285,7 @@ class Backend:
     """The variables that `environment` may set, as a table."""
 
     libraries: tuple[str, ...] = ()
-    """Distributions, besides torch, whose installed versions the rules read (`Node.libraries`)."""
+    """Distributions other than torch whose installed versions the rules read (`Node.libraries`)."""
 
     variables: tuple[str, ...] = ()
     """The user's variables that the rules read (`Node.variables`)."""

@@ -253,7 +253,7 @@ ONE_NODE = "all ranks are on one machine"
 
 
 def others_up(node: Node) -> str:
-    """``; also up: eth1``: interfaces besides the main one that could have been meant."""
+    """``; also up: eth1``: interfaces other than the main one that could have been meant."""
     names = [i.name for i in node.outward if i != node.main_interface]
     return f"; also up: {', '.join(names)}" if names else ""
 

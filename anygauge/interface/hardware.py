@@ -56,7 +56,7 @@ class Card:
         matmul: type -> what large matrix products were measured to reach, operations per second.
         attention: type -> what fused attention was measured to reach on a host, operations per
             second, where it does not reach what other products do.
-        feed: what matrix products were measured to read and write besides what `matmul` says they
+        feed: what matrix products were measured to read and write on top of what `matmul` says they
             take, bytes per second; None: nothing is added for it.
         copy: what large copies within its memory were measured to read and write, bytes per second.
         exchange: what was measured to leave each card where all of a machine gather large tensors,

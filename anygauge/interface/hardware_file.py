@@ -47,8 +47,8 @@ CARD_FIGURES: Mapping[str, Mapping[str, float]] = {
     "call": _SECONDS,
     "issue": _SECONDS,
 }
-"""Figures of a card besides those by type -> units that each may have, as bytes, bytes per second
-or seconds."""
+"""Figures of a card other than those by type -> units that each may have, as bytes, bytes per
+second or seconds."""
 
 _MEASURED = ("feed", "copy", "exchange", "call", "issue")
 """Of them, those that ranks which share a card may have of their own."""

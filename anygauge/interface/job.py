@@ -62,7 +62,7 @@ class Job:
         name: short name for humans.
         run_directory: absolute path that every node sees; holds the resolved run and logs.
         run_file: absolute path of the resolved run, JSON that ranks read: in the run
-            directory, or in its `START` until the ranks have accepted to go on there. Beside it
+            directory, or in its `START` until the ranks have accepted to resume there. Beside it
             lies ``run.yaml``, the same for people.
         backend: name of the backend.
         strategy: name of the strategy; empty where nothing is trained.
@@ -76,8 +76,8 @@ class Job:
         token: by which the agents and the ranks of a job know each other; a secret.
         stop_grace_s: seconds that ranks get to end a step and write a checkpoint when the job is
             asked to end.
-        resume: go on from the newest checkpoint, whatever the run file says: another attempt.
-        takes_over: it may go on in a run directory that another job has left.
+        resume: continue from the newest checkpoint, whatever the run file says: another attempt.
+        takes_over: it may continue in a run directory that another job has left.
         run_text: the resolved run, for machines that do not see this one's files: the agents
             write it to `run_file`. Empty where it is there already.
         fetch: the agents fetch the run's model of the hub before ranks start; where ranks run on

@@ -22,7 +22,7 @@ logits = softcap * tanh(scale * logits / softcap); skip_ignored, that rows which
 left out where shapes can follow values.
 
 ``adamw``: groups have ``params``, ``lr`` and ``weight_decay``, which is decoupled; the state of a
-parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run goes on elsewhere.
+parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run resumes on any device.
 ``clip_grad_norm``: in place; the norm is a tensor, of the gradients before; max_norm is above 0.
 """
 

@@ -38,7 +38,7 @@ class LaunchProfile:
         visibility_variable: names the devices that a process may see; None where there is none.
         image: container image with anygauge and what the device needs, which jobs run in; None
             where there is none.
-        releases: what such images are built of, oldest first; empty where they are made elsewhere.
+        releases: what such images are built of, oldest first; empty if the backend builds none.
         container_flags: extra arguments for the container runtime, as Docker takes them.
         podman_flags: those that podman takes instead; None: the same.
         cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.
@@ -75,7 +75,7 @@ class ImageRelease:
         built: whether there is an image of it; else `note` says why not.
         image: its whole name, where it is not built from anygauge's sources.
         versions: what is in it, package -> version.
-        goes_with: what its maker names besides, which the image may lack, package -> version.
+        goes_with: what its maker also names, which the image may lack, package -> version.
         source: where these facts are from.
         note: what is left out, or why there is no image.
     """
@@ -151,7 +151,7 @@ class PlannedProcess:
         node_rank: which machine of the job.
         host: where; None is this machine.
         argv: the arguments, never through a shell here.
-        environment: variables by value, besides those inherited.
+        environment: variables by value, in addition to inherited ones.
         arguments: of an agent that reads them from standard input (``--stdin``), where a shell on
             the way to it must not see them.
     """

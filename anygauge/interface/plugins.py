@@ -284,7 +284,7 @@ class TrackerContext:
         options: the run file's ``tracker_options`` for this tracker, checked against its spec.
         parameters: the resolved run file, flat: dotted path -> text, number, truth value or
             None. Secrets and the values of ``environment`` are left out.
-        resumed_from_step: steps that were done before, where the run goes on from a checkpoint.
+        resumed_from_step: steps that were done before, where the run resumes from a checkpoint.
     """
 
     run_directory: Path
@@ -298,7 +298,7 @@ class Tracker(Protocol):
     """Receives a run's metrics on rank 0.
 
     It is made and called in one thread of its own: a slow one does not hold up training. After
-    one that raises nothing more is logged to it, and the user is told; it is still closed.
+    one that raises nothing more is logged to it, and the user gets a message; it is still closed.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -258,7 +258,7 @@ class Counters:
 
 
 class TrainedState(Protocol):
-    """Where a run goes on from; tensors may be read as late as they are asked for.
+    """Where a run resumes from; tensors may be read as late as they are needed.
 
     It belongs to no strategy: tensors are whole, float32 and on the host, and names are those of
     the model's parameters. One strategy writes it, another reads it, in another sharding.
@@ -518,7 +518,7 @@ class StrategyRun:
     Attributes:
         options: the run file's section, of the class that `StrategySpec.options` names.
         micro_batches: of a rank in one step; 0 where the global batch cannot be divided so, which
-            is refused elsewhere.
+            is refused before.
         precision: None while the opened device decides it.
         optimizer: ``train.optimizer.name``.
         adapter: ``lora``; ``dora`` or ``taken`` where it begins with what is computed from the
@@ -569,7 +569,7 @@ class StrategySpec:
         factory: ``"package.module:Class"``; called with the run file's section, an object of
             `options` that has `name`, too; returns a `Strategy`.
         summary: a line for the list of strategies.
-        options: ``"package.module:Class"``: a pydantic model with the section's fields besides
+        options: ``"package.module:Class"``: a pydantic model with the section's fields other than
             ``name``; its module imports no torch. Empty: there are none.
         default: place among those that are taken where a run file names none: the first whose
             `distributions` are installed; None: never. No two have one place.

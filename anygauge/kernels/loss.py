@@ -127,7 +127,7 @@ def _decoded(hidden: Tensor) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Decoded(BaseModelOutputWithPast):
-        """A decoder's output; what kinds of them have besides is None."""
+        """A decoder's output; fields that only some kinds of it have are None."""
 
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):

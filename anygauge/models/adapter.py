@@ -1,4 +1,4 @@
-"""LoRA through peft: adding it to a model, new or from a saved one, and what it reads elsewhere."""
+"""LoRA through peft: adding it to a model, new or saved, and which other weights it reads."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Conversion:
 
     @property
     def stacked(self) -> bool:
-        """Whether the result's first dimension numbers the sources, which can be read apart."""
+        """Whether the result's first dimension numbers the sources, to be read one by one."""
         kinds = [(type(one).__name__, getattr(one, "dim", -1)) for one in self._operations]
         if kinds[:1] == [("Fp8Dequantize", -1)]:
             kinds = kinds[1:]

@@ -62,7 +62,7 @@ def refuse_format(config: Any, *, quantise: bool = False) -> None:
 
 
 def plain_weights(config: Any, *, quantise: bool = False) -> dict[str, Any]:
-    """What transformers' ``from_pretrained`` is to be told, so that the weights become plain.
+    """The arguments of transformers' ``from_pretrained``, so that the weights become plain.
 
     Args:
         quantise: see `refuse_format`.
@@ -92,10 +92,10 @@ def dequantiser(config: Any, *, quantise: bool = False) -> Any:
     Raises:
         UnsupportedError: the format is not read here.
     """
-    told = plain_weights(config, quantise=quantise)
-    if not told:
+    given = plain_weights(config, quantise=quantise)
+    if not given:
         return None
     from transformers.quantizers.auto import AutoHfQuantizer
 
     del config.quantization_config
-    return AutoHfQuantizer.from_config(told["quantization_config"], pre_quantized=True)
+    return AutoHfQuantizer.from_config(given["quantization_config"], pre_quantized=True)

@@ -127,7 +127,7 @@ def generate(
     Args:
         prompt: token numbers, as training saw them before an answer.
         temperature: 0 always takes the likeliest token.
-        stop_ids: tokens that end an answer, besides those that the model or tokenizer names.
+        stop_ids: tokens that end an answer, in addition to those that the model or tokenizer names.
         show: receives the text piece by piece while it is made.
     """
     from transformers import TextStreamer

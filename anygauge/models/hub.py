@@ -318,13 +318,13 @@ def _counted(
     blobs = folder.parents[1] / "blobs"
     asked = [one for one in info.siblings or () if one.rfilename in set(files)]
     parts = {(one.lfs.sha256 if one.lfs else one.blob_id): one.size or 0 for one in asked}
-    total, told, before = sum(parts.values()), 0.0, -1
+    total, shown, before = sum(parts.values()), 0.0, -1
 
     def turn() -> None:
-        nonlocal told, before
-        if progress is None or not total or time.monotonic() - told < _TURN_S:
+        nonlocal shown, before
+        if progress is None or not total or time.monotonic() - shown < _TURN_S:
             return
-        told = time.monotonic()
+        shown = time.monotonic()
         there = sum(_there(blobs, str(name), size) for name, size in parts.items())
         if there > before:
             progress(there, total)

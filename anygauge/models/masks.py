@@ -113,7 +113,7 @@ def plan_masks(
         off: its value that does not.
 
     Raises:
-        UnsupportedError: they would not be kept apart; with the reason and the way out.
+        UnsupportedError: they would not be isolated; with the reason and the way out.
     """
     if masks_of not in FORMS:
         raise UnsupportedError(

@@ -56,7 +56,7 @@ def read_config(folder: Path, *, dropout: float) -> Any:
     """peft's configuration of a saved adapter, to be trained on.
 
     Args:
-        dropout: of this run; it is not a part of what was learned.
+        dropout: of this run; it is not part of what was trained.
 
     Raises:
         ModelError: there is no adapter, or its configuration cannot be read.

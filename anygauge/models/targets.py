@@ -59,7 +59,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def divided(model: Any, plan: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(layers, tensors) that peft is to be told of.
+    """(layers, tensors) to give to peft.
 
     On transformers 5, peft takes certain names of layers for those of experts that were layers
     before, and adapts the experts in their place. Such layers' weights are named as tensors.
@@ -67,9 +67,9 @@ def divided(model: Any, plan: Iterable[str]) -> tuple[list[str], list[str]]:
     layers = adaptable_layers(model)
     taken = _taken_for_experts(model, _last_parts(layers))
     chosen = [name for name in plan if name in layers]
-    apart = [name for name in chosen if name.rpartition(".")[2] in taken]
+    fused = [name for name in chosen if name.rpartition(".")[2] in taken]
     tensors = [name for name in plan if name not in layers]
-    return [n for n in chosen if n not in apart], tensors + [f"{name}.weight" for name in apart]
+    return [n for n in chosen if n not in fused], tensors + [f"{name}.weight" for name in fused]
 
 
 def _taken_for_experts(model: Any, last_parts: list[str]) -> set[str]:
@@ -260,7 +260,7 @@ def _matched(text: str, names: list[str], field: str) -> list[str]:
     """The names that an expression matches as a whole.
 
     In a process of its own: some expressions take longer than the age of the universe on a name of
-    fifty letters, and Python's matcher cannot be told to give up.
+    fifty letters, and Python's matcher cannot be made to give up.
     """
     child = [sys.executable, "-I", "-S", "-c", _MATCH]
     try:

@@ -183,7 +183,7 @@ def judge(
         )
     if effect is None:
         return Verification(reloaded=True, logits=difference, why="equal within rounding")
-    # Below it rounding alone may be as large as all that was learned.
+    # Below it rounding alone may be as large as the whole effect of training.
     tells = effect > tolerance / 4
     if tells and difference > effect / 2:
         raise VerificationError(

@@ -243,7 +243,7 @@ def practice(registry: Registry, kinds: list[str], ranks: int) -> Iterator[RunFi
     """Runs for so many ranks: each strategy that `auto` takes because there are several.
 
     Args:
-        kinds: types to compute in; the last alone with strategies besides the fastest.
+        kinds: types to compute in; the last alone with strategies other than the fastest.
     """
     fastest, *others = _strategies(registry, ranks)
     for kind in kinds:

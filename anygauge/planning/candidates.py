@@ -49,8 +49,8 @@ def candidates(
 def in_words(run: RunFile) -> str:
     """A candidate's strategy as the run says it."""
     section = run.strategy
-    told = [f"{name}: {getattr(section, name)}" for name in section.model_fields_set - {"name"}]
-    return section.name + (f" with {', '.join(sorted(told))}" if told else "")
+    fields = [f"{name}: {getattr(section, name)}" for name in section.model_fields_set - {"name"}]
+    return section.name + (f" with {', '.join(sorted(fields))}" if fields else "")
 
 
 DEGREES = ("dp_replicate", "cp", "tp", "pp")

@@ -161,7 +161,7 @@ class Counter:
         self.figures[key] = self.figures.get(key, 0) + value
 
     def _sizes(self, values: Any) -> tuple[int, int]:
-        """Bytes on the device, and elsewhere; numbers alone are not counted."""
+        """Bytes on the device, and on others; numbers alone are not counted."""
         here = away = 0
         for tensor in tensors_of(values):
             found = getattr(tensor, "fake_device", None) or tensor.device

@@ -20,7 +20,7 @@ from anygauge.training.strategy import STATE_BYTES
 
 GIB = 2**30
 SLACK = 0.05
-"""Of the tensors: what an allocator holds besides them (published runs: 3 to 10%)."""
+"""Of the tensors: what an allocator holds on top of them (published runs: 3 to 10%)."""
 RESERVED = GIB
 """Of a card whose description does not say what its context takes."""
 CONNECTED = 2 * GIB

@@ -43,7 +43,7 @@ def leave_out(names: Iterable[str] = ()) -> None:
     Call it before torch is imported.
 
     Args:
-        names: of packages, besides those that no rehearsal uses.
+        names: of packages, in addition to those that no rehearsal uses.
     """
     # Imports make many objects that stay: to look again and again for what could go takes a tenth
     # of the time of all. `import_usual` has Python look again.

@@ -121,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
     storage that is freed or grown in place, as FSDP's are, is counted as what it holds.
 
     Attributes:
-        phase, kind: what goes on, and what is made from now on is for.
+        phase, kind: the current phase, and what tensors made from now on are for.
         in_backward: the kind of what backward makes from now on.
         counter: sees each operation, too.
         answers: run each operation; None: torch does.

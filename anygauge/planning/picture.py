@@ -20,7 +20,7 @@ COLOURS = (
     "#882255",
     "#aa4499",
 )
-"""Paul Tol's muted scheme, which people with colour blindness tell apart; in the order of kinds."""
+"""Paul Tol's muted scheme, safe for people with colour blindness; in the order of kinds."""
 ON_TOP = "slack, context, collectives"
 ON_TOP_COLOUR = "#bbbbbb"
 LIMIT_COLOUR = "#cc3311"

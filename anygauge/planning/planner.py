@@ -19,7 +19,7 @@ class Planner:
 
     Args:
         world_size: ranks of all its runs.
-        environment: variables that its processes have besides this one's, which win.
+        environment: variables that its processes have in addition to this one's; they win.
         first: a process of that environment, which imports meanwhile; it is this one's from now on.
     """
 

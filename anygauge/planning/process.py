@@ -49,7 +49,7 @@ class Rehearser:
     """A process that imports what a rehearsal needs, and waits for questions.
 
     Args:
-        environment: variables that it has besides this process's, which win.
+        environment: variables that it has in addition to this process's; they win.
         hidden: packages that are not there for it, whose import takes longer than a rehearsal.
     """
 

@@ -25,7 +25,7 @@ _VARIES = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
 }
-"""Tags of operations whose result is not told by their arguments' shapes, or that change these."""
+"""Tags of operations whose result does not follow from arguments' shapes, or that change these."""
 _NEVER = {"resize_", "set_", "lift", "lift_fresh", "lift_fresh_copy", "all"}
 """Others of which more is to be known than their result's shape."""
 
@@ -67,7 +67,7 @@ VIEW = Recipe((), None, [{}])
 Key = tuple[Any, ...]
 Given = dict[int | str, Any]
 _RECIPES: dict[Key, Recipe | None] = {}
-"""What was learned in this process; None: the next time is another matter."""
+"""What was found in this process; None: the next time is another matter."""
 
 
 def key_of(
@@ -85,10 +85,10 @@ def key_of(
         memory: the result may have an argument's memory, and depend on what part of it that has.
     """
     key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-    told = _described(key, args, valued, memory)
-    if told and kwargs:
-        told = _described(key, kwargs.items(), valued, memory)
-    return tuple(key) if told else None
+    described = _described(key, args, valued, memory)
+    if described and kwargs:
+        described = _described(key, kwargs.items(), valued, memory)
+    return tuple(key) if described else None
 
 
 def _described(key: list[Any], values: Any, valued: Container[int], memory: bool) -> bool:
@@ -160,7 +160,7 @@ class Results:
                 self._mode.in_kernel_invocation = False
 
     def find(self, key: Key) -> Recipe | None:
-        """How to make a result, if it was learned."""
+        """How to make a result, if it is known."""
         return _RECIPES.get(key)
 
     def learn(self, key: Key, func: Any, given: Given, result: Any, before: Any) -> Recipe | None:
@@ -171,7 +171,7 @@ class Results:
             before: `shapes_of` them before the operation.
         """
         if key not in _RECIPES:
-            _RECIPES[key] = self._learned(func, given, result, before)
+            _RECIPES[key] = self._recipe(func, given, result, before)
         return _RECIPES[key]
 
     def make(self, recipe: Recipe, given: Given) -> Any:
@@ -210,7 +210,7 @@ class Results:
         made.__dict__.update(attributes)
         return made
 
-    def _learned(self, func: Any, given: Given, result: Any, before: Any) -> Recipe | None:
+    def _recipe(self, func: Any, given: Given, result: Any, before: Any) -> Recipe | None:
         if func.namespace != "aten" or not _VARIES.isdisjoint(func.tags):
             return None
         if func.overloadpacket.__name__ in _NEVER:
@@ -276,7 +276,7 @@ def given_to(args: Any, kwargs: Mapping[str, Any]) -> Given:
 
 
 def shapes_of(given: Given) -> list[Any]:
-    """What an operation could change of its arguments, besides their values."""
+    """What an operation could change of its arguments, other than their values."""
     return [
         (value.shape, value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
         for value in given.values()

@@ -312,7 +312,7 @@ T = TypeVar("T")
 class Aside(Generic[T]):
     """A function's result, found meanwhile.
 
-    The copy has all that this process has imported and learned. It must have no threads: autograd
+    The copy has all that this process has imported and found out. It must have no threads: autograd
     has some from its first backward on.
 
     Args:

@@ -32,11 +32,11 @@ CALL = 30e-6
 ISSUE = 21e-6
 """Seconds that a host takes for each operation, with the layers of Python around it."""
 OVERLAP = 0.61
-"""Of the shorter of computing and sending: what goes on beside the other."""
+"""Of the shorter of computing and sending: what runs beside the other."""
 
 
 class UnknownRateError(AnygaugeError):
-    """A figure is missing without which no time can be told."""
+    """A figure is missing without which no time can be predicted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Duration:
         sending: link -> collectives over it: ``cards`` of a machine, ``machines``.
         copying: to the host and from it.
         on_host: operations there, which the device waits for.
-        hidden: of sending, what goes on while the device computes.
+        hidden: of sending, what happens while the device computes.
         idle: what stages of a pipeline wait for each other.
         step: all together.
         tokens: of the step, over all ranks.

@@ -78,7 +78,7 @@ class Trials:
     """Rehearses runs; one process at a time does it, for one number of ranks.
 
     Args:
-        waiting: what to show while a rehearsal goes on, given its subject.
+        waiting: what to show during a rehearsal, given its subject.
         first: a process for the first of them, which imports meanwhile.
     """
 
@@ -151,7 +151,7 @@ class Trials:
 def timed(
     run: RunFile, memory: RunMemory, target: Target, registry: Registry
 ) -> tuple[Duration | None, str]:
-    """How long a step takes, or why that cannot be told."""
+    """How long a step takes, or why that is not known."""
     if target.card is None:
         return None, "no machine is named"
     ranks = run.launch.nodes * run.launch.devices

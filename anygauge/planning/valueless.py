@@ -103,7 +103,7 @@ def without_values(
     """Let new tensors of any device have no values; the answers are to run each operation.
 
     Args:
-        counter: is told what attention multiplies, which is not an operation here.
+        counter: gets what attention multiplies, which is not an operation here.
         padded: what asks whether all of a mask is set gets no for an answer.
         stages: there is a pipeline.
     """
@@ -171,7 +171,7 @@ class ValuelessOperations:
         self._results = Results(mode)
 
     def run(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Recipe | None]:
-        """The result of an operation, and how it was made, if that was learned."""
+        """The result of an operation, and how it was made, if that is known."""
         counts = func is SUM and args[0].dtype is torch.bool
         if counts or (args and id(args[0]) in self._counts):
             return self._counted(func, args, kwargs), None

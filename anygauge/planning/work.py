@@ -15,7 +15,7 @@ class Traffic:
         operation: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``,
             ``broadcast``, ``reduce`` or ``send``.
         group: ranks of the job that take part.
-        waited: whether a rank waits for each call before it goes on, as for the parts of a divided
+        waited: whether a rank waits for each call before it continues, as for parts of a divided
             layer; else others are under way meanwhile.
         times: how often.
         bytes: what goes in of a reduction, what comes out of a gather, all calls together.
@@ -50,7 +50,7 @@ class Work:
 
     Attributes:
         flops: type -> floating point operations of matrix products, recomputed ones among them.
-        attention: type -> the same of fused attention on a host, besides `flops`.
+        attention: type -> the same of fused attention on a host, in addition to `flops`.
         matrix_bytes: what these read and write.
         other_bytes: what all other operations read and write.
         copied_bytes: of them, what they copy to the host or from it.
@@ -110,7 +110,7 @@ class Work:
         )
 
     def further(self, before: Work, turns: float) -> Work:
-        """So many times more of what there is besides `before`."""
+        """So many times more of what there is beyond `before`."""
         mine, other = self.flat(), before.flat()
         keys = {**other, **mine}
         return Work.of_flat(

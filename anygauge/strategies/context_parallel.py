@@ -3,7 +3,7 @@
 Everything but attention works on a token by itself. Attention is the run's own, between exchanges:
 either keys and values are gathered, and a rank computes its queries against all of them; or heads
 are exchanged for positions (Ulysses, https://arxiv.org/abs/2309.14509), and a rank computes all
-queries of its heads. Masks are explicit, so packed documents stay apart.
+queries of its heads. Masks are explicit, so packed documents stay isolated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fields of a run file that several strategies share: what ranks divide besides rows."""
+"""Fields of a run file that several strategies share: what ranks divide in addition to rows."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ReducedByFsdp:
 
     Args:
         keeps_weights: whether weights stay gathered until the last backward.
-        ranks: over which gradients are averaged where torch cannot be told to sum.
+        ranks: over which gradients are averaged where torch cannot be set to sum.
         group, device: ranks that reduce, and on what.
     """
 

@@ -10,7 +10,7 @@ from anygauge.strategies.degrees import Degrees
 
 
 class FsdpOptions(Degrees):
-    """Fields of ``strategy`` besides its name."""
+    """Fields of ``strategy`` other than its name."""
 
     dp_replicate: Annotated[int, Field(ge=1)] = Field(
         1, description="Groups of ranks that each hold the whole model; above 1: HSDP."

@@ -1,7 +1,7 @@
 """Dynamic scaling of the loss for float16, the same on every rank.
 
 torch's scaler looks at the gradients that a rank has. Where a rank has a part of them alone, ranks
-would decide apart; so this one is told whether the norm over all of them was finite.
+would decide on its own; so this one gets whether the norm over all of them was finite.
 """
 
 from __future__ import annotations

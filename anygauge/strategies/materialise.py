@@ -82,7 +82,7 @@ def materialise(
                 )
             )
             real = nn.Parameter(data, requires_grad=meta.requires_grad)
-            # A tied weight has several owners: all must go on sharing one parameter.
+            # A tied weight has several owners: all must keep sharing one parameter.
             for module, attribute in owners[id(meta)]:
                 module._parameters[attribute] = real
         if place is not None:

@@ -78,7 +78,7 @@ class StageGradients(LocalGradients):
 
     Backward of several micro-batches runs within one call of torch's, so each gradient is taken as
     soon as it is there, to be summed in its own type. A schedule that computes gradients of weights
-    apart adds those up itself, in the type of the weights.
+    one by one adds those up itself, in the type of the weights.
 
     Args:
         replicas: ranks with the same stages, which read other rows; None: there are none.

@@ -22,7 +22,7 @@ class Sharded:
 
     Args:
         group: the ranks that together hold each parameter once.
-        device: on which ranks speak with each other; parts may lie elsewhere.
+        device: on which ranks communicate; parts may lie on another.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -227,7 +227,7 @@ class Zero:
         with gathered_by_peft(config) if sharded else contextlib.nullcontext():
             model = factory.adapt(model)
         for reader, parameter in factory.external_parameters(model) if sharded else ():
-            # DeepSpeed gathers what a module owns; the rest it must be told of.
+            # DeepSpeed gathers what a module owns; the rest must be registered with it.
             deepspeed.zero.register_external_parameter(reader, parameter)
         factory.checkpoint_activations(model, reentrant=needs_reentrant_checkpointing())
         if sharded and self.options.gather == "layer":

@@ -145,7 +145,7 @@ def installed_operators() -> dict[str, Any]:
     """Operators of DeepSpeed -> whether they were built ahead; read, since importing it is slow."""
     package = importlib.util.find_spec("deepspeed")
     if package is None or package.origin is None:
-        return {"async_io": True}  # that DeepSpeed is missing is told elsewhere
+        return {"async_io": True}  # that DeepSpeed is missing is reported by another check
     file = Path(package.origin).with_name("git_version_info_installed.py")
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class ZeroOptions(BaseModel):
-    """Fields of ``strategy`` besides its name."""
+    """Fields of ``strategy`` other than its name."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = Field(
         3, description="What is sharded: 1 optimizer, 2 gradients, 3 weights too."

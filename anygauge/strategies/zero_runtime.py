@@ -90,9 +90,11 @@ def gathered_by_peft(config: Mapping[str, Any]) -> Iterator[None]:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     alive = HfDeepSpeedConfig(dict(config))
-    apart = contextlib.nullcontext() if _version() >= WAITS_FOR_EACH_SINCE else _gathered_apart()
+    one_by_one = (
+        contextlib.nullcontext() if _version() >= WAITS_FOR_EACH_SINCE else _gathered_one_by_one()
+    )
     try:
-        with apart:
+        with one_by_one:
             yield
     finally:
         unset_hf_deepspeed_config()
@@ -100,7 +102,7 @@ def gathered_by_peft(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _gathered_apart() -> Iterator[None]:
+def _gathered_one_by_one() -> Iterator[None]:
     """Gather weights that are asked for together one after another.
 
     Older versions wait for the last of several gathers alone. Where collectives are not queued on
@@ -111,14 +113,14 @@ def _gathered_apart() -> Iterator[None]:
     together = deepspeed.zero.GatheredParameters
 
     @contextlib.contextmanager
-    def apart(parameters: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def one_by_one(parameters: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         several = [parameters] if torch.is_tensor(parameters) else list(parameters)
         with contextlib.ExitStack() as stack:
             for parameter in several:
                 stack.enter_context(together([parameter], *args, **kwargs))
             yield
 
-    deepspeed.zero.GatheredParameters = apart
+    deepspeed.zero.GatheredParameters = one_by_one
     try:
         yield
     finally:

@@ -172,7 +172,7 @@ class BackendContract:
         here = _run(runs, subject, folder, _reference().name, 1, dtype, host=True)
         there = _run(runs, subject, folder, _reference().name, 1, dtype)
         self._close(there, here, dtype)
-        assert there.losses[-1] < there.losses[0], "nothing was learned"
+        assert there.losses[-1] < there.losses[0], "the loss did not fall"
 
     @pytest.mark.parametrize("ranks", [2, 4])
     def test_zero_trains_as_one_process_does(

@@ -63,7 +63,7 @@ class Question:
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """What the checks found besides refusals.
+    """What the checks found, other than refusals.
 
     Attributes:
         notes: what could not be checked here, and why.
@@ -137,7 +137,7 @@ def check_run(
 
     Args:
         log: takes progress.
-        enter: is told the part that begins: ``model`` or ``data``.
+        enter: gets the part that begins: ``model`` or ``data``.
         hide: called where torch is of no use.
 
     Raises:

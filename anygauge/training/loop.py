@@ -31,7 +31,7 @@ class Loop:
         to_device: moves a micro-batch to the device and makes the model's arguments.
         loss_function: the model's outputs -> summed loss.
         evaluations: name -> this rank's batches and the loss tokens over all ranks.
-        progress: told where this rank is.
+        progress: gets where this rank is.
         share: the part of each step's rows that this rank reads.
         start: steps that were done before, in the part of the run that this one resumes.
     """

@@ -37,7 +37,7 @@ class StepTokens:
 
 @dataclass(kw_only=True, slots=True)
 class History:
-    """What the metrics of a run have come to; a resumed run goes on with it.
+    """What the metrics of a run have come to; a resumed run continues from it.
 
     Attributes:
         step: steps done.

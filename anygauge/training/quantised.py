@@ -1,4 +1,4 @@
-"""What a quantised base asks of a run and of a device, told before ranks start; no torch."""
+"""What a quantised base needs of a run and of a device, checked before ranks start; no torch."""
 
 from __future__ import annotations
 

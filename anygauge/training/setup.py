@@ -158,9 +158,9 @@ class ToDevice:
     ) -> None:
         """Args:
         packed: masks of packed rows, and of parts of sequences.
-        progress: told of each micro-batch.
+        progress: gets each micro-batch.
         share: what this rank computes of its sequences, and their lengths.
-        routed: the model is told where tokens are, for its routers' loss.
+        routed: the model gets the positions of tokens, for its routers' loss.
         """
         self._routed = routed
         self._share = share
@@ -408,7 +408,7 @@ def seed_dropout(
 ) -> None:
     """Set this rank's generators; initial weights came from their own ones.
 
-    A run that goes on has the states of the ranks it had; on another number of ranks, no state
+    A resumed run has the states of the ranks it had; on another number of ranks, no state
     would be right, and it begins with new ones.
     """
     step = 0 if start is None else start.step

@@ -79,7 +79,7 @@ class SystemSampler:
 
         Args:
             every_s: seconds between samples; 0: none are taken.
-            warn: told once if reading fails; sampling ends then.
+            warn: called once if reading fails; sampling ends then.
         """
         self._read = read
         self._every_s = every_s

@@ -92,7 +92,7 @@ def reported(job: Job, index: int, events: EventWriter) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A run that was asked to end: the steps done, and the checkpoint that it goes on from."""
+    """A run that was asked to end: the steps done, and the checkpoint to resume from."""
 
     step: int
     checkpoint: str

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 STOPPED = 75
-"""Exit status of a run that was asked to end and wrote a checkpoint to go on from: "temporary
+"""Exit status of a run that was asked to end and wrote a checkpoint to resume from: "temporary
 failure, try again" in <sysexits.h>."""
 
 LOST = 69

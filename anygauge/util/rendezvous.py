@@ -96,7 +96,7 @@ def open_store(
 ) -> dist.Store:
     """The store of a run. Its keys stand under a prefix that follows from the job's secret.
 
-    The prefix keeps jobs apart, earlier ones too. It is not a password: whoever reaches the
+    The prefix separates jobs, earlier ones too. It is not a password: whoever reaches the
     store can read it there.
 
     Args:

@@ -1,7 +1,7 @@
 """A start of a run that its ranks have not accepted: its files wait beside those of the run.
 
-A command that goes on with a run writes what the start needs (run file, job file, logs, variables)
-to `START` inside of the run directory. Ranks compare what they go on from with what is asked for,
+A command that resumes a run writes what the start needs (run file, job file, logs, variables)
+to `START` inside of the run directory. Ranks compare what they resume from with what was requested,
 build all that training needs, and only then put these files in place. A start that is refused, or
 fails before, has changed nothing.
 """

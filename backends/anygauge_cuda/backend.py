@@ -113,7 +113,7 @@ class CudaBackend(Backend):
         return device
 
     def engine_settings(self, engine: str) -> Sequence[Setting]:
-        """DeepSpeed is told, so that it does not look around by itself."""
+        """DeepSpeed gets the accelerator's name, so that it does not search by itself."""
         if engine != "deepspeed":
             return ()
         return (

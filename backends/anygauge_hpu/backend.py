@@ -158,7 +158,7 @@ class HpuBackend(Backend):
         if packing:
             raise UnsupportedError(
                 "backend_options.optimum_habana: its models bring their own attention, which was "
-                "not tested to keep packed rows apart. Set data.packing: false, or remove it"
+                "not tested to isolate packed rows. Set data.packing: false, or remove it"
             )
         if importlib.util.find_spec("optimum") is None or not installed_version("optimum-habana"):
             raise UnsupportedError(

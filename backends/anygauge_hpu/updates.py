@@ -19,7 +19,7 @@ def fused_adamw() -> Callable[..., torch.optim.Optimizer]:
 
     class CountedAdamW(FusedAdamW):
         """The library counts the steps of a group; here each parameter has the count, too, as
-        torch's optimizers have it: a run goes on from there, on this device or another."""
+        torch's optimizers have it: a run resumes from there, on this device or another."""
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             for group in self.param_groups:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.contenders.common import (
     adapter,
+    count_loss_tokens,
     dtype,
-    learned_tokens,
     padding_collator,
     skip_inference_kernel,
     start,
@@ -58,20 +58,20 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     recorder.watch(model.module)
     model.train()
-    loss_sum, learned = 0.0, 0
+    loss_sum, loss_tokens = 0.0, 0
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        count = learned_tokens(batch["labels"])
+        count = count_loss_tokens(batch["labels"])
         loss_sum += float(loss.detach()) * count
-        learned += count
+        loss_tokens += count
         if accelerator.sync_gradients:
             recorder.step()
-            recorder.rank_loss(loss_sum, learned)
-            loss_sum, learned = 0.0, 0
+            recorder.rank_loss(loss_sum, loss_tokens)
+            loss_sum, loss_tokens = 0.0, 0
     accelerator.end_training()
 
 

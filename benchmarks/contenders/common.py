@@ -49,9 +49,9 @@ class Recorder:
         self._write({"time": time.time(), "tokens": self._tokens, "slots": self._slots})
         self._tokens = self._slots = 0
 
-    def rank_loss(self, loss_sum: float, learned: int) -> None:
+    def rank_loss(self, loss_sum: float, loss_tokens: int) -> None:
         """Loss of the last step on this rank: the sum over loss tokens, and their number."""
-        self._write({"loss_sum": loss_sum, "learned": learned})
+        self._write({"loss_sum": loss_sum, "loss_tokens": loss_tokens})
 
     def loss(self, value: float) -> None:
         """Loss of the last step over all ranks, as the contender itself reports it."""
@@ -104,7 +104,7 @@ def raw_rows(plan: Plan) -> list[dict[str, str]]:
 
 
 def tokenised_rows(plan: Plan, tokenizer: Any) -> list[dict[str, list[int]]]:
-    """Rows as `input_ids` and `labels`: the end token is learned, a prompt is not."""
+    """Rows as `input_ids` and `labels`: the end token has a loss, a prompt has none."""
     rows = []
     for row in raw_rows(plan):
         prompt = tokenizer(row.get("prompt", ""))["input_ids"]
@@ -139,7 +139,7 @@ def padding_collator(pad_id: int) -> Callable[[Sequence[dict[str, list[int]]]], 
     return collate
 
 
-def learned_tokens(labels: Tensor) -> int:
+def count_loss_tokens(labels: Tensor) -> int:
     """Labels that count: the model shifts them by one."""
     return int((labels[:, 1:] != IGNORED).sum())
 

@@ -17,8 +17,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from benchmarks.contenders.common import (
     adapter,
+    count_loss_tokens,
     dtype,
-    learned_tokens,
     padding_collator,
     skip_inference_kernel,
     start,
@@ -58,17 +58,17 @@ def main() -> None:
     )
     engine.train()
     for _ in range(plan.steps):
-        loss_sum, learned = 0.0, 0
+        loss_sum, loss_tokens = 0.0, 0
         for _ in range(plan.accumulation):
             batch = next(batches)
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()
-            count = learned_tokens(batch["labels"])
+            count = count_loss_tokens(batch["labels"])
             loss_sum += float(loss) * count
-            learned += count
+            loss_tokens += count
         recorder.step()
-        recorder.rank_loss(loss_sum, learned)
+        recorder.rank_loss(loss_sum, loss_tokens)
     engine.destroy()
 
 

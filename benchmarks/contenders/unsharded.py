@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.contenders.common import (
     adapter,
+    count_loss_tokens,
     dtype,
-    learned_tokens,
     padding_collator,
     start,
     tokenised_rows,
@@ -46,19 +46,19 @@ def main() -> None:
     )
     model.train()
     for _ in range(plan.steps):
-        loss_sum, learned = 0.0, 0
+        loss_sum, loss_tokens = 0.0, 0
         for _ in range(plan.accumulation):
             batch = next(batches)
             loss = model(**batch).loss
             (loss / plan.accumulation).backward()
-            count = learned_tokens(batch["labels"])
+            count = count_loss_tokens(batch["labels"])
             loss_sum += float(loss.detach()) * count
-            learned += count
+            loss_tokens += count
         torch.nn.utils.clip_grad_norm_(trained, plan.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         recorder.step()
-        recorder.rank_loss(loss_sum, learned)
+        recorder.rank_loss(loss_sum, loss_tokens)
 
 
 if __name__ == "__main__":

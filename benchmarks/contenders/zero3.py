@@ -47,7 +47,7 @@ def by_hand(plan: Plan) -> dict[str, Any]:
     """What ``anygauge train --dry-run`` shows for the same model; a test compares the two.
 
     Differences in speed to this contender are then of loops and data, not of settings. Only
-    accumulation is told to DeepSpeed here, and done by anygauge itself there.
+    accumulation is DeepSpeed's setting here, and done by anygauge itself there.
     """
     sizes = json.loads((Path(plan.model) / "config.json").read_text(encoding="utf-8"))
     largest_factor = plan.lora_rank * max(sizes["hidden_size"], sizes["intermediate_size"])

@@ -70,7 +70,7 @@ class Demo:
         """All stages in order.
 
         Raises:
-            DemoError: a command failed, or the adapter learned nothing.
+            DemoError: a command failed, or the adapter did not lower the loss.
         """
         make_anew(self.folder)
         self.log(
@@ -96,7 +96,7 @@ class Demo:
         self.show_losses(base, tuned, tokens)
         self.show_seconds()
         self.show_places()
-        check_learned(base, tuned, self.finetuned / "metrics.jsonl")
+        check_loss_fell(base, tuned, self.finetuned / "metrics.jsonl")
         self.show_next()
 
     @property
@@ -306,7 +306,7 @@ def held_out_losses(metrics: Path) -> tuple[float, float, int]:
     return losses[0]["eval_loss"], last["eval_loss"], last["eval_tokens"]
 
 
-def check_learned(base: float, tuned: float, metrics: Path) -> None:
+def check_loss_fell(base: float, tuned: float, metrics: Path) -> None:
     """Return if the adapter's held-out loss is clearly below the base's.
 
     Raises:

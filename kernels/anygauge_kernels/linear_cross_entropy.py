@@ -15,7 +15,7 @@ CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the loss of one chunk depends on, besides tensors; see `linear_cross_entropy`."""
+    """What the loss of one chunk depends on, in addition to tensors; see `linear_cross_entropy`."""
 
     ignore_index: int = -100
     smoothing: float = 0.0

@@ -43,7 +43,7 @@ def softmax(
         # Torch's own accumulates in float32 without a copy of the input in that type.
         return torch.softmax(x, dim)
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        return _learned_mask(x, dim, mask, scale, causal_offset)
+        return _trained_mask(x, dim, mask, scale, causal_offset)
     result: Tensor = _Softmax.apply(x, dim, mask, scale, causal_offset)
     return result
 
@@ -148,7 +148,7 @@ def _infinite_where_hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return seen.view(torch.uint8).to(dtype).reciprocal_().sub_(1)
 
 
-def _learned_mask(x: Tensor, dim: int, mask: Tensor, scale: float, offset: int | None) -> Tensor:
+def _trained_mask(x: Tensor, dim: int, mask: Tensor, scale: float, offset: int | None) -> Tensor:
     """By operations that torch differentiates, for a mask that asks for a gradient."""
     wide = torch.promote_types(x.dtype, torch.float32)
     scores = x.to(wide) * scale + mask

@@ -32,7 +32,7 @@ NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
 
 
 def kernel() -> Callable[..., Tensor]:
-    """The implementation; a mask that is learned goes through plain torch."""
+    """The implementation; a mask that needs a gradient goes through plain torch."""
     return softmax
 
 
@@ -45,8 +45,8 @@ def softmax(
     causal_offset: int | None = None,
 ) -> Tensor:
     """See `anygauge_kernels.softmax.softmax`; for a device that Triton compiles for."""
-    learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    if learned or x.dtype is torch.float64 or x.dim() > 4 or x.numel() == 0:
+    trained = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    if trained or x.dtype is torch.float64 or x.dim() > 4 or x.numel() == 0:
         return plain.softmax(x, dim, mask, scale, causal_offset=causal_offset)
     plain.check(x, dim, causal_offset)
     if mask is not None:

@@ -41,8 +41,8 @@ def write_rank(folder: Path, rank: int, *, seconds: float = 2.0, tokens: int = 1
     for step in range(STEPS):
         records.append({"time": 100 + seconds * (step + 1), "tokens": tokens, "slots": 2 * tokens})
         # Rank 1 has three times the tokens to learn of rank 0, and twice the loss on each.
-        learned = (2, 6)[rank]
-        records.append({"loss_sum": learned * (rank + 1.0), "learned": learned})
+        loss_tokens = (2, 6)[rank]
+        records.append({"loss_sum": loss_tokens * (rank + 1.0), "loss_tokens": loss_tokens})
     write_lines(folder / f"steps-rank{rank}.jsonl", records)
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class PlainOptions(BaseModel):
-    """Fields of ``strategy`` besides its name."""
+    """Fields of ``strategy`` other than its name."""
 
     sums: Literal["float32", "float64"] = Field(
         "float32", description="Type in which gradients of micro-batches are added up."
