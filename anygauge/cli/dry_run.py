@@ -90,13 +90,13 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
 
 
 def _show_plan(console: Console, intent: Intent) -> None:
-    """What the launcher would do, and how far it was proven."""
+    """What the launcher would do, and what it was tested on."""
     # The token by which agents know each other is drawn at submission.
     plan = rendered(replace(intent, job=replace(intent.job, id="", token="")))
     spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
     console.print("\n[bold]Processes[/bold]")
     about = describe(spec)
-    console.print(f"  launcher {spec.name}; tested: {about['proven']} ({about['proof']})")
+    console.print(f"  launcher {spec.name}; tested: {about['tested_on']} ({about['proof']})")
     for ability in about["can"]:
         console.print(f"    a job {ABILITIES[ability]}", markup=False)
     for file in plan.files:

@@ -149,7 +149,7 @@ def write_plan(intent: Intent, folder: Path) -> None:
         operations["submit"] = submit
     described: dict[str, Any] = {
         "launcher": spec.name,
-        "proven": spec.tested_on,
+        "tested_on": spec.tested_on,
         "can": sorted(spec.can),
         "pass_environment": list(plan.pass_environment),
         "files": [{"path": f.path, "mode": f"{f.mode:o}", "text": inside(f.path)} for f in files],

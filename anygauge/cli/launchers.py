@@ -1,4 +1,4 @@
-"""``anygauge launchers``: how runs can be started here, and how far each way was proven."""
+"""``anygauge launchers``: how runs can be started here, and what each way was tested on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def launchers(
             console.print(Text(f"    a job {ABILITIES[ability]}"))
         if "detach" not in one["can"]:
             console.print(Text("    a job ends with the command that started it"))
-        console.print(Text(f"    tested: {one['proven']} ({one['proof']})"))
+        console.print(Text(f"    tested: {one['tested_on']} ({one['proof']})"))
 
 
 def describe(spec: LauncherSpec) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def describe(spec: LauncherSpec) -> dict[str, Any]:
         if spec.shared_filesystem
         else "are the machines' own",
         "can": sorted(spec.can),
-        "proven": spec.tested_on,
+        "tested_on": spec.tested_on,
         "proof": PROVEN.get(spec.tested_on, ""),
     }
 

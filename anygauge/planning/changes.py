@@ -163,7 +163,7 @@ def candidates(run: RunFile, target: Target, registry: Registry) -> Iterator[Seq
 
 
 def _lighter(run: RunFile, registry: Registry) -> tuple[list[Change], list[Change]]:
-    """What strategies propose, the first of each by itself; nothing that takes more than the run."""
+    """What strategies propose, the first of each by itself; nothing that takes more than it."""
     section = values_of(run)["strategy"]
     kept = {name: section[name] for name in DEGREES if section.get(name, 1) > 1}
     proposed: dict[str, list[Change]] = {}

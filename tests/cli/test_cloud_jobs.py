@@ -278,7 +278,7 @@ def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
 def test_launchers_are_listed_with_what_they_can_and_their_proof() -> None:
     listed = json.loads(anygauge(["launchers", "--json"]).stdout)
     # This machine first, then those that share its files, then the others.
-    assert [(one["name"], one["proven"]) for one in listed] == [
+    assert [(one["name"], one["tested_on"]) for one in listed] == [
         *((name, "real") for name in ("local", "ssh", "slurm", "mpi")),
         *((name, "emulated") for name in ("kubernetes", "azureml", "sagemaker")),
     ]

@@ -41,7 +41,7 @@ def test_a_plan_is_written_for_reading_without_secrets(tmp_path: Path) -> None:
     assert names == {"job.json", "run.json", "run.yaml", "plan.json"}
     assert not any("hf_xyz" in entry.read_text() for entry in folder.iterdir())
     plan = json.loads((folder / "plan.json").read_text())
-    assert (plan["launcher"], plan["proven"]) == ("ssh", "real")
+    assert (plan["launcher"], plan["tested_on"]) == ("ssh", "real")
     assert [process["argv"][0] for process in plan["processes"]] == ["ssh", "ssh"]
     assert "the same command without --render" in done.stdout
     job = Job.load(folder / "job.json")

@@ -63,7 +63,7 @@ def plan_of(folder: Path, ranks: dict[int, list[object]], grace_s: float = 0.5) 
     return fake_plan(str(script), str(folder / "run"), len(ranks), grace_s)
 
 
-def test_it_announces_itself_as_proven_on_one_machine() -> None:
+def test_it_announces_itself_as_tested_on_one_machine() -> None:
     (spec,) = [spec for spec in anygauge_provide_launchers() if spec.name == "local"]
     assert (spec.tested_on, spec.max_nodes) == ("real", 1)
 
