@@ -23,7 +23,7 @@ variable "ANYGAUGE_REPOSITORY" {
 }
 
 variable "VERSION" {
-  default = "0.1.0"
+  default = "0.2.0"
 }
 
 variable "REVISION" {

@@ -109,7 +109,7 @@ def own_image(backend: str, releases: tuple[ImageRelease, ...]) -> str:
 
 
 def tagged(backend: str, release: ImageRelease) -> str:
-    """The name of a release's image, such as ``anygauge:0.1.0-cpu-torch-2.13``."""
+    """The name of a release's image, such as ``anygauge:0.2.0-cpu-torch-2.13``."""
     if release.image is not None:
         return release.image
     repository = os.environ.get(REPOSITORY_VARIABLE) or _REPOSITORY
