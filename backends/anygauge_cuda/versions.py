@@ -17,9 +17,10 @@ TORCH_BUILDS: Mapping[str, tuple[str, ...]] = {
     "2.11": ("12.6", "12.8", "13.0"),
     "2.12": ("12.6", "13.0", "13.2"),
     "2.13": ("12.6", "13.0", "13.2"),
+    "2.14": ("12.6", "13.0", "13.2"),
 }
-"""Torch -> versions of CUDA that its wheels are published for (pytorch.org: previous versions, and
-the local parts of the wheels' versions, such as ``+cu126``)."""
+"""Torch -> versions of CUDA that its wheels are published for (pytorch.org: previous versions;
+PyTorch's RELEASE.md; the local parts of the wheels' versions, such as ``+cu126``)."""
 
 OLDEST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
 """CUDA major version -> oldest driver branch (NVIDIA CUDA Compatibility, minor versions)."""
