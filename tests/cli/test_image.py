@@ -110,7 +110,7 @@ def test_another_release_is_another_tag() -> None:
             2,
             "no release 1; releases with an image: 1.20",
         ),
-        (["--backend", "cpu", "--engine", "lxc"], 2, "--engine: lxc is none of docker, podman"),
+        (["--backend", "cpu", "--engine", "lxc"], 2, "--engine: lxc is not one of docker, podman"),
         (["--backend", "gaudi"], 2, "there is no backend named 'gaudi'"),
     ],
 )
