@@ -1,4 +1,4 @@
-"""What a check is: a question to a backend, whom it is put to, and what its answer amounts to."""
+"""What a check is: a question to a backend, what it is asked of, and the verdict on its answer."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from anygauge.interface import Backend
 if TYPE_CHECKING:
     import torch
 
+CHOSEN = "ANYGAUGE_CONFORMANCE_BACKEND"
+"""Passes the name of ``--anygauge-backend`` to the contract."""
 DECLARED = "declared: "
-"""How the reason of a skip begins where the backend declares the capability missing."""
+"""The reason of a skip begins with it where the backend declares the capability missing."""
 NOT_ASKED = "not asked: "
-"""And where the check has no meaning for it. Any other skip is a check that was not tried."""
+"""Or with this where the check has no meaning for it. Any other skip: the check was not tried."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest error of one operation relative to the largest value, by compute type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
+class ConformanceCheck:
     """One question to a backend.
 
     Attributes:
         name: short and stable, such as ``memory_moves``.
         title: what holds if it passes, in words.
         part: where it is asked: ``basic``, ``device`` or ``ranks``.
-        capability: it is asked on behalf of; None where every backend must pass.
+        capability: what it tests; None where every backend must pass.
         function: gets what the part is about (`Paper`, `Opened`, `Together`); raises where it does
             not hold.
-        of_the_end: it is about how the part's processes ended, which none can tell of itself: its
-            function gets that in words, empty if all was in order.
+        of_the_end: it is about how the part's processes ended, which they cannot report themselves:
+            its function gets a description of that, empty if all was in order.
     """
 
     name: str
@@ -48,7 +50,7 @@ class NotAsked(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came of a check in the process where it was asked.
+    """The result of a check in the process that ran it.
 
     Attributes:
         holds: whether the function returned.
@@ -76,7 +78,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """What the checks on a device are put to: an opened backend, and how to make another like it.
+    """What the checks on a device get: an opened backend, and how to make another like it.
 
     Attributes:
         visible: devices that this process may see.
@@ -93,7 +95,7 @@ class Opened:
         return self.backend.placement
 
 
-CHECKS: dict[str, Check] = {}
+CHECKS: dict[str, ConformanceCheck] = {}
 """Every check by name, in the order of definition; its part's module registers it when imported."""
 
 
@@ -106,7 +108,7 @@ def check(
         name = function.__name__
         if name in CHECKS:
             raise ValueError(f"two checks are named {name!r}")
-        CHECKS[name] = Check(
+        CHECKS[name] = ConformanceCheck(
             name=name,
             title=title,
             part=part,

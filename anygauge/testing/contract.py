@@ -10,6 +10,7 @@ Checks run in processes of their own; a test reads the answer of one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +22,16 @@ from anygauge.registry import Registry
 from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as the next two)
 from anygauge.testing import device as _device  # noqa: F401
 from anygauge.testing import ranks as _ranks  # noqa: F401
-from anygauge.testing.check import CHECKS, DECLARED, NOT_ASKED, Check, verdict
-from anygauge.testing.loop import RunFailed, Trained, largest_difference, prepare, train
-from anygauge.testing.overruled import losses_all_the_same
-from anygauge.testing.process import Answers, Subject, ask
+from anygauge.testing.check import CHECKS, CHOSEN, DECLARED, NOT_ASKED, ConformanceCheck, verdict
+from anygauge.testing.loop import (
+    RunFailed,
+    Trained,
+    largest_difference,
+    losses_when_overruled,
+    prepare,
+    train,
+)
+from anygauge.testing.process import PartAnswers, Subject, ask
 
 BEST_FIRST = ("passed", "skipped", "declared", "failed")
 SPREAD_NOISE = 1e-4
@@ -82,7 +89,7 @@ class BackendContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def on_paper(cls, subject: Subject, folder: Path) -> Answers:
+    def on_paper(cls, subject: Subject, folder: Path) -> PartAnswers:
         """Answers that need no device."""
         return ask("basic", subject, folder)
 
@@ -100,13 +107,13 @@ class BackendContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def on_device(cls, subject: Subject, folder: Path, devices: int) -> Answers:
+    def on_device(cls, subject: Subject, folder: Path, devices: int) -> PartAnswers:
         """Answers of one opened device."""
         return ask("device", subject, folder)
 
     @pytest.fixture(scope="class")
     @classmethod
-    def on_ranks(cls, subject: Subject, folder: Path, devices: int) -> dict[int, Answers]:
+    def on_ranks(cls, subject: Subject, folder: Path, devices: int) -> dict[int, PartAnswers]:
         """Answers of several ranks, as far as there are devices."""
         return {
             ranks: ask("ranks", subject, folder, ranks=ranks)
@@ -130,19 +137,21 @@ class BackendContract:
     # -- without hardware -----------------------------------------------------------------------
 
     @_of("basic")
-    def test_on_paper(self, check: Check, on_paper: Answers) -> None:
+    def test_on_paper(self, check: ConformanceCheck, on_paper: PartAnswers) -> None:
         """What the backend says of itself before anything is opened."""
         _judge(check, on_paper)
 
     # -- with a device --------------------------------------------------------------------------
 
     @_of("device")
-    def test_on_device(self, check: Check, on_device: Answers) -> None:
+    def test_on_device(self, check: ConformanceCheck, on_device: PartAnswers) -> None:
         """Placement, memory, random numbers, arithmetic, graphs."""
         _judge(check, on_device)
 
     @_of("ranks")
-    def test_on_ranks(self, check: Check, subject: Subject, on_ranks: dict[int, Answers]) -> None:
+    def test_on_ranks(
+        self, check: ConformanceCheck, subject: Subject, on_ranks: dict[int, PartAnswers]
+    ) -> None:
         """Collectives."""
         if not on_ranks:
             declared = _declared(subject, check.capability or "collectives")
@@ -162,7 +171,7 @@ class BackendContract:
         subject: Subject,
         folder: Path,
         runs: dict[str, Trained],
-        on_device: Answers,
+        on_device: PartAnswers,
     ) -> None:
         """One process: the losses of every step are the host's, within the stated noise."""
         # As the opened device declares it: some know only then.
@@ -246,7 +255,7 @@ class BackendContract:
         # ZeRO stands on collectives; whether those are missing is a question of its own.
         if not _declared(subject, "collectives"):
             return ""
-        losses = losses_all_the_same(subject, folder, _default().name, ranks)
+        losses = losses_when_overruled(subject, folder, _default().name, ranks)
         if losses is None or self._from_the_host(losses, subject, folder, runs) > self._spread:
             return ""
         return (
@@ -272,7 +281,7 @@ class BackendContract:
         )
 
 
-def _judge(check: Check, *given: Answers) -> None:
+def _judge(check: ConformanceCheck, *given: PartAnswers) -> None:
     """The worst of the verdicts, if it was asked on several numbers of ranks."""
     found = [verdict(answers.of(check)) for answers in given]
     result, why = max(found, key=lambda each: BEST_FIRST.index(each[0]))
@@ -325,3 +334,11 @@ def _run(
             subject, folder, name, strategy=strategy, ranks=ranks, dtype=dtype, host=host
         )
     return runs[name]
+
+
+if CHOSEN in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file
+
+    class TestBackend(BackendContract):
+        """The backend that the command line names."""
+
+        backend = os.environ[CHOSEN]

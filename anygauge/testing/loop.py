@@ -1,7 +1,4 @@
-"""The real loop on a backend: the same run file there and on the host, losses side by side.
-
-Runs go through the command line, as a user's do: agent, ranks, environment, checkpoints.
-"""
+"""The real loop on a backend: the same run file there and on the host, losses side by side."""
 
 from __future__ import annotations
 
@@ -9,17 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from anygauge.interface import HOST_DEVICE, Backend
+from anygauge.interface import API_VERSION, HOST_DEVICE, Backend, BackendSpec, Probe, hookimpl
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
-from anygauge.testing.process import Subject
+from anygauge.testing.process import COLLECTIVE_TIMEOUT_S, Subject
 
 TIMEOUT_S = 900.0
 STEPS = 6
@@ -67,7 +64,7 @@ WORDS = [
 
 
 ON_HOST = ("eager", "sdpa")
-"""Attention of the model library that the host has, too: both sides run the same one."""
+"""Attention of the model library that the host has too: both sides run the same one."""
 
 
 class RunFailed(AssertionError):
@@ -200,3 +197,73 @@ def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float
     """The largest difference of two runs' losses, relative to the second's."""
     assert len(found) == len(wanted), f"{len(found)} steps, not {len(wanted)}"
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+# -- a run that is refused, made nevertheless: is the refusal true? --------------------------------
+# This module is also a plugin with a backend: the one under test under another name, which refuses
+# no engine. It is found as any plugin is, so command, agent and ranks do what they always do.
+
+OVERRULED = "overruled"
+OVERRULED_VARIABLE = "ANYGAUGE_OVERRULED"
+"""Names the backend under test to the plugin below."""
+
+
+def losses_when_overruled(
+    subject: Subject, folder: Path, strategy: str, ranks: int
+) -> Sequence[float] | None:
+    """The losses of every step of a run that would be refused; None if it fails nevertheless.
+
+    Args:
+        folder: `prepare` has filled it.
+    """
+    site = folder / "site"
+    info = site / "anygauge_overruled-1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: anygauge-overruled\nVersion: 1.0\n"
+    )
+    (info / "entry_points.txt").write_text(f"[anygauge]\n{OVERRULED} = {__name__}\n")
+    inherited = subject.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(filter(None, [str(site), inherited]))
+    environment = {**subject.environment, "PYTHONPATH": path, OVERRULED_VARIABLE: subject.name}
+    # A short limit: what is missing may hang.
+    launch = {"devices": ranks, "collective_timeout_s": COLLECTIVE_TIMEOUT_S}
+    try:
+        return train(
+            replace(subject, environment=environment),
+            folder,
+            f"{OVERRULED}-{strategy}{ranks}",
+            strategy=strategy,
+            ranks=ranks,
+            dtype="float32",
+            changes={"backend": OVERRULED, "launch": launch},
+        ).losses
+    except (RunFailed, subprocess.TimeoutExpired):
+        return None
+
+
+def overruled_probe() -> Probe:
+    """The probe of the backend under test."""
+    return Registry.load().find_backend(os.environ[OVERRULED_VARIABLE]).spec.probe()
+
+
+def overruled_backend(options: Mapping[str, Any] | None = None) -> Backend:
+    """The backend under test, refusing no engine."""
+    backend = Registry.load().create_backend(os.environ[OVERRULED_VARIABLE], options)
+    backend.name = OVERRULED
+    backend.unsupported_engines = {}
+    return backend
+
+
+@hookimpl
+def anygauge_provide_backends() -> Iterable[BackendSpec]:
+    """Announce the overruled backend."""
+    return [
+        BackendSpec(
+            name=OVERRULED,
+            factory=f"{__name__}:overruled_backend",
+            probe=overruled_probe,
+            api_version=API_VERSION,
+            priority=-1000,
+        )
+    ]

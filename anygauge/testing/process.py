@@ -1,7 +1,9 @@
-"""Where checks run: processes of their own, so that a device that crashes ends none but itself.
+"""Where checks run: processes of their own, with the environment that the backend sets.
 
-``python -m anygauge.testing.process PART`` reads what to ask from standard input as JSON and writes
-answers to the file that it names. Several ranks of it meet in a file.
+The backend's code must not run, set variables or crash in the author's pytest. So
+``python -m anygauge.testing.process PART`` reads a request from standard input as JSON and writes
+to the file that it names: for ``environments`` the environment of every rank, as an agent makes it;
+for ``basic``, ``device`` or ``ranks`` the answers of that part's checks. Ranks meet in a file.
 """
 
 from __future__ import annotations
@@ -13,23 +15,79 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import Backend
-from anygauge.registry import Registry
-from anygauge.testing.basic import Paper
-from anygauge.testing.check import CHECKS, Answer, Check, NotAsked, Opened
-from anygauge.testing.surroundings import Subject, environments, last_lines
+from anygauge.agent.environment import inspect_node
+from anygauge.interface import AnygaugeError, Backend, LaunchSettings
+from anygauge.registry import BLOCK_VARIABLE, Registry, applied, resolve_environment
+from anygauge.testing.basic import JOB, Paper
+from anygauge.testing.check import CHECKS, Answer, ConformanceCheck, NotAsked, Opened
 
+ENVIRONMENTS = "environments"
+ENVIRONMENT_TIMEOUT_S = 60.0
 TIMEOUTS_S = {"basic": 60.0, "device": 600.0, "ranks": 600.0}
 COLLECTIVE_TIMEOUT_S = 60.0
 NO_ANSWER = Answer(holds=False, detail="gave no answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answers:
+class Subject:
+    """The backend under test.
+
+    Attributes:
+        name: as users write it after ``--backend``.
+        options: the run file's ``backend_options``.
+        environment: variables for every process.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def environments(
+    part: str, subject: Subject, ranks: int, folder: Path
+) -> tuple[Sequence[Mapping[str, str]], str]:
+    """The whole environment of every rank, and why the backend's share is missing; empty if not.
+
+    Args:
+        folder: for the answer and a log.
+    """
+    base = {**os.environ, "OMP_NUM_THREADS": "1", **subject.environment}
+    answer = folder / f"{part}{ranks}.environments.json"
+    log = answer.with_suffix(".log")
+    asked = {"part": part, "subject": asdict(subject), "ranks": ranks, "answer": str(answer)}
+    with log.open("wb") as output:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "anygauge.testing.process", ENVIRONMENTS],
+                input=json.dumps(asked).encode(),
+                stdout=output,
+                stderr=output,
+                env=base,
+                timeout=ENVIRONMENT_TIMEOUT_S,
+                check=False,
+            )
+            status = f"with status {done.returncode}: {last_lines(log)}"
+        except subprocess.TimeoutExpired:
+            status = f"not within {ENVIRONMENT_TIMEOUT_S:.0f} s"
+    if answer.exists():
+        found = json.loads(answer.read_text(encoding="utf-8"))
+        return found["environments"], found["trouble"]
+    trouble = f"asking for the environment ended {status}"
+    return [{**base, **_identity(rank, ranks)} for rank in range(ranks)], trouble
+
+
+def last_lines(log: Path) -> str:
+    """The end of a log, on one line."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " | ".join(lines[-3:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartAnswers:
     """What a part's processes gave.
 
     Attributes:
@@ -41,7 +99,7 @@ class Answers:
     answers: Mapping[str, Answer]
     trouble: str = ""
 
-    def of(self, check: Check) -> Answer:
+    def of(self, check: ConformanceCheck) -> Answer:
         """The answer of a check; one that says what happened where there is none."""
         if check.of_the_end:
             try:
@@ -54,7 +112,7 @@ class Answers:
         return Answer(holds=False, detail=self.trouble or "the check was not reached")
 
 
-def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> Answers:
+def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAnswers:
     """Run every check of a part; returns once all processes have ended.
 
     Args:
@@ -101,7 +159,7 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> Answers
             said = last_lines(folder / f"{part}{ranks}.rank{rank}.log")
             troubles.append(f"rank {rank} ended with status {status}: {said}")
     files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
-    return Answers(answers=merged_answers(files), trouble="; ".join(troubles))
+    return PartAnswers(answers=merged_answers(files), trouble="; ".join(troubles))
 
 
 def _read(path: Path) -> dict[str, Answer]:
@@ -136,21 +194,24 @@ def merged_answers(files: Sequence[Path]) -> dict[str, Answer]:
 
 def main(part: str) -> None:
     """Ask every check of a part; answers are written one by one, so that a crash keeps them."""
+    if part == ENVIRONMENTS:
+        _write_environments()
+        return
     request = json.loads(sys.stdin.read())
     with Path(request["answers"]).open("w", encoding="utf-8") as file:
 
-        def answer(check: Check, given: Answer) -> None:
+        def answer(check: ConformanceCheck, given: Answer) -> None:
             file.write(json.dumps({"name": check.name, **given.record()}) + "\n")
             file.flush()
 
         {"basic": _basic, "device": _device, "ranks": _ranks}[part](request, answer)
 
 
-def _checks(part: str) -> list[Check]:
+def _checks(part: str) -> list[ConformanceCheck]:
     return [check for check in CHECKS.values() if check.part == part and not check.of_the_end]
 
 
-def _asked(check: Check, subject: Any, backend: Any) -> Answer:
+def _asked(check: ConformanceCheck, subject: Any, backend: Any) -> Answer:
     declared, supported = "", True
     if check.capability is not None:
         support = backend.support(check.capability)
@@ -223,7 +284,7 @@ def _ranks(request: Any, answer: Any) -> None:
     backend.close()
 
 
-def _missing(check: Check, backend: Any, refused: Exception | None) -> Answer:
+def _missing(check: ConformanceCheck, backend: Any, refused: Exception | None) -> Answer:
     """The answer where collectives are declared missing: they must not even open."""
     if refused is None:
         declared = backend.support("collectives")
@@ -231,6 +292,65 @@ def _missing(check: Check, backend: Any, refused: Exception | None) -> Answer:
     support = backend.support(check.capability or "collectives")
     detail = f"collectives do not open: {type(refused).__name__}: {refused}"
     return Answer(holds=False, detail=detail, declared=str(support), supported=bool(support))
+
+
+def _write_environments() -> None:
+    """Write every rank's environment to the file that the request names; opens no device."""
+    asked = json.load(sys.stdin)
+    subject, ranks = Subject(**asked["subject"]), asked["ranks"]
+    base = dict(os.environ)
+    found = [base] * ranks
+    trouble = ""
+    try:
+        registry = Registry.load(base)
+        if asked["part"] == "basic":
+            # It asks what announcing the backend imports; other plugins may import what they like.
+            blocked = [base.get(BLOCK_VARIABLE, ""), *_others(registry, subject.name)]
+            base[BLOCK_VARIABLE] = ",".join(filter(None, blocked))
+        backend = registry.create_backend(subject.name, subject.options)
+        node = inspect_node(backend=backend, environ=base)
+        job = replace(
+            JOB,
+            backend=subject.name,
+            backend_options=subject.options,
+            launch=LaunchSettings(devices=ranks),
+        )
+        found = [
+            applied(resolve_environment(registry, backend, job, node, rank, base), base)
+            for rank in range(ranks)
+        ]
+    except AnygaugeError as error:
+        trouble = f"there is no environment for it: {error}"
+    record = {
+        "environments": [{**each, **_identity(n, ranks)} for n, each in enumerate(found)],
+        "trouble": trouble,
+    }
+    Path(asked["answer"]).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _identity(rank: int, ranks: int) -> dict[str, str]:
+    """Who a rank is, in an agent's words."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(value) for name, value in numbers.items()}
+
+
+def _others(registry: Registry, backend: str) -> list[str]:
+    """Names by which to block every plugin but the backend's own distribution and anygauge."""
+
+    def plain(name: str) -> str:
+        return name.lower().replace("_", "-").replace(".", "-")
+
+    own = {registry.find_backend(backend).distribution, "anygauge"}
+    found = [(plugin.distribution, plugin.entry_point) for plugin in registry.plugins]
+    found += [(failure.distribution, failure.entry_point) for failure in registry.failures]
+    kept = {plain(name) for names in found if names[0] in own for name in names}
+    blocks = [
+        # By either name: one that ours bears, too, would block ours.
+        next((name for name in names if name and plain(name) not in kept), "")
+        for names in found
+        if names[0] not in own
+    ]
+    return sorted(set(filter(None, blocks)))
 
 
 if __name__ == "__main__":

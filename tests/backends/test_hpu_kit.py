@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from anygauge.testing import BackendContract
-from anygauge.testing.surroundings import Subject
+from anygauge.testing.process import Subject
 from tests.helpers.gaudi import standin_environment, standin_site
 
 pytestmark = pytest.mark.skipif(

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.testing.check import CHECKS
-from anygauge.testing.process import Answers, merged_answers
+from anygauge.testing.process import PartAnswers, merged_answers
 
 RANKS = {"device": 1, "ranks": 2}
 
 
-def answers_of(part: str, mutations: Mapping[str, str | None], folder: Path) -> dict[str, Answers]:
+def answers_of(
+    part: str, mutations: Mapping[str, str | None], folder: Path
+) -> dict[str, PartAnswers]:
     """Answers of a part's checks, by mutation; the mutant must be on ``PYTHONPATH``.
 
     Args:
@@ -40,7 +42,7 @@ def answers_of(part: str, mutations: Mapping[str, str | None], folder: Path) -> 
     for number, mutation in enumerate(mutations):
         files = [folder / f"{part}{number}.{rank}.json" for rank in range(RANKS[part])]
         trouble = (folder / f"{part}{number}.trouble").read_text(encoding="utf-8")
-        found[mutation] = Answers(answers=merged_answers(files), trouble=trouble)
+        found[mutation] = PartAnswers(answers=merged_answers(files), trouble=trouble)
     return found
 
 

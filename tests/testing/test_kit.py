@@ -13,8 +13,7 @@ import pytest
 
 from anygauge.testing import BackendContract
 from anygauge.testing.check import Answer, verdict
-from anygauge.testing.plugin import CONFORMANCE
-from anygauge.testing.report import contents
+from anygauge.testing.plugin import CONFORMANCE, contents
 from tests.testing.odd import odd_site
 from tests.testing.test_mutations import mutant_site
 

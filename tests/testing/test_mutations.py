@@ -14,7 +14,7 @@ import pytest
 
 from anygauge.testing.check import verdict
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.process import Answers, Subject, ask
+from anygauge.testing.process import PartAnswers, Subject, ask
 from tests.testing.mutation_forks import answers_of
 
 CAUGHT_BY = {
@@ -93,12 +93,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Answers]:
+def answers(
+    site: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], PartAnswers]:
     """Answers of a part's checks on a mutant."""
     folder = tmp_path_factory.mktemp("answers")
-    forked: dict[str, dict[str, Answers]] = {}
+    forked: dict[str, dict[str, PartAnswers]] = {}
 
-    def given(part: str, mutation: str) -> Answers:
+    def given(part: str, mutation: str) -> PartAnswers:
         with pytest.MonkeyPatch.context() as patch:
             paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
             patch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -112,7 +114,7 @@ def answers(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return given
 
 
-def failures(part: str, answers: Answers) -> dict[str, str]:
+def failures(part: str, answers: PartAnswers) -> dict[str, str]:
     """Checks of a part that fail: name -> why."""
     checks = [check for check in CHECKS.values() if check.part == part]
     results = {check.name: verdict(answers.of(check)) for check in checks}
@@ -120,13 +122,15 @@ def failures(part: str, answers: Answers) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("part", CAUGHT_BY)
-def test_without_a_defect_nothing_fails(part: str, answers: Callable[[str, str], Answers]) -> None:
+def test_without_a_defect_nothing_fails(
+    part: str, answers: Callable[[str, str], PartAnswers]
+) -> None:
     assert failures(part, answers(part, "none")) == {}
 
 
 @pytest.mark.parametrize(("part", "mutation"), CASES, ids=[name for _, name in CASES])
 def test_each_defect_is_caught(
-    part: str, mutation: str, answers: Callable[[str, str], Answers]
+    part: str, mutation: str, answers: Callable[[str, str], PartAnswers]
 ) -> None:
     found = failures(part, answers(part, mutation))
     assert CAUGHT_BY[part][mutation] in found, found

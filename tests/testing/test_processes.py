@@ -11,12 +11,11 @@ import pytest
 
 from anygauge.interface import Backend
 from anygauge.registry import BLOCK_VARIABLE, Registry
-from anygauge.testing import overruled
+from anygauge.testing import loop
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.overruled import losses_all_the_same
-from anygauge.testing.process import Answers, Subject, ask, merged_answers
-from anygauge.testing.surroundings import environments
+from anygauge.testing.loop import losses_when_overruled
+from anygauge.testing.process import PartAnswers, Subject, ask, environments, merged_answers
 from tests.testing.odd import odd_site
 
 Odd = Callable[[str], Subject]
@@ -31,7 +30,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Odd:
     )
 
 
-def results(part: str, answers: Answers) -> dict[str, tuple[str, str]]:
+def results(part: str, answers: PartAnswers) -> dict[str, tuple[str, str]]:
     """Verdicts of a part's checks by name."""
     return {
         name: verdict(answers.of(check)) for name, check in CHECKS.items() if check.part == part
@@ -142,18 +141,18 @@ def test_collectives_that_open_though_declared_missing_fail(odd: Odd, tmp_path: 
 
 def test_a_run_that_fails_without_the_refusal_has_no_losses(tmp_path: Path) -> None:
     # There are no rows in the folder.
-    assert losses_all_the_same(Subject(name="cpu"), tmp_path, "zero", 1) is None
+    assert losses_when_overruled(Subject(name="cpu"), tmp_path, "zero", 1) is None
 
 
 def test_a_backend_without_its_refusals_is_otherwise_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(overruled.VARIABLE, "cpu")
+    monkeypatch.setenv(loop.OVERRULED_VARIABLE, "cpu")
     monkeypatch.setattr(Backend, "unsupported_engines", {"one": "so it says"})
     cpu = Registry.load().create_backend("cpu", {"bind_cores": False})
     assert cpu.unsupported_engines
-    backend = overruled.make({"bind_cores": False})
+    backend = loop.overruled_backend({"bind_cores": False})
     assert type(backend) is type(cpu)
     assert (backend.name, backend.options) == ("overruled", cpu.options)
     assert backend.unsupported_engines == {}
-    assert overruled.probe() == Registry.load().find_backend("cpu").spec.probe()
+    assert loop.overruled_probe() == Registry.load().find_backend("cpu").spec.probe()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.testing import BackendContract
-from anygauge.testing.report import MARKS, Line, Report, contents, written
+from anygauge.testing.plugin import MARKS, ConformanceReport, Line, contents, written
 from tests.docs.pages import ROOT
 
 TODAY = contents(BackendContract)
@@ -20,9 +20,9 @@ CONTENTS = {
 }
 
 
-def report(**results: str) -> Report:
+def report(**results: str) -> ConformanceReport:
     """Of the contents above, by letter; those left out were not run."""
-    found = Report(backend="mine", distribution="mine 1.0", contents=CONTENTS)
+    found = ConformanceReport(backend="mine", distribution="mine 1.0", contents=CONTENTS)
     for name, (part, title) in CONTENTS.items():
         letter = name[-2]
         if letter in results:
@@ -84,11 +84,11 @@ def test_several_reports_are_one_json_document() -> None:
 # -- those that are published ---------------------------------------------------------------------
 
 
-def read(page: Path) -> Report:
+def read(page: Path) -> ConformanceReport:
     """The report that a page shows."""
     names = {place: name for name, place in TODAY.items()}
     results = {mark: result for result, mark in MARKS.items()}
-    found = Report(backend=page.stem, distribution="", contents=TODAY)
+    found = ConformanceReport(backend=page.stem, distribution="", contents=TODAY)
     part = ""
     for row in page.read_text().splitlines():
         if row.startswith("## "):

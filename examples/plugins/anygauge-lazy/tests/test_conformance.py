@@ -10,7 +10,7 @@ import pytest
 
 from anygauge.testing import BackendContract
 from anygauge.testing.loop import Trained
-from anygauge.testing.process import Answers, Subject
+from anygauge.testing.process import PartAnswers, Subject
 
 
 class TestLazy(BackendContract):
@@ -31,6 +31,6 @@ class TestLazy(BackendContract):
         subject: Subject,
         folder: Path,
         runs: dict[str, Trained],
-        on_device: Answers,
+        on_device: PartAnswers,
     ) -> None:
         super().test_trains_as_the_host_does(dtype, subject, folder, runs, on_device)
