@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from anygauge.data.cache import Cache, key_of
 from anygauge.interface import DataError
+from anygauge.util.hiding import without_users
 
 WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Before each further try."""
@@ -149,9 +150,8 @@ def copied(address: str, cache: Cache) -> Path:
 
 
 def shown(address: str) -> str:
-    """An address as messages and records have it: without a query, which may be a signature."""
-    parts = urlsplit(address)
-    return parts._replace(query="", fragment="").geturl()
+    """An address as messages and records have it: without query and user, which may be secrets."""
+    return without_users(urlsplit(address)._replace(query="", fragment="").geturl())
 
 
 def _opened(address: str) -> _Opened:

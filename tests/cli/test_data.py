@@ -91,7 +91,10 @@ def test_a_remote_source_is_looked_at_without_a_copy(
         options = ("--set", path, "--set", "data.streaming=true")
         out = shown(capsys, chats, "--rows", "1", *options)
         assert command(["train", str(chats), "--dry-run", *options]) == 0
-        assert "rows of the hub, and of other machines, are read by" in capsys.readouterr().out
+        assert (
+            "the ranks will read the rows of the hub and of other machines"
+            in capsys.readouterr().out
+        )
         said = r"train\.epochs: how many rows http://.*/chats\.jsonl has shows only at its end"
         with pytest.raises(RunFileError, match=said):
             command(["train", str(chats), "--dry-run", *options, "--set", "train.steps=null"])

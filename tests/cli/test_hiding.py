@@ -12,7 +12,7 @@ from anygauge.agent.environment import provenance, write_provenance
 from anygauge.agent.startup import place_run_file
 from anygauge.cli import dry_run, run
 from anygauge.config import load_run_file
-from anygauge.interface import Job, RunFileError
+from anygauge.interface import AnygaugeError, Job, RunFileError
 from anygauge.registry import Registry
 from anygauge.util.files import write_text
 from tests.helpers.runs import run_file
@@ -101,14 +101,16 @@ def test_a_secret_of_the_wrong_type_is_not_repeated(
 
 
 def test_an_address_is_quoted_without_its_password(tmp_path: Path) -> None:
-    from anygauge.config import check_paths
+    from anygauge.data import peek
+    from anygauge.data.remote import shown
 
-    address = f"https://ann:{VALUE}@hub.example/rows.jsonl"
-    loaded = load_run_file(run_file(tmp_path, data={"train": {"path": address}}))
-    with pytest.raises(RunFileError) as caught:
-        check_paths(loaded)
+    address = f"nowhere://ann:{VALUE}@hub.example/rows.jsonl?sig={VALUE}"
+    run = load_run_file(run_file(tmp_path, data={"train": {"path": address}})).run
+    with pytest.raises(AnygaugeError) as caught:
+        peek(run.data, run.train)
     assert "(hidden)@hub.example/rows.jsonl" in str(caught.value)
     assert VALUE not in str(caught.value)
+    assert shown(address) == "nowhere://(hidden)@hub.example/rows.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ ADAPTER = names(AdapterSection)
         (
             "train: {gradient_checkpointing: {selective: true}, activation_offloading: true}",
             "train: 'activation_offloading' does not reach what 'gradient_checkpointing' keeps "
-            "with selective: true, since torch holds it elsewhere; remove one of them "
+            "with selective: true, since torch keeps it in another place; remove one of them "
             "(activation_offloading: run.yaml:3, gradient_checkpointing: run.yaml:3)",
         ),
     ],

@@ -252,9 +252,9 @@ def test_a_missing_evaluation_is_told(tmp_path: Path, records: list[dict[str, ob
 
 @pytest.mark.parametrize("tuned", [5.0, 4.8, 6.0, float("nan")])
 def test_an_adapter_that_learned_nothing_fails_the_demo(tuned: float, tmp_path: Path) -> None:
-    demo.check_learned(5.0, 4.7, tmp_path)
+    demo.check_loss_fell(5.0, 4.7, tmp_path)
     with pytest.raises(demo.DemoError, match="not clearly below the base's"):
-        demo.check_learned(5.0, tuned, tmp_path)
+        demo.check_loss_fell(5.0, tuned, tmp_path)
 
 
 def test_only_what_a_demo_made_is_removed(tmp_path: Path) -> None:

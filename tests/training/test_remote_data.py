@@ -85,7 +85,7 @@ def test_a_run_streams_from_the_hub_and_keeps_nothing(
     size = put(hub, folder, kind)
     held, most, lock = set(), [0], threading.Lock()
 
-    class Counted(streams.Row):
+    class Counted(streams.StreamedRow):
         __slots__ = ()
 
         def __new__(cls, *args: Any) -> Any:
@@ -99,7 +99,7 @@ def test_a_run_streams_from_the_hub_and_keeps_nothing(
             with lock:
                 held.discard(id(self))
 
-    monkeypatch.setattr(streams, "Row", Counted)
+    monkeypatch.setattr(streams, "StreamedRow", Counted)
     monkeypatch.setattr(remote, "BLOCK", 2**16)
     straight = run(folder, f"straight-{kind}", checkpoint={"every": 20})
     assert len(straight.steps("loss")) == 40
@@ -110,7 +110,7 @@ def test_a_run_streams_from_the_hub_and_keeps_nothing(
     looks = 20 * 2**16  # the first rows, twice, and what stands at the end of Parquet files
     assert 320 / 600 < hub.sent / size < 0.85 + looks / size, "320 rows of 600, two blocks ahead"
     assert sum(p.stat().st_size for p in kept(folder)) < 1000, kept(folder)
-    monkeypatch.setattr(streams, "Row", streams.Row.__mro__[1])
+    monkeypatch.setattr(streams, "StreamedRow", streams.StreamedRow.__mro__[1])
     (half,) = straight.folder.glob("checkpoints/*20*")
     hub.sent = 0
     resumed = run(folder, f"resumed-{kind}", checkpoint={"resume": str(half)})
