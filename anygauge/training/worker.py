@@ -162,7 +162,7 @@ def run_rank(
                 lines=[
                     f"training: {prepared.loop.batches.steps} steps on {rank.world_size} "
                     f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
-                    f"strategy {prepared.strategy.description}"
+                    f"strategy {prepared.choices['strategy']}"
                 ],
             )
             write_versions(Path(job.run_directory), prepared.spec)
