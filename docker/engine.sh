@@ -48,6 +48,14 @@ if [ -n "$authority" ]; then
     sed -i 's,^cert = .*,cert = /etc/pip-authority.pem,' pip.conf
     mounts="--volume $storage/authority.pem:/etc/pip-authority.pem:ro"
 fi
+# A file of constraints is given inside by a copy, as the certificate is.
+limits=$(sed -n 's/^constraint = //p' pip.conf)
+if [ -n "$limits" ]; then
+    # shellcheck disable=SC2086
+    cat $limits >constraints.txt
+    sed -i 's,^constraint = .*,constraint = /etc/pip-constraints.txt,' pip.conf
+    mounts="$mounts --volume $storage/constraints.txt:/etc/pip-constraints.txt:ro"
+fi
 # An index in a folder names files beside it.
 for folder in $(sed 's,file://\([^ ]*\)/[^ /]*,\1,g' pip.conf | tr ' ' '\n' | grep '^/' | grep -v '^/etc/' | sort -u); do
     [ -d "$folder" ] || folder=$(dirname "$folder")
