@@ -6,9 +6,12 @@ static, so that ``anygauge --help`` and a misspelt command need no import but th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
 import sys
+from collections.abc import Iterator
 
 from anygauge.util.errors import AnygaugeError
 
@@ -123,23 +126,48 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
         from anygauge.planning.process import begin
 
         begin()
-    import importlib
+    with _interrupts_end_imports():
+        import importlib
 
-    import typer
-    import typer.main
+        import typer
+        import typer.main
 
-    app = typer.Typer(
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.command(name)(getattr(importlib.import_module(f"anygauge.cli.{name}"), name))
+        app = typer.Typer(
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )
+        app.command(name)(getattr(importlib.import_module(f"anygauge.cli.{name}"), name))
     command = typer.main.get_command(app)
     try:
         command.main(args=arguments, prog_name=f"anygauge {name}", obj=own_process)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0
+
+
+@contextlib.contextmanager
+def _interrupts_end_imports() -> Iterator[None]:
+    """Have Ctrl-C end this process at once: nothing but imports is under way.
+
+    An interrupt may meet a callback of an import, where Python prints it and drops it.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is not signal.default_int_handler:
+        yield
+        return
+
+    def end(*_: object) -> None:
+        os.write(2, b"interrupted\n")
+        if process := sys.modules.get("anygauge.planning.process"):
+            process.end_begun()
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def help_text() -> str:

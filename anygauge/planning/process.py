@@ -41,6 +41,12 @@ def begun() -> Rehearser | None:
     return _begun.pop() if _begun else None
 
 
+def end_begun() -> None:
+    """End the process that `begin` has started and nobody has taken."""
+    while _begun:
+        _begun.pop().end()
+
+
 class TooLongError(AnygaugeError):
     """A rehearsal has not ended within its time."""
 
