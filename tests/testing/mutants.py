@@ -87,6 +87,8 @@ if MUTATION == "a kernel is wrong":
 
 
 def make(options: Mapping[str, Any] | None = None) -> Backend:
+    if MUTATION.startswith(("drawn: ", "none, on")):
+        return _drawn()
     from anygauge_cpu.backend import CpuBackend, CpuCollectives
     from anygauge_cpu.placement import CpuPlacement
 
@@ -242,6 +244,29 @@ def make(options: Mapping[str, Any] | None = None) -> Backend:
             return found + change()
 
     return Mutant(options)
+
+
+def _drawn() -> Backend:
+    """A simulated card with the defect that was drawn."""
+    from anygauge_sim.backend import SimBackend, SimPlacement
+
+    from tests.testing.drawn import install
+
+    class DrawnPlacement(SimPlacement):
+        def open(self, local_rank: int) -> Any:
+            device = super().open(local_rank)
+            world = int(os.environ.get("WORLD_SIZE", "1"))
+            install(MUTATION, int(os.environ.get("RANK", "0")), world)
+            return device
+
+    class DrawnBackend(SimBackend):
+        name = NAME
+        placement_class = DrawnPlacement
+
+        def diagnostics(self) -> Sequence[Any]:
+            return ()
+
+    return DrawnBackend(None)
 
 
 def unnormalised() -> Callable[..., Any]:

@@ -1,0 +1,58 @@
+"""Which drawn defects the kit finds: ``python -m tests.testing.second_proof [FILE.json]``.
+
+Each is tried on all checks of its part, in forks; it prints a line for each, then how many were
+found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from anygauge.testing.check import verdict
+from anygauge.testing.contract import CHECKS
+from anygauge.testing.process import PartAnswers
+from tests.testing.drawn import Defect, drawn
+from tests.testing.mutation_forks import answers_of
+from tests.testing.test_mutations import mutant_site
+
+SOUND = "none, on a simulated card"
+
+
+def failed(part: str, answers: PartAnswers) -> list[str]:
+    """Names of the checks of a part that fail."""
+    checks = [check for check in CHECKS.values() if check.part == part]
+    return [check.name for check in checks if verdict(answers.of(check))[0] == "failed"]
+
+
+def found(defects: Iterable[Defect], folder: Path) -> dict[str, list[str]]:
+    """The checks that each defect fails, by its name; without a defect none may fail."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(mutant_site(folder)), os.environ.get("PYTHONPATH")])
+    )
+    result = {}
+    for part in ("device", "ranks"):
+        names = [one.name for one in defects if one.part == part]
+        answers = answers_of(part, dict.fromkeys([SOUND, *names]), folder)
+        assert not failed(part, answers[SOUND]), (part, failed(part, answers[SOUND]))
+        result |= {name: failed(part, answers[name]) for name in names}
+    return result
+
+
+def main(output: str | None = None) -> None:
+    """All of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = found(drawn(), Path(folder))
+    for name, checks in results.items():
+        print(f"{name}: {', '.join(checks[:4]) or 'NOT FOUND'}")
+    print(f"{sum(map(bool, results.values()))} of {len(results)} found")
+    if output is not None:
+        Path(output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
