@@ -28,6 +28,8 @@ class ConformanceCheck:
     Attributes:
         name: short and stable, such as ``memory_moves``.
         title: what holds if it passes, in words.
+        means: what users would see if it fails, and where vendors usually have the cause: one
+            sentence.
         part: where it is asked: ``basic``, ``device`` or ``ranks``.
         capability: what it tests; None where every backend must pass.
         function: gets what the part is about (`Paper`, `Opened`, `Together`); raises where it does
@@ -42,6 +44,7 @@ class ConformanceCheck:
     function: Callable[[Any], None]
     capability: str | None = None
     of_the_end: bool = False
+    means: str = ""
 
 
 class NotAsked(Exception):
@@ -100,7 +103,12 @@ CHECKS: dict[str, ConformanceCheck] = {}
 
 
 def check(
-    title: str, *, part: str, capability: str | None = None, of_the_end: bool = False
+    title: str,
+    *,
+    part: str,
+    capability: str | None = None,
+    of_the_end: bool = False,
+    means: str = "",
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Decorator: register a function as a check under its own name."""
 
@@ -115,6 +123,7 @@ def check(
             capability=capability,
             function=function,
             of_the_end=of_the_end,
+            means=means,
         )
         return function
 

@@ -286,7 +286,7 @@ def _judge(check: ConformanceCheck, *given: PartAnswers) -> None:
     found = [verdict(answers.of(check)) for answers in given]
     result, why = max(found, key=lambda each: BEST_FIRST.index(each[0]))
     if result == "failed":
-        pytest.fail(why, pytrace=False)
+        pytest.fail(f"{why}. {check.means}" if check.means else why, pytrace=False)
     if result == "skipped":
         pytest.skip(f"{NOT_ASKED}{why}")
     if result == "declared":

@@ -89,6 +89,12 @@ if MUTATION == "a kernel is wrong":
 def make(options: Mapping[str, Any] | None = None) -> Backend:
     if MUTATION.startswith(("drawn: ", "none, on")):
         return _drawn()
+    if MUTATION != "none":
+        from tests.testing.wrong import table, wrong_backend
+
+        for found in table():
+            if found.name == MUTATION:
+                return wrong_backend(found)
     from anygauge_cpu.backend import CpuBackend, CpuCollectives
     from anygauge_cpu.placement import CpuPlacement
 

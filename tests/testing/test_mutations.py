@@ -16,6 +16,7 @@ from anygauge.testing.check import verdict
 from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import PartAnswers, Subject, ask
 from tests.testing.mutation_forks import answers_of
+from tests.testing.wrong import table
 
 CAUGHT_BY = {
     "basic": {
@@ -73,6 +74,8 @@ CAUGHT_BY = {
         "every rank opens the same device": "devices_differ",
     },
 }
+for _mutant in table():
+    CAUGHT_BY[_mutant.part][_mutant.name] = _mutant.check
 CASES = [(part, name) for part, mutations in CAUGHT_BY.items() for name in mutations]
 
 

@@ -1,0 +1,203 @@
+"""Wrong backends as a table: each a name, the check that finds it, and a few lines that make it.
+
+    @mutant("means are sums", part="ranks", check="all_reduce_means")
+    def _(on: Wrong) -> None:
+        @on.method("collectives.all_reduce")
+        def all_reduce(self, usual, tensor, op="sum", group=None):
+            return usual(tensor, "sum", group)
+
+A mutant of an operation of torch is a simulated card (``base="sim"``): its tensors can be told from
+the host's, with which the kit compares.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from anygauge.interface import Backend, Collectives, Graph, Placement
+
+NAME = "mutant"
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One wrong backend.
+
+    Attributes:
+        name: what is wrong, in words.
+        part, check: the part of the kit and the check that must fail.
+        base: the sound backend that it is otherwise: ``cpu`` or ``sim``.
+        change: makes it.
+    """
+
+    name: str
+    part: str
+    check: str
+    base: str
+    change: Callable[[Wrong], None]
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(
+    name: str, *, part: str, check: str, base: str = "cpu"
+) -> Callable[[Callable[[Wrong], None]], Callable[[Wrong], None]]:
+    """Decorator: a line of the table."""
+
+    def register(change: Callable[[Wrong], None]) -> Callable[[Wrong], None]:
+        if name in MUTANTS:
+            raise ValueError(f"two mutants are named {name!r}")
+        MUTANTS[name] = Mutant(name, part, check, base, change)
+        return change
+
+    return register
+
+
+class Wrong:
+    """A backend that a mutant's function changes.
+
+    Attributes:
+        backend, placement, collectives, graph: classes of its own, to be changed at will.
+    """
+
+    def __init__(self, base: type[Backend]) -> None:
+        self.placement: type[Placement] = type("WrongPlacement", (base.placement_class,), {})
+        self.collectives: type[Collectives] = type(
+            "WrongCollectives", (base.collectives_class,), {}
+        )
+        self.graph: type[Graph] = type("WrongGraph", (base.graph_class,), {})
+        self.backend: type[Backend] = type(
+            "WrongBackend",
+            (base,),
+            {
+                "name": NAME,
+                "placement_class": self.placement,
+                "collectives_class": self.collectives,
+                "graph_class": self.graph,
+                "diagnostics": lambda self: (),  # the processors' own take seconds
+            },
+        )
+        self._operations: dict[str, Callable[..., Any]] = {}
+        self._opened: list[Callable[[], Any]] = []
+        usual = self.placement.open
+        wrong = self
+
+        def open_wrongly(placement: Placement, local_rank: int) -> Any:
+            device = usual(placement, local_rank)
+            wrong._install()
+            return device
+
+        self.placement.open = open_wrongly  # type: ignore[method-assign]
+
+    def method(self, path: str) -> Callable[[FunctionT], FunctionT]:
+        """Decorator: a method in place of another, which it gets after `self`.
+
+        Args:
+            path: such as ``placement.memory``.
+        """
+        owner, name = path.split(".")
+        kind = getattr(self, owner)
+        usual = getattr(kind, name)
+
+        def replace(function: FunctionT) -> FunctionT:
+            @functools.wraps(usual)
+            def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+                return function(this, functools.partial(usual, this), *args, **kwargs)
+
+            setattr(kind, name, method)
+            return function
+
+        return replace
+
+    def operation(self, *names: str) -> Callable[[FunctionT], FunctionT]:
+        """Decorator: an operation of torch on this device's tensors, which it gets first.
+
+        Args:
+            names: of torch's schemas, such as ``mm`` or ``index_add_``.
+        """
+
+        def replace(function: FunctionT) -> FunctionT:
+            self._operations |= dict.fromkeys(names, function)
+            return function
+
+        return replace
+
+    def distributed(self, *names: str) -> Callable[[FunctionT], FunctionT]:
+        """Decorator: a function of `torch.distributed`, which it gets first."""
+
+        def replace(function: FunctionT) -> FunctionT:
+            def install() -> None:
+                import torch.distributed as dist
+
+                for name in names:
+                    usual = getattr(dist, name)
+                    setattr(dist, name, functools.wraps(usual)(functools.partial(function, usual)))
+
+            self._opened.append(install)
+            return function
+
+        return replace
+
+    def when_opened(self, function: FunctionT) -> FunctionT:
+        """Decorator: call it once the device is open; torch has been imported."""
+        self._opened.append(function)
+        return function
+
+    def _install(self) -> None:
+        opened, self._opened = self._opened, []
+        for function in opened:
+            function()
+        operations, self._operations = self._operations, {}
+        if operations:
+            _mode(operations, self.backend.device_type).__enter__()
+
+
+def _mode(operations: Mapping[str, Callable[..., Any]], device_type: str) -> Any:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            wrong = operations.get(func.overloadpacket.__name__)
+            if wrong is None or func.namespace != "aten":
+                return func(*args, **kwargs)
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            on_device = any(t.device.type == device_type for t in tensors)
+            made = torch.device(kwargs.get("device") or "cpu").type == device_type
+            if not on_device and not made:
+                return func(*args, **kwargs)
+            return wrong(func, *args, **kwargs)
+
+    return Mode()
+
+
+def wrong_backend(found: Mutant) -> Backend:
+    """The mutant's backend."""
+    base: type[Backend]
+    if found.base == "sim":
+        from anygauge_sim.backend import SimBackend
+
+        base = SimBackend
+    else:
+        from anygauge_cpu.backend import CpuBackend
+
+        base = CpuBackend
+    on = Wrong(base)
+    found.change(on)
+    return on.backend(None)
+
+
+def table() -> Sequence[Mutant]:
+    """All of them, in the order of the parts."""
+    from tests.testing import wrong_device, wrong_paper, wrong_ranks  # noqa: F401
+
+    return tuple(MUTANTS.values())

@@ -1,0 +1,3 @@
+"""Wrong backends that checks of the kit's part `basic` find: see `tests.testing.wrong`."""
+
+from __future__ import annotations
