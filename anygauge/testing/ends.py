@@ -198,9 +198,7 @@ def leaves_no_group(course: Course) -> None:
     raise AssertionError(f"torch.distributed is still initialised, with {count} groups")
 
 
-def _ranks(
-    title: str, means: str, name: str, function: Callable[[Course], None]
-) -> None:
+def _ranks(title: str, means: str, name: str, function: Callable[[Course], None]) -> None:
     """Register a check of one device again, for ranks that were together."""
 
     def asked(course: Course) -> None:

@@ -6,20 +6,45 @@ which it came.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
-from anygauge.testing.basic import Paper
+from anygauge.testing.basic import NODE, Paper
 from anygauge.testing.check import CHECKS, check
-from anygauge.testing.surroundings import ANNOUNCED, changed
+from anygauge.testing.surroundings import ANNOUNCED, Surroundings, changed
 
+PROBED, MADE, ASKED = "probed", "made", "asked"
+WHEN = {
+    ANNOUNCED: "when the plugin was imported",
+    PROBED: "when it was probed",
+    MADE: "when one was made",
+    ASKED: "when it was asked for the environment",
+}
 INSTANCES = 8
 """How many are made one after the other, to see whether each takes a descriptor."""
 
 
+def _notes(paper: Paper) -> dict[str, Surroundings]:
+    """Of all steps until now, and of some that are taken again."""
+    steps: dict[str, Callable[[], Any]] = {
+        PROBED: paper.spec.probe,
+        MADE: paper.backend,
+        ASKED: lambda: [paper.backend().environment(job, NODE) for job in paper.jobs()],
+    }
+    for step, take in steps.items():
+        if step not in paper.course.notes:
+            with contextlib.suppress(Exception):  # other checks are about what it raises
+                take()
+            paper.course.note(step)
+    return paper.course.notes
+
+
 def _left_alone(paper: Paper, what: str, *, more: bool = False) -> None:
     """Fail if one of `Surroundings`' mappings has changed; `more`: further names are no change."""
-    notes = paper.course.notes
+    notes = _notes(paper)
     for before, after in pairwise(notes):
         found = changed(getattr(notes[before], what), getattr(notes[after], what), more=more)
         assert not found, f"{_during(after)}: {'; '.join(found)}"
@@ -27,8 +52,8 @@ def _left_alone(paper: Paper, what: str, *, more: bool = False) -> None:
 
 def _during(step: str) -> str:
     """What was done before a note was made."""
-    if step == ANNOUNCED:
-        return "when the plugin was imported"
+    if step in WHEN:
+        return WHEN[step]
     return f"when it was asked whether {CHECKS[step].title} ({step})"
 
 
@@ -39,8 +64,9 @@ def _during(step: str) -> str:
     "or a print that was left in",
 )
 def paper_prints_nothing(paper: Paper) -> None:
-    for before, after in pairwise(paper.course.notes):
-        printed = paper.course.notes[after].printed[len(paper.course.notes[before].printed) :]
+    notes = _notes(paper)
+    for before, after in pairwise(notes):
+        printed = notes[after].printed[len(notes[before].printed) :]
         assert not printed, f"{_during(after)} it printed {printed[:80]!r}"
 
 
@@ -93,8 +119,9 @@ def paper_leaves_settings(paper: Paper) -> None:
     means="files appear wherever a user types a command; a library's log or cache",
 )
 def paper_leaves_no_file(paper: Paper) -> None:
-    for before, after in pairwise(paper.course.notes):
-        left = paper.course.notes[after].files - paper.course.notes[before].files
+    notes = _notes(paper)
+    for before, after in pairwise(notes):
+        left = notes[after].files - notes[before].files
         assert not left, f"{_during(after)}: {', '.join(sorted(left)[:8])}"
 
 
@@ -105,6 +132,7 @@ def paper_leaves_no_file(paper: Paper) -> None:
     "leaves its tool running",
 )
 def paper_starts_nothing(paper: Paper) -> None:
+    _notes(paper)
     threads, helpers = paper.course.threads_left(), paper.course.helpers_left()
     assert not threads, f"threads that keep the process from ending: {', '.join(threads)}"
     assert not helpers, f"processes that still run: {'; '.join(each[:80] for each in helpers)}"

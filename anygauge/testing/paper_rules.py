@@ -275,7 +275,9 @@ def reasons_are_words(paper: Paper) -> None:
         for name, support in backend.capabilities.items()
         if support.level is not Level.FULL
     }
-    reasons |= {f"unsupported_engines[{n!r}]": text for n, text in backend.unsupported_engines.items()}
+    reasons |= {
+        f"unsupported_engines[{n!r}]": text for n, text in backend.unsupported_engines.items()
+    }
     reasons["attention_why"] = backend.attention_why
     for where, reason in reasons.items():
         plain = reason.strip().lower().rstrip(".!:")
@@ -297,5 +299,3 @@ def switches_are_named(paper: Paper) -> None:
                 f"{name} is switched off, and its reason, {support.reason!r}, names none of "
                 f"known_options ({', '.join(backend.known_options) or 'which is empty'})"
             )
-
-

@@ -190,7 +190,9 @@ def lists_are_lists(paper: Paper) -> None:
     assert variable is None or (isinstance(variable, str) and variable.isidentifier()), (
         f"launch.visibility_variable is {variable!r}"
     )
-    assert backend.launch.binding in ("cores", "none"), f"launch.binding: {backend.launch.binding!r}"
+    assert backend.launch.binding in ("cores", "none"), (
+        f"launch.binding: {backend.launch.binding!r}"
+    )
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -257,7 +259,10 @@ def instances_do_not_interfere(paper: Paper) -> None:
         for value in OTHER_VALUES:
             with contextlib.suppress(AnygaugeError):
                 paper.registry.create_backend(paper.name, {**paper.options, name: value})
-            for what, one in (("an instance that was there", first), ("a new one", paper.backend())):
+            for what, one in (
+                ("an instance that was there", first),
+                ("a new one", paper.backend()),
+            ):
                 for key, text in _description(one).items():
                     assert text == before[key], (
                         f"after another with {name} = {value!r} was made, {what} has other "

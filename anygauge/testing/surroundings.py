@@ -93,9 +93,7 @@ class Course:
             placed=_placed(),
             environ=dict(os.environ),
             printed=self._printed(),
-            files=frozenset(
-                str(path.relative_to(self.folder)) for path in self.folder.rglob("*")
-            ),
+            files=frozenset(str(path.relative_to(self.folder)) for path in self.folder.rglob("*")),
         )
         return found
 
