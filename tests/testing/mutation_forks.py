@@ -48,7 +48,12 @@ def answers_of(
         text=True,
         check=True,
         timeout=1800,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "ANYGAUGE_SIM_LOCKS": str(folder / "locks"),  # cards that no other process holds
+        },
     )
     return {
         mutation: _answers(folder / f"{part}{number}.found")
@@ -67,13 +72,12 @@ def main() -> None:
     asked = json.load(sys.stdin)
     part = asked["part"]
     import_checks(part)
-    atexit._clear()  # each fork has its own
     for number, (mutation, check) in enumerate(asked["mutations"].items()):
         world = RANKS[part]
         base = Path(asked["folder"]) / f"{part}{number}"
         children = [fork(part, mutation, check, base, rank, world) for rank in range(world)]
         files = [Path(f"{base}.{rank}.json") for rank in range(world)]
-        watch = Watch(files, limits(mutation))
+        watch = Watch(files, children, limits(mutation))
         ended, late = wait(
             {rank: functools.partial(ended_with, child) for rank, child in enumerate(children)},
             watch,
@@ -116,6 +120,7 @@ def fork(part: str, mutation: str, check: str | None, base: Path, rank: int, wor
     if child:
         return child
     status = 1
+    atexit._clear()  # what is registered from now on is the fork's own
     try:
         identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
         os.environ.update({name: str(value) for name, value in identity.items()})
