@@ -128,8 +128,8 @@ def out_of_memory_is_recognised(on: Opened) -> None:
         )
     else:
         raise AssertionError(
-            f"{limit * 2} bytes were given, of {limit}: memory().limit is None where a device moves "
-            "to the host what it has no room for"
+            f"{limit * 2} bytes were given, of {limit}: memory().limit is None where a device "
+            "moves to the host what it has no room for"
         )
     assert float(torch.ones(2, device=on.device).sum()) == 2, "nothing works after it"
 
@@ -327,7 +327,8 @@ def peak_rate(on: Opened) -> None:
     if not any(found):
         raise NotAsked("peak_flops gives None: no rate is known of the opened device")
     for peak in filter(None, found):
-        assert 1e9 < peak.value < 1e18, f"{peak.value} operations per second is not a device's rate"
+        plausible = 1e9 < peak.value < 1e18
+        assert plausible, f"{peak.value} operations per second is not a device's rate"
         assert peak.source.strip(), "no source"
 
 

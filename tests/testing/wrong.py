@@ -6,8 +6,8 @@
         def all_reduce(self, usual, tensor, op="sum", group=None):
             return usual(tensor, "sum", group)
 
-What the plugin announces is changed by `Wrong.spec`, `Wrong.probe` and `Wrong.when_announced`, before
-torch is imported.
+What the plugin announces is changed by `Wrong.spec`, `Wrong.probe` and `Wrong.when_announced`,
+before torch is imported.
 
 A mutant of an operation of torch is a simulated card (``base="sim"``): its tensors can be told from
 the host's, with which the kit compares.
@@ -106,7 +106,7 @@ class Wrong:
             wrong._install()
             return device
 
-        self.placement.open = open_wrongly  # type: ignore[method-assign]
+        self.placement.open = open_wrongly  # type: ignore[method-assign, assignment]
 
     def spec(self, **fields: Any) -> None:
         """Announce other fields of the `BackendSpec`."""
@@ -156,7 +156,7 @@ class Wrong:
             usual(this, options)
             function(this)
 
-        self.backend.__init__ = make  # type: ignore[method-assign]
+        self.backend.__init__ = make  # type: ignore[method-assign, assignment]
         return function
 
     def settings(self, function: FunctionT) -> FunctionT:
