@@ -32,6 +32,7 @@ class Mutant:
         part, check: the part of the kit and the check that must fail.
         base: the sound backend that it is otherwise: ``cpu`` or ``sim``.
         change: makes it.
+        ranks: how many, where the part is ``ranks``.
     """
 
     name: str
@@ -39,20 +40,21 @@ class Mutant:
     check: str
     base: str
     change: Callable[[Wrong], None]
+    ranks: int = 2
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    name: str, *, part: str, check: str, base: str = "cpu"
+    name: str, *, part: str, check: str, base: str = "cpu", ranks: int = 2
 ) -> Callable[[Callable[[Wrong], None]], Callable[[Wrong], None]]:
     """Decorator: a line of the table."""
 
     def register(change: Callable[[Wrong], None]) -> Callable[[Wrong], None]:
         if name in MUTANTS:
             raise ValueError(f"two mutants are named {name!r}")
-        MUTANTS[name] = Mutant(name, part, check, base, change)
+        MUTANTS[name] = Mutant(name, part, check, base, change, ranks)
         return change
 
     return register
