@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anygauge.testing.check import NotAsked
-from anygauge.testing.together import LARGE, Together, bound, check_on_ranks
+from anygauge.testing.together import LARGE, Together, bound, check_on_ranks, total
 
 PARTS = (1, 5, 257, 1003)
 """Elements of a rank's part."""
@@ -42,7 +42,7 @@ def buffers(on: Together) -> None:
             given = [whole_of(on, size, dtype, rank) for rank in on.ranks]
             part = on.empty((size,), dtype)
             dist.reduce_scatter_tensor(part, on.put(given[on.rank], dtype))
-            on.same(part, part_of(sum(given), size, on.rank), "reduce_scatter_tensor")
+            on.same(part, part_of(total(given), size, on.rank), "reduce_scatter_tensor")
     # Parts of more than one dimension lie behind each other in the first.
     rows = [on.exact((3, 5), torch.float32, rank) for rank in on.ranks]
     stacked = on.empty((3 * on.world_size, 5), torch.float32)
@@ -69,7 +69,7 @@ def buffers_in_place(on: Together) -> None:
             whole = on.put(given[on.rank], dtype)
             mine = part_of(whole, size, on.rank)
             dist.reduce_scatter_tensor(mine, whole)
-            on.same(mine, part_of(sum(given), size, on.rank), "reduce_scatter_tensor in place")
+            on.same(mine, part_of(total(given), size, on.rank), "reduce_scatter_tensor in place")
 
 
 @check_on_ranks(
@@ -93,7 +93,7 @@ def buffers_touch_nothing_else(on: Together) -> None:
             whole.copy_(on.put(given[on.rank], dtype))
             memory, part = on.guarded((size,), dtype)
             dist.reduce_scatter_tensor(part, whole)
-            on.same(part, part_of(sum(given), size, on.rank), "reduce_scatter_tensor, of views")
+            on.same(part, part_of(total(given), size, on.rank), "reduce_scatter_tensor, of views")
             on.same(whole, given[on.rank], "input of reduce_scatter_tensor, afterwards")
             on.unharmed(memory, f"reduce_scatter_tensor of {size} x {dtype}")
             on.unharmed(around, f"reduce_scatter_tensor of {size} x {dtype}, its input")
@@ -116,7 +116,7 @@ def buffers_with_gaps(on: Together) -> None:
     part, scattered = on.empty((7,), dtype), on.put(given[on.rank], dtype)[::2]
     what = "a reduce-scatter with gaps"
     if not on.attempt(lambda: dist.reduce_scatter_tensor(part, scattered), what):
-        on.same(part, part_of(sum(given)[::2], 7, on.rank), "reduce_scatter_tensor with gaps")
+        on.same(part, part_of(total(given)[::2], 7, on.rank), "reduce_scatter_tensor with gaps")
     received = on.empty((2 * on.world_size,), dtype)
     sent = [on.exact((4 * on.world_size,), dtype, rank) for rank in on.ranks]
     mine = on.put(sent[on.rank], dtype)[::2]
@@ -145,7 +145,7 @@ def buffers_of_integers(on: Together) -> None:
             def scatters(dtype: Any = dtype, size: int = size, given: Any = given) -> None:
                 part = on.empty((size,), dtype)
                 dist.reduce_scatter_tensor(part, on.put(given[on.rank], dtype))
-                on.same(part, part_of(sum(given), size, on.rank), "reduce_scatter_tensor")
+                on.same(part, part_of(total(given), size, on.rank), "reduce_scatter_tensor")
 
             on.attempt(gathers, f"a gather of {dtype}")
             on.attempt(scatters, f"a reduce-scatter of {dtype}")
@@ -276,7 +276,7 @@ def lists(on: Together) -> None:
             given = [whole_of(on, size, dtype, rank) for rank in on.ranks]
             each = [on.put(part_of(given[on.rank], size, rank), dtype) for rank in on.ranks]
             part = on.empty((size,), dtype)
-            wanted = part_of(sum(given), size, on.rank)
+            wanted = part_of(total(given), size, on.rank)
 
             def scatters(part: Tensor = part, each: Any = each, wanted: Tensor = wanted) -> None:
                 dist.reduce_scatter(part, each)
@@ -298,7 +298,7 @@ def backward_scatters(on: Together) -> None:
     part.requires_grad_()
     (_Gathered.apply(part) * on.put(values[on.rank], torch.float32)).sum().backward()
     assert part.grad is not None
-    wanted = part_of(sum(values), size, on.rank)
+    wanted = part_of(total(values), size, on.rank)
     on.same(part.grad, wanted, "reduce_scatter_tensor within backward")
 
 
@@ -306,13 +306,13 @@ class _Gathered(torch.autograd.Function):
     """Parts of all ranks -> the whole; the gradient is summed, and each rank has its part."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, part: Tensor) -> Tensor:
         whole = part.new_empty(part.numel() * dist.get_world_size())
         dist.all_gather_into_tensor(whole, part)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: D102
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (whole,) = gradients
         part = whole.new_empty(whole.numel() // dist.get_world_size())
         dist.reduce_scatter_tensor(part, whole.contiguous())
@@ -331,7 +331,8 @@ def together_as_one(on: Together) -> None:
     ]
     whole = [on.empty((n * on.world_size,), torch.float32) for n in (3, 8, 101)]
     mine = [on.put(each[on.rank], torch.float32) for each in parts]
-    library = dist.group.WORLD._get_backend(on.device)
+    group: Any = dist.group.WORLD
+    library = group._get_backend(on.device)
     if not getattr(library, "supports_coalescing", False):
         # Not even tried: torch would take all later calls for part of what it was to put together.
         raise NotAsked(f"{library.name()} does not put calls together")

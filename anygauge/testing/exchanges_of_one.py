@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anygauge.testing.together import LARGE, Together, check_on_ranks
+from anygauge.testing.together import LARGE, Together, check_on_ranks, total
 
 MEBIBYTE = 2**20
 
@@ -26,7 +26,7 @@ def reduces_to_one(on: Together) -> None:
             dist.reduce(tensor, dst=root)
             # What the others hold afterwards is left to the library.
             if on.rank == root:
-                on.same(tensor, sum(values), f"reduce to rank {root}")
+                on.same(tensor, total(values), f"reduce to rank {root}")
 
 
 @check_on_ranks(
@@ -124,7 +124,7 @@ def messages_both_ways(on: Together) -> None:
 def object_lists(on: Together) -> None:
     on.asked_by_engines()
     for root in on.ranks:
-        text = "é%d" % root * (MEBIBYTE // 2 if root == 1 else 3)
+        text = f"é{root}" * (MEBIBYTE // 2 if root == 1 else 3)
         wanted = [{"of": root, "text": text}, (1, 2.5, None), [root] * 7]
         given = list(wanted) if on.rank == root else [None] * 3
         dist.broadcast_object_list(given, src=root)

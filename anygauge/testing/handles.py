@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.together import LARGE, Together, check_on_ranks
+from anygauge.testing.together import LARGE, Together, check_on_ranks, total
 
 SIZES = (5, 1003, 2**18 + 1, 17)
 """Elements: the third takes longer than those that are started after it."""
@@ -29,7 +29,7 @@ def asynchronous(on: Together) -> None:
         for n, size in enumerate(SIZES):
             values = [on.exact((size,), dtype, rank, salt=n) for rank in on.ranks]
             tensors.append(on.put(values[on.rank], dtype))
-            wanted.append(sum(values))
+            wanted.append(total(values))
             works.append(dist.all_reduce(tensors[-1], async_op=True))
         for tensor, right, work in zip(tensors, wanted, works, strict=True):
             work.wait()
@@ -53,7 +53,7 @@ def _started(on: Together, turn: int) -> list[tuple[str, Any, Tensor, Tensor]]:
 
     root = turn % on.world_size
     given = on.put(wholes[on.rank], FLOAT)
-    begin("all_reduce", mine(), sum(values), lambda t: dist.all_reduce(t, async_op=True))
+    begin("all_reduce", mine(), total(values), lambda t: dist.all_reduce(t, async_op=True))
     begin(
         "all_gather_into_tensor",
         on.empty((size * on.world_size,), FLOAT),
@@ -63,7 +63,7 @@ def _started(on: Together, turn: int) -> list[tuple[str, Any, Tensor, Tensor]]:
     begin(
         "reduce_scatter_tensor",
         on.empty((size,), FLOAT),
-        own(sum(wholes)),
+        own(total(wholes)),
         lambda t: dist.reduce_scatter_tensor(t, given, async_op=True),
     )
     begin("broadcast", mine(), values[root], lambda t: dist.broadcast(t, root, async_op=True))
@@ -88,7 +88,7 @@ def handles_in_any_order(on: Together) -> None:
         for n, size in enumerate(SIZES):
             values = [on.exact((size,), FLOAT, rank, salt=n) for rank in on.ranks]
             tensor = on.put(values[on.rank], FLOAT)
-            begun.append((dist.all_reduce(tensor, async_op=True), tensor, sum(values)))
+            begun.append((dist.all_reduce(tensor, async_op=True), tensor, total(values)))
         for n in order:
             work, tensor, wanted = begun[n]
             work.wait()
@@ -152,7 +152,7 @@ def handles_are_waited_for_twice(on: Together) -> None:
         refused = True  # it has no mean
     if not refused:
         work.wait()
-        mean = sum(values) / on.world_size
+        mean = total(values) / on.world_size
         on.same(tensor, mean, "a mean, waited for twice", within=mean.abs() * 2.0**-20)
 
 
@@ -168,7 +168,7 @@ def futures(on: Together) -> None:
     for n, size in enumerate(SIZES):
         values = [on.exact((size,), FLOAT, rank, salt=n) for rank in on.ranks]
         tensor = on.put(values[on.rank], FLOAT)
-        wanted.append(sum(values))
+        wanted.append(total(values))
 
         def keep(_: Any, n: int = n, tensor: Tensor = tensor) -> Tensor:
             found[n] = tensor * 2
@@ -203,13 +203,13 @@ def started_in_backward(on: Together) -> None:
         (weight * on.put(values[on.rank], FLOAT) * 2**turn).sum().backward()
     for turn, (work, copy) in reversed(list(enumerate(works))):
         work.wait()
-        on.same(copy, sum(values) * 2**turn, "all_reduce that a hook of backward started")
+        on.same(copy, total(values) * 2**turn, "all_reduce that a hook of backward started")
     on.hold(len(works) == 3, f"{len(works)} of 3 hooks ran")
 
 
 @check_on_ranks(
     "tensors that only running work knows are not used for others",
-    means="Gradients of one layer hold numbers of another, now and then; the allocator gives memory "
+    means="Gradients of a layer hold numbers of another, now and then; the allocator gives memory "
     "away that a collective still reads: the library does not record its stream.",
 )
 def inputs_are_held(on: Together) -> None:
@@ -245,7 +245,7 @@ def in_order_with_work(on: Together) -> None:
         beside.add_(turn)
         work.wait()
         tensor.mul_(1.0 / 16)
-        wanted = [sum(wanted) / 16] * on.world_size
+        wanted = [total(wanted) / 16] * on.world_size
     within = wanted[0].abs().max() * 64 * 2.0**-24
     on.same(tensor, wanted[0], "sums between computations", within=within.expand_as(wanted[0]))
     on.same(beside, torch.full((1003,), 6.0).double(), "what was computed beside a collective")

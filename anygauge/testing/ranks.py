@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from anygauge.testing.check import check
 from anygauge.testing.process import COLLECTIVE_TIMEOUT_S
-from anygauge.testing.together import Together, bound, check_on_ranks, limits_of
+from anygauge.testing.together import Together, bound, check_on_ranks, limits_of, total
 
 SHAPES = ((), (1,), (7,), (5, 3), (1000,), (4099,))
 """No dimension, numbers that no number of ranks and no vector divides, and more."""
@@ -40,12 +40,12 @@ def all_reduce_sums(on: Together) -> None:
             tensor = on.put(values[on.rank], dtype)
             result = on.collectives.all_reduce(tensor)
             on.backend.placement.synchronize()
-            on.same(result, sum(values), "all_reduce sum")
-            on.same(tensor, sum(values), "all_reduce sum, in place")
+            on.same(result, total(values), "all_reduce sum")
+            on.same(tensor, total(values), "all_reduce sum, in place")
         values = [on.fractions((1000,), dtype, rank) for rank in on.ranks]
         result = on.collectives.all_reduce(on.put(values[on.rank], dtype), op="sum")
         within = bound(values, dtype, on.world_size - 1)
-        on.same(result, sum(values), "all_reduce sum of fractions", within=within)
+        on.same(result, total(values), "all_reduce sum of fractions", within=within)
 
 
 @check_on_ranks(
@@ -67,8 +67,8 @@ def all_reduce_means(on: Together) -> None:
 
 @check_on_ranks(
     "all_reduce takes the maximum",
-    means="Ranks disagree on whether a step overflowed, or on the longest batch; vendors start from "
-    "zero, so that negative values never win, or compare in a shorter type.",
+    means="Ranks disagree on the longest batch, or on whether a step overflowed; vendors start "
+    "from zero, so that negative values never win, or compare in a shorter type.",
 )
 def all_reduce_maximum(on: Together) -> None:
     for dtype in on.dtypes():
@@ -177,7 +177,7 @@ def bytes_are_moved(on: Together) -> None:
 
     def sums() -> None:
         result = on.collectives.all_reduce(on.put(values[on.rank], torch.uint8))
-        on.same(result, sum(values), "all_reduce sum of bytes")
+        on.same(result, total(values), "all_reduce sum of bytes")
 
     on.attempt(sums, "sums of bytes")
 
@@ -287,7 +287,7 @@ def gathers_objects(on: Together) -> None:
 def gathers_large_objects(on: Together) -> None:
     def text(rank: int) -> str:
         # Nothing from one of them, and more than a MiB in bytes from others.
-        return "é%d" % rank * (MEBIBYTE // 3 * rank + rank)
+        return f"é{rank}" * (MEBIBYTE // 4 * rank + rank)
 
     found = on.collectives.gather_objects(text(on.rank))
     for rank, got in enumerate(found):
@@ -315,7 +315,7 @@ def control_group(on: Together) -> None:
     ):
         tensor = wanted[on.rank].to(dtype, copy=True)
         dist.all_reduce(tensor, group=group)
-        on.hold(torch.equal(tensor.to(wanted[0].dtype), sum(wanted)), f"it sums {dtype} wrongly")
+        on.hold(torch.equal(tensor.to(wanted[0].dtype), total(wanted)), f"it sums {dtype} wrongly")
     numbers = torch.tensor([1 / 3 + on.rank, 2.0**53 - on.rank], dtype=torch.float64)
     parts = [torch.empty_like(numbers) for _ in on.ranks]
     dist.all_gather(parts, numbers, group=group)

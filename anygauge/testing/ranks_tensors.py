@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.together import LARGE, Together, bound, check_on_ranks
+from anygauge.testing.together import LARGE, Together, bound, check_on_ranks, total
 
 ROUNDS = 3
 """Calls in a row of which all results are kept."""
@@ -25,7 +25,7 @@ def large_tensors(on: Together) -> None:
     dtype = torch.float32
     values = [on.exact((LARGE,), dtype, rank) for rank in on.ranks]
     mine = on.put(values[on.rank], dtype)
-    on.same(on.collectives.all_reduce(mine.clone()), sum(values), "all_reduce sum")
+    on.same(on.collectives.all_reduce(mine.clone()), total(values), "all_reduce sum")
     largest = torch.stack(values).amax(0)
     on.same(on.collectives.all_reduce(mine.clone(), op="max"), largest, "all_reduce max")
     for rank, part in enumerate(on.collectives.all_gather(mine)):
@@ -35,7 +35,7 @@ def large_tensors(on: Together) -> None:
     for dtype in on.dtypes()[1:]:
         values = [on.exact((LARGE,), dtype, rank) for rank in on.ranks]
         result = on.collectives.all_reduce(on.put(values[on.rank], dtype))
-        on.same(result, sum(values), "all_reduce sum")
+        on.same(result, total(values), "all_reduce sum")
 
 
 @check_on_ranks(
@@ -87,9 +87,8 @@ def special_values(on: Together) -> None:
         for source in (0, 1):
             result = on.collectives.broadcast(mine.clone(), source=source)
             on.same(result, values[source], f"broadcast from rank {source}")
-        total = sum(values)
-        on.same(on.collectives.all_reduce(mine.clone()), total, "all_reduce sum")
-        mean = total / on.world_size
+        on.same(on.collectives.all_reduce(mine.clone()), total(values), "all_reduce sum")
+        mean = total(values) / on.world_size
         within = torch.full_like(mean, 0.01)  # of the last element, which is finite
         on.same(
             on.collectives.all_reduce(mine.clone(), op="mean"),
@@ -112,7 +111,7 @@ def offset_views(on: Together) -> None:
         for shape in ((), (1,), (7,), (33, 31)):
             values = [on.exact(shape, dtype, rank, salt=1) for rank in on.ranks]
             actions: dict[str, tuple[Callable[[torch.Tensor], object], torch.Tensor]] = {
-                "all_reduce": (on.collectives.all_reduce, sum(values)),
+                "all_reduce": (on.collectives.all_reduce, total(values)),
                 "broadcast": (lambda t: on.collectives.broadcast(t, source=1), values[1]),
                 "all_gather": (on.collectives.all_gather, values[on.rank]),
             }
@@ -145,7 +144,7 @@ def strided_views(on: Together) -> None:
         bases = [on.exact((6, 8), dtype, rank, salt=2) for rank in on.ranks]
         values = [view(base) for base in bases]
         for op, wanted in {
-            "sum": sum(values),
+            "sum": total(values),
             "mean": torch.stack(values).mean(0),
             "max": torch.stack(values).amax(0),
             "broadcast": values[1],
@@ -153,10 +152,11 @@ def strided_views(on: Together) -> None:
         }.items():
             base = on.put(bases[on.rank], dtype)
             results: list[torch.Tensor] = []
+            given = view(base)
 
             def served(
                 op: str = op,
-                tensor: torch.Tensor = view(base),
+                tensor: torch.Tensor = given,
                 results: list[torch.Tensor] = results,
             ) -> None:
                 if op == "broadcast":
@@ -215,7 +215,7 @@ def results_kept(on: Together) -> None:
         values = [on.exact((1031,), dtype, rank, salt=turn) for rank in on.ranks]
         mine = on.put(values[on.rank], dtype)
         kept.append((on.collectives.all_gather(mine), values))
-        kept.append(([on.collectives.all_reduce(mine.clone())], [sum(values)]))
+        kept.append(([on.collectives.all_reduce(mine.clone())], [total(values)]))
         turned = (turn + 1) % on.world_size
         kept.append(([on.collectives.broadcast(mine.clone(), source=turned)], [values[turned]]))
     for n, (results, wanted) in enumerate(kept):
@@ -262,9 +262,9 @@ def backward_reduces(on: Together) -> None:
     # The second depends on the first, so that hooks run in one order on all ranks.
     ((weights[0] * weights[1]) * mine).sum().backward()
     assert weights[0].grad is not None
-    on.same(weights[0].grad, sum(values), "all_reduce in a hook of backward")
+    on.same(weights[0].grad, total(values), "all_reduce in a hook of backward")
     on.hold(len(gathered) == on.world_size, "the hook of backward gathered nothing")
     for rank, part in enumerate(gathered):
         on.same(part, values[rank], f"all_gather in a hook of backward, of rank {rank}")
-    total = on.collectives.all_reduce(mine.clone())
-    on.same(total, sum(values), "all_reduce after backward")
+    result = on.collectives.all_reduce(mine.clone())
+    on.same(result, total(values), "all_reduce after backward")

@@ -100,7 +100,7 @@ class Together:
         return self.put(torch.full(tuple(shape), unlike), dtype)
 
     def guarded(self, shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(memory, a contiguous view into it that begins at an odd place and ends before its end)."""
+        """(memory, a contiguous view into it that begins at an odd place, with more behind it)."""
         size = math.prod(shape)
         memory = self.put(torch.full((size + 2 * GUARD,), 5.0), dtype)
         return memory, memory[GUARD : GUARD + size].view(tuple(shape))
@@ -140,9 +140,9 @@ class Together:
         got, wanted, wrong = got.reshape(-1), wanted.reshape(-1), (~fits).reshape(-1)
         first = int(wrong.nonzero()[0])
         self.complaints.append(
-            f"{what}, {tuple(found.shape)} of {found.dtype}: {int(wrong.sum())} of {wanted.numel()} "
-            f"elements are wrong; number {first} should be {wanted[first].item()!r} and is "
-            f"{got[first].item()!r}"
+            f"{what}, {tuple(found.shape)} of {found.dtype}: {int(wrong.sum())} of "
+            f"{wanted.numel()} elements are wrong; number {first} should be "
+            f"{wanted[first].item()!r} and is {got[first].item()!r}"
         )
 
     def unharmed(self, memory: torch.Tensor, what: str) -> None:
@@ -167,9 +167,10 @@ class Together:
             refused = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         everyone = self.collectives.gather_objects(refused)
         some = [rank for rank in self.ranks if everyone[rank]]
+        reason = next(filter(None, everyone), "")
         self.hold(
             len(some) in (0, self.world_size),
-            f"{what}: ranks {some} refuse it, the others do not: {next(filter(None, everyone), '')}",
+            f"{what}: ranks {some} refuse it, the others do not: {reason}",
         )
         return refused
 
@@ -201,6 +202,11 @@ def _drawn(shape: Shape, rank: int, salt: int, span: int) -> torch.Tensor:
     found = wide % (2 * span + 1) - span
     # Again and again, which takes less time: libraries cut messages at even numbers.
     return found.repeat(-(-count // PERIOD))[:count].view(tuple(shape))
+
+
+def total(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum."""
+    return torch.stack(list(values)).sum(0)
 
 
 def bound(values: Sequence[torch.Tensor], dtype: torch.dtype, roundings: int) -> torch.Tensor:

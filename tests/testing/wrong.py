@@ -200,6 +200,6 @@ def wrong_backend(found: Mutant) -> Backend:
 
 def table() -> Sequence[Mutant]:
     """All of them, in the order of the parts."""
-    from tests.testing import wrong_device, wrong_paper, wrong_ranks  # noqa: F401
+    from tests.testing import wrong_device, wrong_exchanges, wrong_paper, wrong_ranks  # noqa: F401
 
     return tuple(MUTANTS.values())
