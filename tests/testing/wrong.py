@@ -32,6 +32,7 @@ class Mutant:
         part, check: the part of the kit and the check that must fail.
         base: the sound backend that it is otherwise: ``cpu`` or ``sim``.
         change: makes it.
+        ranks: how many, where the part is ``ranks``.
     """
 
     name: str
@@ -39,20 +40,21 @@ class Mutant:
     check: str
     base: str
     change: Callable[[Wrong], None]
+    ranks: int = 2
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    name: str, *, part: str, check: str, base: str = "cpu"
+    name: str, *, part: str, check: str, base: str = "cpu", ranks: int = 2
 ) -> Callable[[Callable[[Wrong], None]], Callable[[Wrong], None]]:
     """Decorator: a line of the table."""
 
     def register(change: Callable[[Wrong], None]) -> Callable[[Wrong], None]:
         if name in MUTANTS:
             raise ValueError(f"two mutants are named {name!r}")
-        MUTANTS[name] = Mutant(name, part, check, base, change)
+        MUTANTS[name] = Mutant(name, part, check, base, change, ranks)
         return change
 
     return register
@@ -198,6 +200,6 @@ def wrong_backend(found: Mutant) -> Backend:
 
 def table() -> Sequence[Mutant]:
     """All of them, in the order of the parts."""
-    from tests.testing import wrong_device, wrong_paper, wrong_ranks  # noqa: F401
+    from tests.testing import wrong_device, wrong_exchanges, wrong_paper, wrong_ranks  # noqa: F401
 
     return tuple(MUTANTS.values())
