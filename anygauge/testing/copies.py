@@ -64,8 +64,8 @@ def copies_keep_values(on: Opened) -> None:
             host = host.pin_memory()
         what = f"{name} of {dtype}{'' if waits else ', queued'}"
         view = VIEWS[name]
-        there = view(host).to(on.device, non_blocking=not waits)
-        back = there.to(HOST_DEVICE, non_blocking=not waits)
+        there = view(host).to(on.device, non_blocking=not waits, copy=True)
+        back = there.to(HOST_DEVICE, non_blocking=not waits, copy=True)
         # A view of what is on the device goes back by another way.
         other = view(host.to(on.device)).to(HOST_DEVICE, non_blocking=not waits)
         into = torch.zeros_like(view(host), memory_format=torch.contiguous_format)
@@ -112,7 +112,7 @@ def queued_copies_stay_apart(on: Opened) -> None:
     for pinned in (False, True) if on.placement.pinned_memory else (False,):
         sources = [host.pin_memory() if pinned else host for host in hosts]
         there = [source.to(on.device, non_blocking=True) for source in sources]
-        back = [each.to(HOST_DEVICE, non_blocking=True) for each in there]
+        back = [each.to(HOST_DEVICE, non_blocking=True, copy=True) for each in there]
         on.placement.synchronize()
         for number, (found, wanted) in enumerate(zip(back, hosts, strict=True)):
             _is(found, wanted, f"queued copy {number} of {MANY}{', pinned' if pinned else ''}")
@@ -137,7 +137,7 @@ def copies_are_ordered(on: Opened) -> None:
     seen = []
     for number in range(16):
         value.fill_(number)
-        seen.append((value.clone(), value.to(HOST_DEVICE, non_blocking=True)))
+        seen.append((value.clone(), value.to(HOST_DEVICE, non_blocking=True, copy=True)))
         value.add_(100)
     on.placement.synchronize()
     for number, (there, here) in enumerate(seen):
@@ -148,7 +148,7 @@ def copies_are_ordered(on: Opened) -> None:
     results = []
     for number in range(16):
         host.fill_(number)
-        there = host.to(on.device)  # one that waits: the host may write at once
+        there = host.to(on.device, copy=True)  # one that waits: the host may write at once
         host.fill_(-1)
         results.append(there * 2)
     for number, result in enumerate(results):
