@@ -278,6 +278,11 @@ class Backend:
     """Engines that this device cannot run, such as ``deepspeed``, and why. Those that are not named
     are taken to run."""
 
+    sums_vary: str = ""
+    """Why the same operations on the same values may differ in their last bits from one time to the
+    next, such as sums in the order in which threads finish. Empty where they do not. A resumed run
+    then has losses that are close to those of an undisturbed one, not equal to them."""
+
     fabrics: Sequence[Fabric] = (ETHERNET,)
     """Networks between machines that its collectives can use, best first."""
 

@@ -42,7 +42,8 @@ class MemoryStats:
         in_use: held by live tensors now.
         peak: the most since the last `Placement.reset_peak`.
         reserved: taken from the device, live or cached; None where not counted.
-        limit: what the process may take in all; None where unknown.
+        limit: what the process may take in all; None where unknown, or where there is no such
+            limit, as the device moves to the host what it has no room for.
         kind: what was counted, in words: ``allocator`` or ``process``.
     """
 

@@ -33,6 +33,7 @@ from anygauge.interface import (
 )
 from anygauge.registry import Registry
 from anygauge.testing.check import check
+from anygauge.testing.surroundings import Course
 
 HEAVY = ("torch", "transformers", "tensorflow", "jax", "numpy.distutils")
 PROBE_S = 2.0
@@ -46,11 +47,13 @@ class Paper:
     Attributes:
         name: as users write it.
         options: the run file's ``backend_options``.
+        course: of the process; it has a note after each check.
     """
 
     name: str
     options: Mapping[str, Any]
     registry: Registry
+    course: Course
 
     @property
     def spec(self) -> BackendSpec:

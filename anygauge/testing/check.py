@@ -17,6 +17,8 @@ DECLARED = "declared: "
 """The reason of a skip begins with it where the backend declares the capability missing."""
 NOT_ASKED = "not asked: "
 """Or with this where the check has no meaning for it. Any other skip: the check was not tried."""
+LIMIT_S = 60.0
+"""Seconds that a check may take, unless it says otherwise."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest error of one operation relative to the largest value, by compute type."""
 
@@ -30,12 +32,14 @@ class ConformanceCheck:
         title: what holds if it passes, in words.
         means: what users would see if it fails, and where vendors usually have the cause: one
             sentence.
+        limit_s: seconds after which it counts as hanging; its part then ends.
         part: where it is asked: ``basic``, ``device`` or ``ranks``.
         capability: what it tests; None where every backend must pass.
         function: gets what the part is about (`Paper`, `Opened`, `Together`); raises where it does
             not hold.
         of_the_end: it is about how the part's processes ended, which they cannot report themselves:
             its function gets a description of that, empty if all was in order.
+        of_the_close: it is asked after the backend was closed, and gets the process's `Course`.
     """
 
     name: str
@@ -44,7 +48,9 @@ class ConformanceCheck:
     function: Callable[[Any], None]
     capability: str | None = None
     of_the_end: bool = False
+    of_the_close: bool = False
     means: str = ""
+    limit_s: float = LIMIT_S
 
 
 class NotAsked(Exception):
@@ -60,6 +66,7 @@ class Answer:
         detail: what was raised, in words; empty if it holds.
         declared: the level that the backend declares for the check's capability, in words.
         supported: whether that level is full or partial; True for a check without capability.
+        switched_off: by an option, so that it may work all the same.
         not_asked: why the check has no meaning here; empty where it was asked.
     """
 
@@ -68,6 +75,7 @@ class Answer:
     declared: str = ""
     supported: bool = True
     not_asked: str = ""
+    switched_off: bool = False
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -108,7 +116,9 @@ def check(
     part: str,
     capability: str | None = None,
     of_the_end: bool = False,
+    of_the_close: bool = False,
     means: str = "",
+    limit_s: float = LIMIT_S,
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Decorator: register a function as a check under its own name."""
 
@@ -123,7 +133,9 @@ def check(
             capability=capability,
             function=function,
             of_the_end=of_the_end,
+            of_the_close=of_the_close,
             means=means,
+            limit_s=limit_s,
         )
         return function
 
@@ -134,7 +146,7 @@ def verdict(answer: Answer) -> tuple[str, str]:
     """(``passed``, ``declared``, ``skipped`` or ``failed``; why) of an answer.
 
     A capability that is declared and fails is a failure, and so is one that is declared missing
-    and works: users are refused what they could have.
+    and works: users are refused what they could have; unless an option of theirs refuses it.
     """
     if answer.not_asked:
         return "skipped", answer.not_asked
@@ -143,6 +155,6 @@ def verdict(answer: Answer) -> tuple[str, str]:
             return "passed", ""
         declared = f" (declared: {answer.declared})" if answer.declared else ""
         return "failed", answer.detail + declared
-    if answer.holds:
+    if answer.holds and not answer.switched_off:
         return "failed", f"declared as {answer.declared}, but it works"
     return "declared", answer.declared

@@ -19,8 +19,13 @@ import pytest
 
 from anygauge.interface import StrategySpec, Support
 from anygauge.registry import Registry
-from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as the next two)
+from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as the next ones)
 from anygauge.testing import device as _device  # noqa: F401
+from anygauge.testing import ends as _ends  # noqa: F401
+from anygauge.testing import figures as _figures  # noqa: F401
+from anygauge.testing import paper_ends as _paper_ends  # noqa: F401
+from anygauge.testing import paper_rules as _paper_rules  # noqa: F401
+from anygauge.testing import paper_spec as _paper_spec  # noqa: F401
 from anygauge.testing import ranks as _ranks  # noqa: F401
 from anygauge.testing.check import CHECKS, CHOSEN, DECLARED, NOT_ASKED, ConformanceCheck, verdict
 from anygauge.testing.loop import (
@@ -217,7 +222,8 @@ class BackendContract:
     def test_a_resumed_run_goes_on_where_it_was(
         self, subject: Subject, folder: Path, runs: dict[str, Trained]
     ) -> None:
-        """From a checkpoint in the middle: the losses of the undisturbed run, to the last digit."""
+        """From a checkpoint in the middle: the losses of the undisturbed run, to the last digit;
+        within the stated noise where the backend says that sums vary."""
         whole = train(
             subject,
             folder,
@@ -237,8 +243,16 @@ class BackendContract:
             dtype="float32",
             arguments=("--resume", str(middle)),
         )
-        assert list(rest.losses) == list(whole.losses)[-len(rest.losses) :]
         assert 0 < len(rest.losses) < len(whole.losses)
+        wanted = list(whole.losses)[-len(rest.losses) :]
+        if not Registry.load().create_backend(subject.name, subject.options).sums_vary:
+            assert list(rest.losses) == wanted
+            return
+        difference = largest_difference(rest.losses, wanted)
+        assert difference <= self._spread, (
+            f"losses differ from those of the undisturbed run by {difference:.1e}; "
+            f"{self._spread:.0e} is allowed where sums vary"
+        )
 
     def _wrong_refusal(
         self, subject: Subject, folder: Path, runs: dict[str, Trained], ranks: int

@@ -36,8 +36,14 @@ LARGEST_LIMIT = 10_000
 """Operations per graph up to which the limit is tried."""
 COUNTED_WITHIN_S = 2.0
 """Seconds within which a graph that ended must have been counted."""
-UNITS = ("percent", "w", "c", "bytes", "mhz")
-"""Ends of the names of `Placement.utilisation`."""
+UNITS = {
+    "percent": (0.0, 100.0),
+    "w": (0.0, 20_000.0),
+    "c": (-50.0, 200.0),
+    "bytes": (0.0, 2.0**50),
+    "mhz": (0.0, 20_000.0),
+}
+"""Ends of the names of `Placement.utilisation`, with the least and most that is plausible."""
 
 
 # -- placement ------------------------------------------------------------------------------------
@@ -115,12 +121,16 @@ def out_of_memory_is_recognised(on: Opened) -> None:
         raise NotAsked("memory().limit is unknown, so exhaustion cannot be tried")
     try:
         torch.empty(limit * 2, dtype=torch.uint8, device=on.device)
+        on.placement.synchronize()  # which some devices have errors wait for
     except Exception as error:
         assert on.placement.is_out_of_memory(error), (
             f"{type(error).__name__}: {error} does not count as out of memory"
         )
     else:
-        raise AssertionError(f"{limit * 2} bytes were given, of {limit}")
+        raise AssertionError(
+            f"{limit * 2} bytes were given, of {limit}: memory().limit is None where a device moves "
+            "to the host what it has no room for"
+        )
     assert float(torch.ones(2, device=on.device).sum()) == 2, "nothing works after it"
 
 
@@ -317,7 +327,7 @@ def peak_rate(on: Opened) -> None:
     if not any(found):
         raise NotAsked("peak_flops gives None: no rate is known of the opened device")
     for peak in filter(None, found):
-        assert peak.value > 1e9, f"{peak.value} operations per second is not a device's rate"
+        assert 1e9 < peak.value < 1e18, f"{peak.value} operations per second is not a device's rate"
         assert peak.source.strip(), "no source"
 
 
@@ -344,7 +354,9 @@ def mark_step_is_harmless(on: Opened) -> None:
         on.placement.synchronize()
         return weight.detach().to(HOST_DEVICE)
 
-    assert torch.equal(trained(False), trained(True)), "results differ with mark_step"
+    usual, marked = trained(False), trained(True)
+    slack = 1e-5 if on.backend.sums_vary else 0.0
+    assert float((usual - marked).abs().max()) <= slack, "results differ with mark_step"
 
 
 @check("mark_step ends a graph where they accumulate: its counters show it", part="device")
@@ -445,7 +457,12 @@ def kernels_agree(on: Opened) -> None:
 def utilisation_is_sound(on: Opened) -> None:
     for name, value in on.placement.utilisation().items():
         assert name.rsplit("_", 1)[-1] in UNITS, f"{name}: the name does not end in a unit"
-        assert isinstance(value, float) and value == value, f"{name}: {value!r}"
+        unit = name.rsplit("_", 1)[-1]
+        least, most = UNITS[unit]
+        # A comparison with what is not a number is false, too.
+        assert isinstance(value, float) and least <= value <= most, (
+            f"{name}: {value!r}, of {least:g} to {most:g}"
+        )
 
 
 @check("nothing is open after closing, and closing twice is not an error", part="device")

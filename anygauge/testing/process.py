@@ -8,22 +8,34 @@ for ``basic``, ``device`` or ``ranks`` the answers of that part's checks. Ranks 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
-import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from anygauge.agent.environment import inspect_node
-from anygauge.interface import AnygaugeError, Backend, LaunchSettings
+from anygauge.interface import AnygaugeError, Backend, LaunchSettings, Level
 from anygauge.registry import BLOCK_VARIABLE, Registry, applied, resolve_environment
 from anygauge.testing.basic import JOB, Paper
 from anygauge.testing.check import CHECKS, Answer, ConformanceCheck, NotAsked, Opened
+from anygauge.testing.surroundings import ANNOUNCED, CLOSED, OPENED, USED, Course
+from anygauge.testing.watch import (
+    BEGUN,
+    CLOSING,
+    ENDING,
+    OPENING,
+    Answers,
+    Watch,
+    lines,
+    wait,
+    where,
+)
 
 ENVIRONMENTS = "environments"
 ENVIRONMENT_TIMEOUT_S = 60.0
@@ -109,7 +121,8 @@ class PartAnswers:
             return Answer(holds=True)
         if check.name in self.answers:
             return self.answers[check.name]
-        return Answer(holds=False, detail=self.trouble or "the check was not reached")
+        why = f": {self.trouble}" if self.trouble else ""
+        return Answer(holds=False, detail=f"the check was not reached{why}")
 
 
 def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAnswers:
@@ -145,27 +158,27 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
         assert pipe is not None
         pipe.write(json.dumps(request).encode())
         pipe.close()
-    limit = TIMEOUTS_S[part]
-    deadline = time.monotonic() + limit
+    files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
+    watch = Watch(files, {each.name: each.limit_s for each in CHECKS.values()})
+    running = {rank: process.poll for rank, process in enumerate(processes)}
+    ended, late = wait(running, watch, TIMEOUTS_S[part])
+    if late:
+        places = [where(each.pid, files[n]) for n, each in enumerate(processes) if n not in ended]
+        troubles.append(late + next(filter(None, places), ""))
     for rank, process in enumerate(processes):
-        try:
-            status = process.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if rank not in ended:
             process.kill()
             process.wait()
-            troubles.append(f"rank {rank} had not ended after {limit:.0f} s")
-            continue
+    for rank, status in ended.items():
         if status:
             said = last_lines(folder / f"{part}{ranks}.rank{rank}.log")
             troubles.append(f"rank {rank} ended with status {status}: {said}")
-    files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
-    return PartAnswers(answers=merged_answers(files), trouble="; ".join(troubles))
+    trouble = "; ".join(troubles)
+    return PartAnswers(answers={**merged_answers(files), **watch.broken(trouble)}, trouble=trouble)
 
 
 def _read(path: Path) -> dict[str, Answer]:
-    if not path.exists():
-        return {}
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = [record for record in lines(path) if BEGUN not in record]
     return {record.pop("name"): Answer.load(record) for record in records}
 
 
@@ -198,24 +211,55 @@ def main(part: str) -> None:
         _write_environments()
         return
     request = json.loads(sys.stdin.read())
-    with Path(request["answers"]).open("w", encoding="utf-8") as file:
-
-        def answer(check: ConformanceCheck, given: Answer) -> None:
-            file.write(json.dumps({"name": check.name, **given.record()}) + "\n")
-            file.flush()
-
-        {"basic": _basic, "device": _device, "ranks": _ranks}[part](request, answer)
+    path = Path(request["answers"])
+    answers = Answers(path)
+    course = Course(path.with_suffix(".folder"), path.with_suffix(".out"))
+    {"basic": _basic, "device": _device, "ranks": _ranks}[part](request, answers, course)
+    answers.begin(ENDING)
 
 
-def _checks(part: str) -> list[ConformanceCheck]:
-    return [check for check in CHECKS.values() if check.part == part and not check.of_the_end]
+def import_checks(part: str) -> None:
+    """Register the checks of a part; those of `basic` import no torch."""
+    modules = {
+        "basic": ("basic", "paper_spec", "paper_rules", "paper_ends"),
+        "device": ("device", "figures", "ends"),
+        "ranks": ("ranks", "ends"),
+    }
+    for name in modules.get(part, ()):
+        importlib.import_module(f"anygauge.testing.{name}")
+
+
+def _ask_all(
+    part: str,
+    answers: Answers,
+    given: Callable[[ConformanceCheck], Answer],
+    *,
+    of_the_close: bool = False,
+) -> None:
+    for check in CHECKS.values():
+        asked = check.part == part and not check.of_the_end
+        if asked and check.of_the_close == of_the_close:
+            answers.begin(check.name)
+            answers.write(check.name, given(check))
+
+
+def _close(part: str, backend: Backend, answers: Answers, course: Course) -> None:
+    """Close the backend, and ask what that leaves behind, whether or not it raises."""
+    course.note(USED)
+    answers.begin(CLOSING)
+    try:
+        backend.close()
+    finally:
+        course.note(CLOSED)
+        _ask_all(part, answers, lambda each: _asked(each, course, backend), of_the_close=True)
 
 
 def _asked(check: ConformanceCheck, subject: Any, backend: Any) -> Answer:
-    declared, supported = "", True
+    declared, supported, switched_off = "", True, False
     if check.capability is not None:
         support = backend.support(check.capability)
         declared, supported = str(support), bool(support)
+        switched_off = support.level is Level.SWITCHED_OFF
     try:
         check.function(subject)
     except NotAsked as reason:
@@ -226,20 +270,32 @@ def _asked(check: ConformanceCheck, subject: Any, backend: Any) -> Answer:
         if not isinstance(error, AssertionError):
             detail = f"{type(error).__name__}: {detail}"
         return Answer(
-            holds=False, detail=detail.splitlines()[0], declared=declared, supported=supported
+            holds=False,
+            detail=detail.splitlines()[0],
+            declared=declared,
+            supported=supported,
+            switched_off=switched_off,
         )
-    return Answer(holds=True, declared=declared, supported=supported)
+    return Answer(holds=True, declared=declared, supported=supported, switched_off=switched_off)
 
 
-def _basic(request: Any, answer: Any) -> None:
+def _basic(request: Any, answers: Answers, course: Course) -> None:
+    registry = Registry.load(os.environ)
+    course.note(ANNOUNCED)
     paper = Paper(
-        name=request["backend"], options=request["options"], registry=Registry.load(os.environ)
+        name=request["backend"], options=request["options"], registry=registry, course=course
     )
-    for check in _checks("basic"):
-        answer(check, _asked(check, paper, None))
+
+    def given(check: ConformanceCheck) -> Answer:
+        found = _asked(check, paper, None)
+        course.note(check.name)
+        return found
+
+    _ask_all("basic", answers, given)
 
 
-def _device(request: Any, answer: Any) -> None:
+def _device(request: Any, answers: Answers, course: Course) -> None:
+    answers.begin(OPENING)
     registry = Registry.load(os.environ)
 
     def fresh() -> Backend:
@@ -247,17 +303,19 @@ def _device(request: Any, answer: Any) -> None:
 
     backend = fresh()
     device = backend.open(0)
+    course.note(OPENED)
+    course.fresh = fresh
     subject = Opened(
         backend=backend, device=device, visible=backend.placement.device_count(), fresh=fresh
     )
-    for check in _checks("device"):
-        answer(check, _asked(check, subject, backend))
-    backend.close()
+    _ask_all("device", answers, lambda each: _asked(each, subject, backend))
+    _close("device", backend, answers, course)
 
 
-def _ranks(request: Any, answer: Any) -> None:
+def _ranks(request: Any, answers: Answers, course: Course) -> None:
     from anygauge.testing.ranks import Together  # which imports torch
 
+    answers.begin(OPENING)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load(os.environ).create_backend(request["backend"], request["options"])
     declared = backend.support("collectives")
@@ -276,12 +334,13 @@ def _ranks(request: Any, answer: Any) -> None:
             raise
         traceback.print_exc()
         refused = error
+    course.note(OPENED)
     if declared:
         subject = Together(backend=backend, device=device, rank=rank, world_size=world_size)
-    for check in _checks("ranks"):
-        given = _asked(check, subject, backend) if declared else _missing(check, backend, refused)
-        answer(check, given)
-    backend.close()
+        _ask_all("ranks", answers, lambda each: _asked(each, subject, backend))
+    else:
+        _ask_all("ranks", answers, lambda each: _missing(each, backend, refused))
+    _close("ranks", backend, answers, course)
 
 
 def _missing(check: ConformanceCheck, backend: Any, refused: Exception | None) -> Answer:
@@ -355,8 +414,7 @@ def _others(registry: Registry, backend: str) -> list[str]:
 
 if __name__ == "__main__":
     # Under its own name: the checks that are imported now are those that it asks.
-    from anygauge.testing.process import main as run
+    from anygauge.testing import process
 
-    if sys.argv[1] == "device":
-        from anygauge.testing import device as _device_checks  # noqa: F401
-    run(sys.argv[1])
+    process.import_checks(sys.argv[1])
+    process.main(sys.argv[1])

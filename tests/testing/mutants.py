@@ -7,6 +7,7 @@ backend without a defect is the host's processors under another name.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import random
 import time
@@ -37,7 +38,25 @@ NAME = "mutant"
 MUTATION = os.environ.get("ANYGAUGE_MUTATION", "none")
 
 
+@functools.cache
+def wrong() -> Any:
+    """The mutant of `tests.testing.wrong`; None if this is one of this file."""
+    if MUTATION == "none" or MUTATION.startswith(("drawn: ", "none, on")):
+        return None
+    from tests.testing.wrong import changed, mutant_named
+
+    found = mutant_named(MUTATION)
+    return None if found is None else changed(found)
+
+
 def probe() -> Probe:
+    if wrong() is None:
+        return usual_probe()
+    usual = wrong().usual_probe or usual_probe
+    return usual() if wrong().probed is None else wrong().probed(usual)  # type: ignore[no-any-return]
+
+
+def usual_probe() -> Probe:
     found = Probe(
         devices=Finding.not_needed("the host"),
         driver=Finding.not_needed("the host"),
@@ -61,15 +80,15 @@ def probe() -> Probe:
 
 @hookimpl
 def anygauge_provide_backends() -> Iterable[BackendSpec]:
-    return [
-        BackendSpec(
-            name=NAME,
-            factory="anygauge_mutant:make",
-            probe=(lambda: probe()) if MUTATION == "spec does not pickle" else probe,
-            api_version=API_VERSION,
-            priority=-1000,
-        )
-    ]
+    fields: dict[str, Any] = {
+        "name": NAME,
+        "factory": "anygauge_mutant:make",
+        "probe": (lambda: probe()) if MUTATION == "spec does not pickle" else probe,
+        "api_version": API_VERSION,
+        "priority": -1000,
+    }
+    announced = {} if wrong() is None else wrong().announce()
+    return [BackendSpec(**{**fields, **announced})]
 
 
 if MUTATION == "a kernel is wrong":
@@ -89,12 +108,8 @@ if MUTATION == "a kernel is wrong":
 def make(options: Mapping[str, Any] | None = None) -> Backend:
     if MUTATION.startswith(("drawn: ", "none, on")):
         return _drawn()
-    if MUTATION != "none":
-        from tests.testing.wrong import table, wrong_backend
-
-        for found in table():
-            if found.name == MUTATION:
-                return wrong_backend(found)
+    if wrong() is not None:
+        return wrong().backend(options)  # type: ignore[no-any-return]
     from anygauge_cpu.backend import CpuBackend, CpuCollectives
     from anygauge_cpu.placement import CpuPlacement
 

@@ -5,25 +5,34 @@ A process of its own, because one with threads (a test runner's) must not fork.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anygauge.testing.check import CHECKS
-from anygauge.testing.process import PartAnswers, merged_answers
-from tests.testing.wrong import table
+from anygauge.testing.check import CHECKS, Answer
+from anygauge.testing.process import PartAnswers, import_checks, merged_answers
+from anygauge.testing.watch import ENDING, Watch, wait
+from tests.testing.wrong import mutant_named
 
-RANKS = {"device": 1, "ranks": 2}
+RANKS = {"basic": 1, "device": 1, "ranks": 2}
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 300.0
+"""Seconds that all processes of one mutant may take."""
 
 
 def ranks_of(part: str, mutation: str) -> int:
     """How many ranks a mutation is tried on."""
-    found = next((one for one in table() if one.name == mutation), None)
+    found = mutant_named(mutation)
     return RANKS[part] if found is None or part != "ranks" else found.ranks
 
 
@@ -35,39 +44,76 @@ def answers_of(
     Args:
         mutations: with the only check that is asked; None for all.
     """
+    # A process that a fork starts finds this file's package, too.
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
     asked = {"part": part, "mutations": mutations, "folder": str(folder)}
     subprocess.run(
         [sys.executable, "-m", "tests.testing.mutation_forks"],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         input=json.dumps(asked),
         text=True,
         check=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=1800,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )
-    found = {}
-    for number, mutation in enumerate(mutations):
-        files = [folder / f"{part}{number}.{rank}.json" for rank in range(ranks_of(part, mutation))]
-        trouble = (folder / f"{part}{number}.trouble").read_text(encoding="utf-8")
-        found[mutation] = PartAnswers(answers=merged_answers(files), trouble=trouble)
-    return found
+    return {
+        mutation: _answers(folder / f"{part}{number}.found")
+        for number, mutation in enumerate(mutations)
+    }
+
+
+def _answers(path: Path) -> PartAnswers:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    answers = {name: Answer.load(each) for name, each in record["answers"].items()}
+    return PartAnswers(answers=answers, trouble=record["trouble"])
 
 
 def main() -> None:
-    from anygauge.testing import device, ranks  # noqa: F401  (imports torch)
-
+    # Those of the part alone: that of `basic` must not import torch.
     asked = json.load(sys.stdin)
     part = asked["part"]
+    import_checks(part)
+    atexit._clear()  # each fork has its own
     for number, (mutation, check) in enumerate(asked["mutations"].items()):
         world = ranks_of(part, mutation)
         base = Path(asked["folder"]) / f"{part}{number}"
         children = [fork(part, mutation, check, base, rank, world) for rank in range(world)]
-        troubles = []
+        files = [Path(f"{base}.{rank}.json") for rank in range(world)]
+        watch = Watch(files, limits(mutation))
+        ended, late = wait(
+            {rank: functools.partial(ended_with, child) for rank, child in enumerate(children)},
+            watch,
+            LIMIT_S,
+        )
+        troubles = [late] if late else []
         for rank, child in enumerate(children):
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if status:
-                troubles.append(f"rank {rank} ended with status {status}")
-        Path(f"{base}.trouble").write_text("; ".join(troubles), encoding="utf-8")
+            if rank not in ended:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            elif ended[rank]:
+                troubles.append(f"rank {rank} ended with status {ended[rank]}")
+        trouble = "; ".join(troubles)
+        answers = {**merged_answers(files), **watch.broken(trouble)}
+        record = {
+            "answers": {name: answer.record() for name, answer in answers.items()},
+            "trouble": trouble,
+        }
+        Path(f"{base}.found").write_text(json.dumps(record), encoding="utf-8")
+
+
+def limits(mutation: str) -> dict[str, float]:
+    """Seconds that each check may take: few where it is to hang."""
+    found = {check.name: check.limit_s for check in CHECKS.values()}
+    wrong = mutant_named(mutation)
+    if wrong is not None and wrong.limit_s is not None:
+        found[wrong.check] = found[ENDING] = wrong.limit_s
+    return found
+
+
+def ended_with(child: int) -> int | None:
+    """A child's exit status; None while it runs."""
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def fork(part: str, mutation: str, check: str | None, base: Path, rank: int, world: int) -> int:
@@ -87,13 +133,18 @@ def fork(part: str, mutation: str, check: str | None, base: Path, rank: int, wor
             "answers": f"{base}.{rank}.json",
         }
         sys.stdin = io.StringIO(json.dumps(request))
-        if check is not None:
+        # How a process ends on paper depends on all that it was asked.
+        if check is not None and not (part == "basic" and CHECKS[check].of_the_end):
             for other in CHECKS.keys() - {check}:
                 del CHECKS[other]
         from anygauge.testing.process import main as answer
 
         answer(part)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
         status = 0
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(status)
 

@@ -6,6 +6,9 @@
         def all_reduce(self, usual, tensor, op="sum", group=None):
             return usual(tensor, "sum", group)
 
+What the plugin announces is changed by `Wrong.spec`, `Wrong.probe` and `Wrong.when_announced`, before
+torch is imported.
+
 A mutant of an operation of torch is a simulated card (``base="sim"``): its tensors can be told from
 the host's, with which the kit compares.
 """
@@ -17,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from anygauge.interface import Backend, Collectives, Graph, Placement
+from anygauge.interface import Backend, Collectives, Graph, Placement, Probe, Setting
 
 NAME = "mutant"
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -33,6 +36,7 @@ class Mutant:
         base: the sound backend that it is otherwise: ``cpu`` or ``sim``.
         change: makes it.
         ranks: how many, where the part is ``ranks``.
+        limit_s: of the check, where it is to hang.
     """
 
     name: str
@@ -41,20 +45,29 @@ class Mutant:
     base: str
     change: Callable[[Wrong], None]
     ranks: int = 2
+    limit_s: float | None = None
 
 
 MUTANTS: dict[str, Mutant] = {}
+SOUND: dict[str, Mutant] = {}
+"""Those of `tests.testing.unusual`, of which no check may fail."""
 
 
 def mutant(
-    name: str, *, part: str, check: str, base: str = "cpu", ranks: int = 2
+    name: str,
+    *,
+    part: str,
+    check: str,
+    base: str = "cpu",
+    ranks: int = 2,
+    limit_s: float | None = None,
 ) -> Callable[[Callable[[Wrong], None]], Callable[[Wrong], None]]:
     """Decorator: a line of the table."""
 
     def register(change: Callable[[Wrong], None]) -> Callable[[Wrong], None]:
         if name in MUTANTS:
             raise ValueError(f"two mutants are named {name!r}")
-        MUTANTS[name] = Mutant(name, part, check, base, change, ranks)
+        MUTANTS[name] = Mutant(name, part, check, base, change, ranks, limit_s)
         return change
 
     return register
@@ -65,9 +78,13 @@ class Wrong:
 
     Attributes:
         backend, placement, collectives, graph: classes of its own, to be changed at will.
+        announced: fields of the `BackendSpec` that differ.
+        probed: the probe, which gets the usual one; None where it is the usual one.
+        usual_probe: of the sound backend; None where that is the host's processors.
     """
 
-    def __init__(self, base: type[Backend]) -> None:
+    def __init__(self, base: type[Backend], usual_probe: Callable[[], Probe] | None = None) -> None:
+        self.usual_probe = usual_probe
         self.placement: type[Placement] = type("WrongPlacement", (base.placement_class,), {})
         self.collectives: type[Collectives] = type(
             "WrongCollectives", (base.collectives_class,), {}
@@ -84,6 +101,9 @@ class Wrong:
                 "diagnostics": lambda self: (),  # the processors' own take seconds
             },
         )
+        self.announced: dict[str, Any] = {}
+        self.probed: Callable[[Callable[[], Probe]], Any] | None = None
+        self._announcing: list[Callable[[], Any]] = []
         self._operations: dict[str, Callable[..., Any]] = {}
         self._opened: list[Callable[[], Any]] = []
         usual = self.placement.open
@@ -95,6 +115,26 @@ class Wrong:
             return device
 
         self.placement.open = open_wrongly  # type: ignore[method-assign]
+
+    def spec(self, **fields: Any) -> None:
+        """Announce other fields of the `BackendSpec`."""
+        self.announced |= fields
+
+    def probe(self, function: FunctionT) -> FunctionT:
+        """Decorator: a probe in place of the usual one, which it gets."""
+        self.probed = function
+        return function
+
+    def when_announced(self, function: FunctionT) -> FunctionT:
+        """Decorator: call it when the plugin is asked what it announces."""
+        self._announcing.append(function)
+        return function
+
+    def announce(self) -> Mapping[str, Any]:
+        """The fields of `spec`, once the functions of `when_announced` were called."""
+        for function in self._announcing:
+            function()
+        return self.announced
 
     def method(self, path: str) -> Callable[[FunctionT], FunctionT]:
         """Decorator: a method in place of another, which it gets after `self`.
@@ -116,11 +156,33 @@ class Wrong:
 
         return replace
 
+    def made(self, function: FunctionT) -> FunctionT:
+        """Decorator: call it with each backend that was made."""
+        usual = self.backend.__init__
+
+        def make(this: Backend, options: Mapping[str, Any] | None = None) -> None:
+            usual(this, options)
+            function(this)
+
+        self.backend.__init__ = make  # type: ignore[method-assign]
+        return function
+
+    def settings(self, function: FunctionT) -> FunctionT:
+        """Decorator: further settings; it gets the job, the node and the local rank."""
+
+        @self.method("backend.environment")
+        def environment(
+            this: Any, usual: Any, job: Any, node: Any, local_rank: int | None = None
+        ) -> Sequence[Setting]:
+            return [*usual(job, node, local_rank), *function(job, node, local_rank)]
+
+        return function
+
     def operation(self, *names: str) -> Callable[[FunctionT], FunctionT]:
         """Decorator: an operation of torch on this device's tensors, which it gets first.
 
         Args:
-            names: of torch's schemas, such as ``mm`` or ``index_add_``.
+            names: of torch's schemas, such as ``mm`` or ``index_add_``; or `ANY`.
         """
 
         def replace(function: FunctionT) -> FunctionT:
@@ -159,6 +221,10 @@ class Wrong:
             _mode(operations, self.backend.device_type).__enter__()
 
 
+ANY = "any"
+"""Name of every operation that has no function of its own."""
+
+
 def _mode(operations: Mapping[str, Callable[..., Any]], device_type: str) -> Any:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,7 +235,7 @@ def _mode(operations: Mapping[str, Callable[..., Any]], device_type: str) -> Any
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
-            wrong = operations.get(func.overloadpacket.__name__)
+            wrong = operations.get(func.overloadpacket.__name__, operations.get(ANY))
             if wrong is None or func.namespace != "aten":
                 return func(*args, **kwargs)
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -182,24 +248,38 @@ def _mode(operations: Mapping[str, Callable[..., Any]], device_type: str) -> Any
     return Mode()
 
 
-def wrong_backend(found: Mutant) -> Backend:
-    """The mutant's backend."""
-    base: type[Backend]
+@functools.cache
+def changed(found: Mutant) -> Wrong:
+    """The mutant's backend as it is changed, once in a process."""
     if found.base == "sim":
         from anygauge_sim.backend import SimBackend
+        from anygauge_sim.probe import probe
 
-        base = SimBackend
+        on = Wrong(SimBackend, probe)
     else:
         from anygauge_cpu.backend import CpuBackend
 
-        base = CpuBackend
-    on = Wrong(base)
+        on = Wrong(CpuBackend)
     found.change(on)
-    return on.backend(None)
+    return on
+
+
+def mutant_named(name: str) -> Mutant | None:
+    """One of the table, or a sound one of `tests.testing.unusual`; None if it is in neither."""
+    from tests.testing import unusual  # noqa: F401
+
+    table()
+    return MUTANTS.get(name) or SOUND.get(name)
 
 
 def table() -> Sequence[Mutant]:
     """All of them, in the order of the parts."""
-    from tests.testing import wrong_device, wrong_exchanges, wrong_paper, wrong_ranks  # noqa: F401
+    from tests.testing import (  # noqa: F401
+        wrong_device,
+        wrong_ends,
+        wrong_exchanges,
+        wrong_paper,
+        wrong_ranks,
+    )
 
     return tuple(MUTANTS.values())

@@ -1,0 +1,197 @@
+"""Devices that are unusual and sound: no check of the kit may fail on them.
+
+Each is a line of the table, as the wrong ones of `tests.testing.wrong` are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from anygauge.interface import (
+    FULL,
+    LaunchProfile,
+    Level,
+    NotAvailableError,
+    Probe,
+    RunFileError,
+    Support,
+)
+from tests.testing.wrong import ANY, SOUND, Mutant, Wrong
+
+GRAIN = 2**21
+
+
+def sound(
+    name: str, *, base: str = "sim"
+) -> Callable[[Callable[[Wrong], None]], Callable[[Wrong], None]]:
+    """Decorator: a line of the table."""
+
+    def register(change: Callable[[Wrong], None]) -> Callable[[Wrong], None]:
+        SOUND[name] = Mutant(name, "", "", base, change)
+        return change
+
+    return register
+
+
+def _leaves(*given: Any) -> list[Any]:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+
+
+@sound("errors are raised late, at the next synchronisation")
+def _(on: Wrong) -> None:
+    late: list[Exception] = []
+
+    def raise_now() -> None:
+        if late:
+            error = late[0]
+            late.clear()
+            raise error
+
+    @on.operation(ANY)
+    def operation(usual: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        name = usual.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "equal"):
+            raise_now()
+        to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+        if name == "_to_copy" and to_host and not kwargs.get("non_blocking"):
+            raise_now()
+        try:
+            return usual(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if name != "empty":
+                raise
+            late.append(error)
+            one = usual([1], *args[1:], **kwargs)
+            return one.expand(args[0])
+        except IndexError as error:
+            late.append(error)
+            return torch.zeros_like(_leaves(args)[0])
+
+    @on.method("placement.synchronize")
+    def synchronize(self: Any, usual: Any) -> None:
+        usual()
+        raise_now()
+
+
+@sound("memory is oversubscribed: what has no room moves to the host")
+def _(on: Wrong) -> None:
+    @on.method("placement.memory")
+    def memory(self: Any, usual: Any) -> Any:
+        return dataclasses.replace(usual(), limit=None)
+
+
+@sound("sums differ in their last bits from run to run, as it says")
+def _(on: Wrong) -> None:
+    on.backend.sums_vary = "threads add in the order in which they finish"
+
+    @on.operation("mm", "bmm", "addmm", "sum", "mean", "index_add", "index_add_", "_softmax")
+    def sums(usual: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        found = usual(*args, **kwargs)
+        if not found.is_floating_point() or found.numel() == 0:
+            return found
+        # One unit in the last place of one element, drawn by no generator of torch.
+        flat = found.detach().reshape(-1) if not found.is_contiguous() else found.view(-1)
+        place = random.SystemRandom().randrange(flat.numel())
+        step = torch.finfo(found.dtype).eps / 2 * random.SystemRandom().choice((-1, 1))
+        with torch.no_grad():
+            flat[place : place + 1].mul_(1 + step)
+        return found
+
+
+@sound("float16 is switched off by an option")
+def _(on: Wrong) -> None:
+    on.backend.known_options = ("float16",)
+
+    @on.made
+    def made(backend: Any) -> None:
+        value = backend.options.get("float16", False)
+        if not isinstance(value, bool):
+            raise RunFileError(f"backend_options.float16: {value!r} is neither true nor false")
+        off = Support(Level.SWITCHED_OFF, "set backend_options.float16: true to have it")
+        backend.capabilities = {**on.backend.capabilities, "float16": FULL if value else off}
+
+
+@sound("a single device")
+def _(on: Wrong) -> None:
+    on.backend.launch = LaunchProfile()  # there is none to hide
+
+    @on.probe
+    def probe(usual: Callable[[], Probe]) -> Probe:
+        return dataclasses.replace(usual(), device_count=1)
+
+    @on.method("placement.device_count")
+    def device_count(self: Any, usual: Any) -> int:
+        return 1
+
+    @on.method("placement.open")
+    def open_(self: Any, usual: Any, local_rank: int) -> Any:
+        if local_rank > 0:
+            raise NotAvailableError(f"local rank {local_rank} has no device: there is 1")
+        return usual(local_rank)
+
+
+@sound("no type but float32")
+def _(on: Wrong) -> None:
+    only = Support(Level.UNSUPPORTED_BY_HARDWARE, "its units multiply float32 alone")
+    lower: Mapping[str, Support] = dict.fromkeys(("bfloat16", "float16"), only)
+    on.backend.capabilities = {**on.backend.capabilities, **lower}
+
+    @on.operation(ANY)
+    def operation(usual: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        found = {each.dtype for each in _leaves(args, kwargs)} | {kwargs.get("dtype")}
+        if found & {torch.bfloat16, torch.float16}:
+            raise RuntimeError("this device has float32 alone")
+        return usual(*args, **kwargs)
+
+    @on.method("placement.autocast")
+    def autocast(self: Any, usual: Any, dtype: Any) -> Any:
+        import torch
+
+        from anygauge.interface import UnsupportedError
+
+        if dtype is not torch.float32:
+            raise UnsupportedError(f"autocast to {dtype}: its units multiply float32 alone")
+        return usual(dtype)
+
+
+@sound("memory is taken in pages of 2 MiB, and kept for later")
+def _(on: Wrong) -> None:
+    @on.method("placement.memory")
+    def memory(self: Any, usual: Any) -> Any:
+        found = usual()
+        pages = {
+            name: -(-getattr(found, name) // GRAIN) * GRAIN for name in ("in_use", "peak", "limit")
+        }
+        return dataclasses.replace(found, **pages, reserved=pages["peak"] + 8 * GRAIN)
+
+
+@sound("the probe cannot count, and the device knows its rate only when it is open")
+def _(on: Wrong) -> None:
+    @on.probe
+    def probe(usual: Callable[[], Probe]) -> Probe:
+        return dataclasses.replace(usual(), device_count=None, cards=())
+
+    @on.method("placement.peak_flops")
+    def peak_flops(self: Any, usual: Any, dtype: str) -> Any:
+        from anygauge.interface import PeakFlops
+
+        return PeakFlops(value=1e12, source="its own table") if self.is_open else None
+
+
+@sound("processors whose memory has no limit that anyone knows", base="cpu")
+def _(on: Wrong) -> None:
+    @on.method("placement.memory")
+    def memory(self: Any, usual: Any) -> Any:
+        return dataclasses.replace(usual(), limit=None, reserved=None)
