@@ -148,25 +148,28 @@ class Collectives:
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         if op not in ("sum", "mean", "max"):
             raise ValueError(f"all_reduce: op {op!r} is none of 'sum', 'mean', 'max'")
-        dist.all_reduce(tensor, op=reduce_op, group=group)
+        dense = tensor.contiguous()
+        dist.all_reduce(dense, op=reduce_op, group=group)
         if op == "mean":
-            tensor.div_(dist.get_world_size(group))
-        return tensor
+            dense.div_(dist.get_world_size(group))
+        return _copied_back(dense, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Copy rank `source`'s tensor into everyone's, in place. For a loop of one's own."""
         import torch.distributed as dist
 
-        dist.broadcast(tensor, src=source)
-        return tensor
+        dense = tensor.contiguous()
+        dist.broadcast(dense, src=source)
+        return _copied_back(dense, tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everyone's tensor, in rank order; all must have one shape. For a loop of one's own."""
         import torch
         import torch.distributed as dist
 
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, tensor)
+        dense = tensor.contiguous()
+        parts = [torch.empty_like(dense) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, dense)
         return parts
 
     def barrier(self) -> None:
@@ -213,3 +216,20 @@ class Collectives:
                 "what carries messages between ranks"
             )
         return self._exchange
+
+
+def _copied_back(dense: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Give a view with gaps, or of another order, what was received for it; returns the view.
+
+    Libraries get contiguous tensors alone: some move memory from the first element on, whatever
+    the strides, without an error.
+
+    Raises:
+        RuntimeError: elements of the view share memory, as those of an expanded tensor do.
+    """
+    if dense is not tensor:
+        import torch
+
+        with torch.no_grad():
+            tensor.copy_(dense)
+    return tensor

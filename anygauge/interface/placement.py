@@ -193,6 +193,10 @@ class Placement:
 
     # -- arithmetic ------------------------------------------------------------------------
 
+    float32_product_bits = 24
+    """Significant bits that a product of float32 matrices keeps of its factors. A device that
+    shortens them says so here: 11 for TF32, 8 for bfloat16. Sums are float32 in any case."""
+
     def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
         """Torch's autocast for this device; does nothing for float32.
 

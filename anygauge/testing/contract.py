@@ -64,7 +64,7 @@ class BackendContract:
     backend: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
     environment: ClassVar[Mapping[str, str]] = {}
-    rank_counts: ClassVar[Sequence[int]] = (2, 4)
+    rank_counts: ClassVar[Sequence[int]] = (2, 3, 4)
     loss_noise: ClassVar[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 2e-2}
 
     def __init_subclass__(cls) -> None:

@@ -1,159 +1,195 @@
-"""Checks on several ranks: every collective of the contract against what it must give."""
+"""Checks on several ranks: every collective of the contract against what it must give.
+
+Its tensors that are not whole, plain and small are in `ranks_tensors`, what engines call in
+`torch.distributed` in `exchanges`, asynchronous work in `handles`, subgroups in `groups`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from anygauge.interface import HOST_DEVICE, Backend
-from anygauge.testing.check import NotAsked, check
+from anygauge.testing.check import check
+from anygauge.testing.process import COLLECTIVE_TIMEOUT_S
+from anygauge.testing.together import Together, bound, check_on_ranks, limits_of, total
 
-SIZES = (1, 7, 1000)
-"""Elements: one, a number that no number of ranks divides, and more."""
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+SHAPES = ((), (1,), (7,), (5, 3), (1000,), (4099,))
+"""No dimension, numbers that no number of ranks and no vector divides, and more."""
 IDENTITY = ("RANK", "LOCAL_RANK")
 """Variables by which ranks differ in any case."""
-LATE_S = 0.5
+LATE_S = 0.25
 """How much later one rank comes to a barrier than the others."""
+MEBIBYTE = 2**20
+LIBRARY = "the cause is mostly the vendor's library or the process group around it"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Together:
-    """One of several ranks, each with its device."""
-
-    backend: Backend
-    device: torch.device
-    rank: int
-    world_size: int
-
-    @property
-    def collectives(self) -> Any:
-        """The backend's."""
-        return self.backend.collectives
-
-    def dtypes(self) -> list[torch.dtype]:
-        """Types that a reduction must serve here."""
-        found = [torch.float32]
-        if self.backend.support("bfloat16"):
-            found.append(torch.bfloat16)
-        if self.backend.support("float16"):
-            found.append(torch.float16)
-        return found
-
-    def cases(self) -> Iterator[tuple[torch.dtype, int, list[torch.Tensor]]]:
-        """(type, size, every rank's float64 values), the same on all ranks; sums stay exact."""
-        for dtype in self.dtypes():
-            for size in SIZES:
-                yield (
-                    dtype,
-                    size,
-                    [
-                        ((torch.arange(size) * (rank + 3)) % 8 + rank).double()
-                        for rank in range(self.world_size)
-                    ],
-                )
-
-    def mine(self, values: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """This rank's values, on its device."""
-        return values[self.rank].to(device=self.device, dtype=dtype)
-
-    def same(self, found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-        """Fail unless `found` is on the device and close to the float64 values `wanted`."""
-        assert found.device.type == self.device.type, f"{what}: the result is on {found.device}"
-        got = found.to(HOST_DEVICE, torch.float64)
-        assert got.shape == wanted.shape, f"{what}: shape {tuple(got.shape)}"
-        error = float((got - wanted).abs().max())
-        allowed = TOLERANCE[found.dtype] * max(1.0, float(wanted.abs().max()))
-        assert error <= allowed, (
-            f"{what} of {wanted.numel()} x {found.dtype}: wanted {wanted[:4].tolist()}..., got "
-            f"{got[:4].tolist()}..."
-        )
-
-
-def _reduced(on: Together, op: str) -> None:
-    for dtype, _, values in on.cases():
-        stacked = torch.stack(values)
-        wanted = {"sum": stacked.sum(0), "mean": stacked.mean(0), "max": stacked.amax(0)}[op]
-        tensor = on.mine(values, dtype)
-        result = on.collectives.all_reduce(tensor, op=op)
-        on.backend.placement.synchronize()
-        on.same(result, wanted, f"all_reduce {op}")
-        on.same(tensor, wanted, f"all_reduce {op}, in place")
-
-
-@check("all_reduce sums", part="ranks", capability="collectives")
+@check_on_ranks(
+    "all_reduce sums",
+    means="Gradients of several ranks are not summed as they are, and training departs from that "
+    f"of one rank; {LIBRARY}, which reduces in a shorter type.",
+)
 def all_reduce_sums(on: Together) -> None:
-    _reduced(on, "sum")
+    for dtype in on.dtypes():
+        for shape in SHAPES:
+            values = [on.exact(shape, dtype, rank) for rank in on.ranks]
+            tensor = on.put(values[on.rank], dtype)
+            result = on.collectives.all_reduce(tensor)
+            on.backend.placement.synchronize()
+            on.same(result, total(values), "all_reduce sum")
+            on.same(tensor, total(values), "all_reduce sum, in place")
+        values = [on.fractions((1000,), dtype, rank) for rank in on.ranks]
+        result = on.collectives.all_reduce(on.put(values[on.rank], dtype), op="sum")
+        within = bound(values, dtype, on.world_size - 1)
+        on.same(result, total(values), "all_reduce sum of fractions", within=within)
 
 
-@check("all_reduce takes the mean", part="ranks", capability="collectives")
+@check_on_ranks(
+    "all_reduce takes the mean",
+    means="Averaged losses and gradients are wrong by a factor or in their last digits; vendors "
+    "divide by the wrong number of ranks, or divide before a sum in a short type.",
+)
 def all_reduce_means(on: Together) -> None:
-    _reduced(on, "mean")
+    for dtype in on.dtypes():
+        for shape in SHAPES:
+            values = [on.fractions(shape, dtype, rank) for rank in on.ranks]
+            tensor = on.put(values[on.rank], dtype)
+            result = on.collectives.all_reduce(tensor, op="mean")
+            within = bound(values, dtype, on.world_size + 1) / on.world_size
+            wanted = torch.stack(values).mean(0)
+            on.same(result, wanted, "all_reduce mean", within=within)
+            on.same(tensor, wanted, "all_reduce mean, in place", within=within)
 
 
-@check("all_reduce takes the maximum", part="ranks", capability="collectives")
+@check_on_ranks(
+    "all_reduce takes the maximum",
+    means="Ranks disagree on the longest batch, or on whether a step overflowed; vendors start "
+    "from zero, so that negative values never win, or compare in a shorter type.",
+)
 def all_reduce_maximum(on: Together) -> None:
-    _reduced(on, "max")
+    for dtype in on.dtypes():
+        for shape in SHAPES:
+            for sign in (1.0, -1.0):
+                # All of one sign: a maximum that starts at zero would show with negative ones.
+                values = [sign * on.exact(shape, dtype, rank).abs() for rank in on.ranks]
+                tensor = on.put(values[on.rank], dtype)
+                result = on.collectives.all_reduce(tensor, op="max")
+                wanted = torch.stack(values).amax(0)
+                on.same(result, wanted, "all_reduce max")
+                on.same(tensor, wanted, "all_reduce max, in place")
 
 
-@check("all_reduce refuses an operation that is none", part="ranks", capability="collectives")
+@check_on_ranks(
+    "all_reduce refuses an operation that is none",
+    means="A mistyped operation gives the sum without a word; the backend's own all_reduce has a "
+    "branch for everything else.",
+)
 def all_reduce_unknown(on: Together) -> None:
-    try:
-        on.collectives.all_reduce(torch.ones(1, device=on.device), op="median")
-    except ValueError as error:
-        assert "median" in str(error)
-    else:
-        raise AssertionError("op='median' was taken without a word")
+    for name in ("median", "", "MEAN"):
+        try:
+            on.collectives.all_reduce(torch.ones(1, device=on.device), op=name)
+        except ValueError as error:
+            on.hold(repr(name) in str(error), f"op={name!r} is refused without its name: {error}")
+        else:
+            on.hold(False, f"op={name!r} was taken without a word")
 
 
-@check(
+@check_on_ranks(
     "broadcast gives everyone the source's values, from each rank",
-    part="ranks",
-    capability="collectives",
+    means=f"Ranks begin with different weights and drift apart; {LIBRARY}: the root is given in "
+    "other numbers, or what the receivers held is mixed in.",
 )
 def broadcasts(on: Together) -> None:
-    for dtype, _, values in on.cases():
-        for source in range(on.world_size):
-            tensor = on.mine(values, dtype)
-            on.same(on.collectives.broadcast(tensor, source=source), values[source], "broadcast")
-            on.same(tensor, values[source], "broadcast, in place")
+    for dtype in on.dtypes():
+        for shape in SHAPES:
+            for source in on.ranks:
+                wanted = on.exact(shape, dtype, source)
+                # What receivers hold must not show: a sum with it would.
+                mine = on.put(wanted, dtype) if on.rank == source else on.empty(shape, dtype)
+                what = f"broadcast from rank {source}"
+                on.same(on.collectives.broadcast(mine, source=source), wanted, what)
+                on.same(mine, wanted, f"{what}, in place")
 
 
-@check(
+@check_on_ranks(
     "all_gather gives everyone's tensor in the order of ranks",
-    part="ranks",
-    capability="collectives",
+    means=f"Gathered logits or measures belong to other ranks than they seem to; {LIBRARY}, which "
+    "orders by its own topology.",
 )
 def all_gathers(on: Together) -> None:
-    for dtype, _, values in on.cases():
-        parts = on.collectives.all_gather(on.mine(values, dtype))
-        assert len(parts) == on.world_size, f"{len(parts)} parts of {on.world_size} ranks"
-        for part, wanted in zip(parts, values, strict=True):
-            on.same(part, wanted, "all_gather")
+    for dtype in on.dtypes():
+        for shape in SHAPES:
+            parts = on.collectives.all_gather(on.put(on.exact(shape, dtype, on.rank), dtype))
+            on.hold(len(parts) == on.world_size, f"{len(parts)} parts of {on.world_size} ranks")
+            for rank, part in enumerate(parts):
+                on.same(part, on.exact(shape, dtype, rank), f"all_gather, of rank {rank}")
 
 
-@check("integers are summed and gathered exactly", part="ranks", capability="collectives")
+@check_on_ranks(
+    "integers are summed and gathered exactly",
+    means="Token counts and indices beyond 2**24, 2**31 or 2**53 are wrong; vendors move int64 as "
+    "int32 or as a floating-point type.",
+)
 def integers(on: Together) -> None:
-    tensor = torch.tensor([on.rank, 10 * on.rank, 2**40], device=on.device)
-    ranks = sum(range(on.world_size))
-    parts = on.collectives.all_gather(tensor)
-    for rank, part in enumerate(parts):
-        assert part.to(HOST_DEVICE).tolist() == [rank, 10 * rank, 2**40], f"of rank {rank}: {part}"
-    total = on.collectives.all_reduce(tensor)
-    assert total.to(HOST_DEVICE).tolist() == [ranks, 10 * ranks, on.world_size * 2**40]
+    corners = [2**31, -(2**31) - 1, 2**53 + 1, -(2**53) - 1, 2**40, -1]
+    for dtype in (torch.int64, torch.int32):
+        values = [on.whole((1003,), dtype, rank) for rank in on.ranks]
+        if dtype is torch.int64:
+            edge = torch.tensor(corners)
+            values = [torch.cat([each, edge + rank]) for rank, each in enumerate(values)]
+        for rank, part in enumerate(on.collectives.all_gather(on.put(values[on.rank], dtype))):
+            on.same(part, values[rank], f"all_gather of integers, of rank {rank}")
+        stacked = torch.stack(values)
+        for op, wanted in {"sum": stacked.sum(0), "max": stacked.amax(0)}.items():
+            tensor = on.put(values[on.rank], dtype)
+            on.same(on.collectives.all_reduce(tensor, op=op), wanted, f"all_reduce {op}")
+        last = on.world_size - 1
+        result = on.collectives.broadcast(on.put(values[on.rank], dtype), source=last)
+        on.same(result, values[last], f"broadcast of integers from rank {last}")
 
 
-@check("nobody leaves a barrier before everyone has come", part="ranks", capability="collectives")
+@check_on_ranks(
+    "bytes and truth values are moved as they are, or refused",
+    means="Packed weights, masks and serialised objects arrive changed; vendors move bytes in "
+    "words, and lose the rest, or treat them as signed.",
+)
+def bytes_are_moved(on: Together) -> None:
+    for dtype, most in ((torch.uint8, 256), (torch.bool, 2)):
+        for size in (1, 13, 4099):
+            values = [
+                (torch.arange(size) * (2 * rank + 3) // (rank + 1) + rank) % most
+                for rank in on.ranks
+            ]
+
+            def moves(dtype: torch.dtype = dtype, values: list[torch.Tensor] = values) -> None:
+                parts = on.collectives.all_gather(on.put(values[on.rank], dtype))
+                for rank, part in enumerate(parts):
+                    on.same(part, values[rank], f"all_gather, of rank {rank}")
+                tensor = on.collectives.broadcast(on.put(values[on.rank], dtype), source=1)
+                on.same(tensor, values[1], "broadcast from rank 1")
+
+            on.attempt(moves, f"moving {dtype}")
+    values = [on.whole((1003,), torch.uint8, rank) for rank in on.ranks]
+
+    def sums() -> None:
+        result = on.collectives.all_reduce(on.put(values[on.rank], torch.uint8))
+        on.same(result, total(values), "all_reduce sum of bytes")
+
+    on.attempt(sums, "sums of bytes")
+
+
+@check_on_ranks(
+    "nobody leaves a barrier before everyone has come",
+    means="A rank reads a checkpoint that another still writes; the backend's barrier only queues "
+    "work on the device, and does not wait for it.",
+)
 def barrier_waits(on: Together) -> None:
     on.collectives.barrier()
-    for late in range(on.world_size):
+    for late in on.ranks:
         if on.rank == late:
             time.sleep(LATE_S)
         # One clock for all processes of a machine.
@@ -162,76 +198,132 @@ def barrier_waits(on: Together) -> None:
         left = time.monotonic()
         times = on.collectives.gather_objects((came, left))
         for rank, (_, its_end) in enumerate(times):
-            assert its_end >= times[late][0], (
-                f"rank {rank} left {times[late][0] - its_end:.2f} s before rank {late} came"
+            on.hold(
+                its_end >= times[late][0],
+                f"rank {rank} left {times[late][0] - its_end:.2f} s before rank {late} came",
             )
 
 
-@check("numbers are summed on the host, in float64", part="ranks", capability="collectives")
-def sums_on_host(on: Together) -> None:
-    # Float32 would lose the ones.
-    values = [2.0**40 if on.rank == 0 else 1.0, float(on.rank)]
-    found = on.collectives.sum_on_host(values)
-    assert found == [2.0**40 + on.world_size - 1, sum(range(on.world_size))], f"gave {found}"
-
-
-@check("objects are gathered in the order of ranks", part="ranks", capability="collectives")
-def gathers_objects(on: Together) -> None:
-    found = on.collectives.gather_objects({"rank": on.rank, "text": "é" * on.rank})
-    assert found == [{"rank": rank, "text": "é" * rank} for rank in range(on.world_size)]
-
-
-@check(
-    "the control group is of all ranks and works on the host",
-    part="ranks",
-    capability="collectives",
+@check_on_ranks(
+    "groups are opened with the limit that was asked for",
+    means="A run whose peer has died hangs for half an hour, or ends while others still load; the "
+    "backend's `open` gives its groups no timeout.",
 )
-def control_group(on: Together) -> None:
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=on.collectives.control_group)
-    assert tensor.tolist() == [on.world_size] * 3
+def opened_with_limit(on: Together) -> None:
+    asked = (
+        ("the default group", dist.group.WORLD),
+        ("the control group", on.collectives.control_group),
+    )
+    for name, group in asked:
+        for library, seconds in limits_of(group):
+            on.hold(
+                seconds == COLLECTIVE_TIMEOUT_S,
+                f"{name} waits {seconds:g} s by way of {library}; {COLLECTIVE_TIMEOUT_S:g} s were "
+                "asked for",
+            )
 
 
-def _asked_by_engines(on: Together) -> None:
-    for engine, reason in on.backend.unsupported_engines.items():
-        raise NotAsked(f"it cannot run {engine}: {reason}")
-
-
-@check(
-    "what engines that shard ask of the library: gather and reduce-scatter of one buffer",
-    part="ranks",
-    capability="collectives",
+@check_on_ranks(
+    "ranks leave a stretch of patience together",
+    means="A rank that has loaded its model runs into the short limit while another still loads; "
+    "the backend replaced `patient`, or its barrier does not wait.",
 )
-def buffers(on: Together) -> None:
-    _asked_by_engines(on)
-    for dtype in on.dtypes():
-        mine = torch.full((5,), float(on.rank + 1), dtype=dtype, device=on.device)
-        whole = torch.empty(5 * on.world_size, dtype=dtype, device=on.device)
-        dist.all_gather_into_tensor(whole, mine)
-        wanted = torch.arange(1, on.world_size + 1).double().repeat_interleave(5)
-        on.same(whole, wanted, "all_gather_into_tensor")
-        part = torch.empty(5, dtype=dtype, device=on.device)
-        dist.reduce_scatter_tensor(part, whole)
-        on.same(
-            part,
-            torch.full((5,), float((on.rank + 1) * on.world_size)).double(),
-            "reduce_scatter_tensor",
+def patience_ends_together(on: Together) -> None:
+    late = on.world_size - 1
+    with on.collectives.patient(then=COLLECTIVE_TIMEOUT_S):
+        if on.rank == late:
+            time.sleep(LATE_S)
+        came = time.monotonic()
+    left = time.monotonic()
+    times = on.collectives.gather_objects((came, left))
+    for rank, (_, its_end) in enumerate(times):
+        on.hold(
+            its_end >= times[late][0],
+            f"rank {rank} left {times[late][0] - its_end:.2f} s before rank {late} had ended",
         )
 
 
-@check(
-    "an asynchronous collective has its result once it was waited for",
-    part="ranks",
-    capability="collectives",
+@check_on_ranks(
+    "numbers are summed on the host, in float64, in the order of ranks",
+    means="Token counts and losses in logs lose digits, or ranks disagree on them; the backend "
+    "sums on its device, which has no float64.",
 )
-def asynchronous(on: Together) -> None:
-    _asked_by_engines(on)
-    tensors = [torch.full((100,), float(on.rank + n), device=on.device) for n in range(4)]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for n, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
-        work.wait()
-        wanted = sum(rank + n for rank in range(on.world_size))
-        on.same(tensor, torch.full((100,), float(wanted)).double(), "asynchronous all_reduce")
+def sums_on_host(on: Together) -> None:
+    def values(rank: int) -> list[float]:
+        # Float32 would lose the ones.
+        first = [2.0**40 if rank == 0 else 1.0, float(rank), (rank + 1) / 3, -0.1 * rank]
+        special = [math.inf, math.nan if rank == 1 else 1.0, 2.0**53 if rank == 0 else 0.0]
+        return [*first, *special, *((rank + 1) / (n + 3) for n in range(1000))]
+
+    found = on.collectives.sum_on_host(values(on.rank))
+    wanted = [sum(each) for each in zip(*map(values, on.ranks), strict=True)]
+    on.hold(len(found) == len(wanted), f"{len(found)} sums of {len(wanted)} numbers")
+    for n, (got, right) in enumerate(zip(found, wanted, strict=False)):
+        same = got == right or (math.isnan(got) and math.isnan(right))
+        on.hold(same, f"sum_on_host: number {n} should be {right!r} and is {got!r}")
+    empty = on.collectives.sum_on_host([])
+    on.hold(list(empty) == [], f"sum_on_host of nothing gave {empty}")
+
+
+@check_on_ranks(
+    "objects are gathered in the order of ranks",
+    means="A rank's report is taken for another's, or loses what JSON has no exact form for; the "
+    "backend replaced gather_objects by one of its own.",
+)
+def gathers_objects(on: Together) -> None:
+    def value(rank: int) -> object:
+        numbers = [2**63 + rank, 0.1 * rank, -rank, 1e300]
+        return {"rank": rank, "text": "é" * rank, "numbers": numbers, "none": None, "yes": True}
+
+    found = on.collectives.gather_objects(value(on.rank))
+    on.hold(found == [value(rank) for rank in on.ranks], f"gave {found}")
+
+
+@check_on_ranks(
+    "large objects of unequal size are gathered whole",
+    means="Long messages between ranks are cut or filled up; the backend's own way of carrying "
+    "them has one length for all, or a buffer that is too short.",
+)
+def gathers_large_objects(on: Together) -> None:
+    def text(rank: int) -> str:
+        # Nothing from one of them, and more than a MiB in bytes from others.
+        return f"é{rank}" * (MEBIBYTE // 4 * rank + rank)
+
+    found = on.collectives.gather_objects(text(on.rank))
+    for rank, got in enumerate(found):
+        on.hold(got == text(rank), f"rank {rank} sent {len(text(rank)):,} characters: {len(got):,}")
+
+    def data(rank: int) -> bytes:
+        return bytes(range(256)) * (4097 * rank) + bytes([rank] * rank)
+
+    for rank, got in enumerate(on.collectives.gather_bytes(data(on.rank))):
+        on.hold(got == data(rank), f"rank {rank} sent {len(data(rank)):,} bytes: {len(got):,}")
+
+
+@check_on_ranks(
+    "the control group is of all ranks and works on the host",
+    means="Messages between ranks wait for the device or lose digits; the backend gave its device "
+    "group as control group.",
+)
+def control_group(on: Together) -> None:
+    group = on.collectives.control_group
+    ranks = dist.get_process_group_ranks(group)
+    on.hold(ranks == list(on.ranks), f"it has the ranks {ranks}")
+    for dtype, wanted in (
+        (torch.float32, [on.exact((1003,), torch.float32, rank) for rank in on.ranks]),
+        (torch.int64, [on.whole((1003,), torch.int64, rank) for rank in on.ranks]),
+    ):
+        tensor = wanted[on.rank].to(dtype, copy=True)
+        dist.all_reduce(tensor, group=group)
+        on.hold(torch.equal(tensor.to(wanted[0].dtype), total(wanted)), f"it sums {dtype} wrongly")
+    numbers = torch.tensor([1 / 3 + on.rank, 2.0**53 - on.rank], dtype=torch.float64)
+    parts = [torch.empty_like(numbers) for _ in on.ranks]
+    dist.all_gather(parts, numbers, group=group)
+    for rank, part in enumerate(parts):
+        on.hold(
+            part.tolist() == [1 / 3 + rank, 2.0**53 - rank],
+            f"it gathers {part.tolist()} of rank {rank}",
+        )
 
 
 @check("each rank has a device of its own", part="ranks", capability="collectives")
@@ -251,7 +343,19 @@ def devices_differ(on: Together) -> None:
     "every rank had the backend's environment, closed its device and ended with status 0",
     part="ranks",
     of_the_end=True,
+    means="A run that was complete is reported as failed; mostly a vendor's library whose threads "
+    "outlive the device, or a group that is destroyed after it.",
 )
 def ends_on_ranks(trouble: str) -> None:
     # One that is missing would hide behind the answers of the others.
     assert not trouble, trouble
+
+
+# For their checks, which come after these.
+from anygauge.testing import (  # noqa: E402
+    exchanges,  # noqa: F401
+    exchanges_of_one,  # noqa: F401
+    groups,  # noqa: F401
+    handles,  # noqa: F401
+    ranks_tensors,  # noqa: F401
+)

@@ -30,6 +30,12 @@ LIMIT_S = 300.0
 """Seconds that all processes of one mutant may take."""
 
 
+def ranks_of(part: str, mutation: str) -> int:
+    """How many ranks a mutation is tried on."""
+    found = mutant_named(mutation)
+    return RANKS[part] if found is None or part != "ranks" else found.ranks
+
+
 def answers_of(
     part: str, mutations: Mapping[str, str | None], folder: Path
 ) -> dict[str, PartAnswers]:
@@ -73,7 +79,7 @@ def main() -> None:
     part = asked["part"]
     import_checks(part)
     for number, (mutation, check) in enumerate(asked["mutations"].items()):
-        world = RANKS[part]
+        world = ranks_of(part, mutation)
         base = Path(asked["folder"]) / f"{part}{number}"
         children = [fork(part, mutation, check, base, rank, world) for rank in range(world)]
         files = [Path(f"{base}.{rank}.json") for rank in range(world)]

@@ -35,6 +35,7 @@ class Mutant:
         part, check: the part of the kit and the check that must fail.
         base: the sound backend that it is otherwise: ``cpu`` or ``sim``.
         change: makes it.
+        ranks: how many, where the part is ``ranks``.
         limit_s: of the check, where it is to hang.
     """
 
@@ -43,6 +44,7 @@ class Mutant:
     check: str
     base: str
     change: Callable[[Wrong], None]
+    ranks: int = 2
     limit_s: float | None = None
 
 
@@ -52,14 +54,20 @@ SOUND: dict[str, Mutant] = {}
 
 
 def mutant(
-    name: str, *, part: str, check: str, base: str = "cpu", limit_s: float | None = None
+    name: str,
+    *,
+    part: str,
+    check: str,
+    base: str = "cpu",
+    ranks: int = 2,
+    limit_s: float | None = None,
 ) -> Callable[[Callable[[Wrong], None]], Callable[[Wrong], None]]:
     """Decorator: a line of the table."""
 
     def register(change: Callable[[Wrong], None]) -> Callable[[Wrong], None]:
         if name in MUTANTS:
             raise ValueError(f"two mutants are named {name!r}")
-        MUTANTS[name] = Mutant(name, part, check, base, change, limit_s)
+        MUTANTS[name] = Mutant(name, part, check, base, change, ranks, limit_s)
         return change
 
     return register
@@ -266,6 +274,12 @@ def mutant_named(name: str) -> Mutant | None:
 
 def table() -> Sequence[Mutant]:
     """All of them, in the order of the parts."""
-    from tests.testing import wrong_device, wrong_ends, wrong_paper, wrong_ranks  # noqa: F401
+    from tests.testing import (  # noqa: F401
+        wrong_device,
+        wrong_ends,
+        wrong_exchanges,
+        wrong_paper,
+        wrong_ranks,
+    )
 
     return tuple(MUTANTS.values())

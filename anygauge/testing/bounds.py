@@ -1,0 +1,139 @@
+"""How far a result may be from float64: from its type's roundoff and the number of its terms.
+
+The bounds hold for every order in which a sound device may add, and for one that rounds to either
+neighbour; what rounds always to the same side shows in the mean (`unbiased`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from anygauge.interface import HOST_DEVICE
+from anygauge.testing.check import TOLERANCE, Opened
+
+Bound = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+"""From the wanted float64 values and the type: the largest error of each."""
+
+BIASED = 0.25
+"""Largest mean error in roundoffs: rounding to nearest gives 0, truncation about 0.7."""
+ENOUGH = 2**12
+"""Elements from which the mean error says something."""
+
+
+def types(on: Opened) -> list[torch.dtype]:
+    """Types that the device declares to compute in."""
+    lower = [name for name in TOLERANCE if name != "float32" and on.backend.support(name)]
+    return [torch.float32, *(getattr(torch, name) for name in lower)]
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding a number to the type."""
+    return float(torch.finfo(dtype).eps) / 2
+
+
+def product_roundoff(on: Opened, dtype: torch.dtype) -> float:
+    """The same for the factors of a product of matrices, as the device declares them."""
+    if dtype is torch.float32:
+        return float(2.0**-on.placement.float32_product_bits)
+    return roundoff(dtype)
+
+
+def exact(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Nothing is computed: a value is moved or chosen."""
+    return torch.zeros_like(wanted)
+
+
+def rounded(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One operation that hardware has: to either neighbour."""
+    return 2 * roundoff(dtype) * wanted.abs() + torch.finfo(dtype).tiny
+
+
+def near(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A function of a few steps, whose relative error is bounded."""
+    steps = 32 if dtype is torch.float32 else 4
+    return steps * roundoff(dtype) * wanted.abs() + torch.finfo(dtype).tiny
+
+
+def normwise(wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A function of a few steps of which some cancel: relative to the largest value, too."""
+    finite = wanted[torch.isfinite(wanted)]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    steps = 32 if dtype is torch.float32 else 8
+    return steps * roundoff(dtype) * (wanted.abs() + largest) + torch.finfo(dtype).tiny
+
+
+def summed(terms: int, magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sum that float32 holds, whatever the type, and that is rounded to the type at its end.
+
+    Args:
+        terms: of each sum. Each may add an error, which has either sign: so their root counts.
+        magnitude: sum of the terms' absolute values, which is what their errors are relative to.
+    """
+    kept = 4 * math.sqrt(max(terms, 1)) * roundoff(torch.float32)
+    return (2 * roundoff(dtype) + kept) * magnitude + torch.finfo(dtype).tiny
+
+
+def unbiased(
+    found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, what: str, most: float = BIASED
+) -> None:
+    """Fail where errors lean to one side; too few values are passed over.
+
+    Args:
+        found, wanted: on the host; float64 is wanted.
+        most: mean error in roundoffs of the type.
+    """
+    counts = torch.isfinite(wanted) & (wanted.abs() > 1e3 * torch.finfo(dtype).tiny)
+    if int(counts.sum()) < ENOUGH:
+        return
+    errors = (found.double() - wanted)[counts] / wanted[counts].abs()
+    # Towards zero, down and up are the three ways of rounding always to the same side.
+    means = (errors * wanted[counts].sign()).mean(), errors.mean()
+    mean = max((float(each) / roundoff(dtype) for each in means), key=abs)
+    assert abs(mean) <= most, (
+        f"{what}: errors lean to one side, by {mean:+.2f} roundoffs of {dtype} in the mean; "
+        f"{most:.2f} is allowed: is it truncated instead of rounded?"
+    )
+
+
+def compare(found: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor, what: str) -> None:
+    """Fail at the element that is farthest beyond its bound.
+
+    Args:
+        found: on the host, in the device's type.
+        wanted: float64, or the integers or truths that must be met.
+    """
+    assert found.shape == wanted.shape, (
+        f"{what}: shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+    )
+    if not found.dtype.is_floating_point or not wanted.dtype.is_floating_point:
+        same = found == wanted
+        assert found.dtype == wanted.dtype, f"{what}: {found.dtype}, expected {wanted.dtype}"
+        assert bool(same.all()), _at(found, wanted, same, what)
+        return
+    rounded_to = wanted.to(found.dtype)  # which may be infinity
+    got = found.double()
+    special = torch.isfinite(wanted) & torch.isfinite(rounded_to)
+    same = torch.where(
+        special,
+        (got - wanted).abs() <= allowed,
+        (got == rounded_to.double()) | (got.isnan() & wanted.isnan()),
+    )
+    if not bool(same.all()):
+        raise AssertionError(_at(found, wanted, same, what))
+
+
+def _at(found: torch.Tensor, wanted: torch.Tensor, same: torch.Tensor, what: str) -> str:
+    first = tuple(int(each) for each in (~same).nonzero()[0])
+    bad = int((~same).sum())
+    return (
+        f"{what}: {found[first].item()} at {list(first)}, expected {wanted[first].item()}; "
+        f"{bad} of {same.numel()} values are wrong"
+    )
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that the host may read."""
+    return tensor.detach().to(HOST_DEVICE)

@@ -1,0 +1,283 @@
+"""Checks of random numbers: their distribution, their seeds, and the state that a run saves.
+
+A bound here is six standard deviations: a sound device misses one in five hundred million.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.nn import functional as nn
+
+from anygauge.testing.bounds import compare, on_host, rounded, types
+from anygauge.testing.check import Opened, check
+
+DRAWN = 2**17 + 3
+SIGMAS = 6.0
+LAGS = (1, 2, 3, 4, 8, 32, 64, 128, 256, 1024, 4096, 2**16)
+"""Distances at which numbers are compared: blocks of a device often begin anew at one of them."""
+
+
+def _close(found: float, wanted: float, deviation: float, count: int, what: str) -> None:
+    """Fail unless a mean of `count` values is `wanted`."""
+    most = SIGMAS * deviation / math.sqrt(count)
+    assert abs(found - wanted) <= most, (
+        f"{what} is {found:.5f}, expected {wanted:.5f}; {most:.5f} away is allowed of {count} values"
+    )
+
+
+def _unrelated(first: torch.Tensor, second: torch.Tensor, what: str) -> None:
+    """Fail where two runs of numbers go together."""
+    a, b = (each.double() - each.double().mean() for each in (first, second))
+    found = float((a * b).sum() / (a.norm() * b.norm()))
+    _close(found, 0.0, 1.0, a.numel(), f"{what}: the correlation")
+
+
+# -- distributions --------------------------------------------------------------------------------
+
+
+@check(
+    "dropout drops at its rate, scales what it keeps, and its gradient has the same mask",
+    part="device",
+    means="a model would be regularised too much or not at all, or get gradients of values that "
+    "it dropped; look at the fused dropout, at how it draws for each block, and at its backward",
+)
+def dropout_is_sound(on: Opened) -> None:
+    on.placement.seed(21)
+    host = torch.where(torch.arange(DRAWN) % 2 == 0, 1.5, -0.75)
+    for dtype, rate in itertools.product(types(on), (0.1, 0.5)):
+        what = f"dropout of {rate} in {dtype}"
+        x = host.to(dtype).to(on.device, copy=True).requires_grad_()
+        out = nn.dropout(x, rate, training=True)
+        out.backward(torch.full_like(out, 2.0))
+        assert x.grad is not None
+        found, grad = on_host(out), on_host(x.grad)
+        kept = found != 0
+        _close(float(kept.double().mean()), 1 - rate, math.sqrt(rate * (1 - rate)), DRAWN, what)
+        wanted = torch.where(kept, host.double() / (1 - rate), 0.0)
+        compare(found, wanted, 2 * rounded(wanted, dtype), what)
+        wanted = torch.where(kept, 2.0 / (1 - rate), 0.0).double()
+        compare(grad, wanted, 2 * rounded(wanted, dtype), f"the gradient of {what}")
+        for lag in LAGS:
+            _unrelated(kept[lag:], kept[:-lag], f"{what}, {lag} apart")
+        again = on_host(nn.dropout(x.detach(), rate, training=True)) != 0
+        _unrelated(kept, again, f"{what}, two calls in a row")
+        still = on_host(nn.dropout(x.detach(), rate, training=False))
+        assert torch.equal(still, host.to(dtype)), f"{what} drops in evaluation, too"
+    rows = on_host(nn.dropout(torch.ones(257, 301, device=on.device).t(), 0.5)) != 0
+    _close(float(rows.double().mean()), 0.5, 0.5, rows.numel(), "dropout of a transposed tensor")
+    whole = on_host(nn.dropout(torch.ones(9, device=on.device), 0.0, training=True))
+    assert whole.eq(1).all(), f"dropout of nothing gave {whole.tolist()}"
+
+
+@check(
+    "random numbers have the distribution that their name promises, each independent of others",
+    part="device",
+    means="weights would begin at other sizes, or in patterns; look at how the device turns bits "
+    "into numbers, and at what each block of threads starts from",
+)
+def random_numbers_are_sound(on: Opened) -> None:
+    on.placement.seed(22)
+
+    def made() -> torch.Tensor:
+        return torch.zeros(DRAWN, device=on.device)
+
+    uniform = torch.rand(DRAWN, device=on.device)
+    shifted = (made().uniform_(-1, 3) + 1) / 4
+    for what, drawn in (("rand", uniform), ("uniform_(-1, 3)", shifted)):
+        values = on_host(drawn).double()
+        assert 0 <= float(values.min()) and float(values.max()) <= 1, f"{what} leaves its bounds"
+        for power in (1, 2, 3, 4):
+            mean = 1 / (power + 1)
+            deviation = math.sqrt(1 / (2 * power + 1) - mean**2)
+            _close(float((values**power).mean()), mean, deviation, DRAWN, f"{what}^{power}")
+        for lag in LAGS:
+            _unrelated(values[lag:], values[:-lag], f"{what}, {lag} apart")
+        assert len(values.unique()) > 0.98 * DRAWN, f"{what} repeats itself"
+    normal = torch.randn(DRAWN, device=on.device)
+    moved = (made().normal_(2, 3) - 2) / 3
+    for what, drawn in (("randn", normal), ("normal_(2, 3)", moved)):
+        values = on_host(drawn).double()
+        for power, mean, square in ((1, 0, 1), (2, 1, 3), (3, 0, 15), (4, 3, 105)):
+            deviation = math.sqrt(square - mean**2)
+            _close(float((values**power).mean()), mean, deviation, DRAWN, f"{what}^{power}")
+        assert 4 < float(values.abs().max()) < 7, f"the largest of {what}: {values.abs().max()}"
+        for lag in LAGS:
+            _unrelated(values[lag:], values[:-lag], f"{what}, {lag} apart")
+    for dtype in types(on)[1:]:
+        values = on_host(torch.randn(DRAWN, device=on.device, dtype=dtype)).double()
+        _close(float(values.mean()), 0, 1, DRAWN, f"the mean of randn in {dtype}")
+        _close(float(values.pow(2).mean()), 1, 2, DRAWN, f"the square of randn in {dtype}")
+    dice = on_host(torch.randint(-2, 5, (DRAWN,), device=on.device))
+    for number in range(-2, 5):
+        share = float((dice == number).double().mean())
+        _close(share, 1 / 7, 0.35, DRAWN, f"the share of {number} in randint(-2, 5)")
+    assert -2 <= int(dice.min()) and int(dice.max()) <= 4, "randint leaves its bounds"
+    order = on_host(torch.randperm(1009, device=on.device))
+    assert sorted(order.tolist()) == list(range(1009)), "randperm is not a permutation"
+    assert int((order == torch.arange(1009)).sum()) < 12, "randperm leaves its numbers in place"
+    truths = on_host(torch.bernoulli(torch.full((DRAWN,), 0.3, device=on.device)))
+    _close(float(truths.double().mean()), 0.3, 0.46, DRAWN, "bernoulli of 0.3")
+    weights = torch.tensor([1.0, 0.0, 3.0], device=on.device)
+    chosen = on_host(torch.multinomial(weights, 5000, replacement=True))
+    _close(float((chosen == 2).double().mean()), 0.75, 0.44, 5000, "multinomial of 1, 0, 3")
+    assert not bool((chosen == 1).any()), "multinomial chose what has no weight"
+    few = on_host(torch.multinomial(torch.ones(40, device=on.device), 40)).tolist()
+    assert sorted(few) == list(range(40)), "multinomial without replacement repeats itself"
+
+
+@check(
+    "neighbouring seeds, as ranks have them, give numbers that have nothing in common",
+    part="device",
+    means="ranks would drop the same values, or each the next one's; look at a seed that is cut, "
+    "rounded, or used as the place to begin in one and the same run of numbers",
+)
+def seeds_of_ranks_differ(on: Opened) -> None:
+    def drawn(seed: int, draw: Callable[[], torch.Tensor]) -> torch.Tensor:
+        on.placement.seed(seed)
+        return on_host(draw()).reshape(-1)
+
+    draws = {
+        "rand": lambda: torch.rand(4099, device=on.device),
+        "randn": lambda: torch.randn(4099, device=on.device),
+        "dropout": lambda: nn.dropout(torch.ones(4099, device=on.device), 0.5),
+    }
+    for name, draw in draws.items():
+        for base in (0, 42 * 100_003, 2**62):
+            seeds = [base + rank for rank in range(5)]
+            found = [drawn(seed, draw) for seed in seeds]
+            for (s, a), (t, b) in itertools.combinations(zip(seeds, found, strict=True), 2):
+                for lag in (0, 1, 2, 4):
+                    what = f"{name} with seeds {s} and {t}, {lag} apart"
+                    _unrelated(a[lag:], b[: b.numel() - lag], what)
+                    _unrelated(b[lag:], a[: a.numel() - lag], what)
+
+
+# -- states ---------------------------------------------------------------------------------------
+
+
+def _draws(on: Opened) -> Mapping[str, Callable[[], torch.Tensor]]:
+    """Operations that draw, each an odd number, so that the next begins within a block."""
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(*shape, device=on.device)
+
+    return {
+        "rand": lambda: torch.rand(37, device=on.device),
+        "rand_like": lambda: torch.rand_like(ones(5, 7)),
+        "randn": lambda: torch.randn(37, device=on.device),
+        "randint": lambda: torch.randint(0, 10**6, (37,), device=on.device),
+        "randperm": lambda: torch.randperm(101, device=on.device),
+        "normal_": lambda: ones(37).normal_(1, 2),
+        "normal": lambda: torch.normal(ones(37), ones(37)),
+        "uniform_": lambda: ones(37).uniform_(2, 4),
+        "bernoulli": lambda: torch.bernoulli(ones(101) / 2),
+        "bernoulli_": lambda: ones(101).bernoulli_(0.5),
+        "multinomial": lambda: torch.multinomial(ones(50), 37, replacement=True),
+        "multinomial without replacement": lambda: torch.multinomial(ones(50), 37),
+        "exponential_": lambda: ones(37).exponential_(),
+        "dropout": lambda: nn.dropout(ones(101), 0.5),
+        "dropout of a view": lambda: nn.dropout(ones(11, 13).t()[2:], 0.5),
+        "dropout of many": lambda: nn.dropout(ones(70_001), 0.5),
+        "rand of many": lambda: torch.rand(70_001, device=on.device),
+        "the host's rand": lambda: torch.rand(37),
+        "the host's randperm": lambda: torch.randperm(101),
+        "the host's dropout": lambda: nn.dropout(torch.ones(101), 0.5),
+    }
+
+
+@check(
+    "every generator that an operation draws from is in the saved state",
+    part="device",
+    means="a resumed run would not be the one that was interrupted; look for operations with a "
+    "generator of their own, and for numbers that are drawn in advance",
+)
+def every_generator_is_saved(on: Opened) -> None:
+    draws = _draws(on)
+    on.placement.seed(23)
+    for draw in draws.values():
+        draw()
+    for name, draw in draws.items():
+        state = {key: value.clone() for key, value in on.placement.rng_state().items()}
+        first, second = on_host(draw()), on_host(draw())
+        assert not torch.equal(first, second), f"{name} gives the same twice in a row"
+        for other in draws.values():
+            other()
+        on.placement.set_rng_state(state)
+        again = on_host(draw()), on_host(draw())
+        assert torch.equal(again[0], first), f"{name}: other numbers after the state was put back"
+        assert torch.equal(again[1], second), f"{name}: others from the second draw on"
+    # Seeded again, everything begins where it began.
+    found = []
+    for _ in range(2):
+        on.placement.seed(24)
+        found.append([on_host(draw()) for draw in draws.values()])
+    for name, first, second in zip(draws, *found, strict=True):
+        assert torch.equal(first, second), f"{name}: other numbers after the same seed"
+
+
+@check(
+    "a saved state is a copy, and a backend that was just made goes on from it alike",
+    part="device",
+    means="a run that is resumed in a new process would draw other numbers; look for states that "
+    "live in the Python object or that change after they were handed out",
+)
+def state_serves_another(on: Opened) -> None:
+    draws = _draws(on)
+    on.placement.seed(25)
+    torch.randn(7, device=on.device)
+    state = on.placement.rng_state()
+    kept = {key: value.clone() for key, value in state.items()}
+    wanted = {name: on_host(draw()) for name, draw in draws.items()}
+    for key, value in state.items():
+        assert torch.equal(value, kept[key]), f"{key}: drawing changed the state that was saved"
+    later = on.placement.rng_state()
+    changed = [key for key in kept if not torch.equal(kept[key], later[key])]
+    assert changed, "drawing changes nothing in the state that is saved"
+    other = on.fresh()
+    other.open(0)
+    try:
+        other.placement.seed(1)
+        other.placement.set_rng_state(kept)
+        for name, draw in draws.items():
+            assert torch.equal(on_host(draw()), wanted[name]), (
+                f"{name}: a backend that was just made draws other numbers from a saved state"
+            )
+        again = other.placement.rng_state()
+        assert again.keys() == later.keys(), f"it saves {sorted(again)}, not {sorted(later)}"
+        for key, value in again.items():
+            assert torch.equal(value, later[key]), f"{key}: its state afterwards is another"
+    finally:
+        other.close()
+
+
+@check(
+    "a state of the wrong size or type, or without a generator's name, is refused",
+    part="device",
+    means="a damaged checkpoint would be taken, and the run go on with other numbers; look at "
+    "states that are copied without a look at their length",
+)
+def wrong_states_are_refused(on: Opened) -> None:
+    on.placement.seed(26)
+    state = {key: value.clone() for key, value in on.placement.rng_state().items()}
+    assert state, "rng_state() is empty: nothing would be saved"
+    for key, value in state.items():
+        assert value.numel() > 0, f"{key}: a state of no bytes"
+        wrong = {
+            "half as long": {**state, key: value[: value.numel() // 2].clone()},
+            "longer by 8 bytes": {**state, key: torch.cat((value, value[:8]))},
+            "empty": {**state, key: value[:0].clone()},
+            "of float32": {**state, key: value.float()},
+            "missing": {name: each for name, each in state.items() if name != key},
+        }
+        for what, given in wrong.items():
+            taken = False
+            with contextlib.suppress(Exception):
+                on.placement.set_rng_state(given)
+                taken = True
+            on.placement.set_rng_state(state)
+            assert not taken, f"a state whose {key!r} is {what} was taken without a word"

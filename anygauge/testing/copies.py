@@ -1,0 +1,185 @@
+"""Checks of copies between the host and the device: values, order, and buffers that are reused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from anygauge.interface import HOST_DEVICE
+from anygauge.testing.bounds import types
+from anygauge.testing.check import Opened, check
+
+MANY = 64
+"""Copies that are queued at once."""
+LARGE = 2**21 + 3
+"""Elements: 8 MiB of float32, more than a staging buffer holds, and no multiple of anything."""
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole": lambda whole: whole,
+    "with an offset": lambda whole: whole[5:-2],
+    "every second": lambda whole: whole[1::2],
+    "transposed": lambda whole: whole[: (whole.numel() // 7) * 7].view(-1, 7).t(),
+    "a column": lambda whole: whole[: (whole.numel() // 7) * 7].view(-1, 7)[:, 3],
+    "expanded": lambda whole: whole[:3].unsqueeze(1).expand(3, 50),
+    "one element": lambda whole: whole[7:8].view(()),
+    "empty": lambda whole: whole[3:3],
+}
+
+
+def _different(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of which each differs from its neighbours, exact in every type."""
+    values = (torch.arange(size) * 37) % 251 - 100
+    return values > 0 if dtype is torch.bool else values.to(dtype)
+
+
+def _is(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    assert found.device.type == HOST_DEVICE, f"{what}: it is on {found.device}"
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype, (
+        f"{what}: {tuple(found.shape)} of {found.dtype}, expected {tuple(wanted.shape)} of "
+        f"{wanted.dtype}"
+    )
+    if torch.equal(found, wanted):
+        return
+    wrong = (found != wanted).nonzero()
+    at = tuple(int(each) for each in wrong[0]) if wrong.numel() else ()
+    raise AssertionError(
+        f"{what}: {found[at].item()} at {list(at)}, expected {wanted[at].item()}; {len(wrong)} of "
+        f"{wanted.numel()} values are wrong"
+    )
+
+
+@check(
+    "copies to the device and back keep values, from views and pinned memory, queued or not",
+    part="device",
+    means="batches and checkpoints would hold other numbers; look at copies of tensors that are "
+    "not contiguous or begin within a buffer, and at lengths that are no multiple of a block",
+)
+def copies_keep_values(on: Opened) -> None:
+    whole_types = (torch.int64, torch.int32, torch.uint8, torch.bool)
+    for dtype, name, waits in itertools.product((*types(on), *whole_types), VIEWS, (True, False)):
+        host = _different(1009, dtype)
+        if not waits and on.placement.pinned_memory:
+            host = host.pin_memory()
+        what = f"{name} of {dtype}{'' if waits else ', queued'}"
+        view = VIEWS[name]
+        there = view(host).to(on.device, non_blocking=not waits, copy=True)
+        back = there.to(HOST_DEVICE, non_blocking=not waits, copy=True)
+        # A view of what is on the device goes back by another way.
+        other = view(host.to(on.device)).to(HOST_DEVICE, non_blocking=not waits)
+        into = torch.zeros_like(view(host), memory_format=torch.contiguous_format)
+        into.copy_(view(host.to(on.device)), non_blocking=not waits)
+        target = torch.zeros(1009, dtype=dtype, device=on.device)
+        if name != "expanded":
+            view(target).copy_(view(host), non_blocking=not waits)
+        on.placement.synchronize()
+        _is(back, view(host), f"to the device and back, {what}")
+        _is(other, view(host), f"back from a view on the device, {what}")
+        _is(into, view(host), f"into a tensor of the host, {what}")
+        if name != "expanded":
+            wanted = torch.zeros(1009, dtype=dtype)
+            view(wanted).copy_(view(host))
+            _is(target.to(HOST_DEVICE), wanted, f"into a view on the device, {what}")
+
+
+@check(
+    "copies of several MiB arrive whole, from each layout and in both directions",
+    part="device",
+    means="weights of a large model would be wrong from some place on; look for copies in pieces "
+    "of which the last or the second is forgotten",
+)
+def large_copies(on: Opened) -> None:
+    host = torch.arange(LARGE, dtype=torch.int32)
+    for name in ("whole", "with an offset", "every second", "transposed", "a column"):
+        view = VIEWS[name]
+        there = view(host).to(on.device)
+        _is(there.to(HOST_DEVICE), view(host), f"{LARGE} elements, {name}")
+        on_card = view(host.to(on.device))
+        _is(on_card.clone().to(HOST_DEVICE), view(host), f"{LARGE} elements cloned, {name}")
+        _is(on_card.to(HOST_DEVICE), view(host), f"{LARGE} elements back, {name}")
+
+
+@check(
+    "many queued copies of different values all arrive: no buffer is used again too early",
+    part="device",
+    means="a batch would hold parts of the next one, now and then; look for staging buffers that "
+    "are given back before the copy from them has ended",
+)
+def queued_copies_stay_apart(on: Opened) -> None:
+    sizes = [1, 1000, 70_001, 2**18 + 1]
+    hosts = [torch.full((sizes[n % 4],), n, dtype=torch.int32) for n in range(MANY)]
+    for pinned in (False, True) if on.placement.pinned_memory else (False,):
+        sources = [host.pin_memory() if pinned else host for host in hosts]
+        there = [source.to(on.device, non_blocking=True) for source in sources]
+        back = [each.to(HOST_DEVICE, non_blocking=True, copy=True) for each in there]
+        on.placement.synchronize()
+        for number, (found, wanted) in enumerate(zip(back, hosts, strict=True)):
+            _is(found, wanted, f"queued copy {number} of {MANY}{', pinned' if pinned else ''}")
+    batches = [
+        on.placement.to_device({"ids": host, "more": {"mask": host > 7}}) for host in hosts
+    ]
+    on.placement.synchronize()
+    for number, (batch, wanted) in enumerate(zip(batches, hosts, strict=True)):
+        _is(batch["ids"].to(HOST_DEVICE), wanted, f"batch {number} of {MANY}")
+        _is(batch["more"]["mask"].to(HOST_DEVICE), wanted > 7, f"mask {number} of {MANY}")
+
+
+@check(
+    "a copy has its place among other work: it reads what stood there when it was asked for",
+    part="device",
+    means="steps would read values that are too old or too new; look for copies on a stream of "
+    "their own that do not wait, or that are not waited for",
+)
+def copies_are_ordered(on: Opened) -> None:
+    size = 2**18 + 5
+    value = torch.zeros(size, device=on.device)
+    seen = []
+    for number in range(16):
+        value.fill_(number)
+        seen.append((value.clone(), value.to(HOST_DEVICE, non_blocking=True, copy=True)))
+        value.add_(100)
+    on.placement.synchronize()
+    for number, (there, here) in enumerate(seen):
+        wanted = torch.full((size,), float(number))
+        _is(there.to(HOST_DEVICE), wanted, f"clone {number}, overwritten afterwards")
+        _is(here, wanted, f"queued copy to the host {number}, overwritten afterwards")
+    host = torch.zeros(size)
+    results = []
+    for number in range(16):
+        host.fill_(number)
+        there = host.to(on.device, copy=True)  # one that waits: the host may write at once
+        host.fill_(-1)
+        results.append(there * 2)
+    for number, result in enumerate(results):
+        wanted = torch.full((size,), 2.0 * number)
+        _is(result.to(HOST_DEVICE), wanted, f"work {number} after a copy that waits")
+
+
+@check(
+    "tensors that are alive do not share memory, whatever is freed and taken between",
+    part="device",
+    means="weights would change where nobody writes; look for an allocator that gives memory out "
+    "twice, or rounds sizes down",
+)
+def memory_is_not_given_twice(on: Opened) -> None:
+    held: dict[int, torch.Tensor] = {}
+    for number in range(120):
+        size = (number * 7919) % 40_000 + 1
+        held[number] = torch.full((size,), number, dtype=torch.int32, device=on.device)
+        if number % 3 == 2:
+            del held[number - 1]
+        if number % 7 == 6:
+            held.pop(number - 4, None)
+    for number, each in held.items():
+        got = each.to(HOST_DEVICE)
+        assert bool((got == number).all()), (
+            f"tensor {number} of {got.numel()} elements holds {got.unique().tolist()[:4]}"
+        )
+    for size in range(1, 40):
+        first, second = (
+            torch.full((size,), n, dtype=torch.uint8, device=on.device) for n in (1, 2)
+        )
+        first.add_(4)
+        got = [first.to(HOST_DEVICE).tolist(), second.to(HOST_DEVICE).tolist()]
+        assert got == [[5] * size, [2] * size], f"two tensors of {size} bytes hold {got}"
