@@ -25,6 +25,14 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.registry import Registry
+from anygauge.testing import (  # noqa: F401  (their checks are of this part, too)
+    arithmetic,
+    chance,
+    copies,
+    gradients,
+    resources,
+    tables,
+)
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 

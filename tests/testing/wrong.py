@@ -275,10 +275,13 @@ def mutant_named(name: str) -> Mutant | None:
 def table() -> Sequence[Mutant]:
     """All of them, in the order of the parts."""
     from tests.testing import (  # noqa: F401
+        wrong_chance,
         wrong_device,
         wrong_ends,
         wrong_exchanges,
+        wrong_operations,
         wrong_paper,
+        wrong_products,
         wrong_ranks,
     )
 
