@@ -200,6 +200,13 @@ def wrong_backend(found: Mutant) -> Backend:
 
 def table() -> Sequence[Mutant]:
     """All of them, in the order of the parts."""
-    from tests.testing import wrong_device, wrong_exchanges, wrong_paper, wrong_ranks  # noqa: F401
+    from tests.testing import (  # noqa: F401
+        wrong_device,
+        wrong_exchanges,
+        wrong_groups,
+        wrong_handles,
+        wrong_paper,
+        wrong_ranks,
+    )
 
     return tuple(MUTANTS.values())
