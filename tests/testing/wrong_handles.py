@@ -216,8 +216,8 @@ def _(on: Wrong) -> None:
     late: list[Callable[[], Any]] = []
 
     @on.operation("sub_")
-    def subtract(usual: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        late.append(lambda: usual(tensor, *args, **kwargs))
+    def subtract(usual: Any, tensor: Any, number: Any) -> Any:
+        late.append(lambda: tensor.add_(number, alpha=-1))
         return tensor
 
     @on.distributed("all_reduce")
