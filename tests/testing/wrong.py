@@ -279,6 +279,8 @@ def table() -> Sequence[Mutant]:
         wrong_device,
         wrong_ends,
         wrong_exchanges,
+        wrong_groups,
+        wrong_handles,
         wrong_operations,
         wrong_paper,
         wrong_products,
