@@ -200,7 +200,8 @@ def _(on: Wrong) -> None:
     def peak_flops(self: Any, usual: Any, dtype: str) -> Any:
         from anygauge.interface import PeakFlops
 
-        return PeakFlops(value=1e12, source="its own table") if self.is_open else None
+        known = self.is_open and dtype in ("float32", "bfloat16", "float16")
+        return PeakFlops(value=1e12, source="its own table") if known else None
 
 
 @sound("processors whose memory has no limit that anyone knows", base="cpu")
