@@ -32,8 +32,8 @@ LIMIT_S = 300.0
 
 def ranks_of(part: str, mutation: str) -> int:
     """How many ranks a mutation is tried on."""
-    found = mutant_named(mutation)
-    return RANKS[part] if found is None or part != "ranks" else found.ranks
+    found = mutant_named(mutation) if part == "ranks" else None
+    return RANKS[part] if found is None else found.ranks
 
 
 def answers_of(
@@ -83,7 +83,7 @@ def main() -> None:
         base = Path(asked["folder"]) / f"{part}{number}"
         children = [fork(part, mutation, check, base, rank, world) for rank in range(world)]
         files = [Path(f"{base}.{rank}.json") for rank in range(world)]
-        watch = Watch(files, children, limits(mutation))
+        watch = Watch(files, children, limits(part, mutation))
         ended, late = wait(
             {rank: functools.partial(ended_with, child) for rank, child in enumerate(children)},
             watch,
@@ -105,10 +105,10 @@ def main() -> None:
         Path(f"{base}.found").write_text(json.dumps(record), encoding="utf-8")
 
 
-def limits(mutation: str) -> dict[str, float]:
+def limits(part: str, mutation: str) -> dict[str, float]:
     """Seconds that each check may take: few where it is to hang."""
     found = {check.name: check.limit_s for check in CHECKS.values()}
-    wrong = mutant_named(mutation)
+    wrong = mutant_named(mutation, on_paper=part == "basic")
     if wrong is not None and wrong.limit_s is not None:
         found[wrong.check] = found[ENDING] = wrong.limit_s
     return found

@@ -264,11 +264,16 @@ def changed(found: Mutant) -> Wrong:
     return on
 
 
-def mutant_named(name: str) -> Mutant | None:
-    """One of the table, or a sound one of `tests.testing.unusual`; None if it is in neither."""
-    from tests.testing import unusual  # noqa: F401
+def mutant_named(name: str, *, on_paper: bool = False) -> Mutant | None:
+    """One of the table, or a sound one of `tests.testing.unusual`; None if it is in neither.
 
-    table()
+    Args:
+        on_paper: only those of the part `basic`, which import no torch.
+    """
+    from tests.testing import unusual, wrong_ends, wrong_paper  # noqa: F401
+
+    if name not in MUTANTS and name not in SOUND and not on_paper:
+        table()
     return MUTANTS.get(name) or SOUND.get(name)
 
 
