@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -33,6 +32,7 @@ from anygauge.config.strategies import STRICT, section_of, spelled_out, without_
 from anygauge.interface import PluginError, RunFileError
 from anygauge.util.files import read_bounded
 from anygauge.util.hiding import HIDDEN
+from anygauge.util.text import did_you_mean
 
 MOST_BYTES = 2**20
 """Of a run file. One with a chat template in it has some ten thousand."""
@@ -260,8 +260,7 @@ def _similar(path: Path) -> str:
     if not path.parent.is_dir():
         return ""
     names = sorted(each.name for each in path.parent.iterdir() if _is_yaml(each.name))
-    close = get_close_matches(path.name, names, n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return did_you_mean(path.name, names)
 
 
 def _is_yaml(name: str) -> bool:

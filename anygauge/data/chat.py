@@ -7,7 +7,6 @@ Whatever the layout, a chat becomes the turns that chat templates of the transfo
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from anygauge.config.schema import SourceSection
 from anygauge.data.records import Record, byte_length, check_text, column, from_json, kind
 from anygauge.interface import DataError
+from anygauge.util.text import did_you_mean
 
 Turn = dict[str, Any]
 
@@ -203,8 +203,7 @@ def _role(turn: Mapping[str, Any], key: str, roles: tuple[str, ...], where: str)
         raise DataError(f"{where} has no {key!r}; keys here: {keys}")
     role = turn[key]
     if role not in roles:
-        near = difflib.get_close_matches(str(role), roles, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(str(role), roles)
         raise DataError(f"{where} has the {key} {role!r}; valid: {', '.join(roles)}{meant}")
     return str(role)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import os
 from importlib import metadata
@@ -32,6 +31,7 @@ from anygauge.strategies.zero_versions import (
     needs_reentrant_checkpointing,
     offloads_gradients,
 )
+from anygauge.util.text import did_you_mean
 
 
 def check(run: StrategyRun) -> None:
@@ -166,11 +166,9 @@ def _check_known(options: dict[str, Any]) -> None:
     known = zero_fields()
     for name in options:
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
             raise RunFileError(
                 f"strategy.options.{name}: DeepSpeed's zero_optimization has no such field"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-                + ". Its fields are in DeepSpeed's configuration reference"
+                f"{did_you_mean(name, known)}. DeepSpeed's configuration reference has them"
             )
 
 
