@@ -147,7 +147,8 @@ def check_folders(loaded: LoadedRun, folders: Sequence[str], advice: str) -> Non
             return ""
         if any(target == root or root in target.parents for root in roots):
             return ""
-        return f"{text} is not on the machines of the job, which have {', '.join(folders)}{advice}"
+        have = ", ".join(folders)
+        return f"{text} is not on the job's machines, which have only {have}{advice}"
 
     _check(loaded, complaint)
 
@@ -191,8 +192,9 @@ def _read(
     """
     files.append(path)
     if len(files) > MOST_FILES:
-        text = f"more than {MOST_FILES} files are read for one run, by what extends what"
-        raise RunFileError(f"{shown}: extends: {text}; extend fewer files, or each once")
+        text = f"this run reads more than {MOST_FILES} files through 'extends'"
+        text += ", each counted as often as it is named"
+        raise RunFileError(f"{shown}: extends: {text}; extend fewer files, or each only once")
     root = _document(path, shown, problems)
     chain = (*chain, (path.resolve(), shown))
     extends = root.value.pop("extends", None)

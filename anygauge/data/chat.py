@@ -102,10 +102,10 @@ def _chat(
         first_loss_turn += 1
     systems = [number for number, turn in enumerate(turns, 1) if turn["role"] == "system"]
     if len(systems) > 1:
-        of_column = f" (the first is of the column {source.system!r})" if system else ""
+        of_column = f" (the first comes from column {source.system!r})" if system else ""
         raise DataError(
-            f"{where}: {len(systems)} system turns, at {', '.join(map(str, systems))}{of_column}; "
-            "at most one is expected: join them in one turn"
+            f"{where}: turns {', '.join(map(str, systems))} are system turns{of_column}, but a "
+            "chat may have only one; join them into one turn"
         )
     answered = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     if not answered or answered[-1] < first_loss_turn:
@@ -170,7 +170,9 @@ def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
         calls = [legacy]
     if calls is not None:
         if role != "assistant":
-            raise DataError(f"{where} has tool calls, but the role {role!r}; only assistants call")
+            raise DataError(
+                f"{where} has tool calls and the role {role!r}; only the assistant may call tools"
+            )
         kept["tool_calls"] = _calls(calls, where)
     if "content" in kept:
         kept["content"] = _content(kept["content"], where)

@@ -155,9 +155,9 @@ ZERO = StrategySpec(
 def _check_adds_offloaded(stage: int) -> None:
     if not offloads_gradients():
         raise UnsupportedError(
-            f"strategy.offload: optimizer: DeepSpeed {metadata.version(ENGINE)} gives other losses "
-            f"in stage {stage} than without it (seen in 0.16.9; 0.19.8 gives the same). Set "
-            "strategy.stage: 3, or leave it out"
+            f"strategy.offload: optimizer: in stage {stage}, DeepSpeed {metadata.version(ENGINE)} "
+            "trains with other losses when it offloads than when it does not (seen in 0.16.9; in "
+            "0.19.8 they are the same). Set strategy.stage: 3, or leave it out"
         )
 
 
