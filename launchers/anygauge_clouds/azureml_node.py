@@ -38,8 +38,7 @@ def link(text: str) -> None:
     path = Path(name)
     if not target or not Path(target).exists():
         raise AnygaugeError(
-            f"{name}: Azure did not mount this input: the folder that it gave, {target!r}, does "
-            "not exist"
+            f"{name}: Azure did not mount this folder: what it gave, {target!r}, does not exist"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
