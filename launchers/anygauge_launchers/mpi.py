@@ -17,7 +17,9 @@ from anygauge_launchers.remote import ForegroundLauncher, keep_alive
 
 def _whole(path: str) -> str:
     if len(path.split()) != 1:
-        raise ValueError("mpirun splits this path at spaces; make a link without them")
+        raise ValueError(
+            "mpirun splits this path at its spaces; make a link to it whose path has none"
+        )
     return path
 
 

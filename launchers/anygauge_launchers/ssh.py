@@ -24,8 +24,8 @@ from anygauge_launchers.remote import ForegroundLauncher, keep_alive
 def _plain(path: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_./+~-]+", path):
         raise ValueError(
-            "a remote shell reads this path, so it may hold letters, digits and _./+~- alone; "
-            "make a link without other characters"
+            "a remote shell reads this path, so it may contain only letters, digits and "
+            "_./+~-; make a link to it whose path has no other characters"
         )
     return path
 

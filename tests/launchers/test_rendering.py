@@ -127,7 +127,7 @@ def test_mpirun_starts_one_agent_on_each_host_and_binds_none() -> None:
     assert ("--node-rank", "$OMPI_COMM_WORLD_RANK") in zip(
         process.argv, process.argv[1:], strict=False
     )
-    with pytest.raises(RunFileError, match="mpirun splits this path at spaces"):
+    with pytest.raises(RunFileError, match="mpirun splits this path at its spaces"):
         rendered("mpi", config="/a b")
 
 
