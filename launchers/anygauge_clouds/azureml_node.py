@@ -48,7 +48,7 @@ def link(text: str) -> None:
             return  # of an earlier start
         raise AnygaugeError(
             f"cannot make {name} a link to {target}: {error.strerror}. Choose another folder for "
-            "this input (its field at)"
+            "it (its field at)"
         ) from error
 
 
