@@ -274,9 +274,10 @@ def meet(
     )
     if not job.token:
         raise AnygaugeError(
-            "the job file has no token, with which the nodes authenticate each other: it was "
-            "rendered for reading. anygauge train and anygauge launch create one when they submit "
-            "the job; if you submit it by hand, put a long random text into its field token"
+            "this job file was rendered for reading, so it has no token, and nodes cannot "
+            "authenticate each other without one. anygauge train and anygauge launch create a "
+            "token when they submit the job; to submit it by hand, put a long random text into "
+            "the job file's field token"
         )
     address = read_coordinator(coordinator, os.environ)
     if not 0 <= node_rank < job.launch.nodes:
@@ -346,8 +347,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--parent-too",
         action="store_true",
-        help="when a node is lost, end the process that started this one: a daemon of this job "
-        "that would wait for the rest of it",
+        help="when a node is lost, also end the process that started this one (a daemon of this "
+        "job, which would otherwise wait for the rest of the job)",
     )
     parser.add_argument(
         "--grace", type=float, default=GRACE_S, help="seconds from SIGTERM to SIGKILL"

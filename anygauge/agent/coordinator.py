@@ -232,8 +232,9 @@ class Coordinator(Nodes):
             joined = JoinedNode(link, other.host)
             joined.compare_clocks(message)
         except ValueError as error:
-            reason = f"its description of itself cannot be read here: {error}"
-            link.send("refused", reason=f"{reason}. Has each node the same version of anygauge?")
+            reason = f"the coordinator cannot read how the node describes itself: {error}"
+            ask = "Do all nodes have the same version of anygauge?"
+            link.send("refused", reason=f"{reason}. {ask}")
             link.shut()
             listener.note(link, reason)
             return
@@ -255,8 +256,8 @@ class Coordinator(Nodes):
             f"{self._job.launch.join_timeout_s:g} s (launch.join_timeout_s): "
             f"{', '.join(f'node {rank}' for rank in missing)} missing"
             + (f"; {here} joined" if here else "")
-            + ". Look in logs/agentN.log of each whether it started; if it did, it cannot reach "
-            f"this node, which listens at {where}"
+            + ". Check in logs/agentN.log of each missing node whether its agent started; if it "
+            f"did, it cannot reach this node, which listens at {where}"
         )
 
     def _handle(self, rank: int, worker: JoinedNode, message: Mapping[str, Any]) -> None:
@@ -287,8 +288,8 @@ class Coordinator(Nodes):
         who = f"node {rank} ({worker.host})"
         if worker.unreadable:
             text = (
-                f"{who} is lost: its agent sent what cannot be read here ({link.why}). Its ranks "
-                "end with it. Has each node the same version of anygauge?"
+                f"{who} is lost: the coordinator cannot read what its agent sent ({link.why}). "
+                "Its ranks end with it. Do all nodes have the same version of anygauge?"
             )
         elif link.closed:
             text = (

@@ -124,7 +124,7 @@ def locked_memory(node: Node) -> Check:
     if unlimited:
         return _pass(name, seen)
     if not node.rdma_devices:
-        return _pass(name, f"{seen}; no RDMA device needs more")
+        return _pass(name, f"{seen}; this machine has no RDMA device that needs more")
     return _warn(
         name,
         seen,

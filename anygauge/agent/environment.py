@@ -127,8 +127,9 @@ def cores_of_ranks(job: Job, profile: LaunchProfile, node: Node) -> dict[int, tu
         return shares
     if job.launch.binding == "cores":
         raise NotAvailableError(
-            f"launch.binding: cores: {node.hostname} has {node.physical_cores} physical cores for "
-            f"{count} ranks, or cores of several kinds; auto binds where it can"
+            f"launch.binding: cores: {node.hostname} cannot give each of its {count} ranks whole "
+            f"cores of its own: it has too few ({node.physical_cores} physical cores), or cores of "
+            "several kinds. Set launch.binding: auto, which binds only where it can"
         )
     return {}
 

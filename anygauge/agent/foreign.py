@@ -199,8 +199,9 @@ def _of_open_mpi(environ: Mapping[str, str]) -> ForeignLaunch:
     host = environ.get("MASTER_ADDR", "")
     if not host and world_size != devices:
         raise UsageError(
-            f"mpirun started {world_size} ranks on several machines and gives them no address of "
-            "rank 0: pass it (mpirun -x MASTER_ADDR=HOST, with the host of the first machine)"
+            f"mpirun started {world_size} ranks on several machines, but did not tell them the "
+            "address of rank 0. Pass it with mpirun -x MASTER_ADDR=HOST, where HOST is the first "
+            "machine"
         )
     return ForeignLaunch(
         launcher="mpirun",
@@ -217,8 +218,9 @@ def _of_open_mpi(environ: Mapping[str, str]) -> ForeignLaunch:
 def _check(found: ForeignLaunch) -> None:
     if not 0 <= found.rank < found.world_size or not 0 < found.port < 65536:
         raise UsageError(
-            f"{found.launcher} made this rank {found.rank} of {found.world_size}, to meet at port "
-            f"{found.port}: ranks count from 0, ports are 1 to 65535; {_OR_UNSET}"
+            f"{found.launcher} gave this process rank {found.rank} of {found.world_size} ranks, "
+            f"and port {found.port} to meet at. A rank must be at least 0 and below the number of "
+            f"ranks, and a port from 1 to 65535. Correct them; {_OR_UNSET}"
         )
     if found.devices < 1 or found.world_size % found.devices:
         raise UsageError(
@@ -227,9 +229,10 @@ def _check(found: ForeignLaunch) -> None:
         )
     if found.local_rank != found.rank % found.devices:
         raise UsageError(
-            f"{found.launcher} made rank {found.rank} number {found.local_rank} of the "
-            f"{found.devices} ranks of its machine: neighbouring ranks must be on one machine, "
-            "equally many on each (srun --distribution=block, mpirun --map-by ppr:N:node)"
+            f"{found.launcher} gave rank {found.rank} the local rank {found.local_rank} of the "
+            f"{found.devices} on its machine, but it must be {found.rank % found.devices}. Place "
+            "neighbouring ranks on the same machine, and the same number on each machine (srun "
+            "--distribution=block, mpirun --map-by ppr:N:node)"
         )
 
 

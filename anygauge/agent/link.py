@@ -36,7 +36,7 @@ LONGEST_OF_STRANGERS = 64 * 1024
 """Bytes of a line before its sender is authenticated."""
 
 UNPROVEN = "it did not prove that it knows this job's secret"
-OF_ANOTHER_JOB = "that agent is of another job, or of another version of anygauge"
+OF_ANOTHER_JOB = "the two agents belong to different jobs, or have different versions of anygauge"
 
 _HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _CHUNK = 65536

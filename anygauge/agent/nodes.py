@@ -118,22 +118,23 @@ def check_hello(own: Hello, other: Hello, known: Mapping[int, str]) -> None:
     ):
         if mine != theirs:
             raise AnygaugeError(
-                f"{who} has {theirs} for {name}, the coordinator ({own.host}) {mine}: all nodes "
-                "must have the same"
+                f"{name} is {theirs} on {who}, but {mine} on the coordinator ({own.host}); all "
+                "nodes must have the same"
             )
     names = sorted({*own.settings, *other.settings})
     differ = [name for name in names if own.settings.get(name) != other.settings.get(name)]
     if own.fabric != other.fabric:
         raise AnygaugeError(
-            f"launch.fabric: between machines {who} would use "
-            f"{other.fabric or 'what its library finds'}, the coordinator ({own.host}) "
-            f"{own.fabric or 'what its library finds'}: name one that all have"
+            f"launch.fabric: between machines, {who} would use "
+            f"{other.fabric or 'what its library finds'}, but the coordinator ({own.host}) would "
+            f"use {own.fabric or 'what its library finds'}. Set launch.fabric to a network that "
+            "all nodes have"
         )
     if differ:
         raise AnygaugeError(
-            f"{', '.join(differ)}: {who} has another value than the coordinator ({own.host}), and "
-            "all nodes must have the same. Set it in the run file (environment), which takes "
-            "precedence on every node"
+            f"{', '.join(differ)}: the value on {who} differs from that on the coordinator "
+            f"({own.host}), but all nodes must have the same. Set it under environment in the run "
+            "file, which takes precedence on every node"
         )
 
 

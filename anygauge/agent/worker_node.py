@@ -149,9 +149,9 @@ class WorkerNode(Nodes):
             answer = _answer(handshake, self._job.launch.lost_after_s, requests)
             if link.why == UNPROVEN:
                 raise AnygaugeError(
-                    f"what listens at {where} is not the coordinator of this job, or does not "
-                    f"know its secret: {OF_ANOTHER_JOB}. If another job uses that port, give this "
-                    "one another launch.port"
+                    f"the program that listens at {where} did not prove that it knows this job's "
+                    f"secret: {OF_ANOTHER_JOB}. If another job uses that port, set this job's "
+                    "launch.port to another one"
                 )
             if answer is None:
                 trouble = link.why or "it did not answer"

@@ -48,7 +48,8 @@ PlanOption = Annotated[
     bool | None,
     typer.Option(
         "--plan/--no-plan",
-        help="Always or never rehearse the run's memory first; default: if memory may be short.",
+        help="Always (--plan) or never (--no-plan) rehearse first how much memory the run needs; "
+        "default: only if memory may be short.",
         show_default=False,
     ),
 ]
@@ -218,6 +219,6 @@ def rendered(intent: Intent) -> Plan:
 
 
 _ADVICE = (
-    " and what their image holds: mount it (launch.options), or name a folder of the image in "
-    "launch.options.in_image"
+    " and what is in their image. Mount it (launch.options), or, if the image has it, list its "
+    "folder in launch.options.in_image"
 )

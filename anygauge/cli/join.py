@@ -88,8 +88,8 @@ def as_launched(loaded: LoadedRun, foreign: ForeignLaunch) -> LoadedRun:
     if launch.max_restarts:
         raise loaded.error(
             "launch.max_restarts",
-            f"{launch.max_restarts}, but only {by} can restart the ranks that it started (torchrun "
-            "--max-restarts, with --resume auto): set it to 0",
+            f"{launch.max_restarts}, but {by} started the ranks, so only {by} can restart them "
+            "(torchrun --max-restarts, with --resume auto): set launch.max_restarts to 0",
         )
     if foreign.restarts and loaded.run.checkpoint.resume != "auto":
         raise UsageError(

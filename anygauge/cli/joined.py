@@ -219,8 +219,9 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     same = re.fullmatch(re.escape(wanted.name) + r"(-\d+)?", home.name)
     if home.parent != wanted.parent or not same:
         raise AnygaugeError(
-            f"rank 0 writes to {home}, but this rank's arguments name {wanted}: start all ranks "
-            "with the same arguments, from the same folder, with one path of shared storage"
+            f"rank 0 writes to {home}, but this rank's arguments name {wanted}. Start all ranks "
+            "from the same folder, with the same arguments, and give the shared storage the same "
+            "path on every machine"
         )
     deadline = time.monotonic() + _SEEN_S
     while True:

@@ -174,8 +174,8 @@ _LEFT_OUT = (
     "submits the job (launch.pass_environment passes it on)"
 )
 _DRAWN_LATER = (
-    "when anygauge launch submits the job, it draws the token by which agents recognise each "
-    "other, and fills in the variables of pass_environment"
+    "this plan has no token, by which agents recognise each other: anygauge launch draws one when "
+    "it submits the job, and then also fills in the variables of launch.pass_environment"
 )
 _DRAWN_NOW = (
     "job.json holds the token by which the job's agents recognise each other: only you can read "

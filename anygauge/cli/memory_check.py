@@ -188,7 +188,7 @@ class Rehearsal:
                 return
             most, memory = self._most(), self._memory
             if most is not None and memory is not None and most < SMALL * memory:
-                line = f"memory: at most {size(most)} of {size(memory)}, not rehearsed"
+                line = f"memory: needs at most {size(most)} of {size(memory)}, so not rehearsed"
                 self._answer = Expectation(lines=(line,))
                 return
         self._runs = [intent.run]

@@ -40,15 +40,15 @@ def merge(
     report = fold(origin.section, origin.adapter, output, load_tokenizer(origin.section))
     print(f"merged {origin.adapter} into {origin.section.name}: {output}")
     print(
-        f"logits differ by {report.rounding:.1e} of their norm from base with adapter "
-        f"({report.from_adapter:.1e} before rounding), by {report.from_base:.1e} from the base "
-        "alone"
+        f"the merged model's logits differ by {report.rounding:.1e} of their norm from those of "
+        f"the base with the adapter ({report.from_adapter:.1e} before rounding), and by "
+        f"{report.from_base:.1e} from those of the base alone"
     )
     if report.from_codes is not None:
         print(
-            "merged into the dequantised weights of a base that was quantised: "
-            f"{report.quantised}; logits differ by {report.from_codes:.1e} from the adapter on "
-            "that base"
+            f"the base was quantised ({report.quantised}), and the adapter was merged into its "
+            f"dequantised weights; the logits differ by {report.from_codes:.1e} from those of the "
+            "adapter on the quantised base"
         )
     if report.untied:
         print("input and output embedding share one tensor in the base; they are now two")

@@ -131,9 +131,9 @@ def ask(question: Question, environ: Mapping[str, str], *, quiet: bool = False) 
                     found = _findings(event)
         except TimeoutError:
             raise AnygaugeError(
-                f"the checks before the run have made no progress on its {events.part} for "
-                f"{LIMITS_S[events.part]:.0f} s; look at the run file's '{events.part}' section, "
-                "and at the disks that its paths are on"
+                f"the checks before the run have hung: no progress for {LIMITS_S[events.part]:.0f} "
+                f"s on the run file's '{events.part}' section. Look at that section, and at the "
+                "disks that hold the paths in it"
             ) from None
         except BrokenPipeError:
             pass  # it ended before it had read the question
@@ -223,6 +223,7 @@ def _broken(part: str, code: int, output: IO[bytes]) -> AnygaugeError:
     lines = output.read().decode(errors="replace").strip().splitlines()
     last = f": {lines[-1].strip()}" if lines else ""
     return AnygaugeError(
-        f"the checks before the run failed at its {part} with {describe_exit(code)}{last}. There "
-        "may be too little memory; the run would fail in the same way"
+        f"the process that checks the run file's '{part}' section before the run ended with "
+        f"{describe_exit(code)}{last}. There may be too little memory; the run would fail in the "
+        "same way"
     )

@@ -64,17 +64,19 @@ def _of_environment(root: YamlNode) -> Iterator[Problem]:
         length = len(key.encode()) + len(str(value.value).encode())
         total += length
         if not key or "=" in key or "\0" in key:
-            what = f"the name {key[:60]!r} cannot be a variable's"
-            text = f"{what}; it has at least one character, and neither '=' nor NUL among them"
+            what = f"{key[:60]!r} cannot be the name of a variable"
+            text = f"{what}: a name has at least one character, and no '=' or NUL"
             yield Problem(value.origin, path, text)
         elif "\0" in str(value.value):
             yield Problem(value.origin, path, "the value holds a NUL, which no variable can have")
         elif length > LONGEST_VARIABLE:
-            text = f"name and value have {length:,} bytes; at most {LONGEST_VARIABLE:,}"
-            yield Problem(value.origin, path, f"{text}: give the path of a file instead")
+            text = f"name and value together have {length:,} bytes; at most {LONGEST_VARIABLE:,}"
+            hint = "put the value in a file, and give the file's path instead"
+            yield Problem(value.origin, path, f"{text} are allowed; {hint}")
     if total > ALL_VARIABLES:
-        text = f"all variables together have {total:,} bytes; at most {ALL_VARIABLES:,}"
-        yield Problem(node.origin, "environment", f"{text}: no process starts with more")
+        text = f"all variables together have {total:,} bytes"
+        text += f", but no process starts with more than {ALL_VARIABLES:,}"
+        yield Problem(node.origin, "environment", text)
 
 
 def _of_targets(root: YamlNode) -> Iterator[Problem]:

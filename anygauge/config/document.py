@@ -83,8 +83,8 @@ def refuse_beyond(values: int, level: int, line: int | None) -> None:
         raise NotYaml(f"mappings and lists are nested more than {MOST_LEVELS} deep", line)
     if values > MOST_VALUES:
         raise NotYaml(
-            f"more than {MOST_VALUES:,} values, each counted as often as an alias (*name) repeats "
-            "it; a run needs a few hundred. Write fewer of them, or less with aliases",
+            f"more than {MOST_VALUES:,} values, counting each again wherever an alias (*name) "
+            "repeats it; a run needs a few hundred. Write fewer values, or use fewer aliases",
             line,
         )
 
@@ -210,7 +210,8 @@ class _Builder:
         self._values += 1
         refuse_beyond(self._values, len(self._open), origin.line)
         if id(raw) in self._open:
-            return self._refuse(origin, path, f"the alias of line {origin.line} contains itself")
+            text = f"the value that begins on line {origin.line} contains an alias of itself"
+            return self._refuse(origin, path, text)
         self._open.add(id(raw))
         try:
             if isinstance(raw, yaml.MappingNode) and raw.tag == f"{TAG}map":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -33,6 +32,7 @@ from anygauge.config.strategies import STRICT, section_of, spelled_out, without_
 from anygauge.interface import PluginError, RunFileError
 from anygauge.util.files import read_bounded
 from anygauge.util.hiding import HIDDEN
+from anygauge.util.text import did_you_mean
 
 MOST_BYTES = 2**20
 """Of a run file. One with a chat template in it has some ten thousand."""
@@ -147,7 +147,8 @@ def check_folders(loaded: LoadedRun, folders: Sequence[str], advice: str) -> Non
             return ""
         if any(target == root or root in target.parents for root in roots):
             return ""
-        return f"{text} is not on the machines of the job, which have {', '.join(folders)}{advice}"
+        have = ", ".join(folders)
+        return f"{text} is not on the job's machines, which have only {have}{advice}"
 
     _check(loaded, complaint)
 
@@ -191,8 +192,9 @@ def _read(
     """
     files.append(path)
     if len(files) > MOST_FILES:
-        text = f"more than {MOST_FILES} files are read for one run, by what extends what"
-        raise RunFileError(f"{shown}: extends: {text}; extend fewer files, or each once")
+        text = f"this run reads more than {MOST_FILES} files through 'extends'"
+        text += ", each counted as often as it is named"
+        raise RunFileError(f"{shown}: extends: {text}; extend fewer files, or each only once")
     root = _document(path, shown, problems)
     chain = (*chain, (path.resolve(), shown))
     extends = root.value.pop("extends", None)
@@ -260,8 +262,7 @@ def _similar(path: Path) -> str:
     if not path.parent.is_dir():
         return ""
     names = sorted(each.name for each in path.parent.iterdir() if _is_yaml(each.name))
-    close = get_close_matches(path.name, names, n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return did_you_mean(path.name, names)
 
 
 def _is_yaml(name: str) -> bool:

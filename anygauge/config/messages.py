@@ -83,7 +83,7 @@ def _unknown(path: tuple[object, ...], root: YamlNode) -> Problem:
         text = f"is called {dotted((*path[:-1], new))} now; rename it"
         value = new_value(path, node.value)
         if value is not node.value:
-            text += f" (and {node.value}, which is called {value})"
+            text += f" (and its value {node.value}, which is now {value})"
         return Problem(node.origin, dotted(path), text)
     parent = kind_at(path[:-1], root)
     assert parent is not None and parent.section is not None

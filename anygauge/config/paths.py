@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from anygauge.config.origin import Problem, dotted
+from anygauge.util.text import did_you_mean
 
 if TYPE_CHECKING:
     from anygauge.config.document import YamlNode
@@ -194,5 +194,4 @@ def _neighbour(target: Path) -> str:
     if not target.parent.is_dir():
         return "" if target.parent == target else f" (nor is there a folder {target.parent})"
     names = sorted(each.name for each in target.parent.iterdir())
-    close = get_close_matches(target.name, names, n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return did_you_mean(target.name, names)

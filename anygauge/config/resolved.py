@@ -43,8 +43,9 @@ def parse_run(text: str | bytes) -> RunFile:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the text"
         raise AnygaugeError(
-            f"not a resolved run of this anygauge ({where}: {first['msg']}); have the machine that "
-            "starts the run and those of its ranks the same version?"
+            f"this is not a resolved run of the installed version of anygauge ({where}: "
+            f"{first['msg']}). Do the machine that starts the run and those of its ranks have the "
+            "same version?"
         ) from error
 
 

@@ -54,12 +54,12 @@ __all__ = [
 
 
 class PrecisionSection(Section):
-    """Types of numbers, each named, so that two strategies can be compared."""
+    """Data types of weights and gradients: the same for all strategies, so you can compare them."""
 
     param_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Weights in memory and arithmetic; auto: bfloat16 where the hardware has it, "
-        "else float16 where it has that, else float32.",
+        description="Type of weights in memory and of arithmetic; auto: the first of bfloat16, "
+        "float16 and float32 that is fast on the device.",
     )
     reduce_dtype: Literal["param_dtype", "float32"] = Field(
         "float32", description="Type in which gradients are accumulated and reduced."
@@ -77,8 +77,8 @@ class LaunchSection(Section):
     devices: Positive = Field(_LAUNCH.devices, description="Ranks per machine, one per device.")
     collective_timeout_s: Seconds = Field(
         _LAUNCH.collective_timeout_s,
-        description="Seconds after which a collective that hangs ends the run, and so does a rank "
-        "that neither works nor reports.",
+        description="Seconds after which the run is ended because a collective hangs, or because a "
+        "rank neither works nor reports.",
     )
     join_timeout_s: Seconds = Field(
         _LAUNCH.join_timeout_s,
@@ -96,8 +96,8 @@ class LaunchSection(Section):
     )
     binding: Literal["auto", "cores", "none"] = Field(
         _LAUNCH.binding,
-        description="cores: each rank of a machine gets an equal share of whole cores; auto: as "
-        "the backend has it.",
+        description="cores: each rank of a machine gets an equal share of whole cores; none: ranks "
+        "are not bound; auto: the backend decides.",
     )
     max_restarts: NonNegative = Field(
         _LAUNCH.max_restarts,
@@ -110,7 +110,9 @@ class LaunchSection(Section):
         default_factory=list,
         description="Variables of the shell that starts the run, passed on to every machine.",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="For the launcher alone.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options that only the launcher reads."
+    )
 
     def settings(self) -> LaunchSettings:
         """What a job carries of it: all but what the launcher alone reads."""
@@ -142,19 +144,21 @@ class RunFile(Section):
     launch: LaunchSection = LaunchSection()
     kernels: dict[str, str] = Field(
         default_factory=dict,
-        description="Operation: kernel name, which must be able to run here; recorded.",
+        description="Operation -> kernel to use, which must be able to run here; report.json "
+        "records it.",
     )
     backend_options: dict[str, Any] = Field(
-        default_factory=dict, description="For the backend alone."
+        default_factory=dict, description="Options that only the backend reads."
     )
     environment: dict[str, str] = Field(
         default_factory=dict, description="Variables for every rank; win over the backend's."
     )
     trackers: list[str] = Field(
-        default_factory=list, description="Receivers of metrics in addition to metrics.jsonl."
+        default_factory=list,
+        description="Trackers that receive the metrics in addition to metrics.jsonl, by name.",
     )
     tracker_options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Tracker: options for it alone, such as a project."
+        default_factory=dict, description="Tracker -> options that it alone reads, such as project."
     )
 
     @model_validator(mode="after")
@@ -171,7 +175,8 @@ class RunFile(Section):
         unused = sorted(set(self.tracker_options) - set(self.trackers))
         if unused:
             raise ValueError(
-                f"'tracker_options' speaks of {', '.join(unused)}, which 'trackers' does not name"
+                f"'tracker_options' has options for {', '.join(unused)}, which 'trackers' does "
+                "not list; add it to 'trackers', or remove its options"
             )
         return self
 

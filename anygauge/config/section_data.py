@@ -35,7 +35,7 @@ class SourceSection(Section):
         description="prompt_completion: what the model reads before the answer; {prompt} is "
         "replaced.",
     )
-    limit: Positive | None = Field(None, description="Use only the first rows.")
+    limit: Positive | None = Field(None, description="Use only this many rows, from the beginning.")
     weight: PositiveNumber = Field(
         1.0,
         description="Times that each row is read in an epoch: 2 is twice, 0.5 every second epoch.",
@@ -52,7 +52,7 @@ class DataSection(Section):
         None, description="Rows to evaluate on."
     )
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Share of the training rows held out for evaluation instead."
+        0.0, description="Share of the training rows to hold out for evaluation, in place of eval."
     )
     chat_template: str | None = Field(
         None, description="Jinja file (or the template itself) for chats; null: the tokenizer's."
@@ -68,18 +68,20 @@ class DataSection(Section):
         description="Tokens that enter the loss: answers (in a chat, every turn of the assistant), "
         "only the last turn of the assistant, or every token.",
     )
-    packing: bool = Field(False, description="Put several rows in one sequence; none sees another.")
+    packing: bool = Field(
+        False, description="Put several rows in one sequence; none attends to another."
+    )
     group_by_length: bool = Field(
         False, description="Put rows of like length in one step, so that less is padding."
     )
     streaming: bool = Field(
         False,
-        description="Tokenise while training instead of before; remote rows are read meanwhile, "
-        "without a copy on the disk.",
+        description="Tokenise rows during training instead of before it; remote rows are then "
+        "read over the network, without a copy on disk.",
     )
     shuffle_buffer: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         10_000,
-        description="Rows of a block: remote rows that are streamed are shuffled within blocks.",
+        description="With streaming: remote rows are shuffled within blocks of this many rows.",
     )
     cache: str | None = Field(
         None,
@@ -127,28 +129,28 @@ class DataSection(Section):
     def _check_streamed(self) -> None:
         """What cannot be done with rows that arrive in their own order."""
         remote = [source for source in self.train_sources if is_remote(source.path)]
-        why = ", which is streamed, arrives in its own order"
+        why = " is streamed and arrives in its own order"
         way_out = "; leave 'streaming' out (rows are then downloaded)"
         if remote and len(self.train_sources) > 1:
             raise ValueError(
                 f"{remote[0].path}{why}, so it cannot be mixed with other sources of 'train'"
-                f"{way_out}, or give it alone"
+                f"{way_out}, or make it the only source"
             )
         if remote and remote[0].weight != 1:
             raise ValueError(
                 f"{remote[0].path}{why}, so it cannot have a 'weight'{way_out}, or change "
-                "train.epochs"
+                "train.epochs instead"
             )
         if remote and self.eval_fraction:
             raise ValueError(
-                f"{remote[0].path}{why}, so no 'eval_fraction' can be drawn from all of it"
-                f"{way_out}, or give 'eval' a source, with a 'limit'"
+                f"{remote[0].path}{why}, so the rows of 'eval_fraction' cannot be drawn from all "
+                f"of it{way_out}, or give 'eval' a source of its own, with a 'limit'"
             )
         for source in self.eval_sources:
             if is_remote(source.path) and source.limit is None:
                 raise ValueError(
-                    f"{source.path} in 'eval' is tokenised before the run; with 'streaming', give "
-                    "it a 'limit'"
+                    f"{source.path} in 'eval' needs a 'limit' when 'streaming' is on, because "
+                    "rows of 'eval' are always tokenised before the run"
                 )
 
 

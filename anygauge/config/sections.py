@@ -37,16 +37,17 @@ class Section(BaseModel):
 
 
 class QuantiseSection(Section):
-    """How the base's linear layers are quantised; they stay frozen, beside an adapter."""
+    """How the base's linear layers are quantised. They stay frozen; an adapter is trained."""
 
     type: Literal["nf4", "int8"] = Field(
-        description="Codes: 4 bits (nf4) or 8 (int8), by bitsandbytes."
+        description="Quantisation by bitsandbytes: 4 bits (nf4) or 8 bits (int8)."
     )
     double_quantisation: bool = Field(
         False, description="nf4 alone: scales of blocks are quantised as well."
     )
     compute_dtype: Literal["param_dtype", "float32", "bfloat16", "float16"] = Field(
-        "param_dtype", description="nf4 alone: type of the products with dequantised weights."
+        "param_dtype",
+        description="nf4 only: type in which layers multiply with their dequantised weights.",
     )
 
     @model_validator(mode="after")
@@ -76,12 +77,12 @@ class ModelSection(Section):
     )
     new_special_tokens: str | list[str] = Field(
         default_factory=list,
-        description="Further ones that are special: marks of turns, which no answer shows.",
+        description="Special tokens to add, such as turn markers; generated answers omit them.",
     )
     new_tokens_init: Literal["mean", "normal"] = Field(
         "mean",
-        description="What rows of new tokens begin with: the mean of the rows before, or drawn "
-        "from the seed with their mean and covariance.",
+        description="Initial embedding rows of new tokens: the mean of the existing rows, or drawn "
+        "by the seed from a normal distribution with their mean and covariance.",
     )
     quantise: Literal["nf4", "int8"] | QuantiseSection | None = Field(
         None, description="Quantise linear layers while they are read: a type, or a section."
@@ -102,7 +103,7 @@ class AdapterGroup(Section):
     """Layers of an adapter that have a rank or scale of their own."""
 
     targets: str | list[str] = Field(
-        description="As in adapter.targets: layers that it names, and further ones."
+        description="As in adapter.targets; may name layers that adapter.targets does not."
     )
     r: Positive | None = Field(None, description="Left out: adapter.r.")
     alpha: PositiveNumber | None = Field(None, description="Left out: adapter.alpha.")
@@ -129,9 +130,9 @@ class AdapterSection(Section):
     )
     targets: str | list[str] = Field(
         "all-linear",
-        description="all-linear (all but the output layer), a list of the last parts of layer "
-        "names (all-linear, embeddings and the output layer too), or one regular expression over "
-        "whole names.",
+        description="all-linear (all linear layers but the output layer); a list of the last "
+        "parts of layer names, which may include all-linear, embeddings and the output layer; or "
+        "one regular expression that matches whole names.",
     )
     groups: list[AdapterGroup] = Field(
         default_factory=list,
@@ -139,17 +140,17 @@ class AdapterSection(Section):
     )
     target_parameters: list[str] = Field(
         default_factory=list,
-        description="Tensors that belong to no layer of their own, by the last parts of their "
-        "names, such as experts.gate_up_proj of a mixture of experts.",
+        description="Parameters that are not the weight of a linear layer or embedding, by the "
+        "last parts of their names, such as experts.gate_up_proj of a mixture of experts.",
     )
     start_from: str | None = Field(
         None,
-        description="Folder of an adapter to continue from; its rank, scale and targets are kept, "
-        "and the fields above, dropout aside, must be left out or equal.",
+        description="Folder of an adapter to continue from. It decides rank, scale and layers: "
+        "leave the fields above out or repeat its values (dropout is free). Leave init out.",
     )
     verify: bool = Field(
         True,
-        description="Load what was saved onto a fresh base on the host, and compare its logits.",
+        description="Load the saved adapter onto a fresh base on the host, and compare logits.",
     )
     init: bool | str = Field(
         True,
@@ -202,8 +203,8 @@ class OptimizerSection(Section):
     )
     paged: bool = Field(
         False,
-        description="adamw_8bit: its moments lie in memory that moves to the host when the device "
-        "has no room.",
+        description="adamw_8bit only: keep the moments in memory that the driver moves to the host "
+        "while the device has no room.",
     )
 
     @model_validator(mode="after")
@@ -234,10 +235,10 @@ class ScheduleSection(Section):
 
 
 class CheckpointingSection(Section):
-    """Which decoder layers recompute their activations in backward, and what of them."""
+    """Which decoder layers recompute activations in backward, and which activations."""
 
     every: Positive = Field(
-        1, description="One of so many layers recomputes, beginning with the first; 1: each."
+        1, description="N: every Nth layer recomputes, beginning with the first; 1: all layers."
     )
     selective: bool = Field(
         False,
@@ -262,7 +263,8 @@ class TrainSection(Section):
     )
     micro_batch_size: BatchSize = Field(
         4,
-        description="Most sequences per forward on one rank; decides memory. The rest accumulates.",
+        description="Largest number of sequences per forward on one rank; determines memory. "
+        "Gradients accumulate over the forwards of a step.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -276,15 +278,15 @@ class TrainSection(Section):
     )
     activation_offloading: bool = Field(
         False,
-        description="What layers keep for backward lies in the host's memory meanwhile; weights "
-        "stay where they are.",
+        description="Keep what layers save for backward in the host's memory until backward needs "
+        "it; weights stay where they are.",
     )
     router_aux_loss_coef: NonNegativeNumber = Field(
         0.0,
         description="Weight of the loss that keeps a mixture of experts in balance; 0: none.",
     )
     seed: Annotated[int, Field(ge=0, le=_SEEDS)] = Field(
-        0, description="Order, initial weights and dropout."
+        0, description="Seed of the order of rows, of initial weights and of dropout."
     )
     eval_every: NonNegative = Field(0, description="Steps between evaluations; 0: at the end.")
     eval_at_start: bool = Field(
@@ -297,12 +299,12 @@ class TrainSection(Section):
 
     trainable: list[str] = Field(
         default_factory=list,
-        description="Without an adapter: expressions over whole names of parameters; only what one "
-        "of them matches is trained. Empty: all weights.",
+        description="Without an adapter: regular expressions for whole parameter names; only "
+        "parameters that match one of them are trained. Empty: all weights.",
     )
     frozen: list[str] = Field(
         default_factory=list,
-        description="Without an adapter: expressions likewise; what one matches is not trained.",
+        description="Without an adapter: the same; parameters that match one are not trained.",
     )
 
     @model_validator(mode="after")
@@ -345,6 +347,6 @@ class CheckpointSection(Section):
     )
     resume: str = Field(
         "never",
-        description="never; auto: from the newest sound checkpoint of this run, if there is one; "
-        "or the folder of a checkpoint.",
+        description="never; auto, which takes the newest sound checkpoint of this run, if there is "
+        "one; or the folder of a checkpoint.",
     )

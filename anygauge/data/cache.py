@@ -147,7 +147,10 @@ class Cache:
         except OSError as error:
             raise _unusable(self.folder if self._kept else None, error) from None
         if found is None:
-            raise DataError(f"{place} was damaged while it was built; is something cleaning there?")
+            raise DataError(
+                f"the cache entry {place} was damaged while anygauge built it. Does another "
+                "program delete files there?"
+            )
         return found
 
     def _read(self, place: Path, *, built: bool = False) -> Entry | None:

@@ -7,7 +7,6 @@ Whatever the layout, a chat becomes the turns that chat templates of the transfo
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from anygauge.config.schema import SourceSection
 from anygauge.data.records import Record, byte_length, check_text, column, from_json, kind
 from anygauge.interface import DataError
+from anygauge.util.text import did_you_mean
 
 Turn = dict[str, Any]
 
@@ -102,10 +102,10 @@ def _chat(
         first_loss_turn += 1
     systems = [number for number, turn in enumerate(turns, 1) if turn["role"] == "system"]
     if len(systems) > 1:
-        of_column = f" (the first is of the column {source.system!r})" if system else ""
+        of_column = f" (the first comes from column {source.system!r})" if system else ""
         raise DataError(
-            f"{where}: {len(systems)} system turns, at {', '.join(map(str, systems))}{of_column}; "
-            "at most one is expected: join them in one turn"
+            f"{where}: turns {', '.join(map(str, systems))} are system turns{of_column}, but a "
+            "chat may have only one; join them into one turn"
         )
     answered = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     if not answered or answered[-1] < first_loss_turn:
@@ -170,7 +170,9 @@ def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
         calls = [legacy]
     if calls is not None:
         if role != "assistant":
-            raise DataError(f"{where} has tool calls, but the role {role!r}; only assistants call")
+            raise DataError(
+                f"{where} has tool calls and the role {role!r}; only the assistant may call tools"
+            )
         kept["tool_calls"] = _calls(calls, where)
     if "content" in kept:
         kept["content"] = _content(kept["content"], where)
@@ -203,8 +205,7 @@ def _role(turn: Mapping[str, Any], key: str, roles: tuple[str, ...], where: str)
         raise DataError(f"{where} has no {key!r}; keys here: {keys}")
     role = turn[key]
     if role not in roles:
-        near = difflib.get_close_matches(str(role), roles, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(str(role), roles)
         raise DataError(f"{where} has the {key} {role!r}; valid: {', '.join(roles)}{meant}")
     return str(role)
 

@@ -121,8 +121,8 @@ def hub_stream(source: SourceSection, field: str) -> tuple[RowStream, str]:
 
     if constants.HF_HUB_OFFLINE:
         raise DataError(
-            f"{field}.path: HF_HUB_OFFLINE is set, and data.streaming reads {source.path!r} over "
-            "the network; unset one of both"
+            f"{field}.path: data.streaming reads {source.path!r} over the network, but "
+            "HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE, or leave data.streaming out"
         )
     commit = _check(source, field)
     pinned = source.model_copy(update={"revision": commit})

@@ -113,8 +113,8 @@ class Split:
     def __init__(self, n: int, fraction: float, seed: int, source: int = 0) -> None:
         if fraction and n < 2:
             raise DataError(
-                f"data.eval_fraction {fraction} cannot be taken of {n} row(s): both parts need "
-                "one; give more rows, or a file in data.eval"
+                f"data.eval_fraction: {fraction} cannot be held out of {n} row(s), since training "
+                "and evaluation need at least one each; give more rows, or a file in data.eval"
             )
         count = min(n - 1, max(1, round(n * fraction))) if fraction else 0
         purpose = (seed, 0, SPLIT, source) if source else (seed, 0, SPLIT)

@@ -88,7 +88,7 @@ def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
     became = [
         f"{number:,} {what}"
         for number, what in (
-            (counts.truncated, "lost their end"),
+            (counts.truncated, "cut at the end"),
             (counts.dropped_long, "left out"),
         )
         if number
@@ -96,7 +96,7 @@ def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
     return (
         f"data.max_length {data.max_length} is too short for "
         f"{counts.truncated + counts.dropped_long:,} of {counts.rows:,} rows "
-        f"({', '.join(became)}); {length:,} would hold {HELD_SHARE:.0%} of them"
+        f"({', '.join(became)}); {length:,} would hold {HELD_SHARE:.0%} of the rows"
     )
 
 
@@ -316,10 +316,10 @@ class _Preparer:
         name = piece.origin.format("...")
         which = {
             "all": f"none of the {piece.records} rows of {name}",
-            "kept": f"none of {counts.rows} of the {piece.records} rows of {name} (the others are "
-            f"held out by data.eval_fraction {self._fraction:g})",
+            "kept": f"none of the {counts.rows} rows that data.eval_fraction {self._fraction:g} "
+            f"leaves for training (of {piece.records} rows of {name})",
             "held out": f"none of the {counts.rows} rows that data.eval_fraction "
-            f"{self._fraction:g} holds out of the {piece.records} rows of {name}",
+            f"{self._fraction:g} holds out for evaluation (of {piece.records} rows of {name})",
         }
         return DataError(f"{which[part]} is left to use: {'; '.join(causes)}")
 

@@ -5,7 +5,6 @@ A record's origin is its file and a place: `data.jsonl:17` (a line), `data.json[
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.interface import DataError
+from anygauge.util.text import did_you_mean
 
 MOST_LINE = 2**25
 """Bytes of a line; its text is bounded below that (`formats.MOST_TEXT`), JSON writes more."""
@@ -188,11 +188,10 @@ def column(record: Record, name: str, setting: str | None) -> Any:
 
 def missing(record: Record, name: str, setting: str | None) -> DataError:
     """The error for a column that is not there; names those that are, and the nearest."""
-    near = difflib.get_close_matches(name, record.values, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
     remedy = f"; set {setting} to one of them" if setting else "; alpaca rows need it"
     return DataError(
-        f"{record.origin}: no column {name!r}; columns here: {listed(record)}{remedy}{meant}"
+        f"{record.origin}: no column {name!r}; columns here: {listed(record)}{remedy}"
+        + did_you_mean(name, record.values)
     )
 
 

@@ -229,8 +229,8 @@ def _get(address: str, start: int, end: int) -> _Answer:
             raise ConnectionError(f"the server answers {status}")
         if status in (401, 403):
             raise DataError(
-                f"{shown(address)}: the server does not let it be read ({status}); a signed "
-                "address may have run out, and a private file needs one"
+                f"{shown(address)}: the server refuses access ({status}). A signed address may "
+                "have expired, and a private file needs a signed address"
             )
         if status in (404, 410):
             raise DataError(f"{shown(address)}: no such file on the server ({status})")

@@ -267,9 +267,9 @@ def _by_marks(chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
     if spans and template.end_of_turn(text[slice(*spans[-1])]) is None:
         shown = text[slice(*spans[-1])][-40:]
         raise DataError(
-            f"{chat.origin}: the chat template's generation marks end with {shown!r}, before the "
-            "token that ends a turn, so the model would never learn to stop; put that token "
-            "before {% endgeneration %}"
+            f"{chat.origin}: what the chat template's generation marks enclose ends with "
+            f"{shown!r}, without the token that ends a turn, so the model would never learn to "
+            "stop; put that token before {% endgeneration %}"
         )
     return text, spans
 
@@ -288,14 +288,14 @@ def _untold(chat: Chat, finder: _Finder, index: int) -> DataError:
     closing = finder.template.closing()
     if closing is not None and finder.template.end_of_turn(closing) is None:
         return DataError(
-            f"{where}: the chat template ends a turn of the assistant with {closing!r}, which has "
-            "no special token of this tokenizer at its end, so the model would never learn to "
-            "stop; write {{ eos_token }} there in data.chat_template"
+            f"{where}: the chat template ends a turn of the assistant with {closing!r}, not with "
+            "a special token of this tokenizer, so the model would never learn to stop; write "
+            "{{ eos_token }} there in data.chat_template"
         )
     eased = index != last and finder.span(last) is not None
     return DataError(
-        f"{where}: cannot tell which text has a loss: the chat template renders this turn in "
-        "another way once other turns follow it, or leaves it out. Enclose what the assistant "
+        f"{where}: anygauge cannot tell which text to train on: the chat template writes this "
+        "turn differently when other turns follow it, or leaves it out. Enclose what the assistant "
         "says in {% generation %} and {% endgeneration %} in a data.chat_template"
         + ("; or set data.loss_on: last_turn" if eased else "")
     )

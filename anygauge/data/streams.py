@@ -275,13 +275,12 @@ class Blocks:
             raise self._empty()
         if wanted is not None and found < wanted:
             whose = (
-                f"limit {wanted:,} says"
+                f"its limit is {wanted:,}"
                 if self._limit == wanted and self._expected is None
-                else f"{wanted:,} rows that its description says"
+                else f"its description promises {wanted:,}"
             )
             raise DataError(
-                f"{self.name} ends after {found:,} rows, before the {whose}; set limit to {found} "
-                "or less"
+                f"{self.name} ends after {found:,} rows, but {whose}; set limit to {found} or less"
             )
         self.length = found if self._limit is None else min(found, self._limit)
 
@@ -313,9 +312,9 @@ class BlockOrder:
         """
         if self._rows.length is None:
             raise RunFileError(
-                f"train.epochs: how many rows {self._rows.name} has shows only at its end, so "
-                "epochs cannot decide when the run ends; set train.steps, or the `limit` of the "
-                "source to a number of rows that it has"
+                f"train.epochs: anygauge does not know how many rows {self._rows.name} has before "
+                "it reaches the end, so epochs cannot decide when the run ends; set train.steps, "
+                "or the source's `limit` to a number of rows that it has"
             )
         count = Fraction(repr(epochs)) if isinstance(epochs, float) else Fraction(epochs)
         return round(self._rows.length * count)

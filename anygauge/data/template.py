@@ -240,9 +240,9 @@ class ChatTemplate:
             return
         if "question" not in text or "reply" not in text:
             raise RunFileError(
-                f"the chat template does not write what is said: a question and a reply became "
-                f"{text!r}. It may expect contents as parts, as for images; give a "
-                "data.chat_template that writes message.content as text"
+                "the chat template leaves out what the turns say: it turned a question and a "
+                f"reply into {text!r}. It may expect contents as lists of parts, as for images; "
+                "give a data.chat_template that writes message.content as text"
             )
         marked = "".join(text[start:end] for start, end in spans)
         # The library misplaces marks that stand behind text in a macro or a `set` block.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 from anygauge.interface.hardware import Card, Machine, Rates
 from anygauge.util.errors import UsageError
+from anygauge.util.text import did_you_mean
 
 __all__ = [
     "BY_TYPE",
@@ -187,8 +187,7 @@ class _Reader:
         valid = tuple(valid)
         for key in table:
             if key not in valid:
-                near = difflib.get_close_matches(key, valid, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ";"
+                hint = did_you_mean(key, valid) or ";"
                 here = f"[{place}] has" if place else "it has"
                 quotes = '. A name with a dot stands in quotes: [machine."a.b"]'
                 raise UsageError(

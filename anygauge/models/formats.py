@@ -56,8 +56,8 @@ def refuse_format(config: Any, *, quantise: bool = False) -> None:
             "installed"
         )
     raise UnsupportedError(
-        f"{stored}; {served}. Give the model that they were made from, which the model card names. "
-        "To have its weights in few bits, also set model.quantise: nf4 or int8"
+        f"{stored}; {served}. Use the model that these weights were made from, which the model "
+        "card names. To hold that model's weights in few bits, also set model.quantise: nf4 or int8"
     )
 
 

@@ -197,7 +197,8 @@ def weight_files(there: Iterable[str], path_of: Callable[[str], Path]) -> list[s
     if "adapter_config.json" in names:
         found = "; it is an adapter: give its base in model.name, and a folder with the adapter in "
         found += "adapter.start_from"
-    raise ModelError(f"it has no weights: {' or '.join(SINGLE_FILES)}, or their index{found}")
+    files = " or ".join(SINGLE_FILES)
+    raise ModelError(f"it has no weights that anygauge reads ({files}, or their index){found}")
 
 
 def fetch(

@@ -123,9 +123,10 @@ def plan_masks(
     kinds = set(getattr(config, "layer_types", None) or ())
     other = sorted(kinds - {FULL, SLIDING}) + _recurrent(config)
     if other or not setting(config, "num_attention_heads"):
+        what = f"layers of kind {', '.join(other)}" if other else "layers with no attention"
         raise UnsupportedError(
-            f"{field}: this model has layers of kind {', '.join(other) or 'no attention'}, on "
-            f"which a mask for each pair of positions has no effect; set {field}: {off}"
+            f"{field}: this model has {what}, on which a mask for each pair of positions has no "
+            f"effect; set {field}: {off}"
         )
     if not _takes_masks(config):
         raise UnsupportedError(
@@ -147,8 +148,8 @@ def _counts_itself(config: Any) -> str:
     by_distance = any("alibi" in name for name in vars(module))
     if not by_distance and "position_ids" not in inspect.signature(kind.forward).parameters:
         return (
-            f"{kind.__name__} takes no position ids, and would count on through all documents of a "
-            "row"
+            f"{kind.__name__} takes no position ids, so it cannot count from 0 again at each "
+            "document of a row"
         )
     # As in RoBERTa: the first position is the one after the padding token's number.
     parts = [part for part in vars(module).values() if isinstance(part, type)]

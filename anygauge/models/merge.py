@@ -166,10 +166,10 @@ def _check(report: MergeReport, effect: float, adapter: Path, stored: torch.dtyp
         )
     if report.rounding > effect / 2:
         raise ModelError(
-            f"the adapter in {adapter} is lost when merged weights are rounded to the base's "
-            f"{_said(stored)}: its effect is {effect:.1e} of the logits' norm, that of the "
-            f"rounding {report.rounding:.1e}; nothing was written. Use it without merging, or "
-            "train it for longer"
+            f"the adapter in {adapter} would be lost when the merged weights are rounded to the "
+            f"base's {_said(stored)}: it changes the logits by {effect:.1e} of their norm, and "
+            f"the rounding by {report.rounding:.1e}; nothing was written. Use it without merging, "
+            "or train it for longer"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
 from anygauge.models.peft_limits import takes_no_adapter
 from anygauge.util.processes import describe_exit
+from anygauge.util.text import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -155,8 +155,7 @@ def check_saved_modules(model: Any, section: AdapterSection, planned: Iterable[s
         # As peft matches: the end of a name, which need not begin at a dot.
         matches = [name for name in owning if target and name.endswith(target)]
         if not matches:
-            near = difflib.get_close_matches(target, _last_parts(owning), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ";"
+            hint = did_you_mean(target, _last_parts(owning)) or ";"
             shown = ", ".join(_last_parts(owning))
             raise ModelError(
                 f"{field}: no module's name ends with {target!r}{hint} modules here: {shown}"
@@ -309,8 +308,7 @@ def _nothing_called(model: nn.Module, layers: Mapping[str, nn.Module], target: s
             f"{target!r} is a {type(other).__name__}, but only linear layers and embeddings can "
             f"have an adapter; {_valid(layers)}"
         )
-    near = difflib.get_close_matches(target, [*_last_parts(layers), ALL_LINEAR], 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    hint = did_you_mean(target, [*_last_parts(layers), ALL_LINEAR]) or ";"
     return f"no layer is called {target!r}{hint} {_valid(layers)}"
 
 

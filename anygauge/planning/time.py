@@ -204,11 +204,13 @@ def _sending(one: Traffic, card: Card, ranks: Ranks, machine: Machine | None) ->
         rate = _known(card.exchange, SENT, link, card, "link")
         return "cards", one.times * call + one.wire / rate
     if machine is None or not machine.network:
-        named = "no machine is named" if machine is None else f"machine {machine.name!r} has none"
+        named = "no machine is named"
+        if machine is not None:
+            named = f"the description of machine {machine.name!r} has no network"
         raise UnknownRateError(
-            f"several machines send to each other, and how fast is not known: {named}. Name a node "
-            "type (--machine dgx-h100), or describe one with its `network` in a file of your own "
-            "(--hardware FILE.toml, docs/hardware.md)"
+            "several machines send data to each other, but the speed of the network between them "
+            f"is not known: {named}. Name a node type (--machine dgx-h100), or describe a machine "
+            "with its `network` in a file of your own (--hardware FILE.toml, docs/hardware.md)"
         )
     # A ring enters and leaves each machine once; as many rings as a machine's ranks have groups.
     here = sum(

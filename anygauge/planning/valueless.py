@@ -90,8 +90,8 @@ def register_device() -> None:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
     except ImportError as error:
         raise UnsupportedError(
-            f"anygauge plan: torch {torch.__version__} cannot make devices without memory. Plan "
-            "with torch 2.13, which needs no device"
+            f"anygauge plan: torch {torch.__version__} cannot make the device without memory that "
+            "a plan is worked out on. Plan with torch 2.13, which needs no real device"
         ) from error
     _setup_privateuseone_for_python_backend(rename=DEVICE, backend_module=_DeviceModule())
 

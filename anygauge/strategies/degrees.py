@@ -20,10 +20,12 @@ class ContextParallel(BaseModel):
     """Fields for sequences that are divided over ranks."""
 
     cp: Annotated[int, Field(ge=1)] = Field(
-        1, description="Neighbouring ranks that each have a part of every sequence."
+        1, description="Context parallelism: how many neighbouring ranks divide every sequence."
     )
     cp_method: Literal["gather", "ulysses"] = Field(
-        "gather", description="Attention: keys and values are gathered, or heads exchanged."
+        "gather",
+        description="With cp, attention gathers keys and values (gather) or exchanges heads "
+        "(ulysses).",
     )
 
 
@@ -31,15 +33,15 @@ class Degrees(ContextParallel):
     """Fields for layers that are divided over ranks, too."""
 
     tp: Annotated[int, Field(ge=1)] = Field(
-        1, description="Neighbouring ranks that each compute a part of every layer."
+        1, description="Tensor parallelism: how many neighbouring ranks divide every layer."
     )
     sequence_parallel: bool = Field(
         True,
-        description="With tp: between layers, each of these ranks has a part of the positions.",
+        description="With tp: between layers, these ranks divide the positions of a sequence.",
     )
 
     pp: Annotated[int, Field(ge=1)] = Field(
-        1, description="Stages of neighbouring layers, each on ranks of its own."
+        1, description="Pipeline parallelism: how many stages, each with its own layers and ranks."
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = Field(
         None, description="With pp: the order of forwards and backwards; 1f1b if left out."

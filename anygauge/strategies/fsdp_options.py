@@ -13,10 +13,10 @@ class FsdpOptions(Degrees):
     """Fields of ``strategy`` other than its name."""
 
     dp_replicate: Annotated[int, Field(ge=1)] = Field(
-        1, description="Groups of ranks that each hold the whole model; above 1: HSDP."
+        1, description="Number of groups of ranks that each hold a whole model; above 1: HSDP."
     )
     dp_shard: Annotated[int, Field(ge=-1)] = Field(
-        -1, description="Ranks that hold the model together, times cp; -1: all that are left."
+        -1, description="The model is sharded over dp_shard x cp ranks; -1: over all that are left."
     )
     gather: Literal["layer", "step"] = Field(
         "layer",

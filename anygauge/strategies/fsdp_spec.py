@@ -51,10 +51,12 @@ def shards(options: Any, world_size: int) -> int:
     if shard > 0 and replicate * shard == rows:
         return int(shard * options.cp)
     divisors = [str(n) for n in range(1, rows + 1) if rows % n == 0]
-    product = f"{replicate} x {shard}" if shard != -1 else f"{replicate} x what is left"
+    product = f"{replicate} x {shard} is not"
+    if shard == -1:
+        product = f"dp_replicate {replicate} does not divide"
     over = "".join(f" divided by strategy.{name} {n}" for name, n in others.items() if n > 1)
     raise RunFileError(
-        f"strategy.dp_replicate and dp_shard: {product} is not {rows}, the number of ranks "
+        f"strategy.dp_replicate and dp_shard: {product} {rows}, the number of ranks "
         f"(--devices times --nodes){over}. Leave dp_shard out, and set dp_replicate to one of "
         f"{', '.join(divisors)}"
     )
@@ -78,7 +80,7 @@ FSDP = StrategySpec(
     name="fsdp",
     factory="anygauge.strategies.fsdp:Fsdp",
     api_version=API_VERSION,
-    summary="torch's FSDP2: weights, gradients and optimizer in parts; HSDP by dp_replicate.",
+    summary="torch's FSDP2 shards weights, gradients and optimizer; HSDP with dp_replicate.",
     options="anygauge.strategies.fsdp_options:FsdpOptions",
     default=20,
     needs=(Requirement(capability="collectives", because="FSDP gathers weights from all ranks"),),

@@ -38,9 +38,9 @@ def check_nvme(run: StrategyRun, environment: Mapping[str, str]) -> None:
         return
     if options.offload in ("parameters", "both"):
         raise UnsupportedError(
-            f"strategy.nvme: with strategy.offload: {options.offload}, weights would go to the "
-            "disk too, and with that a rank of DeepSpeed 0.19.8 ended without a message. Set "
-            "strategy.offload: optimizer"
+            f"strategy.nvme: with strategy.offload: {options.offload}, DeepSpeed would put the "
+            "weights on the disk too, and then a rank of DeepSpeed 0.19.8 ended without a "
+            "message. Set strategy.offload: optimizer"
         )
     if options.offload != "optimizer":
         raise RunFileError(

@@ -11,18 +11,22 @@ class ZeroOptions(BaseModel):
     """Fields of ``strategy`` other than its name."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = Field(
-        3, description="What is sharded: 1 optimizer, 2 gradients, 3 weights too."
+        3,
+        description="What is sharded. 0: nothing; 1: optimizer state; 2: also gradients; 3: also "
+        "weights.",
     )
     gather: Literal["layer", "module"] = Field(
         "layer", description="Stage 3: weights are gathered a decoder layer at a time, or a module."
     )
     offload: Literal["none", "optimizer", "parameters", "both"] = Field(
-        "none", description="What lies in the host's memory between uses; parameters: stage 3."
+        "none",
+        description="What to keep in the host's memory between uses; parameters and both need "
+        "stage 3.",
     )
     nvme: str | None = Field(
         None,
-        description="With offload: optimizer and stage 3: a folder on a local disk of each "
-        "machine, where it lies in place of the host's memory.",
+        description="With offload: optimizer in stage 3, a folder on a local disk of each machine "
+        "to keep the optimizer in, instead of in the host's memory.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import os
 from importlib import metadata
@@ -32,6 +31,7 @@ from anygauge.strategies.zero_versions import (
     needs_reentrant_checkpointing,
     offloads_gradients,
 )
+from anygauge.util.text import did_you_mean
 
 
 def check(run: StrategyRun) -> None:
@@ -155,9 +155,9 @@ ZERO = StrategySpec(
 def _check_adds_offloaded(stage: int) -> None:
     if not offloads_gradients():
         raise UnsupportedError(
-            f"strategy.offload: optimizer: DeepSpeed {metadata.version(ENGINE)} gives other losses "
-            f"in stage {stage} than without it (seen in 0.16.9; 0.19.8 gives the same). Set "
-            "strategy.stage: 3, or leave it out"
+            f"strategy.offload: optimizer: in stage {stage}, DeepSpeed {metadata.version(ENGINE)} "
+            "trains with other losses when it offloads than when it does not (seen in 0.16.9; in "
+            "0.19.8 they are the same). Set strategy.stage: 3, or leave it out"
         )
 
 
@@ -166,11 +166,9 @@ def _check_known(options: dict[str, Any]) -> None:
     known = zero_fields()
     for name in options:
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
             raise RunFileError(
                 f"strategy.options.{name}: DeepSpeed's zero_optimization has no such field"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-                + ". Its fields are in DeepSpeed's configuration reference"
+                f"{did_you_mean(name, known)}. DeepSpeed's configuration reference has them"
             )
 
 

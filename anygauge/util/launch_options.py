@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anygauge.util.errors import RunFileError
 from anygauge.util.hiding import holds_secret, is_secret
+from anygauge.util.text import did_you_mean
 
 Seconds = Annotated[float, Field(ge=0, lt=86400)]
 
@@ -62,10 +62,10 @@ def _sentence(model: type[LauncherOptions], launcher: str, one: Mapping[str, Any
     if one["type"] == "extra_forbidden":
         if one["loc"] in _RENAMED:
             return f"{place}: is called {_RENAMED[one['loc']]} now; rename it"
-        has, near = "", get_close_matches(str(one["loc"][-1]), model.model_fields, 1)
+        has = ""
         if len(one["loc"]) == 1:
-            has = f"; it has: {', '.join(model.model_fields)}"
-            has = (f"; did you mean '{near[0]}'?" if near else "") + has
+            near = did_you_mean(str(one["loc"][-1]), model.model_fields)
+            has = f"{near}; it has: {', '.join(model.model_fields)}"
         return f"{place}: the {launcher} launcher has no such option{has}"
     if one["type"] == "missing":
         return f"{place}: the {launcher} launcher needs it"

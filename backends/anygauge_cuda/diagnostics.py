@@ -55,7 +55,7 @@ def _build() -> Check:
             name=name,
             outcome=Outcome.WARN,
             seen=seen,
-            remedy=f"nothing is known here of this torch; known are {known}",
+            remedy=f"anygauge does not know the CUDA versions of this torch, only of torch {known}",
         )
     if cuda in published:
         return Check(name=name, outcome=Outcome.PASS, seen=seen)

@@ -106,8 +106,8 @@ def check_options(options: Mapping[str, Any], mode: Mode) -> None:
             )
         if option.lazy_only and mode is not Mode.LAZY and value is not False:
             raise RunFileError(
-                f"backend_options.{name}: in {mode} mode no graph is accumulated that it could "
-                "act on. Remove it, or set backend_options.mode: lazy"
+                f"backend_options.{name}: it acts on accumulated graphs, and {mode} mode "
+                "accumulates none. Remove it, or set backend_options.mode: lazy"
             )
     if options.get("graph_limit_sync") and "graph_limit" not in options:
         raise RunFileError(

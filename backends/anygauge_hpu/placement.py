@@ -62,8 +62,9 @@ class HpuPlacement(Placement):
         if bool(internal.is_lazy()) is not (self.mode is Mode.LAZY):
             raise NotAvailableError(
                 f"Gaudi's software was loaded in {'lazy' if internal.is_lazy() else 'eager'} mode "
-                f"before anygauge, but this run is in {self.mode} mode: import it afterwards, or "
-                f"set {LAZY_VARIABLE}={self.mode.variable} before anything imports it"
+                f"before anygauge, but this run is in {self.mode} mode: import Gaudi's software "
+                f"after anygauge, or set {LAZY_VARIABLE}={self.mode.variable} before anything "
+                "imports it"
             )
         module = self._module()
         if not module.is_available() or module.device_count() < 1:

@@ -37,7 +37,9 @@ def link(text: str) -> None:
     name, _, target = text.partition("=")
     path = Path(name)
     if not target or not Path(target).exists():
-        raise AnygaugeError(f"{name}: Azure mounted nothing for it (it gave {target!r})")
+        raise AnygaugeError(
+            f"{name}: Azure did not mount this folder: what it gave, {target!r}, does not exist"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(target)
@@ -45,7 +47,8 @@ def link(text: str) -> None:
         if path.is_symlink() and path.readlink() == Path(target):
             return  # of an earlier start
         raise AnygaugeError(
-            f"{name} cannot lead to {target}: {error.strerror}. Choose another folder (at)"
+            f"cannot make {name} a link to {target}: {error.strerror}. Choose another folder for "
+            "it (its field at)"
         ) from error
 
 

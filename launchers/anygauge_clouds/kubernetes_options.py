@@ -154,7 +154,8 @@ class KubernetesOptions(CloudOptions):
         paths = [self.storage.path, *(volume.path for volume in self.volumes), *RESERVED]
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
-            raise ValueError(f"{twice[0]} is mounted twice, or is one of {', '.join(RESERVED)}")
+            own = ", ".join(RESERVED)
+            raise ValueError(f"{twice[0]} is mounted twice, or the launcher mounts it ({own})")
         for key, quantity in self.resources.items():
             if "/" in key and not quantity.isdecimal():
                 raise ValueError(
@@ -165,13 +166,15 @@ class KubernetesOptions(CloudOptions):
             raise ValueError(f"resources.{huge[0]}: Kubernetes requires memory or cpu beside it")
         if self.kind == "PyTorchJob" and self.restarts:
             raise ValueError(
-                "restarts: a PyTorchJob starts single containers again; use kind JobSet, or "
-                "launch.max_restarts for ranks"
+                "restarts: a PyTorchJob restarts single containers, not the whole job; use kind "
+                "JobSet, or launch.max_restarts, which restarts ranks"
             )
         if self.kind == "TrainJob":
             for field in ("restarts", "host_ipc", "priority_class", "image_pull_policy", "keep_s"):
                 if getattr(self, field) not in (0, False, None):
-                    raise ValueError(f"{field}: a TrainJob takes it from its runtime alone")
+                    raise ValueError(
+                        f"{field}: a TrainJob takes this only from its runtime; leave it out"
+                    )
         if self.kind == "MPIJob" and self.run_as_user not in (None, 0):
             raise ValueError(
                 "run_as_user: a MPIJob runs as root, which its sshd needs; leave it out"
@@ -200,8 +203,8 @@ class KubernetesOptions(CloudOptions):
         wanted = job.network.resource if job.network else None
         if wanted is not None and wanted not in self.resources:
             raise RunFileError(
-                f"launch.options.resources: launch.fabric is {job.launch.fabric}, for which pods "
-                f"ask for {wanted}: say how many each machine has"
+                f"launch.options.resources: with launch.fabric: {job.launch.fabric}, pods must "
+                f"ask for {wanted}; add it, with the number that each machine has"
             )
         if self.kind == "MPIJob" and job.launch.nodes == 1:
             raise RunFileError(

@@ -67,8 +67,8 @@ class Sagemaker:
         carried = packed(there, own.secrets)
         if len(carried) > _PIECES_LIMIT:
             raise UnsupportedError(
-                f"the run file takes {len(carried)} pieces of {PIECE} characters, and a request to "
-                f"SageMaker may have {_PIECES_LIMIT}"
+                f"the run file is too long: it takes {len(carried)} pieces of {PIECE} characters, "
+                f"and a request to SageMaker may have at most {_PIECES_LIMIT}"
             )
         request = request_of(there, own, name, here.name, carried)
         service = SagemakerService(name=name, region=own.region, profile=own.profile)
@@ -104,10 +104,11 @@ class Sagemaker:
         passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
         long = next((n for n, value in passed.items() if len(value) > _VARIABLE_LIMIT), None)
         if long is not None or len(passed) > _VARIABLES_LIMIT:
+            found = f"{len(passed)} variables" if long is None else f"a longer value of {long}"
             raise AnygaugeError(
-                f"launch.pass_environment: {long or len(passed)}: SageMaker takes "
-                f"{_VARIABLES_LIMIT} variables of up to {_VARIABLE_LIMIT} characters; put it into "
-                "the run file's environment, or into the image"
+                f"launch.pass_environment: got {found}, but SageMaker takes at most "
+                f"{_VARIABLES_LIMIT} variables of up to {_VARIABLE_LIMIT} characters; put them "
+                "into the run file's environment, or into the image"
             )
         if passed:
             request["Environment"] = passed

@@ -123,20 +123,29 @@ class SagemakerOptions(CloudOptions):
     def _go_together(self) -> SagemakerOptions:
         if self.spot and (self.max_wait_s or 0) < self.time_limit_s:
             raise ValueError(
-                f"max_wait_s: {self.max_wait_s}: with spot it is needed, and at least time_limit_s "
-                f"({self.time_limit_s})"
+                f"max_wait_s: got {self.max_wait_s}; spot: true needs it, with at least the "
+                f"seconds of time_limit_s ({self.time_limit_s})"
             )
         if self.max_wait_s is not None and not self.spot:
-            raise ValueError("max_wait_s: takes effect with spot: true alone")
+            raise ValueError("max_wait_s: it works only with spot: true; set that, or leave it out")
         if self.spot and self.keep_alive_s:
-            raise ValueError("keep_alive_s: SageMaker keeps no machines of spot jobs")
+            raise ValueError(
+                "keep_alive_s: SageMaker does not keep the machines of spot jobs; leave it out, "
+                "or leave spot out"
+            )
         if bool(self.subnets) is not bool(self.security_groups):
             raise ValueError("subnets and security_groups: give both or neither")
         files = [name for name, one in self.channels.items() if isinstance(one, FileSystem)]
         if files and not self.subnets:
-            raise ValueError(f"channels.{files[0]}: a file system is reached through your subnets")
+            raise ValueError(
+                f"channels.{files[0]}: SageMaker reaches a file system only through your subnets; "
+                "give subnets and security_groups"
+            )
         if self.secrets and self.network_isolation:
-            raise ValueError("secrets: with network_isolation machines cannot ask Secrets Manager")
+            raise ValueError(
+                "secrets: with network_isolation, machines cannot reach Secrets Manager; leave one "
+                "of them out"
+            )
         return self
 
     def check(self, job: Job) -> None:
@@ -158,8 +167,9 @@ class SagemakerOptions(CloudOptions):
             )
         if job.launch.max_restarts and job.launch.nodes > 1:
             raise RunFileError(
-                "launch.max_restarts: on several machines of SageMaker, checkpoints reach the "
-                "others only when the job is started again: use launch.options.restarts or spot"
+                "launch.max_restarts: on several machines of SageMaker, the other machines get "
+                "checkpoints only when the job is started again. Use launch.options.restarts or "
+                "spot instead"
             )
         if job.network is not None and job.network.name not in FABRICS:
             raise RunFileError(
@@ -169,16 +179,16 @@ class SagemakerOptions(CloudOptions):
         needed = job.stop_grace_s + self.grace_s
         if needed > STOP_S - 10:
             raise RunFileError(
-                f"checkpoint.grace_s: {job.stop_grace_s:g} s and launch.options.grace_s "
-                f"{self.grace_s:g} s: SageMaker kills {STOP_S} s after it asks to end; "
-                f"{STOP_S - 10} s at most in all"
+                f"checkpoint.grace_s ({job.stop_grace_s:g} s) and launch.options.grace_s "
+                f"({self.grace_s:g} s) may have at most {STOP_S - 10} s together: SageMaker kills "
+                f"a job {STOP_S} s after it asks it to end"
             )
         family, _, size = self.instance_type.rpartition(".")
         cards = CARDS.get(family, {}).get(size)
         if device is not None and family in CARDS and cards is None:
             raise RunFileError(
-                f"launch.options.instance_type: {self.instance_type}: of {family} there are "
-                f"{', '.join(CARDS[family])}"
+                f"launch.options.instance_type: got {self.instance_type}; valid sizes of {family} "
+                f"are {', '.join(CARDS[family])}"
             )
         if cards is not None and job.launch.devices > cards:
             raise RunFileError(

@@ -12,12 +12,14 @@ from pydantic import AfterValidator, Field
 from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
 from anygauge.util.launch_options import read_options
 from anygauge_launchers.hosts import HostsOptions
-from anygauge_launchers.remote import ForegroundLauncher
+from anygauge_launchers.remote import ForegroundLauncher, keep_alive
 
 
 def _whole(path: str) -> str:
     if len(path.split()) != 1:
-        raise ValueError("mpirun splits this path at spaces; make a link without them")
+        raise ValueError(
+            "mpirun splits this path at its spaces; make a link to it whose path has none"
+        )
     return path
 
 
@@ -51,9 +53,7 @@ class Mpi(ForegroundLauncher):
         hosts, coordinator = own.resolve(job)
         folder = Path(job.run_file).parent
         settings: dict[str, str] = {}
-        # The ssh that leads to a daemon must notice, too, when its machine is gone.
-        alive = max(1, int(job.launch.lost_after_s // 5))
-        ssh = ["-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={alive}"]
+        ssh = [*keep_alive(job)]  # of the ssh that leads to a daemon
         if own.config is not None:
             ssh += ["-F", own.config]
         settings["plm_rsh_args"] = " ".join(ssh)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -21,6 +22,7 @@ from typing import Any, Literal
 from anygauge.interface import (
     LOST,
     AnygaugeError,
+    Job,
     Plan,
     PlannedProcess,
     RunningJob,
@@ -47,6 +49,18 @@ _CANCELLED = {
     "exit_status": 143,
     "cause": "the connections to the agents were closed before an agent reported the end",
 }
+
+
+_ALIVE_S = 5
+
+
+def keep_alive(job: Job) -> tuple[str, ...]:
+    """Options by which an ssh ends once its machine is gone.
+
+    Agents notice first, after `lost_after_s`: they can say which node is lost.
+    """
+    times = 1 + math.ceil(job.launch.lost_after_s / _ALIVE_S)
+    return ("-o", f"ServerAliveInterval={_ALIVE_S}", "-o", f"ServerAliveCountMax={times}")
 
 
 class ForegroundLauncher:

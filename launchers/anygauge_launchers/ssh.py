@@ -18,16 +18,14 @@ from pydantic import AfterValidator, Field
 from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
 from anygauge.util.launch_options import read_options
 from anygauge_launchers.hosts import HostsOptions
-from anygauge_launchers.remote import ForegroundLauncher
-
-_ALIVE_S = 5
+from anygauge_launchers.remote import ForegroundLauncher, keep_alive
 
 
 def _plain(path: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_./+~-]+", path):
         raise ValueError(
-            "a remote shell reads this path, so it may hold letters, digits and _./+~- alone; "
-            "make a link without other characters"
+            "a remote shell reads this path, so it may contain only letters, digits and "
+            "_./+~-; make a link to it whose path has no other characters"
         )
     return path
 
@@ -58,10 +56,9 @@ class Ssh(ForegroundLauncher):
         own = read_options(SshOptions, "ssh", options)
         hosts, coordinator = own.resolve(job)
         job_file = str(Path(job.run_file).with_name("job.json"))
-        alive = max(1, int(job.launch.lost_after_s // _ALIVE_S))
         command = (
             *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
-            *("-o", f"ServerAliveInterval={_ALIVE_S}", "-o", f"ServerAliveCountMax={alive}"),
+            *keep_alive(job),
             *(() if own.config is None else ("-F", own.config)),
         )
         return Plan(

@@ -137,11 +137,13 @@ def badly_described(port: int) -> None:
         ({**HELLO, "nodes": "\ud800"}, "'nodes' has an impossible value: '?'"),
     ):
         reason = described(port, record)
-        assert said in reason and "cannot be read here" in reason
+        assert said in reason and "cannot read how the node describes itself: " in reason
     clocks: tuple[Any, ...] = ("now", None, True, 10**400, float("nan"), float("inf"), [], {})
     for clock in clocks:
         reason = described(port, HELLO, clock=clock)
-        assert "cannot be read here: 'clock' has an impossible value" in reason
+        assert (
+            "cannot read how the node describes itself: 'clock' has an impossible value" in reason
+        )
 
 
 @pytest.mark.parametrize("attack", [deep, without_end, noise, unproven, badly_described])
@@ -276,7 +278,7 @@ def test_a_false_coordinator_receives_nothing_and_is_not_followed(cluster: Clust
 
     thread = threading.Thread(target=false_coordinator, daemon=True)
     thread.start()
-    with pytest.raises(AnygaugeError, match="that agent is of another job"):
+    with pytest.raises(AnygaugeError, match="the two agents belong to different jobs"):
         meet(
             Job.load(cluster.job), Outbox(os.open(os.devnull, os.O_WRONLY)), 1, "host1",
             f"127.0.0.1:{cluster.port}", {"NAME": "digest"},
@@ -291,7 +293,7 @@ def test_a_job_without_a_token_does_not_meet(cluster: Cluster) -> None:
     for node in (0, 1):
         cluster.start(node)
         assert (
-            "has no token, with which the nodes authenticate each other"
+            "it has no token, and nodes cannot authenticate each other without one"
             in cluster.end(node)["cause"]
         )
 

@@ -179,7 +179,7 @@ def test_an_agent_of_another_job_is_turned_away(cluster: Cluster) -> None:
     other.write_text(own.replace("of this job", "of another"))
     cluster.job, mine = other, cluster.job
     cluster.start(1, key=7)
-    assert "that agent is of another job" in cluster.end(7)["cause"]
+    assert "the two agents belong to different jobs" in cluster.end(7)["cause"]
     cluster.job = mine
     with socket.create_connection(("127.0.0.1", cluster.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")  # neither does noise disturb it
@@ -206,7 +206,8 @@ def test_settings_that_all_must_share_are_compared(cluster: Cluster) -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     for node in (0, 1):
-        assert "MODE: node 1 (host1) has another value than the coordinator (host0)" in causes[node]
+        differs = "MODE: the value on node 1 (host1) differs from that on the coordinator (host0)"
+        assert differs in causes[node]
         assert "ALIKE" not in causes[node]
 
 
@@ -221,8 +222,9 @@ def test_other_numbers_are_refused(cluster: Cluster) -> None:
     for node in (0, 1):
         cause = cluster.end(node)["cause"]
         assert (
-            "has 2 for launch.devices, the coordinator (" in cause
-            and ") 1: all nodes must" in cause
+            "launch.devices is 2 on node 1 (" in cause
+            and "), but 1 on the coordinator (" in cause
+            and "); all nodes must have the same" in cause
         )
 
 

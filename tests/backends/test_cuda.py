@@ -397,9 +397,9 @@ def test_drivers_are_compared_with_the_build_of_torch(
     [
         ("2.13.0+cu130", "13.0", "pass", ""),
         ("2.10.1", "12.8", "pass", ""),
-        ("2.1.0", "12.1", "warn", "known are 2.6, 2.7"),
+        ("2.1.0", "12.1", "warn", "the CUDA versions of this torch, only of torch 2.6, 2.7"),
         ("2.13.0a0+git1234", "12.1", "warn", "published for CUDA 12.6, 13.0, 13.2"),
-        ("3.0", "13.0", "warn", "nothing is known here"),
+        ("3.0", "13.0", "warn", "anygauge does not know the CUDA versions of this"),
     ],
 )
 def test_torch_is_compared_with_its_published_builds(

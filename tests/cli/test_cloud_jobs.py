@@ -52,8 +52,8 @@ def test_a_path_that_the_machines_do_not_have_is_named_with_its_line(tmp_path: P
     path = there(tmp_path, data={"train": {"path": "/home/me/rows.jsonl"}})
     done = anygauge(["launch", path, "--dry-run"])
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "data.train.path: /home/me/rows.jsonl is not on the machines of the job" in done.stderr
-    assert "which have /anygauge/runs, /data" in done.stderr and "tiny.yaml:" in done.stderr
+    assert "data.train.path: /home/me/rows.jsonl is not on the job's machines" in done.stderr
+    assert "which have only /anygauge/runs, /data" in done.stderr and "tiny.yaml:" in done.stderr
     known = {**LAUNCH, "options": {**OPTIONS, "in_image": ["/home/me"]}}
     path = there(tmp_path, data={"train": {"path": "/home/me/rows.jsonl"}}, launch=known)
     assert anygauge(["launch", path, "--dry-run"]).returncode == 0
@@ -107,7 +107,7 @@ def test_a_network_that_the_backend_does_not_have_is_refused(tmp_path: Path) -> 
         ["launch", there(tmp_path), "--dry-run", "--backend", "cuda", "--set", "launch.fabric=efa"]
     )
     assert pods.returncode == 2
-    assert "launch.fabric is efa, for which pods ask for vpc.amazonaws.com/efa" in pods.stderr
+    assert "with launch.fabric: efa, pods must ask for vpc.amazonaws.com/efa" in pods.stderr
 
 
 def test_a_job_is_submitted_left_followed_and_its_logs_are_found(tmp_path: Path) -> None:

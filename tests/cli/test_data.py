@@ -95,7 +95,10 @@ def test_a_remote_source_is_looked_at_without_a_copy(
             "the ranks will read the rows of the hub and of other machines"
             in capsys.readouterr().out
         )
-        said = r"train\.epochs: how many rows http://.*/chats\.jsonl has shows only at its end"
+        said = (
+            r"train\.epochs: anygauge does not know how many rows http://.*/chats\.jsonl has "
+            r"before it reaches the end"
+        )
         with pytest.raises(RunFileError, match=said):
             command(["train", str(chats), "--dry-run", *options, "--set", "train.steps=null"])
     assert f"data.train\n  {server.address('chats.jsonl')}\n    10 of 10 rows; " in out

@@ -148,7 +148,7 @@ def test_the_losses_under_torchrun_are_those_of_devices_2(tmp_path: Path) -> Non
         (["--nodes", "2"], "launch.nodes: 2, but"),
         (["--launcher", "local"], "launch.launcher: local would start ranks"),
         (["--set", "launch.launcher=ssh"], "launch.launcher: ssh would start ranks"),
-        (["--set", "launch.max_restarts=2"], "can restart the ranks that it started"),
+        (["--set", "launch.max_restarts=2"], "so only another launcher can restart them"),
     ],
 )
 def test_what_only_our_launchers_do_is_refused_by_each_rank(

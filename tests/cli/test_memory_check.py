@@ -147,7 +147,7 @@ def test_a_small_run_starts_no_process(
 ) -> None:
     found = expected(run_file(tmp_path))
     (line,) = found.lines
-    assert line.startswith("memory: at most ") and line.endswith(", not rehearsed")
+    assert line.startswith("memory: needs at most ") and line.endswith(", so not rehearsed")
     assert planner.started == 0
     assert expected(run_file(tmp_path), asked=True).found == planner.found
     assert planner.started == 1

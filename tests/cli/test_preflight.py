@@ -57,7 +57,7 @@ def test_a_dry_run_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFi
     assert command(["train", str(path), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert " of 40 rows; " in out and "(from the cache of " not in out
-    assert "data.max_length 36 is too short for " in out and "would hold 95% of them" in out
+    assert "data.max_length 36 is too short for " in out and "would hold 95% of the rows" in out
     assert "zero_optimization.stage3_param_persistence_threshold = " in out
     assert not (tmp_path / "out").exists()
 
@@ -105,7 +105,8 @@ def test_a_check_that_hangs_is_ended_and_its_part_named(
     event = json.dumps({"event": "part", "name": "data"})
     stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'; exec sleep 120")
     monkeypatch.setitem(preflight.LIMITS_S, "data", 0.2)
-    with pytest.raises(AnygaugeError, match=r"no progress on its data for 0 s.*'data' section"):
+    said = r"no progress for 0 s on the run file's 'data' section"
+    with pytest.raises(AnygaugeError, match=said):
         preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
 
 
@@ -122,7 +123,8 @@ def test_a_check_that_says_nothing_more_and_does_not_end(
 ) -> None:
     stub(tmp_path, monkeypatch, "cat > /dev/null; exec >&-; exec sleep 120")
     monkeypatch.setattr(preflight, "_END_S", 0.2)
-    with pytest.raises(AnygaugeError, match=r"failed at its model with signal 9, SIGKILL\. There"):
+    said = r"checks the run file's 'model' section .* ended with signal 9, SIGKILL\. There"
+    with pytest.raises(AnygaugeError, match=said):
         preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
 
 

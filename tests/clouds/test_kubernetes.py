@@ -179,7 +179,8 @@ def test_machines_and_restarts_are_those_of_the_job() -> None:
 
 def test_a_network_that_was_asked_for_brings_what_pods_need() -> None:
     network = Fabric(name="f", what="F", resource="example.com/f", capabilities=("IPC_LOCK",))
-    assert_refused(lambda: rendered(network=network, fabric="f"), "launch.fabric is f, for which")
+    said = "with launch.fabric: f, pods must ask for example.com/f"
+    assert_refused(lambda: rendered(network=network, fabric="f"), said)
     change = {"resources": {"example.com/f": "4"}}
     added = find(manifest(rendered(change, network=network, fabric="f")), "add")
     assert added and all("IPC_LOCK" in each for each in added)
@@ -233,13 +234,17 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
         ({"resources": {"example.com/card": "4"}}, {}, "launch.devices (8) says how many"),
         ({"shm": "64"}, {}, "launch.options.shm: '64'"),
         ({"image": "My Image"}, {}, "launch.options.image: 'My Image'"),
-        ({"kind": "TrainJob", "restarts": 2}, {}, "a TrainJob takes it from its runtime alone"),
+        ({"kind": "TrainJob", "restarts": 2}, {}, "a TrainJob takes this only from its runtime"),
         (
             {"kind": "TrainJob", "priority_class": "a"},
             {},
-            "priority_class: a TrainJob takes it from",
+            "priority_class: a TrainJob takes this only from",
         ),
-        ({"kind": "PyTorchJob", "restarts": 2}, {}, "starts single containers again; use kind"),
+        (
+            {"kind": "PyTorchJob", "restarts": 2},
+            {},
+            "restarts single containers, not the whole job; use kind",
+        ),
         ({"runtime": "mine"}, {}, "runtime: belongs to kind TrainJob, and kind is JobSet"),
         ({"name": "a" * 50}, {}, "name: 50 characters; pods of a JobSet"),
         ({"name": "1st"}, {}, "launch.options.name: '1st'"),

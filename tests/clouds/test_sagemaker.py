@@ -106,7 +106,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
     assert json.loads(job_text)["run_text"] == text
     assert json.loads(job_text)["run_directory"] == "/opt/ml/checkpoints"
     assert secrets == {"HF_TOKEN": SECRET}
-    with pytest.raises(UnsupportedError, match="a request to SageMaker may have 100"):
+    with pytest.raises(UnsupportedError, match="a request to SageMaker may have at most 100"):
         rendered(run_text=text * 20)
 
 
@@ -117,7 +117,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
         ({"role": "SageMakerRole"}, {}, "launch.options.role: 'SageMakerRole'"),
         ({"image": "pytorch/pytorch:2"}, {}, "launch.options.image: 'pytorch/pytorch:2'"),
         ({"image": None}, {}, "from Amazon ECR alone, and vendor/stack:1 is not there"),
-        ({"instance_type": "ml.p5.49xlarge"}, {}, "of ml.p5 there are 4xlarge, 48xlarge"),
+        ({"instance_type": "ml.p5.49xlarge"}, {}, "valid sizes of ml.p5 are 4xlarge, 48xlarge"),
         ({}, {"profile": CARDS}, "backend: cards needs example.com/card, which no machine of Sag"),
         ({"instance_type": "p5.48xlarge"}, {}, "launch.options.instance_type: 'p5.48xlarge'"),
         ({"instance_type": "ml.p5.4xlarge"}, {}, "ml.p5.4xlarge has 1 accelerators, and"),
@@ -125,21 +125,27 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
         ({"channels": {"my data": "s3://bucket/x"}}, {}, "channels.my data"),
         ({"channels": {"data": {"id": "fs-1", "type": "EFS", "path": "/x"}}}, {}, "fs-1"),
         ({"subnets": None}, {}, "subnets and security_groups: give both or neither"),
-        ({"subnets": None, "security_groups": None}, {}, "reached through your subnets"),
-        ({"spot": True}, {}, "max_wait_s: None: with spot it is needed"),
-        ({"spot": True, "max_wait_s": 10}, {}, "max_wait_s: 10: with spot it is needed"),
-        ({"max_wait_s": 90000}, {}, "max_wait_s: takes effect with spot: true alone"),
+        (
+            {"subnets": None, "security_groups": None}, {},
+            "SageMaker reaches a file system only through your subnets",
+        ),
+        ({"spot": True}, {}, "max_wait_s: got None; spot: true needs it"),
+        ({"spot": True, "max_wait_s": 10}, {}, "max_wait_s: got 10; spot: true needs it"),
+        ({"max_wait_s": 90000}, {}, "max_wait_s: it works only with spot: true"),
         (
             {"spot": True, "max_wait_s": 90000, "keep_alive_s": 60}, {},
-            "keep_alive_s: SageMaker keeps no machines of spot jobs",
+            "keep_alive_s: SageMaker does not keep the machines of spot jobs",
         ),
         ({"time_limit_s": 0}, {}, "launch.options.time_limit_s: 0"),
-        ({"network_isolation": True}, {}, "machines cannot ask Secrets Manager"),
+        ({"network_isolation": True}, {}, "machines cannot reach Secrets Manager"),
         ({"secrets": {"HF_TOKEN": "hf_abc"}}, {}, "secrets.HF_TOKEN: say where the secret is kept"),
         ({"region": "Ireland"}, {}, "launch.options.region: 'Ireland'"),
         ({"instance": "x"}, {}, "launch.options.instance: the sagemaker launcher has no such"),
         ({}, {"max_restarts": 2}, "launch.max_restarts: on several machines of SageMaker"),
-        ({}, {"stop_grace_s": 300.0}, "checkpoint.grace_s: 300 s and launch.options.grace_s 5 s"),
+        (
+            {}, {"stop_grace_s": 300.0},
+            "checkpoint.grace_s (300 s) and launch.options.grace_s (5 s) may have at most 110 s",
+        ),
     ],
 )  # fmt: skip
 def test_bad_options_are_caught_before_anything_is_submitted(
@@ -261,7 +267,8 @@ def test_a_variable_that_the_service_would_refuse_is_named(
     aws: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", "x" * 513)
-    with pytest.raises(AnygaugeError, match="HF_HOME: SageMaker takes 100 variables of up to 512"):
+    said = "a longer value of HF_HOME, but SageMaker takes at most 100 variables of up to 512"
+    with pytest.raises(AnygaugeError, match=said):
         submitted(aws, tmp_path)
 
 

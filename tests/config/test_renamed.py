@@ -33,7 +33,7 @@ def test_an_old_name_is_no_field_and_the_new_one_is(old: tuple[str, ...], new: s
         (
             "precision: {reduce: compute}",
             "run.yaml:3: precision.reduce: is called precision.reduce_dtype now; rename it (and "
-            "compute, which is called param_dtype)",
+            "its value compute, which is now param_dtype)",
         ),
     ],
 )

@@ -32,14 +32,14 @@ def test_another_versions_run_is_refused(folder, minimal, tmp_path: Path) -> Non
     with pytest.raises(AnygaugeError) as caught:
         read_run(path)
     assert str(caught.value).startswith(
-        f"{path}: not a resolved run of this anygauge (train.clip: "
+        f"{path}: this is not a resolved run of the installed version of anygauge (train.clip: "
     )
     assert str(caught.value).endswith("the same version?")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "name: t\n", '{"name": 3}'])
 def test_what_is_no_run_is_refused(text: str) -> None:
-    with pytest.raises(AnygaugeError, match="not a resolved run of this anygauge"):
+    with pytest.raises(AnygaugeError, match="this is not a resolved run of the installed version"):
         parse_run(text)
 
 

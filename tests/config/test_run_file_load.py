@@ -252,7 +252,8 @@ def test_odd_yaml_is_refused_where_it_stands(folder, minimal):
     assert folder.refuse(text) == [
         "run.yaml:3: name: the tag !!python/name:os.system means nothing here; write a plain value",
         "run.yaml:4: environment: a list or mapping cannot be a key",
-        "run.yaml:6: backend_options.again: the alias of line 6 contains itself",
+        "run.yaml:6: backend_options.again: the value that begins on line 6 contains an alias of "
+        "itself",
         "run.yaml:9: launch.options: '<<' takes a mapping, or a list of mappings",
         "run.yaml:10: train.seed: 'abc' cannot be read as int",
     ]

@@ -167,13 +167,16 @@ def test_chats_that_say_nothing(turn, is_blank):
         ([{"role": "user", "content": [{"type": "text"}]}], "of the type 'text' without a text"),
         ([{"role": "user", "content": ["x"]}], "a part of the type 'text'; only text"),
         ([{"role": "user", "content": "\ud83d"}], "turn 1 of 'messages' holds half of a surrogate"),
-        ([{**U, "tool_calls": [ADD]}, A], "has tool calls, but the role 'user'"),
+        ([{**U, "tool_calls": [ADD]}, A], "has tool calls and the role 'user'; only the assistant"),
         ([U, {**A, "tool_calls": ["add"]}], "a tool call that is not an object"),
         ([U, {**A, "tool_calls": [{"name": "f", "arguments": "{a"}]}], "not JSON ('{a')"),
         ([U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}], "'f': a list; an object"),
         ([U, {**A, "tool_calls": [{"name": "f\udc00"}]}], "the chat holds half of a surrogate"),
         ([U], "no turn of the assistant to learn from (turns here: user)"),
-        ([{"role": "system", "content": "s"}] * 2 + [U, A], "2 system turns, at 1, 2;"),
+        (
+            [{"role": "system", "content": "s"}] * 2 + [U, A],
+            "turns 1, 2 are system turns, but a chat",
+        ),
     ],
 )
 def test_malformed_turns(turns, words):
@@ -197,7 +200,7 @@ def test_malformed_columns_beside_the_turns(columns, words):
 
 def test_a_system_column_beside_a_system_turn():
     message = failure({"role": "system", "content": "s"}, U, A, system="t")
-    assert "2 system turns, at 1, 2 (the first is of the column 'system')" in message
+    assert "turns 1, 2 are system turns (the first comes from column 'system')" in message
 
 
 @pytest.mark.parametrize(

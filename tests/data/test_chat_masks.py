@@ -291,7 +291,7 @@ def test_a_template_that_fails_names_the_row_too(tokenizer):
 def test_a_template_without_an_end_token(tokenizer):
     text = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     message = refusal(tokenizer, text, user("q"), assistant("a"), user("r"), assistant("b"))
-    assert "ends a turn of the assistant with '\\n', which has no special token" in message
+    assert "ends a turn of the assistant with '\\n', not with a special token of this" in message
 
 
 FORGETFUL = (
@@ -304,7 +304,7 @@ FORGETFUL = (
 def test_a_template_that_leaves_answers_out(tokenizer):
     turns = (user("q"), assistant("a"), user("r"), assistant("b"))
     message = refusal(tokenizer, FORGETFUL, *turns)
-    assert "c.jsonl:1: turn 2 (assistant): cannot tell which text has a loss" in message
+    assert "c.jsonl:1: turn 2 (assistant): anygauge cannot tell which text to train on" in message
     assert message.endswith(
         "{% endgeneration %} in a data.chat_template; or set data.loss_on: last_turn"
     )
@@ -319,7 +319,7 @@ def test_generation_marks_without_the_end_token(tokenizer):
     )
     assert text != MARKED
     message = refusal(tokenizer, text, user("q"), assistant("a"))
-    assert "generation marks end with 'a'" in message
+    assert "generation marks enclose ends with 'a', without the token" in message
 
 
 # -- any conversation -----------------------------------------------------------------------------

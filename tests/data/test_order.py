@@ -164,7 +164,7 @@ def test_sources_are_split_apart():
 def test_no_fraction_holds_nothing_out_and_one_row_cannot_be_divided():
     split = Split(2, 0.0, 0)
     assert (split.kept(np.arange(2)).tolist(), split.held_out.tolist()) == ([0, 1], [])
-    with pytest.raises(DataError, match="both parts need one"):
+    with pytest.raises(DataError, match="training and evaluation need at least one each"):
         Split(1, 0.5, 0)
     with pytest.raises(DataError, match="no row"):
         Order([0], [1.0], 0)

@@ -189,7 +189,8 @@ def test_what_a_process_of_this_run_has_built_is_not_from_the_cache(source, toke
 
 def test_rows_of_a_part_are_counted_with_those_of_the_file(source, tokenizer):
     bad = [{"prompt": "x " * 99, "completion": "y"}] * 40
-    with pytest.raises(DataError, match=r"none of 38 of the 40 rows of"):
+    said = r"none of the 38 rows that data\.eval_fraction 0\.05 leaves for training \(of 40 rows of"
+    with pytest.raises(DataError, match=said):
         prepare(section(source(bad), eval_fraction=0.05), tokenizer, seed=0)
     good = rows(*"abcdefghijklmnopqrstuvwxyz")
     one = source([*good, *bad[:14]])
@@ -197,9 +198,8 @@ def test_rows_of_a_part_are_counted_with_those_of_the_file(source, tokenizer):
         try:
             prepare(section(one, eval_fraction=0.05), tokenizer, seed=seed)
         except DataError as error:
-            assert "none of the 2 rows that data.eval_fraction 0.05 holds out of the 40" in str(
-                error
-            )
+            said = "data.eval_fraction 0.05 holds out for evaluation (of 40 rows of"
+            assert f"none of the 2 rows that {said}" in str(error)
             return
     raise AssertionError("no seed held out two bad rows")
 
@@ -214,8 +214,8 @@ def test_a_length_that_cuts_many_rows_is_told_with_one_that_would_hold_them(sour
     held = found.report.length_for(0.95)
     text = advice(found, data)
     assert text == (
-        "data.max_length 32 is too short for 10 of 20 rows (5 lost their end, 5 left out); "
-        f"{held:,} would hold 95% of them"
+        "data.max_length 32 is too short for 10 of 20 rows (5 cut at the end, 5 left out); "
+        f"{held:,} would hold 95% of the rows"
     )
     whole = data.model_copy(update={"max_length": held})
     enough = prepare(whole, tokenizer, seed=0).train

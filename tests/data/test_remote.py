@@ -223,14 +223,15 @@ def test_a_number_of_rows_that_shows_at_the_end(
 
 def test_epochs_need_a_number_of_rows(server: FileServer, batches: Callable[..., Any]) -> None:
     address = server.address("rows.jsonl")
-    with pytest.raises(RunFileError, match=r"rows http.*has shows only at its end.*train\.steps"):
+    said = r"does not know how many rows http.*has before it reaches the end.*train\.steps"
+    with pytest.raises(RunFileError, match=said):
         batches(address, steps=None)
     limited = batches(address, steps=None, limit=100)
     assert limited.steps == 13
     read = [origin for index in range(13) for origin in limited.global_origins(index)]
     numbers = sorted(int(origin.rpartition(":")[2]) for origin in read)
     assert len(set(numbers)) == 100 and numbers[-1] == 102, "two lines are blank"
-    with pytest.raises(DataError, match=r"ends after 230 rows, before the limit 400 says; set lim"):
+    with pytest.raises(DataError, match=r"ends after 230 rows, but its limit is 400; set lim"):
         too_many = batches(address, steps=None, limit=400)
         for index in range(too_many.steps):
             too_many.step(index)
@@ -287,7 +288,7 @@ def test_wrong_rows_are_named(server: FileServer, batches: Callable[..., Any]) -
 
 FAILURES: dict[str, tuple[File | None, str]] = {
     "nowhere.jsonl": (None, r"nowhere\.jsonl: no such file on the server \(404\)"),
-    "secret.jsonl": (File(body=b"", status=403), r"does not let it be read \(403\); a signed"),
+    "secret.jsonl": (File(body=b"", status=403), r"the server refuses access \(403\)\. A signed"),
     "odd.jsonl": (File(body=b"", status=451), r"the server answers 451"),
     "page.jsonl": (File(body=b"<html>", kind="text/html; charset=utf-8"), r"a web page .*/resolve"),
     "plain.jsonl": (File(body=b"<html>"), r"plain\.jsonl:1: .* not valid JSON .*: <html>"),
@@ -407,8 +408,11 @@ def test_rows_to_evaluate_on_are_a_beginning(
     [
         ({"train": [{"path": "a/b"}, {"path": "x.jsonl"}]}, "cannot be mixed with other sources"),
         ({"train": {"path": "https://a/b.csv", "weight": 2}}, "cannot have a 'weight'"),
-        ({"train": {"path": "a/b"}, "eval_fraction": 0.1}, "no 'eval_fraction' can be drawn"),
-        ({"train": {"path": "x.csv"}, "eval": {"path": "a/b"}}, "give it a 'limit'"),
+        ({"train": {"path": "a/b"}, "eval_fraction": 0.1}, "'eval_fraction' cannot be drawn"),
+        (
+            {"train": {"path": "x.csv"}, "eval": {"path": "a/b"}},
+            "needs a 'limit' when 'streaming' is on",
+        ),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(fields: dict[str, Any], said: str) -> None:
@@ -521,5 +525,6 @@ def test_offline_and_streaming_do_not_go_together(
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"HF_HUB_OFFLINE is set, and data\.streaming reads"):
+    said = r"data\.streaming reads 'owner/name' over the network, but HF_HUB_OFFLINE is set"
+    with pytest.raises(DataError, match=said):
         open_stream(SourceSection(path=NAME), 10, "f")

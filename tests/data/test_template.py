@@ -116,7 +116,7 @@ def test_a_template_that_writes_no_text_is_refused(tokenizer):
     parts = (
         "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
     )
-    with pytest.raises(RunFileError, match=r"does not write what is said.*'</s></s>'"):
+    with pytest.raises(RunFileError, match=r"leaves out what the turns say.*'</s></s>'"):
         ChatTemplate(tokenizer, parts)
 
 

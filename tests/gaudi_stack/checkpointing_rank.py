@@ -22,23 +22,15 @@ from anygauge.strategies import zero_versions
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, open_rank
 from tests.helpers.runs import TINY
 
 
 def main(output: Path, reentrant: bool) -> None:
     if not reentrant:
         zero_versions.NON_REENTRANT_SINCE = (0,)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load().create_backend("cpu")
-    device = backend.open(rank)
-    backend.collectives.open(
-        rendezvous=os.environ["RENDEZVOUS"],
-        rank=rank,
-        world_size=world,
-        timeout_s=120,
-        device=device,
-    )
+    rank, world = open_rank(backend)
     engine = Zero(
         ZeroOptions(options={"stage3_param_persistence_threshold": 0}, gather="module")
     ).build(

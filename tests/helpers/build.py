@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,25 @@ from anygauge.interface.strategy import (
     Workload,
 )
 from anygauge.models.inputs import shift_labels
+
+
+def open_rank(backend: Backend, *, alone: bool = True) -> tuple[int, int]:
+    """Open the device of a rank of `run_ranks`, and its group: its place, and how many there are.
+
+    Args:
+        alone: a rank without others has a process group, too.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = backend.open(rank)
+    if alone or world > 1:
+        backend.collectives.open(
+            rendezvous=os.environ["RENDEZVOUS"],
+            rank=rank,
+            world_size=world,
+            timeout_s=120,
+            device=device,
+        )
+    return rank, world
 
 
 def a_workload(backend: Backend, precision: Precision, **changes: Any) -> Workload:

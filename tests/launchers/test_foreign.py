@@ -130,7 +130,7 @@ def test_unlike_numbers_of_tasks_are_refused(up: Target) -> None:
     path = run_file(up.machines.folder, name="unlike")
     uneven = ("srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1", "--distribution=cyclic")
     status, _, err = ended(up, *uneven, *TRAIN, path)
-    assert status != 0 and "neighbouring ranks must be on one machine" in err, err
+    assert status != 0 and "Place neighbouring ranks on the same machine" in err, err
 
 
 @pytest.mark.parametrize("up", ["slurm"], indirect=True)

@@ -122,12 +122,12 @@ def test_mpirun_starts_one_agent_on_each_host_and_binds_none() -> None:
     text = " ".join(process.argv)
     assert "mpirun --allow-run-as-root -np 2 --host node1:1,me@node2:1 " in text
     assert " --map-by ppr:1:node --bind-to none " in text
-    assert "ServerAliveCountMax=12 -F /ssh/config" in text
+    assert "ServerAliveCountMax=13 -F /ssh/config" in text
     assert "--mca oob_tcp_if_include eth0" in text
     assert ("--node-rank", "$OMPI_COMM_WORLD_RANK") in zip(
         process.argv, process.argv[1:], strict=False
     )
-    with pytest.raises(RunFileError, match="mpirun splits this path at spaces"):
+    with pytest.raises(RunFileError, match="mpirun splits this path at its spaces"):
         rendered("mpi", config="/a b")
 
 

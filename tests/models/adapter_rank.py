@@ -7,7 +7,6 @@ the `single` strategy; losses, gradient norms and adapters of both are written a
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.setup import trained_shapes
-from tests.helpers.build import batch_of, build_context, on_one_rank
+from tests.helpers.build import batch_of, build_context, on_one_rank, open_rank
 from tests.helpers.runs import TINY
 from tests.models.test_adapter_kinds import GPT2
 
@@ -56,16 +55,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Zero, bool]] = {
 
 
 def main(output: Path) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load().create_backend("cpu")
-    device = backend.open(rank)
-    backend.collectives.open(
-        rendezvous=os.environ["RENDEZVOUS"],
-        rank=rank,
-        world_size=world,
-        timeout_s=120,
-        device=device,
-    )
+    rank, world = open_rank(backend)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 512, (world, 2, 12), generator=generator)
     batches = [batch_of(part) for part in ids]

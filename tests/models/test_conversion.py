@@ -117,7 +117,8 @@ def test_other_formats_are_refused_with_a_remedy(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"'gptq'.*Give the model that they were made from"):
+    said = r"'gptq'.*Use the model that these weights were made from"
+    with pytest.raises(UnsupportedError, match=said):
         factory(folder)
 
 

@@ -159,5 +159,5 @@ def test_packing_is_refused_where_it_would_leak() -> None:
         plan_masks(Config(), "flash_attention_2", 65)
     with pytest.raises(UnsupportedError, match="linear_attention"):
         plan_masks(Config(layer_types=("full_attention", "linear_attention")), "sdpa", 65)
-    with pytest.raises(UnsupportedError, match="no attention"):
+    with pytest.raises(UnsupportedError, match="this model has layers with no attention"):
         plan_masks(object(), "sdpa", 65)

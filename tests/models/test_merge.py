@@ -60,7 +60,10 @@ def test_the_merged_model_has_the_bases_type_and_a_card(adapter: Run, tmp_path: 
 
 @pytest.mark.parametrize(
     ("factor", "message"),
-    [(0.0, "changes nothing"), (1e-4, "is lost when merged weights are rounded to .* bfloat16")],
+    [
+        (0.0, "changes nothing"),
+        (1e-4, "would be lost when the merged weights are rounded to .* bfloat16"),
+    ],
 )
 def test_an_adapter_without_effect_is_refused(
     adapter: Run, tmp_path: Path, factor: float, message: str

@@ -54,7 +54,7 @@ def test_rows_of_one_document_have_the_architectures_own_positions(family: str) 
     ("family", "said"),
     [
         ("roberta", "counts positions from its padding token's number|build their own masks"),
-        ("bart", "takes no position ids, and would count on through all documents"),
+        ("bart", "takes no position ids, so it cannot count from 0 again at each document"),
     ],
 )
 def test_packing_is_refused_where_positions_would_be_others(family: str, said: str) -> None:

@@ -28,7 +28,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Unrecognized configuration class|but Transformers does not recognize",
-        "transformers saves the configuration of its text part, for which it lists no class",
+        "transformers saves only the configuration of the model's text part, and lists no class "
+        "for that configuration",
     ),
     (
         r"Musicgen\w*Config' object|Config has to be initialized with text_encoder",
@@ -36,8 +37,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Config' object has no attribute 'vocab_size'",
-        "transformers lists the whole model's configuration, but its class takes only the text "
-        "part's",
+        "transformers lists the class under the whole model's configuration, but the class takes "
+        "only that of the text part",
     ),
     (
         r"losses differ from one rank's by [1-9]\.\de-05",
@@ -50,8 +51,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Found missing adapter keys",
-        "peft loads its adapter without some of the tensors, because it renames them by "
-        "transformers' conversions, or because layers share a block; anygauge keeps the adapter "
+        "peft drops some of the adapter's tensors when it loads them, because it renames tensors "
+        "by transformers' conversions, or because layers share a block; anygauge keeps the adapter "
         "as not verified",
     ),
     (
@@ -91,7 +92,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"unknown parameter type",
-        "its layers return lists, which torch's backward hooks, and so ZeRO-3, cannot see",
+        "its layers return lists; torch's backward hooks, on which ZeRO-3 relies, cannot see into "
+        "lists",
     ),
     (
         r"least common multiple chunk_length",
@@ -116,21 +118,23 @@ An architecture's result is "yes" if all of these tests pass, in float32 on the 
 
 1. transformers saves the model (`save_pretrained`, in the layout that publishers use), and anygauge
    loads that folder with logits equal to those of `from_pretrained`, bit for bit.
-2. `anygauge train` fine-tunes it for five steps with LoRA on all linear layers under `single`. The
-   saved adapter, loaded again, gives the trained model's logits.
-3. ZeRO-3 on two ranks gives the same five losses, within 1e-5 of their size.
-4. The adapter merges, and plain transformers loads the result with the logits of plain peft's own
-   merge, within 1e-5 of their norm.
+2. `anygauge train` fine-tunes it on one rank (strategy `single`) for five steps, with LoRA on all
+   linear layers. The saved adapter, loaded again, gives the logits of the trained model.
+3. ZeRO-3 on two ranks gives the same five losses, within a relative error of 1e-5.
+4. `anygauge merge` merges the adapter. Loaded by plain transformers, the result gives the same
+   logits as a merge by plain peft, within 1e-5 of their norm.
 
 The other columns:
 
-- Attention is the one that the CPU gets: `sdpa` if the architecture supports it, otherwise `eager`
-  ([kernels](kernels.md#attention)).
-- Loss is "kernel" if it is computed without holding the logits, otherwise "logits"
-  ([why](kernels.md#the-loss)).
+- `attention` is what the run uses on the CPU: `sdpa` if the architecture supports it, otherwise
+  `eager` ([kernels](kernels.md#attention)).
+- `loss` is "kernel" if a kernel computes the loss without holding all logits in memory, otherwise
+  "logits" ([why](kernels.md#the-loss)).
 
-Recomputation is on, as by default, unless a note says otherwise. A tiny model tests the code, not
-memory or speed, and these tests use only text, no images or sound.
+Cells are empty if that version of transformers does not list the architecture, or if an earlier
+test failed. Recomputation (`train.gradient_checkpointing`) is on, as it is by default, unless a
+note says otherwise. A tiny model tests the code, not memory or speed, and these tests use only
+text, no images or sound.
 
 """
 
@@ -220,8 +224,8 @@ def _short(message: str) -> str:
 
 def _summary(stored: Mapping[str, Any], stacks: list[str]) -> Iterator[str]:
     heads = (
-        *("versions", "listed", "can be built", "load, equal", "train"),
-        *("ZeRO-3, equal", "merge, equal", "all tests"),
+        *("versions", "listed", "can be built", "test 1: load", "test 2: train"),
+        *("test 3: ZeRO-3", "test 4: merge", "all tests"),
     )
     yield f"| {' | '.join(heads)} |"
     yield "|" + "---|" * len(heads)

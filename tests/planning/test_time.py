@@ -144,7 +144,7 @@ def test_stages_wait_for_each_other() -> None:
         (replace(CARD, flops={}), None, None, "does not say its flops.bfloat16"),
         (replace(CARD, link=None), (0, 1), None, "does not say its link"),
         (CARD, (0, 4), None, "no machine is named. Name a node"),
-        (CARD, (0, 4), replace(MACHINE, network=None), "machine 'four' has none"),
+        (CARD, (0, 4), replace(MACHINE, network=None), "machine 'four' has no network. Name a"),
     ],
 )
 def test_what_is_missing_is_named(

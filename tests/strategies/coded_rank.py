@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from anygauge.models.factory import CausalModelFactory, parts_of
 from anygauge.registry import Registry
 from anygauge.registry.factories import load_options
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, open_rank
 from tests.strategies.parity_rank import CONFIG
 
 SCALE = 1 / 512
@@ -114,17 +113,8 @@ def codes_of(model: nn.Module) -> dict[str, list[int]]:
 
 
 def main(output: Path, strategies: list[tuple[str, Any]]) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load().create_backend("cpu")
-    device = backend.open(rank)
-    if world > 1:
-        backend.collectives.open(
-            rendezvous=os.environ["RENDEZVOUS"],
-            rank=rank,
-            world_size=world,
-            timeout_s=120,
-            device=device,
-        )
+    rank, world = open_rank(backend, alone=False)
     found = [trained(name, options, backend, rank, world) for name, options in strategies]
     output.with_suffix(f".{rank}.json").write_text(json.dumps(found))
     backend.close()

@@ -30,7 +30,7 @@ from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_settings import as_config
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import batch_of, build_context
+from tests.helpers.build import batch_of, build_context, open_rank
 
 STEPS = 4
 LENGTH = 16
@@ -95,17 +95,9 @@ class Counters:
 def main(way: str, output: Path) -> None:
     counters = Counters()
     counters.install()  # before DeepSpeed binds the functions
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     registry = Registry.load()
     backend = registry.create_backend("cpu")
-    device = backend.open(rank)
-    backend.collectives.open(
-        rendezvous=os.environ["RENDEZVOUS"],
-        rank=rank,
-        world_size=world,
-        timeout_s=120,
-        device=device,
-    )
+    rank, world = open_rank(backend)
     factory = CausalModelFactory(
         ModelSection(config=CONFIG, tokenizer="none"),
         AdapterSection(r=16),

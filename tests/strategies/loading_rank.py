@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from anygauge.models.files import LazyTensor
 from anygauge.registry import Registry
 from anygauge.registry.factories import load_options
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import build_context
+from tests.helpers.build import build_context, open_rank
 
 READ = [0]
 
@@ -33,14 +32,9 @@ def counted(self: LazyTensor, part: tuple[Any, ...]) -> torch.Tensor:
 
 def main(output: Path, model: str, name: str, backend_name: str, options: str) -> None:
     LazyTensor.read = counted  # type: ignore[method-assign]
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     registry = Registry.load()
     backend = registry.create_backend(backend_name)
-    device = backend.open(rank)
-    meet = os.environ["RENDEZVOUS"]
-    backend.collectives.open(
-        rendezvous=meet, rank=rank, world_size=world, timeout_s=120, device=device
-    )
+    rank, world = open_rank(backend)
     provided = registry.find_strategy(name)
     kind = load_options(provided)
     strategy = registry.strategy(name)(None if kind is None else kind(**json.loads(options)))

@@ -8,7 +8,6 @@ counted.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm
-from tests.helpers.build import batch_of, build_context, on_one_rank
+from tests.helpers.build import batch_of, build_context, on_one_rank, open_rank
 from tests.strategies.count_rank import CONFIG, Counters
 
 STEPS = 2
@@ -56,16 +55,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, bool]] = {
 def main(output: Path, *cases: str) -> None:
     counters = Counters()
     counters.install()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load().create_backend("cpu")
-    device = backend.open(rank)
-    backend.collectives.open(
-        rendezvous=os.environ["RENDEZVOUS"],
-        rank=rank,
-        world_size=world,
-        timeout_s=120,
-        device=device,
-    )
+    rank, world = open_rank(backend)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, CONFIG["vocab_size"], (world, 2, 12), generator=generator)
     labels = ids.clone()

@@ -36,7 +36,7 @@ from anygauge.registry import Registry
 from anygauge.registry.factories import load_options
 from anygauge.strategies.activations import offload_activations
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import build_context
+from tests.helpers.build import build_context, open_rank
 from tests.helpers.collective_bytes import CollectiveBytes
 
 CONFIG = {
@@ -288,17 +288,8 @@ def _local_bytes(parameter: torch.Tensor) -> int:
 
 def main(output: Path, cases: list[Case]) -> None:
     """All cases, in one process group."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load().create_backend(os.environ.get("PARITY_BACKEND", "cpu"))
-    device = backend.open(rank)
-    if world > 1:
-        backend.collectives.open(
-            rendezvous=os.environ["RENDEZVOUS"],
-            rank=rank,
-            world_size=world,
-            timeout_s=120,
-            device=device,
-        )
+    rank, world = open_rank(backend, alone=False)
     found = [trained(case, backend, rank, world) for case in cases]
     if rank == 0:
         output.write_text(json.dumps(found))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from anygauge.models.quantised import Nf4Linear, QuantisedLinear
 from anygauge.registry import Registry
 from anygauge.registry.factories import load_options
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import build_context
+from tests.helpers.build import build_context, open_rank
 from tests.strategies.parity_rank import Case, placed
 
 STEPS, ROWS, LR = 5, 4, 5e-3
@@ -113,17 +112,8 @@ def trained(model: str, case: Any, backend: Backend, rank: int, world: int) -> d
 
 
 def main(output: Path, model: str, cases: list[Any]) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = Registry.load().create_backend("cpu")
-    device = backend.open(rank)
-    if world > 1:
-        backend.collectives.open(
-            rendezvous=os.environ["RENDEZVOUS"],
-            rank=rank,
-            world_size=world,
-            timeout_s=120,
-            device=device,
-        )
+    rank, world = open_rank(backend, alone=False)
     found = [trained(model, case, backend, rank, world) for case in cases]
     output.with_suffix(f".{rank}.json").write_text(json.dumps(found))
     backend.close()

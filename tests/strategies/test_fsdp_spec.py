@@ -41,7 +41,7 @@ def test_what_is_left_shards(fields: dict[str, int], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dp_replicate": 3}, "3 x what is left is not 4.*one of 1, 2, 4"),
+        ({"dp_replicate": 3}, "dp_replicate 3 does not divide 4.*one of 1, 2, 4"),
         ({"dp_replicate": 2, "dp_shard": 4}, "2 x 4 is not 4"),
         ({"dp_shard": 0}, "1 x 0 is not 4"),
         ({"cp": 3}, "4 ranks .* are not a multiple of 3. Set strategy.cp to one of 1, 2, 4"),

@@ -409,5 +409,6 @@ def test_weights_in_a_format_that_is_not_read(tmp_path: Path, folder: Path) -> N
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"'gptq'.*Give the model that they were made from"):
+    said = r"'gptq'.*Use the model that these weights were made from"
+    with pytest.raises(UnsupportedError, match=said):
         checked(of_folder(tmp_path, folder))

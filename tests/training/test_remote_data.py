@@ -123,7 +123,8 @@ def test_a_run_streams_from_the_hub_and_keeps_nothing(
 
 def test_epochs_of_a_stream_whose_length_is_not_known(hub: Hub, folder: Path) -> None:
     put(hub, folder, "jsonl")
-    with pytest.raises(RunFileError, match=r"owner/name\[train\] has shows only at its end"):
+    said = r"how many rows owner/name\[train\] has before it reaches the end"
+    with pytest.raises(RunFileError, match=said):
         run(folder, "endless", train={"steps": None, "epochs": 1})
     put(hub, folder, "parquet")
     counted = run(folder, "counted", train={"steps": None, "epochs": 0.1})

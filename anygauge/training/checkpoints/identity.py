@@ -249,8 +249,8 @@ def check_length(finished: Finished, steps: int, newest: int | None) -> bool:
         kept = "it has none" if newest is None else f"its newest sound one is of step {newest}"
         advice = "" if newest is None else ", or to resume from that one (--resume CHECKPOINT)"
         raise RunFileError(
-            f"{where}: it can only resume from a checkpoint of its last step, and {kept} "
-            f"(checkpoint.every). Give another name to train from the beginning{advice}"
+            f"{where}: a finished run can go on only from a checkpoint of its last step, but "
+            f"{kept} (checkpoint.every). Give another name to train from the beginning{advice}"
         )
     return False
 
