@@ -42,7 +42,7 @@ class HpuPlacement(Placement):
         missing = why_missing()
         if missing:
             raise NotAvailableError(f"Gaudi's software cannot be loaded: {missing}")
-        self._settle(local_rank)
+        named = self._settle(local_rank)
         import torch
 
         if self.mode is Mode.LAZY and not is_fork(torch.__version__):
@@ -74,6 +74,8 @@ class HpuPlacement(Placement):
             )
         cards = self.device_count()
         if local_rank >= cards:
+            if named:  # processes that start later must not look for it
+                del os.environ[MODULE_VARIABLE]
             raise NotAvailableError(
                 f"local rank {local_rank} has no Gaudi card: this process may use {cards}; ask for "
                 f"at most --devices {cards}"
@@ -95,12 +97,21 @@ class HpuPlacement(Placement):
         count = super().device_count()
         return min(count, len(visible)) if visible else count
 
-    def _settle(self, local_rank: int) -> None:
-        """Variables that are read once, at import: an agent has set them; else it is done here."""
+    def _settle(self, local_rank: int) -> bool:
+        """Variables that are read once, at import: an agent has set them; else it is done here.
+
+        Returns: whether the card was named here.
+        """
         if PACKAGE not in sys.modules:
             os.environ.setdefault(LAZY_VARIABLE, self.mode.variable)
-        if local_rank > 0 and MODULES_VARIABLE not in os.environ:
-            os.environ.setdefault(MODULE_VARIABLE, str(local_rank))
+        named = (
+            local_rank > 0
+            and MODULES_VARIABLE not in os.environ
+            and MODULE_VARIABLE not in os.environ
+        )
+        if named:
+            os.environ[MODULE_VARIABLE] = str(local_rank)
+        return named
 
     # -- memory ----------------------------------------------------------------------------
 
