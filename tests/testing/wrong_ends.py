@@ -84,8 +84,8 @@ def stop() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: None)
 
 
-def ignore_pipes() -> None:
-    ctypes.CDLL(None).signal(int(signal.SIGPIPE), None)
+def end_at_pipes() -> None:
+    ctypes.CDLL(None).signal(int(signal.SIGPIPE), None)  # SIG_DFL, without Python's knowledge
 
 
 def block() -> None:
@@ -123,8 +123,8 @@ on_paper("prints when it is asked", "paper_prints_nothing", "ask")(
     lambda: os.write(1, b"rule 7 of 9\n") and None
 )
 on_paper("takes SIGTERM when it is imported", "paper_leaves_signals", "import")(stop)
-on_paper("ignores closed pipes when it is made", "paper_leaves_signals", "make")(
-    lambda: signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+on_paper("once it is made, a closed pipe ends the process", "paper_leaves_signals", "make")(
+    end_at_pipes
 )
 on_paper("blocks Ctrl-C when it is probed", "paper_leaves_signals", "probe")(block)
 on_paper("sets a variable when it is imported", "paper_leaves_variables", "import")(
@@ -151,9 +151,7 @@ on_paper("the probe leaves a file open", "paper_opens_no_descriptor", "probe")(
 on_device("opening prints a banner", "device_prints_nothing")(say)
 on_device("closing prints a summary in C", "device_prints_nothing", "close")(say_in_c)
 on_device("opening takes SIGTERM", "device_leaves_signals")(stop)
-on_device("opening ignores closed pipes in C", "device_leaves_signals")(
-    lambda: signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-)
+on_device("once it is open, a closed pipe ends the process", "device_leaves_signals")(end_at_pipes)
 on_device("closing resets Ctrl-C", "device_leaves_signals", "close")(
     lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
 )
