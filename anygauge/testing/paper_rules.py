@@ -47,7 +47,7 @@ OTHER_NODE = dataclasses.replace(
 )
 """Another machine of a job: nothing but the versions of libraries and the user's variables are as
 on the first, which users have the same everywhere."""
-VERSIONS = ("2.15.0a0+git1a2b3c4", "2.15.0.dev20260801+rocm9", "1", "unknown", "")
+VERSIONS = ("2.15.0a0+git1a2b3c4", "2.15.0.dev20260801+vendor9", "1", "unknown", "")
 EMPTY_WORDS = ("todo", "tbd", "fixme", "n/a", "none", "unknown", "reason", "xxx")
 
 
@@ -135,7 +135,7 @@ def _another_name() -> Iterator[None]:
 def _other_processors() -> Iterator[None]:
     count = (os.cpu_count() or 1) + 3
     with (
-        mock.patch.object(os, "cpu_count", lambda: count),
+        mock.patch.object(os, os.cpu_count.__name__, lambda: count),
         mock.patch.object(os, "sched_getaffinity", lambda process: set(range(count))),
     ):
         yield

@@ -237,6 +237,13 @@ def _(on: Wrong) -> None:
         time.sleep(FOR_EVER)
 
 
+@mutant("a new peak never begins", part="device", check="peak_is_kept_and_reset", limit_s=4)
+def _(on: Wrong) -> None:
+    @on.method("placement.reset_peak")
+    def reset_peak(self: Any, usual: Any) -> None:
+        time.sleep(FOR_EVER)
+
+
 @mutant("the process never ends", part="device", check="ends_on_device", limit_s=4)
 def _(on: Wrong) -> None:
     @on.method("placement.close")
