@@ -109,8 +109,8 @@ def rules_read_no_variables(paper: Paper) -> None:
 @check(
     "rules read the node that they are given, not the machine that they run on",
     part="basic",
-    means="a job of several machines gets the settings of the one that started it; `os.cpu_count`, "
-    "`socket.gethostname` or the working folder stand in a rule",
+    means="a job of several machines gets the settings of the one that started it; "
+    "`os.sched_getaffinity`, `socket.gethostname` or the working folder stand in a rule",
 )
 def rules_read_no_machine(paper: Paper) -> None:
     backend = paper.backend()
