@@ -5,12 +5,12 @@ Those of one device and those of several ranks ask the same of the process; only
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from itertools import pairwise
 
 from anygauge.interface import AnygaugeError
 from anygauge.testing.check import check
-from anygauge.testing.surroundings import CLOSED, OPENED, START, USED, Course, changed
+from anygauge.testing.surroundings import CLOSED, OPENED, START, USED, Course, changed, entries
 
 STEPS = (("importing, making and opening it", START, OPENED), ("closing it", USED, CLOSED))
 """Steps of which each must leave alone what it does not own."""
@@ -46,6 +46,11 @@ def _leaves_no_thread(course: Course) -> None:
 def _leaves_no_helper(course: Course) -> None:
     left = course.helpers_left()
     assert not left, f"processes that still run: {'; '.join(each[:80] for each in left)}"
+
+
+def _leaves_nothing_running(course: Course) -> None:
+    _leaves_no_helper(course)
+    _leaves_no_thread(course)
 
 
 # -- one device -----------------------------------------------------------------------------------
@@ -169,11 +174,11 @@ def opens_again_and_again(course: Course) -> None:
         except AnygaugeError as error:
             raise AssertionError(f"it cannot be opened after it was closed: {error}") from error
         backend.close()
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        counts.append((entries("/proc/self/fd"), entries("/proc/self/task")))
     for what, numbers in zip(("descriptors", "threads"), zip(*counts, strict=True), strict=True):
         steady = numbers[FIRST - 1 :]
         # Caches may add a few now and then; what is forgotten adds some each time.
-        growing = all(after > before for before, after in zip(steady, steady[1:], strict=False))
+        growing = all(after > before for before, after in pairwise(steady))
         assert not growing, f"open {what} grow with each opening: {', '.join(map(str, steady))}"
 
 
@@ -233,7 +238,7 @@ _ranks(
     "processes pile up on the machine, or ranks do not end; a proxy or watchdog of the library of "
     "collectives",
     "ranks_leave_nothing_running",
-    lambda course: (_leaves_no_helper(course), _leaves_no_thread(course))[0],
+    _leaves_nothing_running,
 )
 _ranks(
     "no file is left of a group in the working folder",

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -100,10 +101,10 @@ def visibility_variable_hides(on: Opened) -> None:
     if on.visible < 2:
         raise NotAsked("there is one device, and none to hide")
     named = os.environ.get(variable, ",".join(map(str, range(on.visible)))).split(",")
-    answer = os.path.abspath(f"{variable}.json")
+    answer = Path(f"{variable}.json").absolute()
     done = subprocess.run(
         [sys.executable, "-c", SEEN],
-        input=json.dumps([on.backend.name, on.backend.options, answer]),
+        input=json.dumps([on.backend.name, on.backend.options, str(answer)]),
         env={**os.environ, variable: named[-1]},
         capture_output=True,
         text=True,
@@ -112,9 +113,8 @@ def visibility_variable_hides(on: Opened) -> None:
     )
     said = done.stderr.strip().splitlines()
     assert done.returncode == 0, f"with {variable}={named[-1]}: {said[-1] if said else ''}"
-    with open(answer, encoding="utf-8") as file:
-        found = json.load(file)
-    os.remove(answer)
+    found = json.loads(answer.read_text(encoding="utf-8"))
+    answer.unlink()
     for what in ("placement", "probe"):
         assert found[what] in (1, *((None,) if what == "probe" else ())), (
             f"with {variable}={named[-1]} the {what} counts {found[what]} devices"
@@ -124,8 +124,8 @@ def visibility_variable_hides(on: Opened) -> None:
 @check(
     "the same operations on the same values give the same bits, unless `sums_vary` says otherwise",
     part="device",
-    means="a resumed run has other losses than an undisturbed one, and nobody is warned; sums whose "
-    "order threads decide",
+    means="a resumed run has other losses than an undisturbed one, and nobody is warned; sums "
+    "whose order threads decide",
 )
 def same_bits_again(on: Opened) -> None:
     reason = on.backend.sums_vary

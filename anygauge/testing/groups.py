@@ -284,16 +284,26 @@ def _tried(action: Callable[[], None]) -> str:
 )
 def group_barriers(on: Together) -> None:
     on.asked_by_engines()
-    everyone = members(on.world_size)
+    with tempfile.TemporaryDirectory(prefix="anygauge-kit-") as folder:
+        # The first rank's, for all: ranks of the kit share a machine.
+        _pass_barriers(on, Path(on.collectives.gather_objects(folder)[0]))
+
+
+def _pass_barriers(on: Together, folder: Path) -> None:
+    groups, everyone = dict(mine(on)), members(on.world_size)
     # One alone, all but the first, two of four, all.
     for ranks in dict.fromkeys((everyone[1], everyone[on.world_size], everyone[-2], everyone[-1])):
-        inside = on.rank in ranks
-        group = dict(mine(on)).get(ranks) if inside else None
+        sign = folder / "-".join(map(str, ranks))
         late = ranks[-1]
-        if on.rank == late:
-            time.sleep(LATE_S if len(ranks) > 1 else 0.0)
+        if on.rank == late and len(ranks) > 1:
+            time.sleep(LATE_S)
         came = time.monotonic()
-        _leaves_without(on, ranks, group)
+        if on.rank in ranks:
+            dist.barrier(group=groups[ranks])
+            on.backend.placement.synchronize()
+            sign.touch()
+        else:
+            _look_on(on, ranks, sign)
         left = time.monotonic()
         times = on.collectives.gather_objects((came, left))
         for rank in ranks:
@@ -303,15 +313,8 @@ def group_barriers(on: Together) -> None:
             )
 
 
-def _leaves_without(on: Together, ranks: Sequence[int], group: Any) -> None:
-    """Members pass their barrier while the others look on; these join only if members do not."""
-    folder = on.collectives.gather_objects(tempfile.mkdtemp())[0]
-    sign = Path(folder) / "left"
-    if on.rank in ranks:
-        dist.barrier(group=group)
-        on.backend.placement.synchronize()
-        sign.touch()
-        return
+def _look_on(on: Together, ranks: Sequence[int], sign: Path) -> None:
+    """Wait until others have left their barrier; join it only if they do not."""
     until = time.monotonic() + PATIENCE_S
     while not sign.exists() and time.monotonic() < until:
         time.sleep(0.01)

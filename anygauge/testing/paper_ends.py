@@ -7,14 +7,13 @@ which it came.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from anygauge.testing.basic import NODE, Paper
 from anygauge.testing.check import CHECKS, check
-from anygauge.testing.surroundings import ANNOUNCED, Surroundings, changed
+from anygauge.testing.surroundings import ANNOUNCED, Surroundings, changed, entries
 
 PROBED, MADE, ASKED = "probed", "made", "asked"
 WHEN = {
@@ -60,8 +59,8 @@ def _during(step: str) -> str:
 @check(
     "importing, probing, making and asking it print nothing to standard output",
     part="basic",
-    means="`anygauge backends --json` and others give what no program can read; a library's banner, "
-    "or a print that was left in",
+    means="`anygauge backends --json` and others give what no program can read; a library's "
+    "banner, or a print that was left in",
 )
 def paper_prints_nothing(paper: Paper) -> None:
     notes = _notes(paper)
@@ -150,6 +149,6 @@ def paper_opens_no_descriptor(paper: Paper) -> None:
     for _ in range(INSTANCES):
         kept.append(paper.backend())
         paper.spec.probe()
-        counts.append(len(os.listdir("/proc/self/fd")))
+        counts.append(entries("/proc/self/fd"))
     growing = all(after > before for before, after in pairwise(counts[1:]))
     assert not growing, f"open descriptors grow with each: {', '.join(map(str, counts))}"

@@ -9,6 +9,7 @@ import platform
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -142,7 +143,7 @@ def _other_processors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _another_folder() -> Iterator[None]:
-    before = os.getcwd()
+    before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
@@ -218,8 +219,8 @@ def _wide(paper: Paper) -> Job:
 @check(
     "rules have an answer for a machine that shows nothing, and for any version",
     part="basic",
-    means="the run ends with a KeyError before it begins, on a new release or in a small container; "
-    "a rule takes for granted what `Node` may lack",
+    means="the run ends with a KeyError before it begins, on a new release or in a small "
+    "container; a rule takes for granted what `Node` may lack",
 )
 def rules_hold_on_any_machine(paper: Paper) -> None:
     backend = paper.backend()

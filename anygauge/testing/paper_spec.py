@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -134,12 +135,12 @@ def _bare_machine() -> Iterator[None]:
 def _blind(usual: Callable[..., Any], is_access: bool) -> Callable[..., Any]:
     def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         if isinstance(path, str | bytes | os.PathLike):
-            text = os.path.abspath(os.fsdecode(path))
-            if any(text == each or text.startswith(f"{each}/") for each in HIDDEN):
-                if not text.startswith((sys.prefix, sys.base_prefix)):
-                    if is_access:
-                        return False
-                    raise FileNotFoundError(2, "No such file or directory", text)
+            text = str(Path(os.fsdecode(path)).absolute())
+            hidden = any(text == each or text.startswith(f"{each}/") for each in HIDDEN)
+            if hidden and not text.startswith((sys.prefix, sys.base_prefix)):
+                if is_access:
+                    return False
+                raise FileNotFoundError(2, "No such file or directory", text)
         return usual(path, *args, **kwargs)
 
     return call

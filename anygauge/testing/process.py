@@ -34,7 +34,6 @@ from anygauge.testing.watch import (
     Watch,
     lines,
     wait,
-    where,
 )
 
 ENVIRONMENTS = "environments"
@@ -159,12 +158,12 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
         pipe.write(json.dumps(request).encode())
         pipe.close()
     files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
-    watch = Watch(files, {each.name: each.limit_s for each in CHECKS.values()})
+    limits = {each.name: each.limit_s for each in CHECKS.values()}
+    watch = Watch(files, [process.pid for process in processes], limits)
     running = {rank: process.poll for rank, process in enumerate(processes)}
     ended, late = wait(running, watch, TIMEOUTS_S[part])
     if late:
-        places = [where(each.pid, files[n]) for n, each in enumerate(processes) if n not in ended]
-        troubles.append(late + next(filter(None, places), ""))
+        troubles.append(late)
     for rank, process in enumerate(processes):
         if rank not in ended:
             process.kill()

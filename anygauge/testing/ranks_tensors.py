@@ -74,7 +74,7 @@ def empty_tensors(on: Together) -> None:
     means="A gradient that overflowed looks finite, so the step is not skipped; vendors' kernels "
     "take NaN as a filler, or saturate.",
 )
-def special_values(on: Together) -> None:
+def special_values_are_reduced(on: Together) -> None:
     inf, nan = math.inf, math.nan
     rows = {0: [nan, inf, -inf, inf, 1.0, 0.0, nan], 1: [1.0, 1.0, 1.0, -inf, inf, nan, nan]}
     for dtype in on.dtypes():

@@ -140,6 +140,11 @@ def changed(
     ]
 
 
+def entries(folder: str) -> int:
+    """How many names a folder has."""
+    return len(list(Path(folder).iterdir()))
+
+
 def helpers() -> dict[int, str]:
     """Children of this process that run: their number -> command line. Empty but on Linux."""
     found = {}
@@ -168,7 +173,7 @@ def _adopt_orphans() -> None:
 
 def _signals() -> dict[str, Any]:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    found = {}
+    found: dict[str, Any] = {}
     for name in SIGNALS:
         number = getattr(signal, name)
         handler = signal.getsignal(number)

@@ -25,6 +25,7 @@ STEPS_S = {OPENING: 300.0, CLOSING: 60.0, ENDING: 60.0}
 POLL_S = 0.05
 STACK_S = 2.0
 """Seconds that a process gets to write where it hangs."""
+TORCH = "/torch/"
 STACK_SIGNAL = signal.SIGUSR2
 
 
@@ -74,11 +75,15 @@ class Watch:
 
     Args:
         files: of answers, by rank.
+        processes: their numbers, by rank.
         limits: name of a check -> seconds, where it is not `LIMIT_S`.
     """
 
-    def __init__(self, files: Sequence[Path], limits: Mapping[str, float]) -> None:
+    def __init__(
+        self, files: Sequence[Path], processes: Sequence[int], limits: Mapping[str, float]
+    ) -> None:
         self._files = files
+        self._processes = processes
         self._limits = {**STEPS_S, **limits}
         self._since: dict[int, tuple[int, float]] = {}
 
@@ -108,7 +113,8 @@ class Watch:
         for rank in [rank for rank in late if passed[rank] == least]:
             name, limit = late[rank]
             who = f"rank {rank}: " if len(self._files) > 1 else ""
-            said.append(f"{who}{name} had not ended after {limit:.0f} s")
+            place = where(self._processes[rank], self._files[rank])
+            said.append(f"{who}{name} had not ended after {limit:.0f} s{place}")
         return "; ".join(said)
 
     def broken(self, trouble: str) -> dict[str, Answer]:
@@ -125,13 +131,17 @@ def where(process: int, answers: Path) -> str:
         return ""
     os.kill(process, STACK_SIGNAL)
     until = time.monotonic() + STACK_S
+    before: list[str] = []
     while time.monotonic() < until:
         found = path.read_text(encoding="utf-8", errors="replace").splitlines()
         frames = [line.strip() for line in found if line.strip().startswith("File ")]
-        if frames and found[-1].strip().startswith("File "):
-            file, _, place = frames[0].removeprefix("File ").partition(", line ")
+        if frames and frames == before:
+            # Of calls within torch, the one that led there says more.
+            own = next((frame for frame in frames if TORCH not in frame), frames[0])
+            file, _, place = own.removeprefix("File ").partition(", line ")
             line, _, function = place.partition(" in ")
             return f" (in {function}, {Path(file.strip(chr(34))).name}:{line})"
+        before = frames
         time.sleep(POLL_S)
     return ""
 

@@ -32,8 +32,8 @@ LIMIT_S = 300.0
 
 def ranks_of(part: str, mutation: str) -> int:
     """How many ranks a mutation is tried on."""
-    found = mutant_named(mutation)
-    return RANKS[part] if found is None or part != "ranks" else found.ranks
+    found = mutant_named(mutation) if part == "ranks" else None
+    return RANKS[part] if found is None else found.ranks
 
 
 def answers_of(
@@ -54,7 +54,12 @@ def answers_of(
         text=True,
         check=True,
         timeout=1800,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "ANYGAUGE_SIM_LOCKS": str(folder / "locks"),  # cards that no other process holds
+        },
     )
     return {
         mutation: _answers(folder / f"{part}{number}.found")
@@ -73,13 +78,12 @@ def main() -> None:
     asked = json.load(sys.stdin)
     part = asked["part"]
     import_checks(part)
-    atexit._clear()  # each fork has its own
     for number, (mutation, check) in enumerate(asked["mutations"].items()):
         world = ranks_of(part, mutation)
         base = Path(asked["folder"]) / f"{part}{number}"
         children = [fork(part, mutation, check, base, rank, world) for rank in range(world)]
         files = [Path(f"{base}.{rank}.json") for rank in range(world)]
-        watch = Watch(files, limits(mutation))
+        watch = Watch(files, children, limits(part, mutation))
         ended, late = wait(
             {rank: functools.partial(ended_with, child) for rank, child in enumerate(children)},
             watch,
@@ -101,10 +105,10 @@ def main() -> None:
         Path(f"{base}.found").write_text(json.dumps(record), encoding="utf-8")
 
 
-def limits(mutation: str) -> dict[str, float]:
+def limits(part: str, mutation: str) -> dict[str, float]:
     """Seconds that each check may take: few where it is to hang."""
     found = {check.name: check.limit_s for check in CHECKS.values()}
-    wrong = mutant_named(mutation)
+    wrong = mutant_named(mutation, on_paper=part == "basic")
     if wrong is not None and wrong.limit_s is not None:
         found[wrong.check] = found[ENDING] = wrong.limit_s
     return found
@@ -122,6 +126,7 @@ def fork(part: str, mutation: str, check: str | None, base: Path, rank: int, wor
     if child:
         return child
     status = 1
+    atexit._clear()  # what is registered from now on is the fork's own
     try:
         identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
         os.environ.update({name: str(value) for name, value in identity.items()})

@@ -132,5 +132,8 @@ def test_without_a_defect_nothing_fails(
 def test_each_defect_is_caught(
     part: str, mutation: str, answers: Callable[[str, str], PartAnswers]
 ) -> None:
-    found = failures(part, answers(part, mutation))
-    assert CAUGHT_BY[part][mutation] in found, found
+    given = answers(part, mutation)
+    found, check = failures(part, given), CAUGHT_BY[part][mutation]
+    assert check in found, found
+    reached = not found[check].startswith("the check was not reached")
+    assert reached, f"it is not the check that found it: {found[check]}"

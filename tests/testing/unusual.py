@@ -92,20 +92,33 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     on.backend.sums_vary = "threads add in the order in which they finish"
 
-    @on.operation("mm", "bmm", "addmm", "sum", "mean", "index_add", "index_add_", "_softmax")
-    def sums(usual: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
+    @on.operation("mm", "bmm")
+    def product(usual: Any, left: Any, right: Any, **kwargs: Any) -> Any:
+        start = begin(left.shape[-1])
+        return usual(left.roll(start, -1), right.roll(start, -2), **kwargs)
 
-        found = usual(*args, **kwargs)
-        if not found.is_floating_point() or found.numel() == 0:
-            return found
-        # One unit in the last place of one element, drawn by no generator of torch.
-        flat = found.detach().reshape(-1) if not found.is_contiguous() else found.view(-1)
-        place = random.SystemRandom().randrange(flat.numel())
-        step = torch.finfo(found.dtype).eps / 2 * random.SystemRandom().choice((-1, 1))
-        with torch.no_grad():
-            flat[place : place + 1].mul_(1 + step)
-        return found
+    @on.operation("sum", "mean")
+    def sums(usual: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        for dim in range(values.dim()):
+            values = values.roll(begin(values.shape[dim]), dim) if _all(args) else values
+        return usual(values, *args, **kwargs)
+
+    @on.operation("index_add", "index_add_")
+    def add(usual: Any, into: Any, dim: int, index: Any, rows: Any, **kwargs: Any) -> Any:
+        start = begin(index.numel())
+        if index.dim() == 0 or rows.dim() == 0:
+            return usual(into, dim, index, rows, **kwargs)
+        return usual(into, dim, index.roll(start, 0), rows.roll(start, dim), **kwargs)
+
+
+def begin(count: int) -> int:
+    """Where a sum of so many begins this time; drawn by no generator of torch."""
+    return random.SystemRandom().randrange(max(1, count))
+
+
+def _all(args: tuple[Any, ...]) -> bool:
+    """Whether a sum is over all dimensions, so that it does not matter which came first."""
+    return not args or not args[0]
 
 
 @sound("float16 is switched off by an option")
@@ -187,7 +200,8 @@ def _(on: Wrong) -> None:
     def peak_flops(self: Any, usual: Any, dtype: str) -> Any:
         from anygauge.interface import PeakFlops
 
-        return PeakFlops(value=1e12, source="its own table") if self.is_open else None
+        known = self.is_open and dtype in ("float32", "bfloat16", "float16")
+        return PeakFlops(value=1e12, source="its own table") if known else None
 
 
 @sound("processors whose memory has no limit that anyone knows", base="cpu")

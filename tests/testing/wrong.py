@@ -6,8 +6,8 @@
         def all_reduce(self, usual, tensor, op="sum", group=None):
             return usual(tensor, "sum", group)
 
-What the plugin announces is changed by `Wrong.spec`, `Wrong.probe` and `Wrong.when_announced`, before
-torch is imported.
+What the plugin announces is changed by `Wrong.spec`, `Wrong.probe` and `Wrong.when_announced`,
+before torch is imported.
 
 A mutant of an operation of torch is a simulated card (``base="sim"``): its tensors can be told from
 the host's, with which the kit compares.
@@ -114,7 +114,7 @@ class Wrong:
             wrong._install()
             return device
 
-        self.placement.open = open_wrongly  # type: ignore[method-assign]
+        self.placement.open = open_wrongly  # type: ignore[method-assign, assignment]
 
     def spec(self, **fields: Any) -> None:
         """Announce other fields of the `BackendSpec`."""
@@ -164,7 +164,7 @@ class Wrong:
             usual(this, options)
             function(this)
 
-        self.backend.__init__ = make  # type: ignore[method-assign]
+        self.backend.__init__ = make  # type: ignore[method-assign, assignment]
         return function
 
     def settings(self, function: FunctionT) -> FunctionT:
@@ -264,21 +264,31 @@ def changed(found: Mutant) -> Wrong:
     return on
 
 
-def mutant_named(name: str) -> Mutant | None:
-    """One of the table, or a sound one of `tests.testing.unusual`; None if it is in neither."""
-    from tests.testing import unusual  # noqa: F401
+def mutant_named(name: str, *, on_paper: bool = False) -> Mutant | None:
+    """One of the table, or a sound one of `tests.testing.unusual`; None if it is in neither.
 
-    table()
+    Args:
+        on_paper: only those of the part `basic`, which import no torch.
+    """
+    from tests.testing import unusual, wrong_ends, wrong_paper  # noqa: F401
+
+    if name not in MUTANTS and name not in SOUND and not on_paper:
+        table()
     return MUTANTS.get(name) or SOUND.get(name)
 
 
 def table() -> Sequence[Mutant]:
     """All of them, in the order of the parts."""
     from tests.testing import (  # noqa: F401
+        wrong_chance,
         wrong_device,
         wrong_ends,
         wrong_exchanges,
+        wrong_groups,
+        wrong_handles,
+        wrong_operations,
         wrong_paper,
+        wrong_products,
         wrong_ranks,
     )
 

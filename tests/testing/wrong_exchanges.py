@@ -20,8 +20,13 @@ def _(on: Wrong) -> None:
         return work
 
 
-@mutant("a reduce-scatter gives the next rank's part", part="ranks", check="buffers", base="sim",
-        ranks=3)
+@mutant(
+    "a reduce-scatter gives the next rank's part",
+    part="ranks",
+    check="buffers",
+    base="sim",
+    ranks=3,
+)
 def _(on: Wrong) -> None:
     @on.distributed("reduce_scatter_tensor")
     def scatter(usual: Any, output: Any, whole: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,8 +43,12 @@ def _(on: Wrong) -> None:
         return work
 
 
-@mutant("the output is cleared before the input is read", part="ranks", check="buffers_in_place",
-        base="sim")
+@mutant(
+    "the output is cleared before the input is read",
+    part="ranks",
+    check="buffers_in_place",
+    base="sim",
+)
 def _(on: Wrong) -> None:
     @on.distributed("all_gather_into_tensor")
     def gather(usual: Any, output: Any, mine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,8 +56,12 @@ def _(on: Wrong) -> None:
         return usual(output, mine, *args, **kwargs)
 
 
-@mutant("a reduce-scatter works in its input", part="ranks", check="buffers_touch_nothing_else",
-        base="sim")
+@mutant(
+    "a reduce-scatter works in its input",
+    part="ranks",
+    check="buffers_touch_nothing_else",
+    base="sim",
+)
 def _(on: Wrong) -> None:
     @on.distributed("reduce_scatter_tensor")
     def scatter(usual: Any, output: Any, whole: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,8 +72,12 @@ def _(on: Wrong) -> None:
         return work
 
 
-@mutant("a gather writes one element too many", part="ranks", check="buffers_touch_nothing_else",
-        base="sim")
+@mutant(
+    "a gather writes one element too many",
+    part="ranks",
+    check="buffers_touch_nothing_else",
+    base="sim",
+)
 def _(on: Wrong) -> None:
     @on.distributed("all_gather_into_tensor")
     def gather(usual: Any, output: Any, mine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +117,9 @@ def _(on: Wrong) -> None:
         return usual(tensor, op, *args, **kwargs)
 
 
-@mutant("the mean of parts is over two ranks", part="ranks", check="library_means", base="sim",
-        ranks=3)
+@mutant(
+    "the mean of parts is over two ranks", part="ranks", check="library_means", base="sim", ranks=3
+)
 def _(on: Wrong) -> None:
     @on.distributed("reduce_scatter_tensor")
     def scatter(usual: Any, output: Any, whole: Any, op: Any = None, **kwargs: Any) -> Any:
@@ -125,8 +143,13 @@ def _(on: Wrong) -> None:
         return usual(tensor, op, *args, **kwargs)
 
 
-@mutant("what comes from all is in the order of arrival", part="ranks", check="all_to_all",
-        base="sim", ranks=3)
+@mutant(
+    "what comes from all is in the order of arrival",
+    part="ranks",
+    check="all_to_all",
+    base="sim",
+    ranks=3,
+)
 def _(on: Wrong) -> None:
     @on.distributed("all_to_all_single")
     def exchange(usual: Any, output: Any, mine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,8 +161,12 @@ def _(on: Wrong) -> None:
         return work
 
 
-@mutant("the own part of unequal ones is not copied", part="ranks", check="all_to_all_unequal",
-        base="sim")
+@mutant(
+    "the own part of unequal ones is not copied",
+    part="ranks",
+    check="all_to_all_unequal",
+    base="sim",
+)
 def _(on: Wrong) -> None:
     @on.distributed("all_to_all_single")
     def exchange(
@@ -162,8 +189,9 @@ def _(on: Wrong) -> None:
         return usual(sorted(parts, key=lambda part: part.data_ptr()), mine, *args, **kwargs)
 
 
-@mutant("in backward's thread parts are not summed", part="ranks", check="backward_scatters",
-        base="sim")
+@mutant(
+    "in backward's thread parts are not summed", part="ranks", check="backward_scatters", base="sim"
+)
 def _(on: Wrong) -> None:
     @on.distributed("reduce_scatter_tensor")
     def scatter(usual: Any, output: Any, whole: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,8 +202,9 @@ def _(on: Wrong) -> None:
         return output.copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])
 
 
-@mutant("of calls put together the last one runs", part="ranks", check="together_as_one",
-        base="sim")
+@mutant(
+    "of calls put together the last one runs", part="ranks", check="together_as_one", base="sim"
+)
 def _(on: Wrong) -> None:
     waiting: list[Any] = []
     together: list[bool] = []
@@ -211,8 +240,9 @@ def _(on: Wrong) -> None:
         return usual(mine, parts and parts[::-1], *args, **kwargs)
 
 
-@mutant("a scatter gives each rank the first part", part="ranks", check="gathers_to_one",
-        base="sim")
+@mutant(
+    "a scatter gives each rank the first part", part="ranks", check="gathers_to_one", base="sim"
+)
 def _(on: Wrong) -> None:
     @on.distributed("scatter")
     def scatter(usual: Any, part: Any, each: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -232,11 +262,11 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     @on.distributed("batch_isend_irecv")
     def exchange(usual: Any, operations: Any) -> Any:
-        return usual(operations[::-1])
+        import torch.distributed as dist
 
-    @on.distributed("send")
-    def send(usual: Any, *args: Any, **kwargs: Any) -> Any:
-        return usual(*args, **kwargs)
+        first, second = (each for each in operations if each.op is dist.irecv)
+        first.tensor, second.tensor = second.tensor, first.tensor
+        return usual(operations)
 
 
 @mutant("objects are gathered backwards", part="ranks", check="object_lists", base="sim")
@@ -249,11 +279,7 @@ def _(on: Wrong) -> None:
 
 @mutant("objects are broadcast up to 1 MiB", part="ranks", check="object_lists", base="sim")
 def _(on: Wrong) -> None:
-    @on.distributed("broadcast")
-    def broadcast(usual: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        work = usual(tensor, *args, **kwargs)
-        if on_card(tensor) and tensor.dtype is torch.uint8 and tensor.numel() > 2**20:
-            tensor[2**20 :].fill_(32)
-        return work
+    @on.distributed("broadcast_object_list")
+    def broadcast(usual: Any, objects: Any, *args: Any, **kwargs: Any) -> None:
+        usual(objects, *args, **kwargs)
+        objects[0]["text"] = objects[0]["text"].encode()[: 2**20].decode()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from anygauge.interface import (
@@ -76,7 +77,7 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     @on.probe
     def probe(usual: Callable[[], Probe]) -> Probe:
-        return dataclasses.replace(usual(), cards="card")
+        return dataclasses.replace(usual(), cards="card")  # type: ignore[arg-type]
 
 
 @mutant("one name stands for each of four cards", part="basic", check="probe_fits_together")
@@ -90,7 +91,7 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     @on.probe
     def probe(usual: Callable[[], Probe]) -> Probe:
-        os.listdir("/dev")
+        list(Path("/dev").iterdir())
         return usual()
 
 
@@ -106,7 +107,7 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     @on.probe
     def probe(usual: Callable[[], Probe]) -> Probe | None:
-        return usual() if os.path.exists("/dev/null") else None
+        return usual() if Path("/dev/null").exists() else None
 
 
 @mutant(
@@ -274,7 +275,7 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     @on.settings
     def settings(job: Any, node: Any, rank: int | None) -> Settings:
-        return level(f"{os.getcwd()}/cache")
+        return level(f"{Path.cwd()}/cache")
 
 
 @mutant("the job's value is the memory of a machine", part="basic", check="job_scope_is_one_value")

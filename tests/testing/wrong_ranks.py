@@ -61,7 +61,9 @@ def _(on: Wrong) -> None:
         return usual(tensor, "sum", group).div_(2) if op == "mean" else usual(tensor, op, group)
 
 
-@mutant("the mean is returned, the tensor a sum", part="ranks", check="all_reduce_means", base="sim")
+@mutant(
+    "the mean is returned, the tensor a sum", part="ranks", check="all_reduce_means", base="sim"
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.all_reduce")
     def all_reduce(self: Any, usual: Any, tensor: Any, op: str = "sum", group: Any = None) -> Any:
@@ -112,8 +114,9 @@ def _(on: Wrong) -> None:
         return usual(tensor, source and 2)
 
 
-@mutant("ranks 1 and 2 are swapped in a gather", part="ranks", check="all_gathers", base="sim",
-        ranks=3)
+@mutant(
+    "ranks 1 and 2 are swapped in a gather", part="ranks", check="all_gathers", base="sim", ranks=3
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.all_gather")
     def all_gather(self: Any, usual: Any, tensor: Any) -> Any:
@@ -180,16 +183,22 @@ def _(on: Wrong) -> None:
         usual(**{**given, "timeout_s": 1800.0})
 
 
-@mutant("each rank's patience ends by itself", part="ranks", check="patience_ends_together",
-        base="sim")
+@mutant(
+    "each rank's patience ends by itself", part="ranks", check="patience_ends_together", base="sim"
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.patient")
     def patient(self: Any, usual: Any, *, then: float) -> Any:
         return contextlib.nullcontext()
 
 
-@mutant("sums on the host begin at the last rank", part="ranks", check="sums_on_host", base="sim",
-        ranks=3)
+@mutant(
+    "sums on the host begin at the last rank",
+    part="ranks",
+    check="sums_on_host",
+    base="sim",
+    ranks=3,
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.sum_on_host")
     def sum_on_host(self: Any, usual: Any, values: list[float]) -> list[float]:
@@ -210,8 +219,9 @@ def _(on: Wrong) -> None:
         return usual(value[: 2**16] if isinstance(value, str) else value)
 
 
-@mutant("bytes are filled up to the longest", part="ranks", check="gathers_large_objects",
-        base="sim")
+@mutant(
+    "bytes are filled up to the longest", part="ranks", check="gathers_large_objects", base="sim"
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.gather_bytes")
     def gather_bytes(self: Any, usual: Any, value: bytes) -> list[bytes]:
@@ -219,8 +229,9 @@ def _(on: Wrong) -> None:
         return [each.ljust(max(map(len, found)), b"\0") for each in found]
 
 
-@mutant("the control group sums integers in float32", part="ranks", check="control_group",
-        base="sim")
+@mutant(
+    "the control group sums integers in float32", part="ranks", check="control_group", base="sim"
+)
 def _(on: Wrong) -> None:
     @on.distributed("all_reduce")
     def all_reduce(usual: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -243,8 +254,12 @@ def _(on: Wrong) -> None:
         return tensor
 
 
-@mutant("the second half of a large broadcast is the first", part="ranks", check="large_tensors",
-        base="sim")
+@mutant(
+    "the second half of a large broadcast is the first",
+    part="ranks",
+    check="large_tensors",
+    base="sim",
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.broadcast")
     def broadcast(self: Any, usual: Any, tensor: Any, source: int = 0) -> Any:
@@ -272,7 +287,7 @@ def _(on: Wrong) -> None:
         return usual(tensor, op, group) if tensor.numel() else tensor
 
 
-@mutant("NaN counts as zero in sums", part="ranks", check="special_values", base="sim")
+@mutant("NaN counts as zero in sums", part="ranks", check="special_values_are_reduced", base="sim")
 def _(on: Wrong) -> None:
     @on.method("collectives.all_reduce")
     def all_reduce(self: Any, usual: Any, tensor: Any, op: str = "sum", group: Any = None) -> Any:
@@ -281,8 +296,12 @@ def _(on: Wrong) -> None:
         return usual(tensor, op, group)
 
 
-@mutant("infinities are gathered as the largest number", part="ranks", check="special_values",
-        base="sim")
+@mutant(
+    "infinities are gathered as the largest number",
+    part="ranks",
+    check="special_values_are_reduced",
+    base="sim",
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.all_gather")
     def all_gather(self: Any, usual: Any, tensor: Any) -> Any:
@@ -303,8 +322,9 @@ def _(on: Wrong) -> None:
         return tensor
 
 
-@mutant("the start of the memory is sent, not the view", part="ranks", check="offset_views",
-        base="sim")
+@mutant(
+    "the start of the memory is sent, not the view", part="ranks", check="offset_views", base="sim"
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.broadcast")
     def broadcast(self: Any, usual: Any, tensor: Any, source: int = 0) -> Any:
@@ -323,8 +343,9 @@ def _(on: Wrong) -> None:
         return usual(tensor, op, group)
 
 
-@mutant("a view that was broadcast stays as it was", part="ranks", check="strided_views",
-        base="sim")
+@mutant(
+    "a view that was broadcast stays as it was", part="ranks", check="strided_views", base="sim"
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.broadcast")
     def broadcast(self: Any, usual: Any, tensor: Any, source: int = 0) -> Any:
@@ -364,8 +385,9 @@ def _(on: Wrong) -> None:
         return kept
 
 
-@mutant("each rank begins its sum with its own", part="ranks", check="ranks_agree", base="sim",
-        ranks=3)
+@mutant(
+    "each rank begins its sum with its own", part="ranks", check="ranks_agree", base="sim", ranks=3
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.all_reduce")
     def all_reduce(self: Any, usual: Any, tensor: Any, op: str = "sum", group: Any = None) -> Any:
@@ -380,8 +402,9 @@ def _(on: Wrong) -> None:
         return tensor
 
 
-@mutant("nothing is summed in backward's thread", part="ranks", check="backward_reduces",
-        base="sim")
+@mutant(
+    "nothing is summed in backward's thread", part="ranks", check="backward_reduces", base="sim"
+)
 def _(on: Wrong) -> None:
     @on.method("collectives.all_reduce")
     def all_reduce(self: Any, usual: Any, tensor: Any, op: str = "sum", group: Any = None) -> Any:
