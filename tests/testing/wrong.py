@@ -207,6 +207,7 @@ def table() -> Sequence[Mutant]:
         wrong_handles,
         wrong_paper,
         wrong_ranks,
+        wrong_tensors,
     )
 
     return tuple(MUTANTS.values())
