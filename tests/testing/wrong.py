@@ -290,6 +290,7 @@ def table() -> Sequence[Mutant]:
         wrong_paper,
         wrong_products,
         wrong_ranks,
+        wrong_tensors,
     )
 
     return tuple(MUTANTS.values())
