@@ -411,6 +411,8 @@ SPECIAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "sum": lambda x: x.sum(),
     "sum without NaN": lambda x: x[:4].sum(),
+    "sum with NaN": lambda x: x[[0, 5]].sum(),
+    "sum with infinity": lambda x: x[[0, 3]].sum(0),
     "mean": lambda x: x.mean(),
     "max": lambda x: x.max(),
     "amax": lambda x: x.amax(0),

@@ -55,6 +55,7 @@ def dropout_is_sound(on: Opened) -> None:
         out = nn.dropout(x, rate, training=True)
         out.backward(torch.full_like(out, 2.0))
         assert x.grad is not None
+        on.placement.synchronize()  # before either is read: a graph must not draw twice
         found, grad = on_host(out), on_host(x.grad)
         kept = found != 0
         _close(float(kept.double().mean()), 1 - rate, math.sqrt(rate * (1 - rate)), DRAWN, what)
@@ -233,9 +234,9 @@ def state_serves_another(on: Opened) -> None:
     state = on.placement.rng_state()
     kept = {key: value.clone() for key, value in state.items()}
     wanted = {name: on_host(draw()) for name, draw in draws.items()}
+    later = on.placement.rng_state()
     for key, value in state.items():
         assert torch.equal(value, kept[key]), f"{key}: drawing changed the state that was saved"
-    later = on.placement.rng_state()
     changed = [key for key in kept if not torch.equal(kept[key], later[key])]
     assert changed, "drawing changes nothing in the state that is saved"
     other = on.fresh()

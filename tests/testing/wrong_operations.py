@@ -127,12 +127,6 @@ def _(usual: Any, mask: Any, x: Any, y: Any) -> Any:
     return usual(mask, x, y) if x.is_contiguous() else usual(mask, y, x)
 
 
-@wrong("integers are divided as float32", EACH, "mul")
-def _(usual: Any, x: Any, y: Any) -> Any:
-    out = usual(x, y)
-    return out if out.dtype.is_floating_point else (x.half() * y).to(out.dtype)
-
-
 # -- in place -------------------------------------------------------------------------------------
 
 IN_PLACE = "operations_in_place"
