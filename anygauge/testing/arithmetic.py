@@ -34,9 +34,7 @@ def _drawn(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> torch
     return torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
 
 
-def _allowed(
-    on: Opened, magnitude: torch.Tensor, terms: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _allowed(on: Opened, magnitude: torch.Tensor, terms: int, dtype: torch.dtype) -> torch.Tensor:
     """Largest error of a product: of its sum and, where factors are shortened, of each of them."""
     shortened = 4 * product_roundoff(on, dtype) if dtype is torch.float32 else 0.0
     return summed(terms, magnitude, dtype) + shortened * magnitude
@@ -80,9 +78,7 @@ def products_keep_their_digits(on: Opened) -> None:
 def products_of_every_shape(on: Opened) -> None:
     for dtype in types(on):
         for name, function, shapes in PRODUCTS:
-            inputs = [
-                _drawn(*shape, seed=n, low=-1).to(dtype) for n, shape in enumerate(shapes)
-            ]
+            inputs = [_drawn(*shape, seed=n, low=-1).to(dtype) for n, shape in enumerate(shapes)]
             found = on_host(function(*(each.to(on.device) for each in inputs)))
             wanted = function(*(each.double() for each in inputs))
             magnitude = function(*(each.double().abs() for each in inputs))
@@ -294,7 +290,7 @@ def large_integers(on: Opened) -> None:
         ("+ 1", there + 1, [v + 1 for v in values]),
         ("* 1", there * 1, values),
         ("* 3", put(values[:6]) * 3, [3 * v for v in values[:6]]),
-        ("- another", there - there.flip(0), [a - b for a, b in zip(values, values[::-1])]),
+        ("- another", there - there.flip(0), [a - b for a, b in zip(values, values[::-1], strict=True)]),
         ("negated", -there, [-v for v in values]),
         ("// 2", torch.div(there, 2, rounding_mode="floor"), [v // 2 for v in values]),
         ("% 1000", there % 1000, [v % 1000 for v in values]),

@@ -185,7 +185,9 @@ def _(usual: Any, x: Any, dim: int, *args: Any) -> Any:
     return usual(x, -1 if dim == 1 else dim, *args)
 
 
-@wrong("the gradient of log_softmax is along the last dimension", ALONG, "_log_softmax_backward_data")
+@wrong(
+    "the gradient of log_softmax is along the last dimension", ALONG, "_log_softmax_backward_data"
+)
 def _(usual: Any, grad: Any, out: Any, dim: int, dtype: Any) -> Any:
     return usual(grad, out, -1, dtype)
 

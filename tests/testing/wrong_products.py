@@ -204,7 +204,7 @@ def _(usual: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def _(usual: Any, a: Any, b: Any) -> Any:
     if a.dtype is not torch.float16:
         return usual(a, b)
-    return in_blocks(a, b, a.dtype, 16)
+    return in_blocks(a, b, a.dtype, 8)
 
 
 @wrong("sums of float16 are kept in float16", OVERFLOW, "sum")
@@ -212,7 +212,7 @@ def _(usual: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if x.dtype is not torch.float16 or args:
         return usual(x, *args, **kwargs)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
-    for part in x.reshape(-1).split(16):
+    for part in x.reshape(-1).split(8):
         total = total + part.sum()
     return total
 
