@@ -283,6 +283,7 @@ def large_integers(on: Opened) -> None:
         return torch.tensor(numbers, dtype=torch.int64).to(on.device)
 
     there = put(values)
+    turned = values[::-1]
     order = sorted(range(len(values)), key=values.__getitem__)
     running = list(itertools.accumulate(values))
     for what, found, wanted in (
@@ -290,7 +291,7 @@ def large_integers(on: Opened) -> None:
         ("+ 1", there + 1, [v + 1 for v in values]),
         ("* 1", there * 1, values),
         ("* 3", put(values[:6]) * 3, [3 * v for v in values[:6]]),
-        ("- another", there - there.flip(0), [a - b for a, b in zip(values, values[::-1], strict=True)]),
+        ("- another", there - there.flip(0), [a - b for a, b in zip(values, turned, strict=True)]),
         ("negated", -there, [-v for v in values]),
         ("// 2", torch.div(there, 2, rounding_mode="floor"), [v // 2 for v in values]),
         ("% 1000", there % 1000, [v % 1000 for v in values]),

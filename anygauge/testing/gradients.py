@@ -155,7 +155,7 @@ def views_share_memory(on: Opened) -> None:
         x[:, 1::2] *= 2
         turned[3].fill_(5)
         rows.sub_(3)
-        x.view(-1)[5:9] = torch.arange(4, dtype=x.dtype, device=x.device)
+        x.view(-1)[5:9] = torch.arange(4, device=x.device).to(x.dtype)
         x[2].copy_(x[3])
         x.diagonal()[:3].zero_()
         torch.add(x[0], 1, out=x[5])
