@@ -182,5 +182,5 @@ def memory_is_not_given_twice(on: Opened) -> None:
             torch.full((size,), n, dtype=torch.uint8, device=on.device) for n in (1, 2)
         )
         first.add_(4)
-        got = [first.to(HOST_DEVICE).tolist(), second.to(HOST_DEVICE).tolist()]
-        assert got == [[5] * size, [2] * size], f"two tensors of {size} bytes hold {got}"
+        both = [first.to(HOST_DEVICE).tolist(), second.to(HOST_DEVICE).tolist()]
+        assert both == [[5] * size, [2] * size], f"two tensors of {size} bytes hold {both}"
