@@ -20,6 +20,8 @@ from anygauge.testing.process import COLLECTIVE_TIMEOUT_S, Subject
 
 TIMEOUT_S = 900.0
 STEPS = 6
+MIDDLE = 3
+"""Steps between evaluations, and between checkpoints."""
 MODEL: Mapping[str, Any] = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -29,7 +31,12 @@ MODEL: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 384,
     "max_position_embeddings": 128,
+    # Ten times the usual: attention then decides the losses, and a wrong one shows.
+    "initializer_range": 0.2,
 }
+RANK_OF_ADAPTER = 4
+ODD_LENGTH = 83
+"""Most tokens of a packed row: a prime, so that neither pairs nor blocks of any kind divide it."""
 WORDS = [
     "a",
     "device",
@@ -84,6 +91,21 @@ class Trained:
     losses: Sequence[float]
     metrics: Sequence[Mapping[str, Any]] = field(repr=False)
 
+    @property
+    def steps(self) -> Sequence[Mapping[str, Any]]:
+        """The record of every step."""
+        return [record for record in self.metrics if "loss" in record]
+
+    @property
+    def evaluations(self) -> Mapping[int, float]:
+        """Losses on rows that are held out, by the steps done before."""
+        return {each["step"]: each["eval_loss"] for each in self.metrics if "eval_loss" in each}
+
+    @property
+    def checkpoints(self) -> Sequence[Path]:
+        """Their folders, the earliest first."""
+        return sorted((self.folder / "checkpoints").iterdir())
+
 
 def prepare(folder: Path) -> None:
     """Write rows and a tokenizer of bytes into a folder."""
@@ -100,11 +122,12 @@ def prepare(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
     ).save_pretrained(folder / "tokenizer")
-    with (folder / "rows.jsonl").open("w", encoding="utf-8") as rows:
-        for number in range(64):
-            words = [WORDS[(number * 7 + at * 3) % len(WORDS)] for at in range(2 + number % 9)]
-            row = {"prompt": " ".join(words[:2]) + " ", "completion": " ".join(words[2:]) or "so"}
-            rows.write(json.dumps(row) + "\n")
+    for name, first, count in (("rows", 0, 64), ("held_out", 64, 9)):
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as rows:
+            for number in range(first, first + count):
+                words = [WORDS[(number * 7 + at * 3) % len(WORDS)] for at in range(2 + number % 9)]
+                prompt, completion = " ".join(words[:2]) + " ", " ".join(words[2:]) or "so"
+                rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
 def _kernels_for_both(backend: Backend) -> dict[str, str]:
@@ -135,12 +158,14 @@ def train(
     Args:
         host: on the host's own backend instead, for comparison; attention and kernels that serve
             every device stay the subject's.
-        changes: sections of the run file that replace the usual ones.
+        changes: sections of the run file that replace the usual ones; of ``data`` and ``train``,
+            fields.
 
     Raises:
         RunFailed: with what the run printed.
     """
     backend = Registry.load().create_backend(subject.name, subject.options)
+    given = dict(changes or {})
     run = {
         "name": name,
         "output": str(folder),
@@ -151,23 +176,28 @@ def train(
             "tokenizer": str(folder / "tokenizer"),
             "attention": backend.attention if backend.attention in ON_HOST else ON_HOST[0],
         },
-        "adapter": {"r": 4, "dropout": 0.0},
+        "adapter": {"r": RANK_OF_ADAPTER, "dropout": 0.0},
         "data": {
             "train": {"path": str(folder / "rows.jsonl")},
+            "eval": {"path": str(folder / "held_out.jsonl")},
             "max_length": 96,
             "cache": "off",
+            **given.pop("data", {}),
         },
         "train": {
             "steps": STEPS,
             "global_batch_size": 4,
             "micro_batch_size": 1,
             "optimizer": {"lr": 2.0e-3},
+            "eval_every": MIDDLE,
+            "eval_at_start": True,
+            **given.pop("train", {}),
         },
         "precision": {"param_dtype": dtype},
         "strategy": {"name": strategy},
         "launch": {"devices": ranks},
         **({"kernels": _kernels_for_both(backend)} if host else {}),
-        **(changes or {}),
+        **given,
     }
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
@@ -193,6 +223,65 @@ def train(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A loss that is further from the host's than the device's arithmetic explains.
+
+    Attributes:
+        step: of training from 1; or steps done before the evaluation.
+        found, wanted: nats per loss token, on the device and on the host.
+        allowed: relative.
+    """
+
+    step: int
+    found: float
+    wanted: float
+    allowed: float
+    evaluation: bool = False
+
+    def __str__(self) -> str:
+        """In words."""
+        place = f"the evaluation after step {self.step}" if self.evaluation else f"step {self.step}"
+        off = abs(self.found - self.wanted) / abs(self.wanted)
+        return (
+            f"the loss of {place} is {self.found:.9g}, on the host {self.wanted:.9g}: "
+            f"{off:.1e} away, {self.allowed:.1e} is allowed"
+        )
+
+
+def differences(
+    found: Trained, wanted: Trained, steps: Sequence[float], evaluations: Mapping[int, float]
+) -> tuple[Sequence[Difference], float]:
+    """(Losses of a run that are too far from another's, the largest relative difference of all).
+
+    Args:
+        found: all of the other's steps, or the last of them.
+        steps, evaluations: the largest relative difference that is allowed for each.
+    """
+    first = len(wanted.losses) - len(found.losses)
+    assert first >= 0, f"{len(found.losses)} steps, not {len(wanted.losses)}"
+    sides = zip(found.losses, wanted.losses[first:], steps[first:], strict=True)
+    pairs = [
+        Difference(step=step, found=a, wanted=b, allowed=bound)
+        for step, (a, b, bound) in enumerate(sides, start=first + 1)
+    ]
+    pairs += [
+        Difference(
+            step=done,
+            found=loss,
+            wanted=wanted.evaluations[done],
+            allowed=evaluations[done],
+            evaluation=True,
+        )
+        for done, loss in found.evaluations.items()
+    ]
+    # An evaluation after a step sees what that step's update did, which the next step sees, too.
+    pairs.sort(key=lambda each: each.step + 0.5 * each.evaluation)
+    off = [abs(each.found - each.wanted) / abs(each.wanted) for each in pairs]
+    wrong = [each for each, by in zip(pairs, off, strict=True) if not by <= each.allowed]
+    return wrong, max(off)
+
+
 def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:
     """The largest difference of two runs' losses, relative to the second's."""
     assert len(found) == len(wanted), f"{len(found)} steps, not {len(wanted)}"
@@ -208,10 +297,8 @@ OVERRULED_VARIABLE = "ANYGAUGE_OVERRULED"
 """Names the backend under test to the plugin below."""
 
 
-def losses_when_overruled(
-    subject: Subject, folder: Path, strategy: str, ranks: int
-) -> Sequence[float] | None:
-    """The losses of every step of a run that would be refused; None if it fails nevertheless.
+def run_when_overruled(subject: Subject, folder: Path, strategy: str, ranks: int) -> Trained | None:
+    """A run that would be refused, made nevertheless; None if it fails.
 
     Args:
         folder: `prepare` has filled it.
@@ -237,7 +324,7 @@ def losses_when_overruled(
             ranks=ranks,
             dtype="float32",
             changes={"backend": OVERRULED, "launch": launch},
-        ).losses
+        )
     except (RunFailed, subprocess.TimeoutExpired):
         return None
 

@@ -29,7 +29,7 @@ class Mutant:
 
     Attributes:
         name: what is wrong, in words.
-        part, check: the part of the kit and the check that must fail.
+        part, check: the part of the kit and the check that must fail; of the part ``loop`` a test.
         base: the sound backend that it is otherwise: ``cpu`` or ``sim``.
         change: makes it.
     """
@@ -198,6 +198,6 @@ def wrong_backend(found: Mutant) -> Backend:
 
 def table() -> Sequence[Mutant]:
     """All of them, in the order of the parts."""
-    from tests.testing import wrong_device, wrong_paper, wrong_ranks  # noqa: F401
+    from tests.testing import wrong_device, wrong_loop, wrong_paper, wrong_ranks  # noqa: F401
 
     return tuple(MUTANTS.values())
