@@ -17,17 +17,16 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import HOST_DEVICE, Backend, Job
+from anygauge.interface import Backend, Job
 from anygauge.testing.process import Subject, environments, last_lines
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from anygauge.training.setup import PreparedRun
 
@@ -104,7 +103,6 @@ def _asked(
     subject: Subject, folder: Path, name: str, request: Mapping[str, Any], ranks: int = 1
 ) -> str:
     """Have a process for each rank answer; returns why one did not, empty if all did."""
-    asked = {**request, "backend": subject.name, "options": dict(subject.options)}
     part = "device" if ranks == 1 else "ranks"
     try:
         found, trouble = environments(part, subject, ranks, folder)
@@ -122,7 +120,7 @@ def _asked(
                     env=environment,
                 )
             assert process.stdin is not None
-            process.stdin.write(json.dumps({**asked, "answer": str(answer)}).encode())
+            process.stdin.write(json.dumps({**request, "answer": str(answer)}).encode())
             process.stdin.close()
             processes.append(process)
         troubles = []
@@ -160,9 +158,9 @@ def main() -> None:
 
 def prepared(
     folder: Path,
-    backend: Backend,
     name: str,
     *,
+    backend: Backend | None = None,
     checkpoint: str | None = None,
     rendezvous: str | None = None,
 ) -> PreparedRun:
@@ -170,7 +168,8 @@ def prepared(
 
     Args:
         folder: of the run.
-        backend: not yet open, or open from an earlier call.
+        name: what is added to the folder's.
+        backend: an open one, of an earlier call; None opens the run's.
         checkpoint: resume from it.
         rendezvous: where its ranks meet; None for one rank.
     """
@@ -208,20 +207,6 @@ def prepared(
     return prepare_run(job, run, rank, registry, backend, create_strategy(registry, run))
 
 
-class _Made:
-    """A registry that gives a backend which is there already."""
-
-    def __init__(self, backend: Backend, registry: Any) -> None:
-        self._backend = backend
-        self._registry = registry
-
-    def create_backend(self, name: str, options: Any) -> Backend:
-        return self._backend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._registry, name)
-
-
 def one_step(run: PreparedRun, index: int) -> None:
     """Forward, backward and update of a step, as the loop does them."""
     from anygauge.training.loop import LazyBatches
@@ -245,31 +230,19 @@ def evaluate_if_due(run: PreparedRun, done: int) -> None:
         loop.engine.evaluate(map(loop.to_device, batches), loop.loss_function)
 
 
-def _backend(request: Mapping[str, Any]) -> Backend:
-    from anygauge.registry import Registry
-
-    return Registry.load().create_backend(request["backend"], request["options"])
-
-
 def _training(request: Mapping[str, Any]) -> str:
     """The first operation, or what else of the first step."""
-    backend = _backend(request)
-    found = prepared(Path(request["found"]), backend, "again")
+    folder = Path(request["found"])
+    found = prepared(folder, "again")
+    backend = found.loop.backend
     place, seen = first_operation(found, backend.device_type, request["steps"])
     if place:
         return place
     from anygauge.testing.compare import first_difference, recorded
 
-    mine = recorded(prepared(Path(request["found"]), backend, "compared"), one_step)
-    host = _host()
-    theirs = recorded(prepared(Path(request["wanted"]), host, "compared"), one_step)
+    mine = recorded(prepared(folder, "compared", backend=backend), one_step)
+    theirs = recorded(prepared(Path(request["wanted"]), "compared"), one_step)
     return first_difference(mine, theirs, request["dtype"]) or f"{NOT_FOUND}: {seen}"
-
-
-def _host() -> Backend:
-    from anygauge.registry import Registry
-
-    return Registry.load().create_backend(HOST_DEVICE, {})
 
 
 def first_operation(run: PreparedRun, device_type: str, steps: int) -> tuple[str, str]:
@@ -278,11 +251,12 @@ def first_operation(run: PreparedRun, device_type: str, steps: int) -> tuple[str
     Args:
         steps: to look at.
     """
+    from anygauge.testing.place import place_in
     from anygauge.testing.replay import Replay
 
-    with where_it_is(run.engine.model) as where:
+    with place_in(run.engine.model) as place:
         for index in range(steps):
-            with Replay(device_type, where) as replay:
+            with Replay(device_type, place) as replay:
                 evaluate_if_due(run, index)
                 evaluating = replay.found is not None
                 one_step(run, index)
@@ -290,13 +264,9 @@ def first_operation(run: PreparedRun, device_type: str, steps: int) -> tuple[str
                     evaluate_if_due(run, steps)
             if replay.found is not None:
                 departure, module = replay.found
-                place = (
-                    f"the evaluation before step {index + 1}"
-                    if evaluating
-                    else (f"step {index + 1}")
-                )
+                when = "the evaluation before step" if evaluating else "step"
                 return (
-                    f"the device leaves the host first in {departure}{module}, {place}: "
+                    f"the device leaves the host first in {departure}{module}, {when} {index + 1}: "
                     f"{departure.why}"
                 ), ""
     unknown = ", ".join(f"aten::{name}" for name in sorted(replay.unknown))
@@ -307,38 +277,20 @@ def first_operation(run: PreparedRun, device_type: str, steps: int) -> tuple[str
     return "", seen + (f"; it cannot repeat {unknown}" if unknown else "")
 
 
-@contextmanager
-def where_it_is(model: nn.Module) -> Iterator[Callable[[], str]]:
-    """What gives the innermost module whose forward or backward is being computed, in words."""
-    from torch.utils.module_tracker import ModuleTracker
-
-    with ModuleTracker() as tracker:
-
-        def where() -> str:
-            inside = [name for name in tracker.parents if "." in name]
-            if not inside:
-                return ""
-            deepest = max(inside, key=lambda name: name.count(".")).partition(".")[2]
-            phase = ", backward" if tracker.is_bw else ""
-            return f" in {deepest.removeprefix('base_model.model.')}{phase}"
-
-        yield where
-
-
 # -- a resumed run beside the undisturbed one ------------------------------------------------------
 
 
 def _resume(request: Mapping[str, Any]) -> str:
     """The first operation that gives other values after the resume."""
-    backend = _backend(request)
     folder, checkpoint = Path(request["found"]), Path(request["checkpoint"])
-    whole = prepared(folder, backend, "again")
+    whole = prepared(folder, "again")
+    backend = whole.loop.backend
     done = int(json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))["step"])
     for index in range(done):
         one_step(whole, index)
     state = _state(whole)
     undisturbed = _values(whole, backend.device_type, done)
-    resumed = prepared(folder, backend, "resumed", checkpoint=str(checkpoint))
+    resumed = prepared(folder, "resumed", backend=backend, checkpoint=str(checkpoint))
     for (name, key), value in _state(resumed).items():
         if not state[name, key].equal(value):
             what = "the parameter" if key == "parameter" else f"the optimizer's {key} of"
@@ -362,8 +314,9 @@ def _state(run: PreparedRun) -> dict[tuple[str, str], Tensor]:
 def _values(run: PreparedRun, device_type: str, index: int) -> list[tuple[str, str, bytes]]:
     """(Operation, where, digest of what it gave) of all of a step."""
     from anygauge.testing.compare import Digests
+    from anygauge.testing.place import place_in
 
-    with where_it_is(run.engine.model) as where, Digests(device_type, where) as digests:
+    with place_in(run.engine.model) as place, Digests(device_type, place) as digests:
         one_step(run, index)
     return digests.found
 
@@ -376,30 +329,30 @@ def _ranks(request: Mapping[str, Any]) -> str:
     import torch
 
     from anygauge.testing.exchanged import recorded
+    from anygauge.testing.place import place_in
     from anygauge.testing.replay import Replay
 
-    backend = _backend(request)
     run = prepared(
         Path(request["found"]),
-        backend,
         "again",
         checkpoint=request["checkpoint"],
         rendezvous=request["rendezvous"],
     )
-    first, place, after = run.loop.start, "", -1
-    with recorded() as exchanges, where_it_is(run.engine.model) as where:
+    backend = run.loop.backend
+    first, wrong, after = run.loop.start, "", -1
+    with recorded() as exchanges, place_in(run.engine.model) as place:
         for index in range(first, request["steps"]):
-            with Replay(backend.device_type, where) as replay:
+            with Replay(backend.device_type, place) as replay:
                 one_step(run, index)
-            if replay.found is not None and not place:
+            if replay.found is not None:
                 departure, module = replay.found
-                place = f"{departure}{module}, step {index + 1}: {departure.why}"
+                wrong = f"{departure}{module}, step {index + 1}: {departure.why}"
                 after = len(exchanges)
                 break
     path = f"{request['exchanged']}.{os.environ['RANK']}.pt"
-    torch.save({"exchanges": exchanges, "place": place, "after": after}, path)
+    torch.save({"exchanges": exchanges, "place": wrong, "after": after}, path)
     backend.close()
-    return place
+    return wrong
 
 
 def _exchanged(request: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing.noise import roundings
+from anygauge.testing.place import Place
 
 if TYPE_CHECKING:
     from anygauge.training.setup import PreparedRun
@@ -131,22 +132,22 @@ class Digests(TorchDispatchMode):
         found: (operation, where, digest) in order.
     """
 
-    def __init__(self, device_type: str, where: Callable[[], str]) -> None:
-        """Args: where: the module that is being computed, in words."""
+    def __init__(self, device_type: str, place: Place) -> None:
         super().__init__()
         self._device_type = device_type
-        self._where = where
+        self._place = place
         self.found: list[tuple[str, str, bytes]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, then note it."""
+        self._place.note()
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__.startswith(("empty", "new_empty")):
             return result
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(leaf.device.type == self._device_type for leaf in tensors):
             name = f"{func.namespace}::{func.overloadpacket.__name__}"
-            self.found.append((name, self._where(), digest(tensors)))
+            self.found.append((name, str(self._place), digest(tensors)))
         return result
 
 

@@ -130,14 +130,14 @@ def prepare(folder: Path) -> None:
                 rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
-def _kernels_for_both(backend: Backend) -> dict[str, str]:
+def _kernels_for_both(backend: Backend, *, adapter: bool) -> dict[str, str]:
     """What the host must compute with to round as the subject does."""
+    operations = ("linear_cross_entropy", *(["lora_linear"] if adapter else []))
     choices = choose_kernels(Registry.load(), backend, {})
     return {
         name: choice.name
         for name, choice in choices.items()
-        if name in ("linear_cross_entropy", "lora_linear")
-        and (choice.provided is None or not choice.provided.spec.device_types)
+        if name in operations and (choice.provided is None or not choice.provided.spec.device_types)
     }
 
 
@@ -196,9 +196,10 @@ def train(
         "precision": {"param_dtype": dtype},
         "strategy": {"name": strategy},
         "launch": {"devices": ranks},
-        **({"kernels": _kernels_for_both(backend)} if host else {}),
         **given,
     }
+    if host:
+        run["kernels"] = _kernels_for_both(backend, adapter=run["adapter"] is not None)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
     done = subprocess.run(

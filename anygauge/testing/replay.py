@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anygauge.interface import HOST_DEVICE
+from anygauge.testing.place import Place
 
 ROUNDINGS = 8.0
 """Roundings of the accumulator's type that an operation may make for each term's square root."""
@@ -69,11 +70,10 @@ class Replay(TorchDispatchMode):
         unknown: those that the host cannot repeat in float64, by name: how often.
     """
 
-    def __init__(self, device_type: str, where: Callable[[], str]) -> None:
-        """Args: where: the module that is being computed, in words."""
+    def __init__(self, device_type: str, place: Place) -> None:
         super().__init__()
         self._device_type = device_type
-        self._where = where
+        self._place = place
         self.found: tuple[Departure, str] | None = None
         self.compared = 0
         self.unknown: Counter[str] = Counter()
@@ -81,6 +81,7 @@ class Replay(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, then repeat it."""
         kwargs = kwargs or {}
+        self._place.note()
         if self.found is not None or not self._is_asked(func, args, kwargs):
             return func(*args, **kwargs)
         before = tree_map(on_host, (args, kwargs))
@@ -92,7 +93,7 @@ class Replay(TorchDispatchMode):
             return result
         self.compared += 1
         if departure is not None:
-            self.found = departure, self._where()
+            self.found = departure, str(self._place)
         return result
 
     def _is_asked(self, func: Any, args: Any, kwargs: Any) -> bool:

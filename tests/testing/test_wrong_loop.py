@@ -10,7 +10,7 @@ import pytest
 
 from tests.testing.test_kit import kit
 from tests.testing.test_mutations import mutant_site
-from tests.testing.wrong import table
+from tests.testing.wrong import Mutant, table
 from tests.testing.wrong_loop import CAUSES, PART
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def failure(mutation: str, test: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("found", MUTANTS, ids=lambda found: found.name)
-def test_each_is_found_with_its_cause(found: object, tmp_path: Path) -> None:
+def test_each_is_found_with_its_cause(found: Mutant, tmp_path: Path) -> None:
     why = failure(found.name, found.check, tmp_path)
     assert why, "it passes"
     assert CAUSES[found.name] in why
