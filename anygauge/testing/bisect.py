@@ -199,11 +199,8 @@ def prepared(
         events=events,
         progress=Progress(events),
     )
-    if not backend.placement.is_open:
-        opened = open_device(
-            replace(job, backend=backend.name), rank, run, _Made(backend, registry)
-        )
-        assert opened is backend
+    if backend is None:
+        backend = open_device(job, rank, run, registry)
     return prepare_run(job, run, rank, registry, backend, create_strategy(registry, run))
 
 

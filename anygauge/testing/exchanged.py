@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge.testing.replay import on_host, out_of_bound
 
@@ -42,39 +42,15 @@ class Exchange:
     after: Tensor
 
 
-class _OfReducers(TorchDispatchMode):
-    """Sums that torch's own compiled code asks for, past Python's functions."""
-
-    def __init__(self, found: list[Exchange], inside: list[str]) -> None:
-        super().__init__()
-        self._found = found
-        self._inside = inside
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._inside or func.overloadpacket.__name__ != "allreduce_":
-            return func(*args, **kwargs)
-        before = [on_host(tensor) for tensor in args[0]]
-        result = func(*args, **kwargs)
-        result[1].wait()
-        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[1])))
-        how = str(dist.ReduceOp.unbox(args[2]).op).rpartition(".")[2]
-        for was, now in zip(before, args[0], strict=True):
-            self._found.append(Exchange("all_reduce", ranks, how, was, on_host(now)))
-        return result
-
-
 @contextmanager
 def recorded() -> Iterator[list[Exchange]]:
     """Every collective of this process while it lasts; each is waited for."""
     found: list[Exchange] = []
-    inside: list[str] = []
     usual = {name: getattr(dist, name) for name in _TENSORS}
     for name, function in usual.items():
-        setattr(dist, name, _noting(name, function, found, inside))
+        setattr(dist, name, _noting(name, function, found))
     try:
-        with _OfReducers(found, inside):
-            yield found
+        yield found
     finally:
         for name, function in usual.items():
             setattr(dist, name, function)
@@ -89,11 +65,7 @@ _TENSORS: Mapping[str, tuple[int, int]] = {
 }
 
 
-def _noting(
-    name: str, usual: Callable[..., Any], found: list[Exchange], inside: list[str]
-) -> Callable[..., Any]:
-    import inspect
-
+def _noting(name: str, usual: Callable[..., Any], found: list[Exchange]) -> Callable[..., Any]:
     signature = inspect.signature(usual)
 
     @functools.wraps(usual)
@@ -103,13 +75,9 @@ def _noting(
         values = list(given.arguments.values())
         source, target = (values[at] for at in _TENSORS[name])
         before = on_host(source)
-        inside.append(name)
-        try:
-            work = usual(*args, **kwargs)
-            if work is not None:
-                work.wait()
-        finally:
-            inside.pop()
+        work = usual(*args, **kwargs)
+        if work is not None:
+            work.wait()
         ranks = tuple(dist.get_process_group_ranks(given.arguments.get("group")))
         how = given.arguments.get("op", "")
         if name == "broadcast":

@@ -75,7 +75,15 @@ ON_HOST = ("eager", "sdpa")
 
 
 class RunFailed(AssertionError):
-    """A run ended with another status than 0; its message is what it printed."""
+    """A run ended with another status than 0; its message is what it printed.
+
+    Attributes:
+        folder: of the run; None where it is not known.
+    """
+
+    def __init__(self, message: str, folder: Path | None = None) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +221,8 @@ def train(
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         raise RunFailed(
-            f"anygauge train ended with status {done.returncode}: " + " | ".join(lines[-4:])
+            f"anygauge train ended with status {done.returncode}: " + " | ".join(lines[-4:]),
+            folder / name,
         )
     text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
     records = [json.loads(line) for line in text.splitlines()]

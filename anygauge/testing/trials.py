@@ -17,6 +17,7 @@ from anygauge.testing.loop import (
     MODEL,
     ODD_LENGTH,
     RANK_OF_ADAPTER,
+    STEPS,
     Difference,
     RunFailed,
     Trained,
@@ -121,14 +122,18 @@ class Trials:
             AssertionError: says the first that is not, and the cause.
         """
         host = self.run(kind, dtype, host=True)
-        found = self.run(kind, dtype)
+        try:
+            found = self.run(kind, dtype)
+        except RunFailed as error:
+            if error.folder is None or not (error.folder / "run.json").exists():
+                raise
+            paths = (error.folder, host.folder, STEPS)
+            cause = cause_of(self.subject, self.folder, *paths, dtype=dtype)
+            raise AssertionError(f"{error}; {cause}") from error
         wrong = self.compared(kind, dtype, found, f"{kind}, {dtype}")
         if wrong:
-            # The update before a step is the last that its loss can show.
-            steps = min(wrong.step, len(host.losses))
-            cause = cause_of(
-                self.subject, self.folder, found.folder, host.folder, steps, dtype=dtype
-            )
+            paths = (found.folder, host.folder, max(1, wrong.step))
+            cause = cause_of(self.subject, self.folder, *paths, dtype=dtype)
             raise AssertionError(f"{wrong}; {cause}")
 
     def compared(
@@ -168,11 +173,11 @@ class Trials:
         alone, host = self.run("adapter", "float32"), self.run("adapter", "float32", host=True)
         of_one = self.compared("adapter", "float32", alone, "adapter, float32", spread=True)
         if of_one is not None:
-            paths = (alone.folder, host.folder, min(of_one.step, len(host.losses)))
+            paths = (alone.folder, host.folder, max(1, of_one.step))
             cause = cause_of(self.subject, self.folder, *paths, dtype="float32")
             return f"{wrong}; one process on the device is wrong, too: {cause}"
         cause = cause_of_ranks(
-            self.subject, self.folder, found.folder, ranks, wrong.step, checkpoint
+            self.subject, self.folder, found.folder, ranks, max(1, wrong.step), checkpoint
         )
         return f"{wrong}; one process on the device is as on the host; {cause}"
 
