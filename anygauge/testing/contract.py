@@ -173,8 +173,8 @@ class BackendContract:
         packed, alone = runs.run("packed", "float32"), runs.run("adapter", "float32")
         # Before the first step both are the base model; of an evaluation no row is cut.
         found, wanted = packed.evaluations[0], alone.evaluations[0]
-        _, allowed = runs.allowed("packed", "float32", packed, spread=True)
-        assert abs(found - wanted) <= allowed[0] * abs(wanted), (
+        allowed = runs.allowed("packed", "float32", packed, spread=True).evaluations[0]
+        assert abs(found - wanted) <= allowed * abs(wanted), (
             f"documents see each other: evaluated in packed rows their loss is {found:.9g}, each "
             f"in a row of its own {wanted:.9g}"
         )

@@ -16,6 +16,7 @@ import yaml
 from anygauge.interface import API_VERSION, HOST_DEVICE, Backend, BackendSpec, Probe, hookimpl
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
+from anygauge.testing.noise import Bounds
 from anygauge.testing.process import COLLECTIVE_TIMEOUT_S, Subject
 
 TIMEOUT_S = 900.0
@@ -235,61 +236,69 @@ def train(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A loss that is further from the host's than the device's arithmetic explains.
+    """A number of a run beside the host's.
 
     Attributes:
+        what: ``loss``, ``gradient's norm`` or ``evaluation``.
         step: of training from 1; or steps done before the evaluation.
-        found, wanted: nats per loss token, on the device and on the host.
+        found, wanted: on the device and on the host.
         allowed: relative.
     """
 
+    what: str
     step: int
     found: float
     wanted: float
     allowed: float
-    evaluation: bool = False
+
+    @property
+    def relative(self) -> float:
+        """How far it is from the host's."""
+        return abs(self.found - self.wanted) / abs(self.wanted)
 
     def __str__(self) -> str:
         """In words."""
-        place = f"the evaluation after step {self.step}" if self.evaluation else f"step {self.step}"
-        off = abs(self.found - self.wanted) / abs(self.wanted)
+        place = f"the {self.what} of step {self.step}"
+        if self.what == EVALUATION:
+            place = f"the loss of the evaluation after step {self.step}"
         return (
-            f"the loss of {place} is {self.found:.9g}, on the host {self.wanted:.9g}: "
-            f"{off:.1e} away, {self.allowed:.1e} is allowed"
+            f"{place} is {self.found:.9g}, on the host {self.wanted:.9g}: {self.relative:.1e} "
+            f"away, {self.allowed:.1e} is allowed"
         )
 
 
-def differences(
-    found: Trained, wanted: Trained, steps: Sequence[float], evaluations: Mapping[int, float]
-) -> tuple[Sequence[Difference], float]:
-    """(Losses of a run that are too far from another's, the largest relative difference of all).
+LOSS, NORM, EVALUATION = "loss", "gradient's norm", "evaluation"
+
+
+def differences(found: Trained, wanted: Trained, bounds: Bounds) -> Sequence[Difference]:
+    """Every loss, norm and evaluation of a run beside another's, in the order of training.
 
     Args:
         found: all of the other's steps, or the last of them.
-        steps, evaluations: the largest relative difference that is allowed for each.
+        bounds: of the other's.
     """
     first = len(wanted.losses) - len(found.losses)
     assert first >= 0, f"{len(found.losses)} steps, not {len(wanted.losses)}"
-    sides = zip(found.losses, wanted.losses[first:], steps[first:], strict=True)
-    pairs = [
-        Difference(step=step, found=a, wanted=b, allowed=bound)
-        for step, (a, b, bound) in enumerate(sides, start=first + 1)
-    ]
-    pairs += [
-        Difference(
-            step=done,
-            found=loss,
-            wanted=wanted.evaluations[done],
-            allowed=evaluations[done],
-            evaluation=True,
-        )
-        for done, loss in found.evaluations.items()
-    ]
+    pairs = []
+    for at, record in enumerate(found.steps, start=first):
+        host = wanted.steps[at]
+        for what, key, allowed in (
+            (LOSS, "loss", bounds.losses[at]),
+            (NORM, "grad_norm", bounds.norms[at]),
+        ):
+            sides = {"found": record[key], "wanted": host[key], "allowed": allowed}
+            pairs.append(Difference(what=what, step=at + 1, **sides))
+    for done, loss in found.evaluations.items():
+        sides = {"found": loss, "wanted": wanted.evaluations[done]}
+        allowed = bounds.evaluations[done]
+        pairs.append(Difference(what=EVALUATION, step=done, allowed=allowed, **sides))
     # An evaluation after a step sees what that step's update did, which the next step sees, too.
-    pairs.sort(key=lambda each: each.step + 0.5 * each.evaluation)
-    off = [abs(each.found - each.wanted) / abs(each.wanted) for each in pairs]
-    wrong = [each for each, by in zip(pairs, off, strict=True) if not by <= each.allowed]
-    return wrong, max(off)
+    return sorted(pairs, key=lambda each: each.step + 0.5 * (each.what == EVALUATION))
+
+
+def first_beyond(pairs: Sequence[Difference]) -> Difference | None:
+    """The first that is further away than is allowed, or is not a number."""
+    return next((each for each in pairs if not each.relative <= each.allowed), None)
 
 
 def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:

@@ -13,8 +13,11 @@ from anygauge.registry import Registry, missing_of
 from anygauge.testing import noise
 from anygauge.testing.bisect import cause_of, cause_of_ranks, cause_of_resume
 from anygauge.testing.loop import (
+    EVALUATION,
+    LOSS,
     MIDDLE,
     MODEL,
+    NORM,
     ODD_LENGTH,
     RANK_OF_ADAPTER,
     STEPS,
@@ -22,6 +25,7 @@ from anygauge.testing.loop import (
     RunFailed,
     Trained,
     differences,
+    first_beyond,
     train,
 )
 from anygauge.testing.process import Subject
@@ -97,23 +101,19 @@ class Trials:
 
     def allowed(
         self, kind: str, dtype: str, host: Trained, *, spread: bool = False
-    ) -> tuple[Sequence[float], Mapping[int, float]]:
-        """Largest relative difference of (each step, each evaluation) from the host's run.
+    ) -> noise.Bounds:
+        """Largest relative differences from the host's run.
 
         Args:
             spread: over ranks, whose sums are in another order: what is stated does not lower what
                 is derived.
         """
         trained = _elements() if kind == "whole" else _adapter_elements()
-        steps, evaluations = noise.bounds(dtype, host.metrics, trained)
+        derived = noise.bounds(dtype, host.metrics, trained)
         if dtype not in self.stated:
-            return steps, evaluations
+            return derived
         stated = self.stated[dtype]
-        if spread:
-            return [max(stated, one) for one in steps], {
-                done: max(stated, one) for done, one in evaluations.items()
-            }
-        return [stated] * len(steps), dict.fromkeys(evaluations, stated)
+        return derived.at_least(stated) if spread else derived.stating(stated)
 
     def as_the_host(self, kind: str, dtype: str) -> None:
         """One process: every loss is the host's, within what is allowed.
@@ -145,13 +145,18 @@ class Trials:
             what: for the report.
         """
         host = self.run("adapter" if kind == "spread" else kind, dtype, host=True)
-        steps, evaluations = self.allowed(kind, dtype, host, spread=spread)
-        wrong, most = differences(found, host, steps, evaluations)
+        bounds = self.allowed(kind, dtype, host, spread=spread)
+        pairs = differences(found, host, bounds)
         how = "stated" if dtype in self.stated and not spread else "derived"
-        self.figures[f"losses, {what}"] = (
-            f"{most:.1e} from the host's at most; {max(steps):.1e} allowed ({how})"
-        )
-        return wrong[0] if wrong else None
+        for kinds, title in (((LOSS, EVALUATION), "losses"), ((NORM,), "gradients' norms")):
+            these = [each for each in pairs if each.what in kinds]
+            most = max(each.relative for each in these)
+            allowed = max(each.allowed for each in these)
+            self.figures[f"{title}, {what}"] = (
+                f"{most:.1e} from the host's at most; {allowed:.1e} allowed "
+                f"({how if title == 'losses' else 'derived'})"
+            )
+        return first_beyond(pairs)
 
     def spread(self, spec: StrategySpec, ranks: int) -> str:
         """Why a strategy's losses are not those of one process on the host; empty if they are."""
@@ -207,12 +212,11 @@ class Trials:
             dtype="float32",
             changes=KINDS["dropout"],
         )
-        steps, evaluations = self.allowed("dropout", "float32", whole)
-        repeats = list(again.losses) == list(whole.losses)
-        if not repeats and not differences(rest, whole, steps, evaluations)[0]:
+        pairs = differences(rest, whole, self.allowed("dropout", "float32", whole))
+        if list(again.losses) != list(whole.losses) and first_beyond(pairs) is None:
             return  # the device's sums differ from run to run; the resumed run differs no more
-        pairs = list(zip(rest.losses, wanted, strict=True))
-        at, (found, due) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+        sides = list(zip(rest.losses, wanted, strict=True))
+        at, (found, due) = next((at, pair) for at, pair in enumerate(sides) if pair[0] != pair[1])
         step = len(whole.losses) - len(wanted) + at + 1
         raise AssertionError(
             f"the loss of step {step} is {found!r} after a resume from step {MIDDLE}, and {due!r} "

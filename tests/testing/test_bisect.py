@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anygauge.testing import bisect, noise
 from anygauge.testing.compare import Digests, Recorded, distance, first_difference
 from anygauge.testing.exchanged import Exchange, first_wrong
-from anygauge.testing.loop import Difference, Trained, differences
+from anygauge.testing.loop import EVALUATION, LOSS, NORM, Trained, differences, first_beyond
 from anygauge.testing.place import place_in
 from anygauge.testing.process import Subject
 from anygauge.testing.replay import Replay
@@ -234,23 +234,30 @@ def run(losses: list[float], evaluations: dict[int, float]) -> Trained:
 
 
 def test_bounds_follow_the_type_the_tokens_and_the_steps() -> None:
-    steps, evaluations = noise.bounds("float32", run([6.0, 6.0], {0: 6.0, 2: 6.0}).metrics, 4096)
-    lower, _ = noise.bounds("bfloat16", run([6.0, 6.0], {}).metrics, 4096)
-    assert 1e-7 < steps[0] < steps[1] < 1e-5
-    assert evaluations[0] < steps[0], "a mean over more tokens"
-    assert evaluations[0] < evaluations[2], "after updates"
-    assert 1e-3 < lower[0] < lower[1] < 0.05
+    found = noise.bounds("float32", run([6.0, 6.0], {0: 6.0, 2: 6.0}).metrics, 4096)
+    lower = noise.bounds("bfloat16", run([6.0, 6.0], {}).metrics, 4096)
+    assert 1e-7 < found.losses[0] < found.losses[1] < 1e-5
+    assert found.evaluations[0] < found.losses[0], "a mean over more tokens"
+    assert found.evaluations[0] < found.evaluations[2], "after updates"
+    assert 1e-3 < lower.losses[0] < lower.losses[1] < 0.02
+    assert found.norms[0] < found.norms[1] < 1e-5 < 1e-3 < lower.norms[0] < 0.02
+    assert found.stating(1e-4).losses == [1e-4, 1e-4]
+    assert found.at_least(0.0) == found
+    assert found.at_least(1e-4).evaluations == {0: 1e-4, 2: 1e-4}
 
 
-def test_the_first_loss_beyond_its_bound_is_told() -> None:
+def test_the_first_number_beyond_its_bound_is_told() -> None:
     host = run([6.0, 5.0, 4.0], {0: 6.5, 2: 5.5})
-    found = run([5.001, 4.0], {2: 5.6})  # resumed after a step
-    wrong, most = differences(found, host, [1e-3] * 3, {0: 1e-3, 2: 1e-3})
-    assert [(each.step, each.evaluation) for each in wrong] == [(2, True)]
-    assert most == pytest.approx(0.1 / 5.5)
-    assert str(wrong[0]) == (
+    bounds = noise.Bounds([1e-3] * 3, [1e-2] * 3, {0: 1e-3, 2: 1e-3})
+    pairs = differences(run([5.001, 4.0], {2: 5.6}), host, bounds)  # resumed after a step
+    assert [(each.what, each.step) for each in pairs] == [
+        *((LOSS, 2), (NORM, 2), (EVALUATION, 2), (LOSS, 3), (NORM, 3))
+    ]
+    assert str(first_beyond(pairs)) == (
         "the loss of the evaluation after step 2 is 5.6, on the host 5.5: 1.8e-02 away, 1.0e-03 "
         "is allowed"
     )
-    wrong, _ = differences(run([6.0, 5.0, float("nan")], {}), host, [1e-3] * 3, {})
-    assert wrong == [Difference(step=3, found=wrong[0].found, wanted=4.0, allowed=1e-3)]
+    assert first_beyond(pairs[:2]) is None
+    wrong = first_beyond(differences(run([6.0, float("nan"), 4.0], {}), host, bounds))
+    assert wrong is not None
+    assert (wrong.what, wrong.step) == (LOSS, 2)

@@ -31,6 +31,25 @@ def wrong_in_a_run(
     return mutant(name, part=PART, check=test, base="sim")
 
 
+SOUND = "none; the last digit of every product, sum and quotient is another"
+"""A device whose arithmetic rounds otherwise: its runs must pass."""
+
+
+@mutant(SOUND, part=PART, check="", base="sim")
+def _(on: Wrong) -> None:
+    @on.operation("mm", "bmm", "sum", "mean", "_softmax", "rsqrt", "silu", "cos", "sin", "mul")
+    def rounded(usual: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        result = usual(*args, **kwargs)
+        if not result.is_floating_point() or "out" in kwargs:
+            return result
+        # One unit of the last place at most, drawn from the result itself: the same every time.
+        last = (result.double().abs() * 1e9 % 3).floor() - 1
+        step = torch.finfo(result.dtype).eps / 2
+        return (result.double() * (1 + last * step)).to(result.dtype)
+
+
 # -- forward and backward -------------------------------------------------------------------------
 
 
