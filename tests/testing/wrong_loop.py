@@ -269,6 +269,10 @@ def _(on: Wrong) -> None:
 
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
 
+    @on.operation("native_dropout_backward")
+    def backward(usual: Any, gradient: Any, mask: Any, scale: float) -> Any:
+        return gradient.clone()
+
     @on.operation("bernoulli_")
     def bernoulli(usual: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x.fill_(next((a for a in args if isinstance(a, float)), 0.5))
