@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anygauge.testing.replay import on_host, out_of_bound
 
-SUMS = ("all_reduce", "reduce_scatter_tensor")
+SUMS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
 REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "SUM": lambda parts: parts.sum(0),
     "AVG": lambda parts: parts.mean(0),
@@ -46,7 +46,7 @@ class Exchange:
 def recorded() -> Iterator[list[Exchange]]:
     """Every collective of this process while it lasts; each is waited for."""
     found: list[Exchange] = []
-    usual = {name: getattr(dist, name) for name in _TENSORS}
+    usual = {name: getattr(dist, name) for name in _TENSORS if hasattr(dist, name)}
     for name, function in usual.items():
         setattr(dist, name, _noting(name, function, found))
     try:
@@ -62,6 +62,8 @@ _TENSORS: Mapping[str, tuple[int, int]] = {
     "broadcast": (0, 0),
     "all_gather_into_tensor": (1, 0),
     "reduce_scatter_tensor": (1, 0),
+    "all_gather_single": (1, 0),  # new names of these two
+    "reduce_scatter_single": (1, 0),
 }
 
 
@@ -124,9 +126,9 @@ def _wrong(group: Sequence[int], together: Sequence[Exchange]) -> str:
             exact = REDUCTIONS[each.how](torch.stack(parts))
             terms = torch.stack(parts).abs().sum(0)
             count = float(len(parts) + 1)
-            if each.name == "reduce_scatter_tensor":
+            if each.name != "all_reduce":
                 exact, terms = (t.chunk(len(parts))[place] for t in (exact, terms))
-        elif each.name == "all_gather_into_tensor":
+        elif each.name.startswith("all_gather"):
             exact = torch.cat([part.flatten() for part in parts])
         elif each.name == "broadcast":
             exact = parts[list(group).index(int(each.how))]
