@@ -26,7 +26,7 @@ def _close(found: float, wanted: float, deviation: float, count: int, what: str)
     """Fail unless a mean of `count` values is `wanted`."""
     most = SIGMAS * deviation / math.sqrt(count)
     assert abs(found - wanted) <= most, (
-        f"{what} is {found:.5f}, expected {wanted:.5f}; {most:.5f} away is allowed of {count} values"
+        f"{what} is {found:.5f}, expected {wanted:.5f}; {most:.5f} away is allowed of {count}"
     )
 
 
@@ -55,6 +55,7 @@ def dropout_is_sound(on: Opened) -> None:
         out = nn.dropout(x, rate, training=True)
         out.backward(torch.full_like(out, 2.0))
         assert x.grad is not None
+        on.placement.synchronize()  # before either is read: a graph must not draw twice
         found, grad = on_host(out), on_host(x.grad)
         kept = found != 0
         _close(float(kept.double().mean()), 1 - rate, math.sqrt(rate * (1 - rate)), DRAWN, what)
@@ -90,7 +91,7 @@ def random_numbers_are_sound(on: Opened) -> None:
     shifted = (made().uniform_(-1, 3) + 1) / 4
     for what, drawn in (("rand", uniform), ("uniform_(-1, 3)", shifted)):
         values = on_host(drawn).double()
-        assert 0 <= float(values.min()) and float(values.max()) <= 1, f"{what} leaves its bounds"
+        assert float(values.min()) >= 0 and float(values.max()) <= 1, f"{what} leaves its bounds"
         for power in (1, 2, 3, 4):
             mean = 1 / (power + 1)
             deviation = math.sqrt(1 / (2 * power + 1) - mean**2)
@@ -116,7 +117,7 @@ def random_numbers_are_sound(on: Opened) -> None:
     for number in range(-2, 5):
         share = float((dice == number).double().mean())
         _close(share, 1 / 7, 0.35, DRAWN, f"the share of {number} in randint(-2, 5)")
-    assert -2 <= int(dice.min()) and int(dice.max()) <= 4, "randint leaves its bounds"
+    assert int(dice.min()) >= -2 and int(dice.max()) <= 4, "randint leaves its bounds"
     order = on_host(torch.randperm(1009, device=on.device))
     assert sorted(order.tolist()) == list(range(1009)), "randperm is not a permutation"
     assert int((order == torch.arange(1009)).sum()) < 12, "randperm leaves its numbers in place"
@@ -233,9 +234,9 @@ def state_serves_another(on: Opened) -> None:
     state = on.placement.rng_state()
     kept = {key: value.clone() for key, value in state.items()}
     wanted = {name: on_host(draw()) for name, draw in draws.items()}
+    later = on.placement.rng_state()
     for key, value in state.items():
         assert torch.equal(value, kept[key]), f"{key}: drawing changed the state that was saved"
-    later = on.placement.rng_state()
     changed = [key for key in kept if not torch.equal(kept[key], later[key])]
     assert changed, "drawing changes nothing in the state that is saved"
     other = on.fresh()

@@ -57,7 +57,12 @@ UNITS = {
 # -- placement ------------------------------------------------------------------------------------
 
 
-@check("the opened device has the backend's type, and tensors can be made on it", part="device")
+@check(
+    "the opened device has the backend's type, and tensors can be made on it",
+    part="device",
+    means="nothing would run on the device; look at open(), which must return the device of "
+    "this rank",
+)
 def opens(on: Opened) -> None:
     assert on.device.type == on.backend.device_type, f"open() gave {on.device}"
     assert on.placement.device == on.device
@@ -66,7 +71,12 @@ def opens(on: Opened) -> None:
     assert made.to(HOST_DEVICE).tolist() == [1, 1, 1]
 
 
-@check("a local rank without a device is refused in words", part="device")
+@check(
+    "a local rank without a device is refused in words",
+    part="device",
+    means="two ranks would share a card without a word; look at open(), which must compare the "
+    "rank with the number of devices",
+)
 def too_large_rank(on: Opened) -> None:
     other = on.fresh()
     with _raises(NotAvailableError) as raised:
@@ -80,6 +90,8 @@ def too_large_rank(on: Opened) -> None:
 @check(
     "tensors and mappings of tensors arrive on the device, values and types unchanged",
     part="device",
+    means="a model would get wrong batches; look at to_device, for mappings within mappings "
+    "and for values that are no tensors",
 )
 def moves_data(on: Opened) -> None:
     batch = {
@@ -100,7 +112,10 @@ def moves_data(on: Opened) -> None:
 
 
 @check(
-    "a copy to the host that was only queued has arrived when synchronize returns", part="device"
+    "a copy to the host that was only queued has arrived when synchronize returns",
+    part="device",
+    means="times and results would be read before they are there; look at synchronize(), which "
+    "must wait for every stream",
 )
 def synchronizes(on: Opened) -> None:
     value = torch.ones(512, 512, device=on.device)
@@ -111,7 +126,12 @@ def synchronizes(on: Opened) -> None:
     assert float(landed.sum()) == 512 * 512
 
 
-@check("only an exhausted memory counts as out of memory", part="device")
+@check(
+    "only an exhausted memory counts as out of memory",
+    part="device",
+    means="each error would be reported as missing memory; look at is_out_of_memory, which "
+    "must know the driver's words alone",
+)
 def out_of_memory_is_told_apart(on: Opened) -> None:
     for error in (ValueError("shape"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
         assert not on.placement.is_out_of_memory(error), f"{error!r} counts as out of memory"
@@ -120,6 +140,8 @@ def out_of_memory_is_told_apart(on: Opened) -> None:
 @check(
     "more memory than the device has is refused, and counts as out of memory",
     part="device",
+    means="a run that needs a smaller batch would end in an unknown error; look at "
+    "is_out_of_memory and at the errors of the driver",
 )
 def out_of_memory_is_recognised(on: Opened) -> None:
     if on.placement.memory().kind != ALLOCATOR:
@@ -148,6 +170,8 @@ def out_of_memory_is_recognised(on: Opened) -> None:
 @check(
     "memory in use follows what is allocated and freed",
     part="device",
+    means="plans of memory would be wrong; look at memory(), which must count what the "
+    "allocator has given out",
 )
 def memory_moves(on: Opened) -> None:
     size = _block_bytes(on)
@@ -166,6 +190,8 @@ def memory_moves(on: Opened) -> None:
 @check(
     "the peak keeps what was in use, until it is reset",
     part="device",
+    means="the peak that a run reports would be wrong; look at reset_peak and at counters that "
+    "are of the whole process",
 )
 def peak_is_kept_and_reset(on: Opened) -> None:
     size = _block_bytes(on)
@@ -186,7 +212,12 @@ def peak_is_kept_and_reset(on: Opened) -> None:
     assert fresh.peak >= fresh.in_use
 
 
-@check("the numbers of memory are in order, and say what was counted", part="device")
+@check(
+    "the numbers of memory are in order, and say what was counted",
+    part="device",
+    means="reports would contradict themselves; look at memory(), for numbers of several "
+    "devices or of another unit",
+)
 def memory_numbers_are_sound(on: Opened) -> None:
     stats = _memory(on)
     assert stats.kind.split(",")[0] in (ALLOCATOR, PROCESS), f"kind is {stats.kind!r}"
@@ -198,7 +229,12 @@ def memory_numbers_are_sound(on: Opened) -> None:
 # -- randomness -----------------------------------------------------------------------------------
 
 
-@check("the same seed gives the same numbers, another seed others", part="device")
+@check(
+    "the same seed gives the same numbers, another seed others",
+    part="device",
+    means="runs could not be repeated; look at seed(), which must seed the device's generators "
+    "and the host's",
+)
 def seeds_count(on: Opened) -> None:
     def drawn(seed: int) -> torch.Tensor:
         on.placement.seed(seed)
@@ -209,7 +245,12 @@ def seeds_count(on: Opened) -> None:
     assert not torch.equal(first, other), "another seed gave the same numbers on the device"
 
 
-@check("the host is seeded too", part="device")
+@check(
+    "the host is seeded too",
+    part="device",
+    means="the order of data would differ from run to run; look at seed(), which must seed the "
+    "host, too",
+)
 def seeds_the_host(on: Opened) -> None:
     on.placement.seed(7)
     first = torch.rand(8)
@@ -217,7 +258,12 @@ def seeds_the_host(on: Opened) -> None:
     assert torch.equal(first, torch.rand(8)), "seed() leaves the host's generator alone"
 
 
-@check("a state of the generators that is put back gives the same numbers again", part="device")
+@check(
+    "a state of the generators that is put back gives the same numbers again",
+    part="device",
+    means="a resumed run would draw other numbers; look at set_rng_state, and at states that "
+    "stay on the device",
+)
 def rng_state_round_trip(on: Opened) -> None:
     on.placement.seed(3)
     torch.rand(5, device=on.device)
@@ -273,7 +319,12 @@ def _compare(on: Opened, dtype: str, *, autocast: bool = False) -> None:
         )
 
 
-@check("float32: a block with softmax and its gradients agree with float64", part="device")
+@check(
+    "float32: a block with softmax and its gradients agree with float64",
+    part="device",
+    means="training would go another way than on other devices; the checks of operations and "
+    "products name the cause",
+)
 def float32_arithmetic(on: Opened) -> None:
     _compare(on, "float32")
 
@@ -282,6 +333,8 @@ def float32_arithmetic(on: Opened) -> None:
     "bfloat16: a block with softmax and its gradients agree with float64",
     part="device",
     capability="bfloat16",
+    means="training in bfloat16 would go another way; the checks of operations and products "
+    "name the cause",
 )
 def bfloat16_arithmetic(on: Opened) -> None:
     _compare(on, "bfloat16")
@@ -291,12 +344,19 @@ def bfloat16_arithmetic(on: Opened) -> None:
     "float16: a block with softmax and its gradients agree with float64",
     part="device",
     capability="float16",
+    means="training in float16 would go another way; the checks of operations and products "
+    "name the cause",
 )
 def float16_arithmetic(on: Opened) -> None:
     _compare(on, "float16")
 
 
-@check("autocast computes in the lower type, gradients stay float32", part="device")
+@check(
+    "autocast computes in the lower type, gradients stay float32",
+    part="device",
+    means="a loop of one's own would compute in another type than it asked for; look at the "
+    "device's list of operations for autocast",
+)
 def autocast_casts(on: Opened) -> None:
     name = next((each for each in ("bfloat16", "float16") if on.backend.support(each)), None)
     if name is None:
@@ -315,21 +375,36 @@ def autocast_casts(on: Opened) -> None:
     _compare(on, name, autocast=True)
 
 
-@check("autocast to float32 changes nothing", part="device")
+@check(
+    "autocast to float32 changes nothing",
+    part="device",
+    means="a loop of one's own could not switch autocast off; look at autocast(), which must "
+    "do nothing for float32",
+)
 def autocast_to_float32(on: Opened) -> None:
     a = torch.randn(8, 8, device=on.device)
     with on.placement.autocast(torch.float32):
         assert (a @ a).dtype == torch.float32
 
 
-@check("opening settled what depends on the device", part="device")
+@check(
+    "opening settled what depends on the device",
+    part="device",
+    means="users would be told a different thing before and after a run; look at open(), which "
+    "must settle what depends on the device",
+)
 def capabilities_are_settled(on: Opened) -> None:
     for name in CAPABILITIES:
         support = on.backend.support(name)
         assert support.level is not Level.DEPENDS, f"{name}: {support}, and one is open"
 
 
-@check("a peak rate comes with its source", part="device")
+@check(
+    "a peak rate comes with its source",
+    part="device",
+    means="the share of the peak would be nonsense; look at peak_flops, for TFLOPS instead of "
+    "operations per second",
+)
 def peak_rate(on: Opened) -> None:
     found = [on.placement.peak_flops(name) for name in TOLERANCE]
     if not any(found):
@@ -343,7 +418,12 @@ def peak_rate(on: Opened) -> None:
 # -- graphs ---------------------------------------------------------------------------------------
 
 
-@check("marking a step in every phase changes no result", part="device")
+@check(
+    "marking a step in every phase changes no result",
+    part="device",
+    means="results would depend on where a graph is cut; look at tensors that are used across "
+    "the cut",
+)
 def mark_step_is_harmless(on: Opened) -> None:
     def trained(marks: bool) -> torch.Tensor:
         weight = torch.linspace(-1, 1, 16, device=on.device).reshape(4, 4).requires_grad_()
@@ -368,7 +448,12 @@ def mark_step_is_harmless(on: Opened) -> None:
     assert float((usual - marked).abs().max()) <= slack, "results differ with mark_step"
 
 
-@check("mark_step ends a graph where they accumulate: its counters show it", part="device")
+@check(
+    "mark_step ends a graph where they accumulate: its counters show it",
+    part="device",
+    means="graphs would grow until memory is exhausted; look at mark_step, and at counters "
+    "that count nothing",
+)
 def mark_step_is_real(on: Opened) -> None:
     graph = on.backend.graph
     for size in (3, 4, 5):  # a graph of shapes that came before may need no compilation
@@ -390,7 +475,12 @@ def mark_step_is_real(on: Opened) -> None:
         raise NotAsked("graph.accumulates is False: there is no graph to end")
 
 
-@check("a graph ends where it reaches its limit: its counters show it", part="device")
+@check(
+    "a graph ends where it reaches its limit: its counters show it",
+    part="device",
+    means="a long graph would never be compiled; look at the option that carries the limit to "
+    "the vendor's software",
+)
 def graph_limit_holds(on: Opened) -> None:
     limit = on.backend.graph.limit
     if limit is None:
@@ -420,7 +510,12 @@ def _counted(on: Opened, before: Mapping[str, float], within_s: float = COUNTED_
         time.sleep(0.05)
 
 
-@check("torch.compile with its own backend gives the same results", part="device")
+@check(
+    "torch.compile with its own backend gives the same results",
+    part="device",
+    means="compiled runs would differ from others; look in the vendor's compiler, for fused "
+    "operations and changed strides",
+)
 def compiles(on: Opened) -> None:
     compiler = on.backend.graph.compiler
     if compiler is None:
@@ -437,7 +532,12 @@ def compiles(on: Opened) -> None:
 # -- kernels --------------------------------------------------------------------------------------
 
 
-@check("every installed kernel for it agrees with float64 on the host", part="device")
+@check(
+    "every installed kernel for it agrees with float64 on the host",
+    part="device",
+    means="a run with the vendor's kernel would go another way; look in the kernel named, at "
+    "masks and incomplete blocks",
+)
 def kernels_agree(on: Opened) -> None:
     from anygauge.kernels.choose import KernelChoice, choose_kernels, load_kernel
 
@@ -462,7 +562,11 @@ def kernels_agree(on: Opened) -> None:
 # -- the end --------------------------------------------------------------------------------------
 
 
-@check("how busy the device is comes as finite numbers with their unit in the name", part="device")
+@check(
+    "how busy the device is comes as finite numbers with their unit in the name",
+    part="device",
+    means="dashboards would mix units; look at utilisation(), whose names must end in one",
+)
 def utilisation_is_sound(on: Opened) -> None:
     for name, value in on.placement.utilisation().items():
         assert name.rsplit("_", 1)[-1] in UNITS, f"{name}: the name does not end in a unit"
@@ -474,7 +578,12 @@ def utilisation_is_sound(on: Opened) -> None:
         )
 
 
-@check("nothing is open after closing, and closing twice is not an error", part="device")
+@check(
+    "nothing is open after closing, and closing twice is not an error",
+    part="device",
+    means="the next run would find the device taken; look at close(), which must give back "
+    "what open() took",
+)
 def closes(on: Opened) -> None:
     other = on.fresh()
     other.open(0)
@@ -487,6 +596,8 @@ def closes(on: Opened) -> None:
     "the process had the backend's environment, closed the device and ended with status 0",
     part="device",
     of_the_end=True,
+    means="a run that was right would end with an error; look for threads and drivers that "
+    "outlive the interpreter",
 )
 def ends_on_device(trouble: str) -> None:
     # One that gives every answer and then aborts would end its users' runs in the same way.

@@ -35,17 +35,18 @@ def _block_loss(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Te
     """The mean loss of a decoder layer: heads are strided views, its embedding is used twice."""
     x = nn.embedding(ids, weights["embedding"])
     y = nn.rms_norm(x, (WIDTH,), weights["norm"], 1e-5)
-    q, k, v = (y @ weights["qkv"].t()).split(WIDTH, dim=-1)
+    qkv = y @ weights["qkv"].t()
     q, k, v = (
-        each.reshape(*ids.shape, HEADS, WIDTH // HEADS).transpose(1, 2) for each in (q, k, v)
+        each.reshape(*ids.shape, HEADS, WIDTH // HEADS).transpose(1, 2)
+        for each in (qkv[..., :WIDTH], qkv[..., WIDTH:-WIDTH], qkv[..., -WIDTH:])
     )
     length = ids.shape[1]
     late = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
     scores = (q @ k.transpose(-1, -2)) / math.sqrt(WIDTH // HEADS)
     attention = torch.softmax(scores.masked_fill(late, -math.inf), dim=-1)
     x = x + (attention @ v).transpose(1, 2).reshape(*ids.shape, WIDTH) @ weights["out"].t()
-    gate, up = (x @ weights["up"].t()).chunk(2, dim=-1)
-    x = x + (nn.silu(gate) * up) @ weights["down"].t()
+    both = x @ weights["up"].t()
+    x = x + (nn.silu(both[..., :WIDTH]) * both[..., WIDTH:]) @ weights["down"].t()
     logits = x[:, :-1] @ weights["embedding"].t() / 4
     wide = logits if logits.dtype is torch.float64 else logits.float()
     return nn.cross_entropy(wide.reshape(-1, WORDS), ids[:, 1:].reshape(-1))
@@ -154,13 +155,13 @@ def views_share_memory(on: Opened) -> None:
         x[:, 1::2] *= 2
         turned[3].fill_(5)
         rows.sub_(3)
-        x.view(-1)[5:9] = torch.arange(4, dtype=x.dtype, device=x.device)
+        x.view(-1)[5:9] = torch.arange(4, device=x.device).to(x.dtype)
         x[2].copy_(x[3])
         x.diagonal()[:3].zero_()
         torch.add(x[0], 1, out=x[5])
         x.unfold(0, 2, 2)[0, 4] = 9
-        for part, value in zip(x.chunk(3), (1, 2, 3), strict=True):
-            part[:, 6].add_(value)
+        for row in range(0, 6, 2):
+            x[row : row + 2][:, 6].add_(row)
         x.narrow(1, 6, 1).mul_(2)
         x[[0, 5]] = x[[5, 0]]
         x[x > 30] = -1

@@ -16,10 +16,13 @@ import yaml
 from anygauge.interface import API_VERSION, HOST_DEVICE, Backend, BackendSpec, Probe, hookimpl
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
+from anygauge.testing.noise import Bounds
 from anygauge.testing.process import COLLECTIVE_TIMEOUT_S, Subject
 
 TIMEOUT_S = 900.0
 STEPS = 6
+MIDDLE = 3
+"""Steps between evaluations, and between checkpoints."""
 MODEL: Mapping[str, Any] = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -29,7 +32,12 @@ MODEL: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 384,
     "max_position_embeddings": 128,
+    # Ten times the usual: attention then decides the losses, and a wrong one shows.
+    "initializer_range": 0.2,
 }
+RANK_OF_ADAPTER = 4
+ODD_LENGTH = 83
+"""Most tokens of a packed row: a prime, so that neither pairs nor blocks of any kind divide it."""
 WORDS = [
     "a",
     "device",
@@ -68,7 +76,15 @@ ON_HOST = ("eager", "sdpa")
 
 
 class RunFailed(AssertionError):
-    """A run ended with another status than 0; its message is what it printed."""
+    """A run ended with another status than 0; its message is what it printed.
+
+    Attributes:
+        folder: of the run; None where it is not known.
+    """
+
+    def __init__(self, message: str, folder: Path | None = None) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +99,21 @@ class Trained:
     folder: Path
     losses: Sequence[float]
     metrics: Sequence[Mapping[str, Any]] = field(repr=False)
+
+    @property
+    def steps(self) -> Sequence[Mapping[str, Any]]:
+        """The record of every step."""
+        return [record for record in self.metrics if "loss" in record]
+
+    @property
+    def evaluations(self) -> Mapping[int, float]:
+        """Losses on rows that are held out, by the steps done before."""
+        return {each["step"]: each["eval_loss"] for each in self.metrics if "eval_loss" in each}
+
+    @property
+    def checkpoints(self) -> Sequence[Path]:
+        """Their folders, the earliest first."""
+        return sorted((self.folder / "checkpoints").iterdir())
 
 
 def prepare(folder: Path) -> None:
@@ -100,21 +131,22 @@ def prepare(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
     ).save_pretrained(folder / "tokenizer")
-    with (folder / "rows.jsonl").open("w", encoding="utf-8") as rows:
-        for number in range(64):
-            words = [WORDS[(number * 7 + at * 3) % len(WORDS)] for at in range(2 + number % 9)]
-            row = {"prompt": " ".join(words[:2]) + " ", "completion": " ".join(words[2:]) or "so"}
-            rows.write(json.dumps(row) + "\n")
+    for name, first, count in (("rows", 0, 64), ("held_out", 64, 9)):
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as rows:
+            for number in range(first, first + count):
+                words = [WORDS[(number * 7 + at * 3) % len(WORDS)] for at in range(2 + number % 9)]
+                prompt, completion = " ".join(words[:2]) + " ", " ".join(words[2:]) or "so"
+                rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
-def _kernels_for_both(backend: Backend) -> dict[str, str]:
+def _kernels_for_both(backend: Backend, *, adapter: bool) -> dict[str, str]:
     """What the host must compute with to round as the subject does."""
+    operations = ("linear_cross_entropy", *(["lora_linear"] if adapter else []))
     choices = choose_kernels(Registry.load(), backend, {})
     return {
         name: choice.name
         for name, choice in choices.items()
-        if name in ("linear_cross_entropy", "lora_linear")
-        and (choice.provided is None or not choice.provided.spec.device_types)
+        if name in operations and (choice.provided is None or not choice.provided.spec.device_types)
     }
 
 
@@ -135,12 +167,14 @@ def train(
     Args:
         host: on the host's own backend instead, for comparison; attention and kernels that serve
             every device stay the subject's.
-        changes: sections of the run file that replace the usual ones.
+        changes: sections of the run file that replace the usual ones; of ``data`` and ``train``,
+            fields.
 
     Raises:
         RunFailed: with what the run printed.
     """
     backend = Registry.load().create_backend(subject.name, subject.options)
+    given = dict(changes or {})
     run = {
         "name": name,
         "output": str(folder),
@@ -151,24 +185,30 @@ def train(
             "tokenizer": str(folder / "tokenizer"),
             "attention": backend.attention if backend.attention in ON_HOST else ON_HOST[0],
         },
-        "adapter": {"r": 4, "dropout": 0.0},
+        "adapter": {"r": RANK_OF_ADAPTER, "dropout": 0.0},
         "data": {
             "train": {"path": str(folder / "rows.jsonl")},
+            "eval": {"path": str(folder / "held_out.jsonl")},
             "max_length": 96,
             "cache": "off",
+            **given.pop("data", {}),
         },
         "train": {
             "steps": STEPS,
             "global_batch_size": 4,
             "micro_batch_size": 1,
             "optimizer": {"lr": 2.0e-3},
+            "eval_every": MIDDLE,
+            "eval_at_start": True,
+            **given.pop("train", {}),
         },
         "precision": {"param_dtype": dtype},
         "strategy": {"name": strategy},
         "launch": {"devices": ranks},
-        **({"kernels": _kernels_for_both(backend)} if host else {}),
-        **(changes or {}),
+        **given,
     }
+    if host:
+        run["kernels"] = _kernels_for_both(backend, adapter=run["adapter"] is not None)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
     done = subprocess.run(
@@ -182,7 +222,8 @@ def train(
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         raise RunFailed(
-            f"anygauge train ended with status {done.returncode}: " + " | ".join(lines[-4:])
+            f"anygauge train ended with status {done.returncode}: " + " | ".join(lines[-4:]),
+            folder / name,
         )
     text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
     records = [json.loads(line) for line in text.splitlines()]
@@ -191,6 +232,73 @@ def train(
         losses=[record["loss"] for record in records if "loss" in record],
         metrics=records,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A number of a run beside the host's.
+
+    Attributes:
+        what: ``loss``, ``gradient's norm`` or ``evaluation``.
+        step: of training from 1; or steps done before the evaluation.
+        found, wanted: on the device and on the host.
+        allowed: relative.
+    """
+
+    what: str
+    step: int
+    found: float
+    wanted: float
+    allowed: float
+
+    @property
+    def relative(self) -> float:
+        """How far it is from the host's."""
+        return abs(self.found - self.wanted) / abs(self.wanted)
+
+    def __str__(self) -> str:
+        """In words."""
+        place = f"the {self.what} of step {self.step}"
+        if self.what == EVALUATION:
+            place = f"the loss of the evaluation after step {self.step}"
+        return (
+            f"{place} is {self.found:.9g}, on the host {self.wanted:.9g}: {self.relative:.1e} "
+            f"away, {self.allowed:.1e} is allowed"
+        )
+
+
+LOSS, NORM, EVALUATION = "loss", "gradient's norm", "evaluation"
+
+
+def differences(found: Trained, wanted: Trained, bounds: Bounds) -> Sequence[Difference]:
+    """Every loss, norm and evaluation of a run beside another's, in the order of training.
+
+    Args:
+        found: all of the other's steps, or the last of them.
+        bounds: of the other's.
+    """
+    first = len(wanted.losses) - len(found.losses)
+    assert first >= 0, f"{len(found.losses)} steps, not {len(wanted.losses)}"
+    pairs = []
+    for at, record in enumerate(found.steps, start=first):
+        host = wanted.steps[at]
+        for what, key, allowed in (
+            (LOSS, "loss", bounds.losses[at]),
+            (NORM, "grad_norm", bounds.norms[at]),
+        ):
+            sides = {"found": record[key], "wanted": host[key], "allowed": allowed}
+            pairs.append(Difference(what=what, step=at + 1, **sides))
+    for done, loss in found.evaluations.items():
+        sides = {"found": loss, "wanted": wanted.evaluations[done]}
+        allowed = bounds.evaluations[done]
+        pairs.append(Difference(what=EVALUATION, step=done, allowed=allowed, **sides))
+    # An evaluation after a step sees what that step's update did, which the next step sees, too.
+    return sorted(pairs, key=lambda each: each.step + 0.5 * (each.what == EVALUATION))
+
+
+def first_beyond(pairs: Sequence[Difference]) -> Difference | None:
+    """The first that is further away than is allowed, or is not a number."""
+    return next((each for each in pairs if not each.relative <= each.allowed), None)
 
 
 def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -208,10 +316,8 @@ OVERRULED_VARIABLE = "ANYGAUGE_OVERRULED"
 """Names the backend under test to the plugin below."""
 
 
-def losses_when_overruled(
-    subject: Subject, folder: Path, strategy: str, ranks: int
-) -> Sequence[float] | None:
-    """The losses of every step of a run that would be refused; None if it fails nevertheless.
+def run_when_overruled(subject: Subject, folder: Path, strategy: str, ranks: int) -> Trained | None:
+    """A run that would be refused, made nevertheless; None if it fails.
 
     Args:
         folder: `prepare` has filled it.
@@ -237,7 +343,7 @@ def losses_when_overruled(
             ranks=ranks,
             dtype="float32",
             changes={"backend": OVERRULED, "launch": launch},
-        ).losses
+        )
     except (RunFailed, subprocess.TimeoutExpired):
         return None
 

@@ -90,9 +90,11 @@ class _Reporter:
         for name, value in report.user_properties:
             if name == PROPERTY:
                 given: Any = value
-                self._report(given["backend"], given["figures"]).lines.append(Line(**given["line"]))
+                page = self._report(given["backend"])
+                page.figures |= given["figures"]
+                page.lines.append(Line(**given["line"]))
 
-    def _report(self, backend: str, figures: dict[str, str]) -> ConformanceReport:
+    def _report(self, backend: str) -> ConformanceReport:
         from anygauge.registry import Registry
         from anygauge.testing.contract import BackendContract
 
@@ -101,7 +103,6 @@ class _Reporter:
                 backend=backend,
                 distribution=Registry.load().find_backend(backend).origin,
                 contents=contents(BackendContract),
-                figures=figures,
             )
         return self._reports[backend]
 
@@ -143,8 +144,12 @@ def _result(item: Any, contract: Any, outcome: pytest.TestReport, call: Any) -> 
     return {
         "backend": contract.backend,
         "figures": {
-            f"stated noise of losses, {dtype}": f"{noise:g}"
-            for dtype, noise in contract.loss_noise.items()
+            **{
+                f"stated noise of losses, {dtype}": f"{noise:g}"
+                for dtype, noise in contract.loss_noise.items()
+            },
+            # What the loop's runs have found so far.
+            **getattr(getattr(item, "funcargs", {}).get("runs"), "figures", {}),
         },
         "line": {
             "part": part,

@@ -128,10 +128,14 @@ def peak_rates_are_plausible(on: Opened) -> None:
         assert found is None, f"a rate of the type {unknown!r}, which does not exist: {found}"
 
 
-@check("how busy it is comes as numbers that can be", part="device", means=(
-    "dashboards would show nonsense; look for what a driver gives where it has no counter, and "
-    "for units: milliwatts, kelvin, fractions instead of percent"
-))
+@check(
+    "how busy it is comes as numbers that can be",
+    part="device",
+    means=(
+        "dashboards would show nonsense; look for what a driver gives where it has no counter, and "
+        "for units: milliwatts, kelvin, fractions instead of percent"
+    ),
+)
 def utilisation_is_plausible(on: Opened) -> None:
     for _ in range(2):
         for name, value in on.placement.utilisation().items():

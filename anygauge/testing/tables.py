@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as nn
 
-from anygauge.testing.bounds import exact, near, normwise, rounded
+from anygauge.testing.bounds import exact, near, normwise
 from anygauge.testing.check import Opened, check
 from anygauge.testing.operations import CASES, DIMENSION_CASES, Operation, try_all
 
@@ -117,7 +117,9 @@ ALONG = (
     Operation("max and where", torch.max, "nonzero", exact, dims=True, lower=False),
     Operation("argmax", torch.argmax, "any", exact, dims=True, lower=False),
     Operation("sort", lambda x, dim: x.sort(dim)[0], "any", exact, dims=True, integers=True),
-    Operation("stable sort", lambda x, dim: x.sort(stable=True, dim=dim), "index", exact, dims=True),
+    Operation(
+        "stable sort", lambda x, dim: x.sort(stable=True, dim=dim), "index", exact, dims=True
+    ),
     Operation("topk", lambda x, dim: x.topk(2, dim)[0], "any", exact, dims=True, integers=True),
     Operation("vector norm", torch.linalg.vector_norm, "any", normwise, gradient=True, dims=True),
     Operation("softmax", torch.softmax, "any", normwise, gradient=True, dims=True),
@@ -216,15 +218,9 @@ INDEXED = (
     Operation("index by a mask", lambda x, m: x[m], "any mask", exact, integers=True),
     Operation("negative index", lambda x, at: x[-1 - at], "any places", exact, integers=True),
     Operation("index of the last", lambda x, at: x[..., at % 3], "any places", exact),
-    Operation(
-        "index by two", lambda x, at: x[at, (at * 2) % x.shape[1]], "any places", exact
-    ),
-    Operation(
-        "index with its gradient", lambda x, at: x[at], "any places", exact, gradient=True
-    ),
-    Operation(
-        "index_select with its gradient", _index_select, "any places", exact, gradient=True
-    ),
+    Operation("index by two", lambda x, at: x[at, (at * 2) % x.shape[1]], "any places", exact),
+    Operation("index with its gradient", lambda x, at: x[at], "any places", exact, gradient=True),
+    Operation("index_select with its gradient", _index_select, "any places", exact, gradient=True),
     Operation("index_put_", _put, "any places", exact, writes=True, integers=True),
     Operation(
         "index_put_, accumulating",
@@ -235,9 +231,7 @@ INDEXED = (
         integers=True,
     ),
     Operation("index_add_", _index_add, "positive places", normwise, writes=True, integers=True),
-    Operation(
-        "masked_select", lambda x, m: x.masked_select(m), "any mask", exact, integers=True
-    ),
+    Operation("masked_select", lambda x, m: x.masked_select(m), "any mask", exact, integers=True),
     Operation("nonzero", torch.nonzero, "mask", exact),
     Operation("bincount", lambda at: torch.bincount(at, minlength=5), "places", exact),
 )

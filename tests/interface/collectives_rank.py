@@ -32,6 +32,10 @@ def main(rendezvous: str, rank: int, world_size: int) -> None:
         returned = collectives.all_reduce(tensor, op)
         seen[op] = tensor.tolist()
         seen["in_place"] = returned is tensor
+    gaps = torch.stack([own, own * 2])
+    collectives.all_reduce(gaps[:, 0], "mean")
+    collectives.broadcast(gaps[:, 1], source=world_size - 1)
+    seen["gaps"] = gaps.tolist()
     try:
         collectives.all_reduce(own.clone(), "product")
     except ValueError as error:

@@ -55,6 +55,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("mean", [1.5, 5.0]),
         ("max", [2.0, 10.0]),
         ("broadcast", [2.0, 10.0]),
+        ("gaps", [[1.5, 10.0], [3.0, 20.0]]),
         ("all_gather", [[1.0, 0.0], [2.0, 10.0]]),
         ("objects", [{"rank": 0, "host": "h0"}, {"rank": 1, "host": "h1"}]),
     ],

@@ -291,7 +291,10 @@ def test_names_and_revisions_that_are_not_there(hub: Hub) -> None:
     ("files", "expected"),
     [
         ({"model.safetensors": b"0"}, "has no config.json, so anygauge cannot train it"),
-        ({**SMALL, "model-q4.gguf": b"0"}, r"no weights: model\.safetensors or .*model-q4\.gguf"),
+        (
+            {**SMALL, "model-q4.gguf": b"0"},
+            r"no weights that anygauge reads \(model\.safetensors or .*model-q4\.gguf",
+        ),
         ({**SMALL, "adapter_config.json": b"{}"}, r"it is an adapter: give its base in model\.na"),
         ({**SMALL, **SHARDS, "model.safetensors.index.json": b"["}, "is not an index of weights"),
     ],

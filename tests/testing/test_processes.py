@@ -14,7 +14,7 @@ from anygauge.registry import BLOCK_VARIABLE, Registry
 from anygauge.testing import loop
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.loop import losses_when_overruled
+from anygauge.testing.loop import run_when_overruled
 from anygauge.testing.process import PartAnswers, Subject, ask, environments, merged_answers
 from tests.testing.odd import odd_site
 
@@ -143,7 +143,7 @@ def test_collectives_that_open_though_declared_missing_fail(odd: Odd, tmp_path: 
 
 def test_a_run_that_fails_without_the_refusal_has_no_losses(tmp_path: Path) -> None:
     # There are no rows in the folder.
-    assert losses_when_overruled(Subject(name="cpu"), tmp_path, "zero", 1) is None
+    assert run_when_overruled(Subject(name="cpu"), tmp_path, "zero", 1) is None
 
 
 def test_a_backend_without_its_refusals_is_otherwise_the_same(

@@ -32,7 +32,7 @@ class Mutant:
 
     Attributes:
         name: what is wrong, in words.
-        part, check: the part of the kit and the check that must fail.
+        part, check: the part of the kit and the check that must fail; of the part ``loop`` a test.
         base: the sound backend that it is otherwise: ``cpu`` or ``sim``.
         change: makes it.
         ranks: how many, where the part is ``ranks``.
@@ -286,10 +286,12 @@ def table() -> Sequence[Mutant]:
         wrong_exchanges,
         wrong_groups,
         wrong_handles,
+        wrong_loop,
         wrong_operations,
         wrong_paper,
         wrong_products,
         wrong_ranks,
+        wrong_tensors,
     )
 
     return tuple(MUTANTS.values())

@@ -79,11 +79,6 @@ def _(usual: Any, x: Any, *args: Any) -> Any:
     return usual(x, *args).clone()
 
 
-@wrong("parts of a tensor are copies", VIEWS, "split")
-def _(usual: Any, x: Any, *args: Any) -> Any:
-    return [part.clone() for part in usual(x, *args)]
-
-
 @mutant("saved values are overwritten", part="device", check="saved_values_stay", base="sim")
 def _(on: Wrong) -> None:
     buffers: list[Any] = []

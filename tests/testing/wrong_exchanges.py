@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.testing.wrong import Wrong, mutant
-from tests.testing.wrong_ranks import flat, on_card
+from tests.testing.wrong_ranks import on_card
+from tests.testing.wrong_tensors import flat
 
 
 @mutant("gathers into a buffer backwards", part="ranks", check="buffers", base="sim")
@@ -104,6 +105,19 @@ def _(on: Wrong) -> None:
         floats = output.float()
         work = usual(floats, mine.float(), *args, **kwargs)
         output.copy_(floats)
+        return work
+
+
+@mutant("gathers leave a staging buffer too late", part="ranks", check="buffers_kept", base="sim")
+def _(on: Wrong) -> None:
+    last: list[Any] = []
+
+    @on.distributed("all_gather_into_tensor")
+    def gather(usual: Any, output: Any, mine: Any, *args: Any, **kwargs: Any) -> Any:
+        work = usual(output, mine, *args, **kwargs)
+        for earlier in last:
+            earlier.copy_(output)
+        last[:] = [output]
         return work
 
 

@@ -121,11 +121,10 @@ def _(on: Wrong) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         usual = DeviceMesh.get_group
-        other = {"row": "column", "column": "row"}
+        other = {"dp": "cp", "cp": "dp"}
 
         def get_group(self: Any, name: Any = None) -> Any:
-            square = self.mesh.dim() == 2 and self.mesh.shape[0] == self.mesh.shape[1]
-            return usual(self, other[name] if square else name)
+            return usual(self, other[name] if self.mesh.shape == (2, 2) else name)
 
         setattr(DeviceMesh, "get_group", get_group)  # noqa: B010  (a method is replaced)
 

@@ -127,12 +127,6 @@ def _(usual: Any, mask: Any, x: Any, y: Any) -> Any:
     return usual(mask, x, y) if x.is_contiguous() else usual(mask, y, x)
 
 
-@wrong("integers are divided as float32", EACH, "mul")
-def _(usual: Any, x: Any, y: Any) -> Any:
-    out = usual(x, y)
-    return out if out.dtype.is_floating_point else (x.half() * y).to(out.dtype)
-
-
 # -- in place -------------------------------------------------------------------------------------
 
 IN_PLACE = "operations_in_place"
@@ -191,7 +185,9 @@ def _(usual: Any, x: Any, dim: int, *args: Any) -> Any:
     return usual(x, -1 if dim == 1 else dim, *args)
 
 
-@wrong("the gradient of log_softmax is along the last dimension", ALONG, "_log_softmax_backward_data")
+@wrong(
+    "the gradient of log_softmax is along the last dimension", ALONG, "_log_softmax_backward_data"
+)
 def _(usual: Any, grad: Any, out: Any, dim: int, dtype: Any) -> Any:
     return usual(grad, out, -1, dtype)
 

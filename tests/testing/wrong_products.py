@@ -34,11 +34,11 @@ def as_it_lies(x: Any) -> Any:
     return from_start[x.storage_offset() :][: x.numel()].reshape(x.shape)
 
 
-def in_blocks(a: Any, b: Any, dtype: Any) -> Any:
+def in_blocks(a: Any, b: Any, dtype: Any, block: int = 64) -> Any:
     """A product whose sum is kept in a type."""
     total = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
-    for start in range(0, a.shape[1], 64):
-        total = total + (a[:, start : start + 64] @ b[start : start + 64]).to(dtype)
+    for start in range(0, a.shape[1], block):
+        total = total + (a[:, start : start + block] @ b[start : start + block]).to(dtype)
     return total
 
 
@@ -204,14 +204,17 @@ def _(usual: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def _(usual: Any, a: Any, b: Any) -> Any:
     if a.dtype is not torch.float16:
         return usual(a, b)
-    return (a[:, :, None] * b[None]).cumsum(1, dtype=torch.float16)[:, -1]
+    return in_blocks(a, b, a.dtype, 8)
 
 
 @wrong("sums of float16 are kept in float16", OVERFLOW, "sum")
 def _(usual: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if x.dtype is not torch.float16 or args:
         return usual(x, *args, **kwargs)
-    return x.reshape(-1).half().cumsum(0, dtype=torch.float16)[-1]
+    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    for part in x.reshape(-1).split(8):
+        total = total + part.sum()
+    return total
 
 
 @wrong("what overflows becomes the largest number", OVERFLOW, "mul")
@@ -370,7 +373,8 @@ def _(usual: Any, x: Any, y: Any) -> Any:
 
 @wrong("0 has no sign", SPECIAL, "mul")
 def _(usual: Any, x: Any, y: Any) -> Any:
-    return usual(x, y) + 0
+    out = usual(x, y)
+    return out + 0.0 if out.dtype.is_floating_point else out
 
 
 @wrong("NaN comes first when sorted", SPECIAL, "sort")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from anygauge.testing import BackendContract
-from anygauge.testing.loop import Trained
-from anygauge.testing.process import PartAnswers, Subject
+from anygauge.testing.process import PartAnswers
+from anygauge.testing.trials import Trials
 
 
 class TestLazy(BackendContract):
@@ -23,14 +22,21 @@ class TestLazy(BackendContract):
     test_a_resumed_run_goes_on_where_it_was = pytest.mark.slow(
         BackendContract.test_a_resumed_run_goes_on_where_it_was
     )
+    test_trains_packed_rows_as_the_host_does = pytest.mark.slow(
+        BackendContract.test_trains_packed_rows_as_the_host_does
+    )
+    test_trains_all_weights_as_the_host_does = pytest.mark.slow(
+        BackendContract.test_trains_all_weights_as_the_host_does
+    )
+    test_every_strategy_trains_as_one_process_does = pytest.mark.slow(
+        BackendContract.test_every_strategy_trains_as_one_process_does
+    )
+    test_a_run_is_resumed_on_other_ranks = pytest.mark.slow(
+        BackendContract.test_a_run_is_resumed_on_other_ranks
+    )
 
     @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
     def test_trains_as_the_host_does(
-        self,
-        dtype: str,
-        subject: Subject,
-        folder: Path,
-        runs: dict[str, Trained],
-        on_device: PartAnswers,
+        self, dtype: str, runs: Trials, on_device: PartAnswers
     ) -> None:
-        super().test_trains_as_the_host_does(dtype, subject, folder, runs, on_device)
+        super().test_trains_as_the_host_does(dtype, runs, on_device)

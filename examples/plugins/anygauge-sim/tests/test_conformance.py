@@ -30,3 +30,15 @@ class TestSim(BackendContract):
     test_a_resumed_run_goes_on_where_it_was = pytest.mark.slow(
         BackendContract.test_a_resumed_run_goes_on_where_it_was
     )
+    test_trains_packed_rows_as_the_host_does = pytest.mark.slow(
+        BackendContract.test_trains_packed_rows_as_the_host_does
+    )
+    test_trains_all_weights_as_the_host_does = pytest.mark.slow(
+        BackendContract.test_trains_all_weights_as_the_host_does
+    )
+    test_every_strategy_trains_as_one_process_does = pytest.mark.slow(
+        BackendContract.test_every_strategy_trains_as_one_process_does
+    )
+    test_a_run_is_resumed_on_other_ranks = pytest.mark.slow(
+        BackendContract.test_a_run_is_resumed_on_other_ranks
+    )
