@@ -7,7 +7,9 @@ asynchronous work in `wrong_handles`; subgroups are in `wrong_groups`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import operator
 from typing import Any
 
 from tests.testing.wrong import Wrong, mutant
@@ -193,7 +195,8 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     @on.method("collectives.sum_on_host")
     def sum_on_host(self: Any, usual: Any, values: list[float]) -> list[float]:
-        return [sum(each[::-1]) for each in zip(*self.gather_objects(values), strict=True)]
+        everyone = zip(*self.gather_objects(values), strict=True)
+        return [functools.reduce(operator.add, reversed(each)) for each in everyone]
 
 
 @mutant("integers in objects become floats", part="ranks", check="gathers_objects", base="sim")
