@@ -17,6 +17,8 @@ DECLARED = "declared: "
 """The reason of a skip begins with it where the backend declares the capability missing."""
 NOT_ASKED = "not asked: "
 """Or with this where the check has no meaning for it. Any other skip: the check was not tried."""
+COLLECTIVE_TIMEOUT_S = 60.0
+"""How long the collectives of the kit's ranks may wait."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest error of one operation relative to the largest value, by compute type."""
 

@@ -159,7 +159,7 @@ def messages_both_ways(on: Together) -> None:
 
 @check_on_ranks(
     "objects are broadcast and gathered by way of the device",
-    means="DeepSpeed's ranks begin with settings of their own, or stop while they unpack them; "
+    means="Ranks of an engine begin with settings of their own, or stop while they unpack them; "
     "objects travel as bytes on the device, with their length before them.",
 )
 def object_lists(on: Together) -> None:

@@ -23,12 +23,18 @@ from anygauge.agent.environment import inspect_node
 from anygauge.interface import AnygaugeError, Backend, LaunchSettings
 from anygauge.registry import BLOCK_VARIABLE, Registry, applied, resolve_environment
 from anygauge.testing.basic import JOB, Paper
-from anygauge.testing.check import CHECKS, Answer, ConformanceCheck, NotAsked, Opened
+from anygauge.testing.check import (
+    CHECKS,
+    COLLECTIVE_TIMEOUT_S,
+    Answer,
+    ConformanceCheck,
+    NotAsked,
+    Opened,
+)
 
 ENVIRONMENTS = "environments"
 ENVIRONMENT_TIMEOUT_S = 60.0
 TIMEOUTS_S = {"basic": 60.0, "device": 600.0, "ranks": 600.0}
-COLLECTIVE_TIMEOUT_S = 60.0
 NO_ANSWER = Answer(holds=False, detail="gave no answer")
 
 

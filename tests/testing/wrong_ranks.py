@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import operator
+import os
 from typing import Any
 
 from tests.testing.wrong import Wrong, mutant
@@ -235,3 +236,12 @@ def _(on: Wrong) -> None:
         work = usual(short, *args, **kwargs)
         tensor.copy_(short)
         return work
+
+
+@mutant("a rank's device does not close", part="ranks", check="ends_on_ranks", base="sim")
+def _(on: Wrong) -> None:
+    @on.method("placement.close")
+    def close(self: Any, usual: Any) -> None:
+        usual()
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("the driver is gone")
