@@ -144,3 +144,25 @@ def lists(on: Together) -> None:
                 on.same(part, wanted, "reduce_scatter of a list")
 
             on.attempt(scatters, "a reduce-scatter of lists")
+
+
+@check_on_ranks(
+    "lists are exchanged between all ranks, wherever the library has it",
+    means="Tokens reach the wrong expert; the library builds this form from messages between two "
+    "ranks, and takes them in the order of memory or arrival.",
+)
+def lists_to_all(on: Together) -> None:
+    on.asked_by_engines()
+    for size in PARTS:
+        sent = [whole_of(on, size, torch.float32, rank) for rank in on.ranks]
+        leaving = [on.put(part_of(sent[on.rank], size, rank), torch.float32) for rank in on.ranks]
+        whole = on.empty((size * on.world_size,), torch.float32)
+        # In the reverse order of memory, so that the order of the list counts.
+        arriving = list(whole.chunk(on.world_size))[::-1]
+
+        def exchanges(arriving: Any = arriving, leaving: Any = leaving) -> None:
+            dist.all_to_all(arriving, leaving)
+
+        on.required_or_not_asked(exchanges, "all_to_all of lists")
+        wanted = torch.cat([part_of(each, size, on.rank) for each in sent[::-1]])
+        on.same(whole, wanted, "all_to_all of lists")

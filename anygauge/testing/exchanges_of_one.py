@@ -22,11 +22,16 @@ def reduces_to_one(on: Together) -> None:
     for dtype in on.dtypes():
         for root in on.ranks:
             values = [on.exact((1003,), dtype, rank, salt=root) for rank in on.ranks]
-            tensor = on.put(values[on.rank], dtype)
-            dist.reduce(tensor, dst=root)
-            # What the others hold afterwards is left to the library.
-            if on.rank == root:
-                on.same(tensor, total(values), f"reduce to rank {root}")
+            largest = torch.stack(values).amax(0)
+            for name, op, wanted in (
+                ("sum", dist.ReduceOp.SUM, total(values)),
+                ("maximum", dist.ReduceOp.MAX, largest),
+            ):
+                tensor = on.put(values[on.rank], dtype)
+                dist.reduce(tensor, dst=root, op=op)
+                # What the others hold afterwards is left to the library.
+                if on.rank == root:
+                    on.same(tensor, wanted, f"reduce to rank {root}, a {name}")
 
 
 @check_on_ranks(
@@ -88,6 +93,42 @@ def messages(on: Together) -> None:
 
 
 @check_on_ranks(
+    "several messages may be under way, and each is complete once it was waited for",
+    means="A pipeline that receives ahead works on half of a message; the library's handles of "
+    "messages share one event, or one buffer.",
+)
+def messages_under_way(on: Together) -> None:
+    on.asked_by_engines()
+    after, before = (on.rank + 1) % on.world_size, (on.rank - 1) % on.world_size
+    sizes = (2**18 + 1, 7, 1003)
+    leaving = [
+        on.put(on.exact((size,), torch.float32, on.rank, salt=n), torch.float32)
+        for n, size in enumerate(sizes)
+    ]
+    arriving = [on.empty((size,), torch.float32) for size in sizes]
+    works: dict[str, list[Any]] = {"sent": [], "received": []}
+
+    def sends() -> None:
+        works["sent"] = [dist.isend(tensor, dst=after) for tensor in leaving]
+
+    def receives() -> None:
+        works["received"] = [dist.irecv(tensor, src=before) for tensor in arriving]
+
+    def passes() -> None:
+        # The first begins: a library may do a rank's messages one after the other.
+        for action in (sends, receives) if on.rank == 0 else (receives, sends):
+            action()
+        for n in reversed(range(len(sizes))):
+            works["received"][n].wait()
+            wanted = on.exact((sizes[n],), torch.float32, before, salt=n)
+            on.same(arriving[n], wanted, f"message {n + 1} of {len(sizes)}, the last first")
+        for work in works["sent"]:
+            work.wait()
+
+    on.required_or_not_asked(passes, "isend and irecv")
+
+
+@check_on_ranks(
     "messages in both directions, started as one, arrive where they belong",
     means="Stages of a pipeline that exchange activations and gradients hang, or confuse them; the "
     "library starts them one by one, or matches them by their order alone.",
@@ -118,7 +159,7 @@ def messages_both_ways(on: Together) -> None:
 
 @check_on_ranks(
     "objects are broadcast and gathered by way of the device",
-    means="DeepSpeed's ranks begin with settings of their own, or stop while they unpack them; "
+    means="Ranks of an engine begin with settings of their own, or stop while they unpack them; "
     "objects travel as bytes on the device, with their length before them.",
 )
 def object_lists(on: Together) -> None:

@@ -87,6 +87,14 @@ def group_reductions(on: Together) -> None:
             result = on.collectives.all_reduce(tensor, op=op, group=group)
             within = bound(values, FLOAT, len(ranks) + 1) if op == "mean" else None
             on.same(result, right, f"all_reduce {op} in the group {list(ranks)}", within=within)
+        tensor = own(on, ranks, values)
+
+        def averages(tensor: Tensor = tensor, group: Any = group) -> None:
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
+
+        if not _tried(averages):
+            what = f"the library's mean in the group {list(ranks)}"
+            on.same(tensor, wanted["mean"], what, within=bound(values, FLOAT, len(ranks) + 1))
 
 
 @check_on_ranks(

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from anygauge.testing.check import COLLECTIVE_TIMEOUT_S
 from anygauge.testing.groups import FLOAT, SIZE, members, mine, own, values_of
-from anygauge.testing.process import COLLECTIVE_TIMEOUT_S
 from anygauge.testing.together import Together, check_on_ranks, limits_of, total
 
 LATE_S = 0.25

@@ -16,8 +16,9 @@ import yaml
 from anygauge.interface import API_VERSION, HOST_DEVICE, Backend, BackendSpec, Probe, hookimpl
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
+from anygauge.testing.check import COLLECTIVE_TIMEOUT_S
 from anygauge.testing.noise import Bounds
-from anygauge.testing.process import COLLECTIVE_TIMEOUT_S, Subject
+from anygauge.testing.process import Subject
 
 TIMEOUT_S = 900.0
 STEPS = 6

@@ -23,7 +23,14 @@ from anygauge.agent.environment import inspect_node
 from anygauge.interface import AnygaugeError, Backend, LaunchSettings, Level
 from anygauge.registry import BLOCK_VARIABLE, Registry, applied, resolve_environment
 from anygauge.testing.basic import JOB, Paper
-from anygauge.testing.check import CHECKS, Answer, ConformanceCheck, NotAsked, Opened
+from anygauge.testing.check import (
+    CHECKS,
+    COLLECTIVE_TIMEOUT_S,
+    Answer,
+    ConformanceCheck,
+    NotAsked,
+    Opened,
+)
 from anygauge.testing.surroundings import ANNOUNCED, CLOSED, OPENED, USED, Course
 from anygauge.testing.watch import (
     BEGUN,
@@ -39,7 +46,6 @@ from anygauge.testing.watch import (
 ENVIRONMENTS = "environments"
 ENVIRONMENT_TIMEOUT_S = 60.0
 TIMEOUTS_S = {"basic": 60.0, "device": 600.0, "ranks": 600.0}
-COLLECTIVE_TIMEOUT_S = 60.0
 NO_ANSWER = Answer(holds=False, detail="gave no answer")
 
 

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from anygauge.testing.process import COLLECTIVE_TIMEOUT_S
+from anygauge.testing.check import COLLECTIVE_TIMEOUT_S
 from anygauge.testing.together import Together, check_on_ranks, limits_of, total
 
 LATE_S = 0.25

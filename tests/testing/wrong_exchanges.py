@@ -297,3 +297,34 @@ def _(on: Wrong) -> None:
     def broadcast(usual: Any, objects: Any, *args: Any, **kwargs: Any) -> None:
         usual(objects, *args, **kwargs)
         objects[0]["text"] = objects[0]["text"].encode()[: 2**20].decode()
+
+
+@mutant(
+    "lists to all are taken in the order of memory", part="ranks", check="lists_to_all", base="sim"
+)
+def _(on: Wrong) -> None:
+    @on.distributed("all_to_all")
+    def exchange(usual: Any, arriving: Any, leaving: Any, *args: Any, **kwargs: Any) -> Any:
+        arriving = sorted(arriving, key=lambda part: part.data_ptr())
+        return usual(arriving, leaving, *args, **kwargs)
+
+
+@mutant("the maximum to one rank is a sum", part="ranks", check="reduces_to_one", base="sim")
+def _(on: Wrong) -> None:
+    @on.distributed("reduce")
+    def reduce(usual: Any, tensor: Any, dst: int = 0, op: Any = None, **kwargs: Any) -> Any:
+        return usual(tensor, dst, **kwargs)
+
+
+@mutant("a wait for a message ends the first", part="ranks", check="messages_under_way", base="sim")
+def _(on: Wrong) -> None:
+    started: list[Any] = []
+
+    @on.distributed("irecv")
+    def irecv(usual: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        from tests.testing.wrong_handles import Handle
+
+        apart = tensor.clone()
+        work = usual(apart, *args, **kwargs)
+        started.append(lambda: (work.wait(), tensor.copy_(apart)))
+        return Handle(lambda: started.pop(0)())

@@ -51,6 +51,25 @@ def _(on: Wrong) -> None:
 
 
 @mutant(
+    "the library's mean in a subgroup divides by all ranks",
+    part="ranks",
+    check="group_reductions",
+    base="sim",
+    ranks=3,
+)
+def _(on: Wrong) -> None:
+    @on.distributed("all_reduce")
+    def all_reduce(usual: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist
+
+        if kwargs.get("op") != dist.ReduceOp.AVG:
+            return usual(tensor, *args, **kwargs)
+        work = usual(tensor, *args, **{**kwargs, "op": dist.ReduceOp.SUM})
+        tensor.div_(dist.get_world_size())
+        return work
+
+
+@mutant(
     "the source in a subgroup is mapped twice",
     part="ranks",
     check="group_sources",

@@ -7,7 +7,10 @@ asynchronous work in `wrong_handles`; subgroups are in `wrong_groups`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import operator
+import os
 from typing import Any
 
 from tests.testing.wrong import Wrong, mutant
@@ -193,7 +196,8 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     @on.method("collectives.sum_on_host")
     def sum_on_host(self: Any, usual: Any, values: list[float]) -> list[float]:
-        return [sum(each[::-1]) for each in zip(*self.gather_objects(values), strict=True)]
+        everyone = zip(*self.gather_objects(values), strict=True)
+        return [functools.reduce(operator.add, reversed(each)) for each in everyone]
 
 
 @mutant("integers in objects become floats", part="ranks", check="gathers_objects", base="sim")
@@ -232,3 +236,12 @@ def _(on: Wrong) -> None:
         work = usual(short, *args, **kwargs)
         tensor.copy_(short)
         return work
+
+
+@mutant("a rank's device does not close", part="ranks", check="ends_on_ranks", base="sim")
+def _(on: Wrong) -> None:
+    @on.method("placement.close")
+    def close(self: Any, usual: Any) -> None:
+        usual()
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("the driver is gone")
