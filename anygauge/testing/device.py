@@ -29,9 +29,12 @@ from anygauge.testing import (  # noqa: F401  (their checks are of this part, to
     arithmetic,
     chance,
     copies,
+    dimensions,
+    elementwise,
+    extremes,
     gradients,
+    products,
     resources,
-    tables,
 )
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
