@@ -35,7 +35,7 @@ def answers_of(
         input=json.dumps(asked),
         text=True,
         check=True,
-        timeout=600,
+        timeout=120 + 20 * len(mutations),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     found = {}
