@@ -49,9 +49,9 @@ def products_keep_their_digits(on: Opened) -> None:
             compare(found, wanted, _allowed(on, magnitude, terms, dtype), what)
             if not signed:
                 # Many roundings of one sum need not cancel: those of float32 by their root.
-                u = max(roundoff(dtype), product_roundoff(on, dtype))
-                most = 0.25 * u / roundoff(dtype)
-                most += math.sqrt(terms) * roundoff(torch.float32) / roundoff(dtype)
+                most = 0.25 + math.sqrt(terms) * roundoff(torch.float32) / roundoff(dtype)
+                if product_roundoff(on, dtype) > roundoff(dtype):  # and these may be cut off
+                    most += 4 * product_roundoff(on, dtype) / roundoff(dtype)
                 unbiased(found, wanted, dtype, what, most)
 
 
