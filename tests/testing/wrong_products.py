@@ -6,9 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-import torch
-
-from tests.testing.wrong import Wrong, mutant
+from tests.testing.wrong import Wrong, mutant, torch
 
 
 def wrong(name: str, check: str, *operations: str) -> Callable[[Any], Any]:
