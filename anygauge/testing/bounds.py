@@ -137,3 +137,9 @@ def _at(found: torch.Tensor, wanted: torch.Tensor, same: torch.Tensor, what: str
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that the host may read."""
     return tensor.detach().to(HOST_DEVICE)
+
+
+def drawn(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> torch.Tensor:
+    """Float64 values evenly between two bounds, the same each time."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low

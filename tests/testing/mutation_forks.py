@@ -54,7 +54,7 @@ def answers_of(
         input=json.dumps(asked),
         text=True,
         check=True,
-        timeout=1800,
+        timeout=300 + 20 * len(mutations),
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -22,6 +22,17 @@ from typing import Any, TypeVar
 
 from anygauge.interface import Backend, Collectives, Graph, Placement, Probe, Setting
 
+
+class _Torch:
+    """Torch, imported once it is used: backends of the part `basic` must not import it."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+
+torch: Any = _Torch()
 NAME = "mutant"
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from tests.testing.wrong import Wrong, mutant
+from tests.testing.wrong import Wrong, mutant, torch
 from tests.testing.wrong_products import wrong
 
 # -- distributions --------------------------------------------------------------------------------
@@ -200,7 +198,7 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     @on.operation("native_dropout")
     def dropout(usual: Any, x: Any, rate: float, train: Any) -> Any:
-        same = torch.Generator().manual_seed(torch.sim.initial_seed())  # type: ignore[attr-defined]
+        same = torch.Generator().manual_seed(torch.sim.initial_seed())
         mask = (torch.rand(x.shape, generator=same) >= rate).to(x.device)
         return x * mask / (1 - rate), mask
 

@@ -7,10 +7,8 @@ import os
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from anygauge.interface import PeakFlops
-from tests.testing.wrong import Wrong, mutant
+from tests.testing.wrong import Wrong, mutant, torch
 from tests.testing.wrong_products import as_it_lies, wrong
 
 
@@ -18,8 +16,6 @@ from tests.testing.wrong_products import as_it_lies, wrong
 def _(on: Wrong) -> None:
     @on.method("placement.seed")
     def seed(self: Any, usual: Any, seed: int) -> None:
-        import torch
-
         torch.default_generator.manual_seed(seed)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from tests.testing.wrong import torch
 from tests.testing.wrong_products import as_it_lies, cut, wrong
 
 # -- on each element ------------------------------------------------------------------------------

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
-import torch
-
-from tests.testing.wrong import Wrong, mutant
+from tests.testing.wrong import Wrong, mutant, torch
 
 
 def wrong(name: str, check: str, *operations: str) -> Callable[[Any], Any]:
     """Decorator: a simulated card of which one operation is the decorated function."""
 
     def register(function: Any) -> Any:
+        takes_out = any(p.kind is p.VAR_KEYWORD for p in signature(function).parameters.values())
+
+        def called(usual: Any, *args: Any, **kwargs: Any) -> Any:
+            out = None if takes_out else kwargs.pop("out", None)
+            if out is None:
+                return function(usual, *args, **kwargs)
+            return out.copy_(function(usual.overloadpacket.default, *args, **kwargs))
+
         @mutant(name, part="device", check=check, base="sim")
         def _(on: Wrong) -> None:
-            on.operation(*operations)(function)
+            on.operation(*operations)(called)
 
         return function
 
