@@ -25,7 +25,9 @@ class Place:
     def note(self) -> None:
         """An operation runs: its backward, if it has one, belongs to this module."""
         if self._inside and not in_backward():
-            self._of_nodes[torch._C._autograd._get_sequence_nr() - 1] = self._inside[-1]
+            # Those that follow without a node of their own find the same number.
+            number = torch._C._autograd._get_sequence_nr() - 1
+            self._of_nodes.setdefault(number, self._inside[-1])
 
     def __str__(self) -> str:
         """Such as `` in model.layers.0.self_attn, backward``; empty outside of all modules."""

@@ -160,7 +160,13 @@ class Trials:
 
     def spread(self, spec: StrategySpec, ranks: int) -> str:
         """Why a strategy's losses are not those of one process on the host; empty if they are."""
-        found = self.run("spread", "float32", strategy=spec.name, ranks=ranks)
+        try:
+            found = self.run("spread", "float32", strategy=spec.name, ranks=ranks)
+        except RunFailed as error:
+            if error.folder is None or not (error.folder / "run.json").exists():
+                raise
+            cause = cause_of_ranks(self.subject, self.folder, error.folder, ranks, STEPS, None)
+            return f"{error}; {cause}"
         return self._cause_of_ranks(ranks, found, f"{spec.name} on {ranks}")
 
     def resumed_on(self, spec: StrategySpec, ranks: int) -> str:

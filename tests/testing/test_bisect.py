@@ -29,10 +29,12 @@ class Block(nn.Module):
         self.embedding = nn.Embedding(11, 32)
         self.inner = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
         self.norm = nn.LayerNorm(32)
+        self.drop = nn.Hardtanh()
         self.to(dtype)
 
     def forward(self, rows: Tensor) -> Tensor:
         x = self.embedding(rows)
+        self.drop(x.detach())  # makes no node: the look-up's must not be taken for its own
         x = x + torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
         scores = (x @ x.transpose(1, 2) / 32).softmax(-1)
         return self.norm(scores @ x).float().pow(2).sum(-1).log().mean()
@@ -87,7 +89,7 @@ def test_sound_operations_are_within_their_bounds(dtype: torch.dtype) -> None:
         ("_softmax_backward_data", "aten::_softmax_backward_data (float32, 2 x 7 x 7), backward"),
         ("silu", "aten::silu (float32, 2 x 7 x 48) in inner.1"),
         ("silu_backward", "aten::silu_backward (float32, 2 x 7 x 48) in inner.1, backward"),
-        ("embedding_dense_backward", "aten::embedding_dense_backward (float32, 2 x 7 x 32)"),
+        ("embedding_dense_backward", "aten::embedding_dense_backward (float32, 2 x 7 x 32) in emb"),
         ("addmm", "aten::addmm (float32, "),
     ],
 )
