@@ -105,7 +105,12 @@ def _state() -> tuple[dict[str, str], str, float]:
     return dict(os.environ), str(Path.cwd()), os.umask(os.umask(0o22))
 
 
-@check("the plugin announces exactly one backend of this name", part="basic")
+@check(
+    "the plugin announces exactly one backend of this name",
+    part="basic",
+    means="Users cannot name the backend, or get another one; "
+    "the entry point announces none, two, or another name.",
+)
 def announced(paper: Paper) -> None:
     spec = paper.spec
     assert spec.name == paper.name
@@ -115,25 +120,45 @@ def announced(paper: Paper) -> None:
     assert spec.name == spec.name.lower(), f"{spec.name!r} is not in lower case"
 
 
-@check("it was written for this version of the contract", part="basic")
+@check(
+    "it was written for this version of the contract",
+    part="basic",
+    means="anygauge refuses the plugin; it was written for another "
+    "version of the contract, or takes its number from anygauge.",
+)
 def api_version(paper: Paper) -> None:
     assert paper.spec.api_version == API_VERSION, (
         f"written for version {paper.spec.api_version} of the contract, this is {API_VERSION}"
     )
 
 
-@check("announcing it imports neither torch nor anything else heavy", part="basic")
+@check(
+    "announcing it imports neither torch nor anything else heavy",
+    part="basic",
+    means="Every command takes seconds, also where the device is "
+    "not used; the announcing module imports the backend's own.",
+)
 def light_import(paper: Paper) -> None:
     _ = paper.spec
     assert not _heavy(), f"importing the plugin imported {', '.join(_heavy())}"
 
 
-@check("the spec can be pickled", part="basic")
+@check(
+    "the spec can be pickled",
+    part="basic",
+    means="No process can be told which backend it has; "
+    "a probe that is a lambda or a local function.",
+)
 def spec_pickles(paper: Paper) -> None:
     assert pickle.loads(pickle.dumps(paper.spec)) == paper.spec
 
 
-@check("the probe is cheap, imports nothing heavy and changes nothing", part="basic")
+@check(
+    "the probe is cheap, imports nothing heavy and changes nothing",
+    part="basic",
+    means="Commands that only list backends are slow, or change what "
+    "they run in; a driver's library that the probe loads.",
+)
 def probe_is_pure(paper: Paper) -> None:
     before, loaded = _state(), set(_heavy())
     began = time.perf_counter()
@@ -147,7 +172,12 @@ def probe_is_pure(paper: Paper) -> None:
     assert took < PROBE_S, f"the probe took {took:.1f} s"
 
 
-@check("the probe answers the three questions, each with words", part="basic")
+@check(
+    "the probe answers the three questions, each with words",
+    part="basic",
+    means="`anygauge backends` cannot say why a device is "
+    "missing; a finding whose detail was left empty.",
+)
 def probe_answers(paper: Paper) -> None:
     probe = paper.spec.probe()
     assert isinstance(probe, Probe), f"the probe gave {type(probe).__name__}"
@@ -159,7 +189,12 @@ def probe_answers(paper: Paper) -> None:
     assert probe.device_count is None or probe.device_count >= 0
 
 
-@check("constructing it has no side effect and imports no torch", part="basic")
+@check(
+    "constructing it has no side effect and imports no torch",
+    part="basic",
+    means="A command takes the device, or seconds, only to ask "
+    "a question; what belongs into open() is done in the constructor.",
+)
 def light_construction(paper: Paper) -> None:
     before, loaded = _state(), set(_heavy())
     backend = paper.backend()
@@ -169,7 +204,12 @@ def light_construction(paper: Paper) -> None:
     assert not backend.placement.is_open, "constructing it opened a device"
 
 
-@check("its name, device type, capabilities and refused engines are filled in", part="basic")
+@check(
+    "its name, device type, capabilities and refused engines are filled in",
+    part="basic",
+    means="Runs are refused, or let through, for no reason that "
+    "a user can read; a capability or engine of another name.",
+)
 def described(paper: Paper) -> None:
     backend = paper.backend()
     assert backend.name == paper.name, f"the class says {backend.name!r}"
@@ -187,7 +227,11 @@ def described(paper: Paper) -> None:
     assert isinstance(backend.launch, LaunchProfile)
 
 
-@check("a device that is not open says so", part="basic")
+@check(
+    "a device that is not open says so",
+    part="basic",
+    means="Code that asks too early computes on the wrong device; a default in place of an error.",
+)
 def closed_device_says_so(paper: Paper) -> None:
     try:
         _ = paper.backend().placement.device
@@ -197,7 +241,11 @@ def closed_device_says_so(paper: Paper) -> None:
         raise AssertionError("placement.device gave a device before open()")
 
 
-@check("an unknown option is refused in words", part="basic")
+@check(
+    "an unknown option is refused in words",
+    part="basic",
+    means="A misspelt option has no effect, and nobody notices; `known_options` was not declared.",
+)
 def unknown_option(paper: Paper) -> None:
     name = "no_such_option_of_any_backend"
     try:
@@ -209,7 +257,10 @@ def unknown_option(paper: Paper) -> None:
 
 
 @check(
-    "the environment is pure: the same for the same arguments, and nothing changed", part="basic"
+    "the environment is pure: the same for the same arguments, and nothing changed",
+    part="basic",
+    means="Ranks of one job get different environments; a rule "
+    "that draws numbers, reads clocks or sets variables itself.",
 )
 def environment_is_pure(paper: Paper) -> None:
     before = _state()
@@ -219,7 +270,12 @@ def environment_is_pure(paper: Paper) -> None:
     assert first == second, "two calls with the same arguments differ"
 
 
-@check("every setting has a name, a value of text, a reason and a source", part="basic")
+@check(
+    "every setting has a name, a value of text, a reason and a source",
+    part="basic",
+    means="Users see a variable without knowing why; a rule without "
+    "reason or source, or a number in place of text.",
+)
 def settings_explain_themselves(paper: Paper) -> None:
     for setting in [each for part in _environment(paper) for each in part]:
         assert isinstance(setting, Setting), f"{type(setting).__name__} is not a Setting"
@@ -231,7 +287,12 @@ def settings_explain_themselves(paper: Paper) -> None:
         assert setting.source.strip(), f"{setting.name}: no source"
 
 
-@check("what is set for the whole job does not depend on the rank", part="basic")
+@check(
+    "what is set for the whole job does not depend on the rank",
+    part="basic",
+    means="Ranks get another one's value, or a job's value "
+    "differs between ranks; a rule of the wrong scope.",
+)
 def scopes_hold(paper: Paper) -> None:
     backend = paper.backend()
     without = _named(backend.environment(TWO_NODES, NODE, None))
@@ -248,7 +309,11 @@ def scopes_hold(paper: Paper) -> None:
     assert not ranked, f"of scope rank, though no rank was asked for: {', '.join(ranked)}"
 
 
-@check("shapes are padded upwards, and never beyond the maximum", part="basic")
+@check(
+    "shapes are padded upwards, and never beyond the maximum",
+    part="basic",
+    means="Rows are cut, or a batch does not fit the model; rounding up past the maximum, or down.",
+)
 def shapes_are_sound(paper: Paper) -> None:
     shapes = paper.backend().graph.shapes
     for maximum in (64, 100, 1024):
@@ -257,7 +322,12 @@ def shapes_are_sound(paper: Paper) -> None:
             assert longest <= padded <= maximum, f"{longest} of {maximum} tokens became {padded}"
 
 
-@check("the checks of `doctor` have names and verdicts", part="basic")
+@check(
+    "the checks of `doctor` have names and verdicts",
+    part="basic",
+    means="`anygauge doctor` reports a problem without saying what "
+    "to do; a line whose words were left empty.",
+)
 def diagnostics_are_sound(paper: Paper) -> None:
     for line in paper.backend().diagnostics():
         assert line.name and line.seen, f"a check without words: {line}"
@@ -271,6 +341,8 @@ def diagnostics_are_sound(paper: Paper) -> None:
     "the process had the backend's environment, and ended with status 0",
     part="basic",
     of_the_end=True,
+    means="Commands end with a failure after they have done their work; what "
+    "a library does at exit, or an environment that cannot be made.",
 )
 def ends_on_paper(trouble: str) -> None:
     assert not trouble, trouble

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from anygauge.interface import PeakFlops
+from anygauge.interface import Compiler, NotAvailableError, PeakFlops
 from tests.testing.wrong import Wrong, mutant, torch
 from tests.testing.wrong_products import as_it_lies, wrong
 
@@ -356,3 +356,65 @@ _busy("a share is beyond 100 percent", "utilisation_percent", 4200.0)
 _busy("power is in milliwatts", "power_w", 312_000.0)
 _busy("temperature is in kelvin", "temperature_c", 330.0)
 _busy("memory in use is negative", "memory_bytes", -1.0)
+
+
+# -- opening, seeds, types ------------------------------------------------------------------------
+
+
+@mutant("opening gives the host", part="device", check="opens", base="sim")
+def _(on: Wrong) -> None:
+    @on.method("placement.open")
+    def open_(self: Any, usual: Any, local_rank: int) -> Any:
+        usual(local_rank)
+        return torch.device("cpu")
+
+
+@mutant("a rank without a device learns no number", part="device", check="too_large_rank")
+def _(on: Wrong) -> None:
+    @on.method("placement.open")
+    def open_(self: Any, usual: Any, local_rank: int) -> Any:
+        if local_rank > 100:
+            raise NotAvailableError("no device")
+        return usual(local_rank)
+
+
+@mutant(
+    "exhausted memory is any error", part="device", check="out_of_memory_is_recognised", base="sim"
+)
+def _(on: Wrong) -> None:
+    @on.method("placement.is_out_of_memory")
+    def is_out_of_memory(self: Any, usual: Any, error: BaseException) -> bool:
+        return False
+
+
+@mutant("the host is not seeded", part="device", check="seeds_the_host", base="sim")
+def _(on: Wrong) -> None:
+    @on.method("placement.seed")
+    def seed(self: Any, usual: Any, seed: int) -> None:
+        state = torch.get_rng_state()
+        usual(seed)
+        torch.set_rng_state(state)
+
+
+@mutant("silu of bfloat16 is a ramp", part="device", check="bfloat16_arithmetic", base="sim")
+def _(on: Wrong) -> None:
+    @on.operation("silu")
+    def silu(usual: Any, x: Any) -> Any:
+        return x.relu() if x.dtype is torch.bfloat16 else usual(x)
+
+
+@mutant("autocast lowers float32, too", part="device", check="autocast_to_float32", base="sim")
+def _(on: Wrong) -> None:
+    @on.method("placement.autocast")
+    def autocast(self: Any, usual: Any, dtype: Any) -> Any:
+        return usual(torch.bfloat16)
+
+
+def doubled(graph: Any, inputs: Any) -> Any:
+    """A compiler whose graphs give twice what they should."""
+    return lambda *given: tuple(2 * each for each in graph.forward(*given))
+
+
+@mutant("compiled graphs give twice the result", part="device", check="compiles")
+def _(on: Wrong) -> None:
+    on.graph.compiler = Compiler(backend=doubled, regions="model")  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from typing import Any
 
 from anygauge.interface import (
     Backend,
+    Check,
     Finding,
     LaunchProfile,
     Level,
@@ -377,3 +378,35 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     off = Support(Level.SWITCHED_OFF, "not today")
     on.backend.capabilities = {**on.backend.capabilities, "float16": off}
+
+
+# -- what each backend says of itself -------------------------------------------------------------
+
+
+@mutant("its name is in upper case", part="basic", check="announced")
+def _(on: Wrong) -> None:
+    on.spec(name="MUTANT")
+
+
+@mutant("it was written for a later contract", part="basic", check="api_version")
+def _(on: Wrong) -> None:
+    on.spec(api_version=2)
+
+
+@mutant("announcing it imports a library of tensors", part="basic", check="light_import")
+def _(on: Wrong) -> None:
+    @on.when_announced
+    def announced() -> None:
+        sys.modules["jax"] = types.ModuleType("jax")  # heavy by its name
+
+
+@mutant("a device that is not open is none", part="basic", check="closed_device_says_so")
+def _(on: Wrong) -> None:
+    on.placement.device = None  # type: ignore[assignment]
+
+
+@mutant("a check of doctor has no words", part="basic", check="diagnostics_are_sound")
+def _(on: Wrong) -> None:
+    @on.method("backend.diagnostics")
+    def diagnostics(self: Backend, usual: Callable[[], Any]) -> Any:
+        return [*usual(), Check(name="driver", outcome="pass", seen="")]

@@ -57,7 +57,7 @@ def _(on: Wrong) -> None:
         return usual(tensor, op, group) if tensor.numel() else tensor
 
 
-@mutant("NaN counts as zero in sums", part="ranks", check="special_values", base="sim")
+@mutant("NaN counts as zero in sums", part="ranks", check="special_values_are_reduced", base="sim")
 def _(on: Wrong) -> None:
     @on.method("collectives.all_reduce")
     def all_reduce(self: Any, usual: Any, tensor: Any, op: str = "sum", group: Any = None) -> Any:
@@ -69,7 +69,7 @@ def _(on: Wrong) -> None:
 @mutant(
     "infinities are gathered as the largest number",
     part="ranks",
-    check="special_values",
+    check="special_values_are_reduced",
     base="sim",
 )
 def _(on: Wrong) -> None:
