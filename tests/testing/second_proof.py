@@ -37,6 +37,7 @@ def found(drawn_ones: Iterable[Defect], folder: Path) -> dict[str, list[str]]:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(mutant_site(folder)), os.environ.get("PYTHONPATH")])
     )
+    os.environ["ANYGAUGE_SIM_CARDS"] = "4"  # as many as the mutant's probe says
     result = {}
     for part in ("device", "ranks"):
         names = [one.name for one in defects if one.part == part]

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,18 @@ for _mutant in table():
 CASES = [(part, name) for part, mutations in CAUGHT_BY.items() for name in mutations]
 
 
+def with_marks() -> list[Any]:
+    """All of `CASES`; of each check one is tried by default, the others by the slow tests."""
+    tried: set[str] = set()
+    marked = []
+    for part, name in CASES:
+        check = CAUGHT_BY[part][name]
+        marks = [pytest.mark.slow] if check in tried else []
+        tried.add(check)
+        marked.append(pytest.param(part, name, id=name, marks=marks))
+    return marked
+
+
 def mutant_site(folder: Path) -> Path:
     """A folder with an installed distribution that has the backend `mutant`."""
     site = folder / "site"
@@ -99,10 +112,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(
-    site: Path, tmp_path_factory: pytest.TempPathFactory
+    site: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Callable[[str, str], PartAnswers]:
     """Answers of a part's checks on a mutant."""
     folder = tmp_path_factory.mktemp("answers")
+    chosen = {
+        item.callspec.params.get("mutation")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    }
     forked: dict[str, dict[str, PartAnswers]] = {}
 
     def given(part: str, mutation: str) -> PartAnswers:
@@ -110,7 +128,8 @@ def answers(
             paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
             patch.setenv("PYTHONPATH", os.pathsep.join(paths))
             if part not in forked:
-                forked[part] = answers_of(part, {"none": None, **CAUGHT_BY[part]}, folder)
+                asked = {name: c for name, c in CAUGHT_BY[part].items() if name in chosen}
+                forked[part] = answers_of(part, {"none": None, **asked}, folder)
             return forked[part][mutation]
 
     return given
@@ -130,7 +149,7 @@ def test_without_a_defect_nothing_fails(
     assert failures(part, answers(part, "none")) == {}
 
 
-@pytest.mark.parametrize(("part", "mutation"), CASES, ids=[name for _, name in CASES])
+@pytest.mark.parametrize(("part", "mutation"), with_marks())
 def test_each_defect_is_caught(
     part: str, mutation: str, answers: Callable[[str, str], PartAnswers]
 ) -> None:
