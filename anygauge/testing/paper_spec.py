@@ -255,7 +255,7 @@ def options_are_its_own(paper: Paper) -> None:
 )
 def instances_do_not_interfere(paper: Paper) -> None:
     first = paper.backend()
-    before = _description(first)
+    before = _description(paper, first)
     for name in first.known_options:
         for value in OTHER_VALUES:
             with contextlib.suppress(AnygaugeError):
@@ -264,7 +264,7 @@ def instances_do_not_interfere(paper: Paper) -> None:
                 ("an instance that was there", first),
                 ("a new one", paper.backend()),
             ):
-                for key, text in _description(one).items():
+                for key, text in _description(paper, one).items():
                     assert text == before[key], (
                         f"after another with {name} = {value!r} was made, {what} has other "
                         f"{key}: {before[key]}, then {text}"
@@ -274,15 +274,18 @@ def instances_do_not_interfere(paper: Paper) -> None:
 
 def _own_class(paper: Paper, before: Mapping[str, str]) -> None:
     """What one instance says of itself must not change the next."""
-    again = _description(paper.backend())
+    again = _description(paper, paper.backend())
     for key, text in again.items():
         assert text == before[key], f"a second instance has other {key}: {before[key]}, then {text}"
 
 
-def _description(backend: Backend) -> dict[str, str]:
+def _description(paper: Paper, backend: Backend) -> dict[str, str]:
     found = {
         "capabilities": {name: str(backend.support(name)) for name in CAPABILITIES},
-        "engine_settings": backend.engine_settings("deepspeed"),
+        "engine_settings": {
+            spec.engine: backend.engine_settings(spec.engine)
+            for spec in (provided.spec for provided in paper.registry.strategies)
+        },
     }
     for name in (
         *("options", "known_options", "launch", "kernels", "packed_kernels", "attention"),
