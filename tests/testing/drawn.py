@@ -137,11 +137,16 @@ def _shortened(flat: Any) -> Any:
     return flat.clamp(-128, 127) if flat.dtype is not torch.bool else flat
 
 
+_installed: list[Defect] = []
+
+
 def install(name: str, rank: int, world: int) -> None:
     """Make this process's torch wrong in the way of that name, if any; its cards' tensors alone."""
     defect = next((one for one in drawn() if one.name == name), None)
-    if defect is None:
+    # A second time, as each opening asks for it, an exchange of two values would undo the first.
+    if defect is None or _installed:
         return
+    _installed.append(defect)
     if defect.operation in OPERATIONS:
         _operations(defect, rank, world).__enter__()
     elif defect.operation in COLLECTIVES:
