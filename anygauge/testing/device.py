@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,32 +19,26 @@ from anygauge.interface import (
     Level,
     MemoryStats,
     NotAvailableError,
-    Phase,
-    UnsupportedError,
 )
-from anygauge.registry import Registry
 from anygauge.testing import (  # noqa: F401  (their checks are of this part, too)
     arithmetic,
+    blocks,
     chance,
     copies,
     dimensions,
     elementwise,
     extremes,
     gradients,
+    graphs,
     products,
     resources,
 )
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
-from anygauge.testing.kernel_trials import KERNEL_TRIALS
 
 MIB = 2**20
 ALLOCATOR = "allocator"
 PROCESS = "process"
 """`MemoryStats.kind` of a device with an allocator of its own, and of one without."""
-LARGEST_LIMIT = 10_000
-"""Operations per graph up to which the limit is tried."""
-COUNTED_WITHIN_S = 2.0
-"""Seconds within which a graph that ended must have been counted."""
 UNITS = {
     "percent": (0.0, 100.0),
     "w": (0.0, 20_000.0),
@@ -282,115 +274,7 @@ def rng_state_round_trip(on: Opened) -> None:
     assert torch.equal(wanted[1], found[1]), "the host draws other numbers"
 
 
-# -- arithmetic -----------------------------------------------------------------------------------
-
-
-def _block(on: Opened, dtype: str, *, autocast: bool = False) -> dict[str, tuple[Any, Any]]:
-    """A small attention-like block with backward: name -> (of the device, of the host, float64)."""
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(4, 16, 32, generator=generator)
-    weights = [torch.randn(32, 32, generator=generator) / 6 for _ in range(3)]
-    target = getattr(torch, dtype)
-
-    def run(device: Any, kind: torch.dtype, context: Any) -> dict[str, Any]:
-        inputs = [
-            each.to(device=device, dtype=kind, copy=True).requires_grad_() for each in (x, *weights)
-        ]
-        with context:
-            q, k, v = (inputs[0] @ w for w in inputs[1:])
-            scores = torch.softmax(q @ k.transpose(1, 2) / 32**0.5, dim=-1)
-            out = torch.nn.functional.silu(scores @ v)
-            loss = (out.float() if kind != torch.float64 else out).pow(2).mean()
-        loss.backward()
-        found = {"out": out, "loss": loss}
-        return found | {f"grad{n}": each.grad for n, each in enumerate(inputs)}
-
-    kind = torch.float32 if autocast else target
-    context = on.placement.autocast(target) if autocast else contextlib.nullcontext()
-    there = run(on.device, kind, context)
-    here = run(HOST_DEVICE, torch.float64, contextlib.nullcontext())
-    return {name: (there[name].detach(), here[name].detach()) for name in there}
-
-
-def _compare(on: Opened, dtype: str, *, autocast: bool = False) -> None:
-    allowed = 4 * TOLERANCE[dtype]
-    if dtype == "float32":
-        allowed = max(allowed, 16 * 2.0**-on.placement.float32_product_bits)
-    for name, (there, here) in _block(on, dtype, autocast=autocast).items():
-        assert there.device.type == on.device.type, f"{name} is on {there.device}"
-        error = float((there.to(HOST_DEVICE, torch.float64) - here).abs().max() / here.abs().max())
-        assert error <= allowed, (
-            f"{name} differs from float64 on the host by {error:.1e} of its largest value; "
-            f"{allowed:.0e} is allowed in {dtype}"
-        )
-
-
-@check(
-    "float32: a block with softmax and its gradients agree with float64",
-    part="device",
-    means="training would go another way than on other devices; the checks of operations and "
-    "products name the cause",
-)
-def float32_arithmetic(on: Opened) -> None:
-    _compare(on, "float32")
-
-
-@check(
-    "bfloat16: a block with softmax and its gradients agree with float64",
-    part="device",
-    capability="bfloat16",
-    means="training in bfloat16 would go another way; the checks of operations and products "
-    "name the cause",
-)
-def bfloat16_arithmetic(on: Opened) -> None:
-    _compare(on, "bfloat16")
-
-
-@check(
-    "float16: a block with softmax and its gradients agree with float64",
-    part="device",
-    capability="float16",
-    means="training in float16 would go another way; the checks of operations and products "
-    "name the cause",
-)
-def float16_arithmetic(on: Opened) -> None:
-    _compare(on, "float16")
-
-
-@check(
-    "autocast computes in the lower type, gradients stay float32",
-    part="device",
-    means="a loop of one's own would compute in another type than it asked for; look at the "
-    "device's list of operations for autocast",
-)
-def autocast_casts(on: Opened) -> None:
-    name = next((each for each in ("bfloat16", "float16") if on.backend.support(each)), None)
-    if name is None:
-        raise NotAsked("it has no lower type")
-    lower = getattr(torch, name)
-    a = torch.randn(8, 8, device=on.device)
-    try:
-        context = on.placement.autocast(lower)
-    except UnsupportedError as refusal:
-        raise NotAsked(str(refusal)) from refusal
-    with context:
-        inside = a @ a
-    outside = a @ a
-    assert inside.dtype == lower, f"a product under autocast has {inside.dtype}"
-    assert outside.dtype == torch.float32, f"a product after autocast has {outside.dtype}"
-    _compare(on, name, autocast=True)
-
-
-@check(
-    "autocast to float32 changes nothing",
-    part="device",
-    means="a loop of one's own could not switch autocast off; look at autocast(), which must "
-    "do nothing for float32",
-)
-def autocast_to_float32(on: Opened) -> None:
-    a = torch.randn(8, 8, device=on.device)
-    with on.placement.autocast(torch.float32):
-        assert (a @ a).dtype == torch.float32
+# -- what it says of itself ------------------------------------------------------------------------
 
 
 @check(
@@ -419,150 +303,6 @@ def peak_rate(on: Opened) -> None:
         plausible = 1e9 < peak.value < 1e18
         assert plausible, f"{peak.value} operations per second is not a device's rate"
         assert peak.source.strip(), "no source"
-
-
-# -- graphs ---------------------------------------------------------------------------------------
-
-
-@check(
-    "marking a step in every phase changes no result",
-    part="device",
-    means="results would depend on where a graph is cut; look at tensors that are used across "
-    "the cut",
-)
-def mark_step_is_harmless(on: Opened) -> None:
-    def trained(marks: bool) -> torch.Tensor:
-        weight = torch.linspace(-1, 1, 16, device=on.device).reshape(4, 4).requires_grad_()
-        for _ in range(2):
-            out = torch.softmax(weight @ weight, dim=-1)
-            if marks:
-                on.backend.graph.mark_step(Phase.FORWARD)
-            out.pow(2).sum().backward()
-            if marks:
-                on.backend.graph.mark_step(Phase.BACKWARD)
-            with torch.no_grad():
-                assert weight.grad is not None
-                weight -= 0.1 * weight.grad
-                weight.grad = None
-            if marks:
-                on.backend.graph.mark_step(Phase.UPDATE)
-        on.placement.synchronize()
-        return weight.detach().to(HOST_DEVICE)
-
-    usual, marked = trained(False), trained(True)
-    slack = 1e-5 if on.backend.sums_vary else 0.0
-    assert float((usual - marked).abs().max()) <= slack, "results differ with mark_step"
-
-
-@check(
-    "mark_step ends a graph where they accumulate: its counters show it",
-    part="device",
-    means="graphs would grow until memory is exhausted; look at mark_step, and at counters "
-    "that count nothing",
-)
-def mark_step_is_real(on: Opened) -> None:
-    graph = on.backend.graph
-    for size in (3, 4, 5):  # a graph of shapes that came before may need no compilation
-        value = torch.ones(size, size, device=on.device) * 2 + 1
-        before = dict(graph.counters())
-        graph.mark_step(Phase.UPDATE)
-        if graph.accumulates:
-            assert _counted(on, before), (
-                "graph.mark_step changes none of graph.counters(): it ends no graph, or nothing "
-                f"counts them (counters: {before or 'none'})"
-            )
-        else:
-            assert not _counted(on, before, 0.0), (
-                "graph.mark_step ends a graph, as graph.counters() shows, but graph.accumulates is "
-                "False"
-            )
-        assert float(value.sum().to(HOST_DEVICE)) == 3 * size * size
-    if not graph.accumulates:
-        raise NotAsked("graph.accumulates is False: there is no graph to end")
-
-
-@check(
-    "a graph ends where it reaches its limit: its counters show it",
-    part="device",
-    means="a long graph would never be compiled; look at the option that carries the limit to "
-    "the vendor's software",
-)
-def graph_limit_holds(on: Opened) -> None:
-    limit = on.backend.graph.limit
-    if limit is None:
-        raise NotAsked("graph.limit is None: there is none to reach")
-    assert isinstance(limit, int) and limit > 0, f"graph.limit is {limit!r}"
-    if limit > LARGEST_LIMIT:
-        raise NotAsked(f"a limit of {limit:,} operations takes too long to reach")
-    on.placement.synchronize()
-    value = torch.ones(3, 7, device=on.device)
-    before = dict(on.backend.graph.counters())
-    for _ in range(3 * limit):
-        value = value + 1
-    assert _counted(on, before), (
-        f"{3 * limit} operations changed none of graph.counters(), though a graph holds {limit}"
-    )
-    assert float(value[0, 0].to(HOST_DEVICE)) == 3 * limit + 1
-
-
-def _counted(on: Opened, before: Mapping[str, float], within_s: float = COUNTED_WITHIN_S) -> bool:
-    """Whether a counter has grown, or grows soon: graphs may be compiled in the background."""
-    until = time.monotonic() + within_s
-    while True:
-        if any(value > before.get(name, 0) for name, value in on.backend.graph.counters().items()):
-            return True
-        if time.monotonic() >= until:
-            return False
-        time.sleep(0.05)
-
-
-@check(
-    "torch.compile with its own backend gives the same results",
-    part="device",
-    means="compiled runs would differ from others; look in the vendor's compiler, for fused "
-    "operations and changed strides",
-)
-def compiles(on: Opened) -> None:
-    compiler = on.backend.graph.compiler
-    if compiler is None:
-        raise NotAsked("graph.compiler is None: nothing is compiled")
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x @ x, dim=-1).sum(0)
-
-    x = torch.linspace(-1, 1, 64, device=on.device).reshape(8, 8)
-    compiled = torch.compile(block, backend=compiler.backend)(x)
-    assert torch.allclose(compiled.to(HOST_DEVICE), block(x).to(HOST_DEVICE), atol=1e-5)
-
-
-# -- kernels --------------------------------------------------------------------------------------
-
-
-@check(
-    "every installed kernel for it agrees with float64 on the host",
-    part="device",
-    means="a run with the vendor's kernel would go another way; look in the kernel named, at "
-    "masks and incomplete blocks",
-)
-def kernels_agree(on: Opened) -> None:
-    from anygauge.kernels.choose import KernelChoice, choose_kernels, load_kernel
-
-    registry = Registry.load(os.environ)
-    chosen = choose_kernels(registry, on.backend, {})
-    tried = []
-    for provided in registry.kernels:
-        spec = provided.spec
-        serves = not spec.device_types or on.device.type in spec.device_types
-        if not serves or spec.operation not in KERNEL_TRIALS or spec.missing():
-            continue
-        choice = KernelChoice(
-            operation=spec.operation, name=spec.name, reason="tried", provided=provided
-        )
-        table = {**chosen, spec.operation: choice}
-        KERNEL_TRIALS[spec.operation](on, load_kernel(table, spec.operation), spec.name)
-        tried.append(spec.name)
-    if not tried:
-        raise NotAsked(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")
 
 
 # -- the end --------------------------------------------------------------------------------------

@@ -1,0 +1,157 @@
+"""Checks on one opened device: graphs, compilation and the kernels that are installed for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import torch
+
+from anygauge.interface import HOST_DEVICE, Phase
+from anygauge.registry import Registry
+from anygauge.testing.check import NotAsked, Opened, check
+from anygauge.testing.kernel_trials import KERNEL_TRIALS
+
+LARGEST_LIMIT = 10_000
+"""Operations per graph up to which the limit is tried."""
+COUNTED_WITHIN_S = 2.0
+"""Seconds within which a graph that ended must have been counted."""
+
+
+@check(
+    "marking a step in every phase changes no result",
+    part="device",
+    means="results would depend on where a graph is cut; look at tensors that are used across "
+    "the cut",
+)
+def mark_step_is_harmless(on: Opened) -> None:
+    def trained(marks: bool) -> torch.Tensor:
+        weight = torch.linspace(-1, 1, 16, device=on.device).reshape(4, 4).requires_grad_()
+        for _ in range(2):
+            out = torch.softmax(weight @ weight, dim=-1)
+            if marks:
+                on.backend.graph.mark_step(Phase.FORWARD)
+            out.pow(2).sum().backward()
+            if marks:
+                on.backend.graph.mark_step(Phase.BACKWARD)
+            with torch.no_grad():
+                assert weight.grad is not None
+                weight -= 0.1 * weight.grad
+                weight.grad = None
+            if marks:
+                on.backend.graph.mark_step(Phase.UPDATE)
+        on.placement.synchronize()
+        return weight.detach().to(HOST_DEVICE)
+
+    usual, marked = trained(False), trained(True)
+    slack = 1e-5 if on.backend.sums_vary else 0.0
+    assert float((usual - marked).abs().max()) <= slack, "results differ with mark_step"
+
+
+@check(
+    "mark_step ends a graph where they accumulate: its counters show it",
+    part="device",
+    means="graphs would grow until memory is exhausted; look at mark_step, and at counters "
+    "that count nothing",
+)
+def mark_step_is_real(on: Opened) -> None:
+    graph = on.backend.graph
+    for size in (3, 4, 5):  # a graph of shapes that came before may need no compilation
+        value = torch.ones(size, size, device=on.device) * 2 + 1
+        before = dict(graph.counters())
+        graph.mark_step(Phase.UPDATE)
+        if graph.accumulates:
+            assert _counted(on, before), (
+                "graph.mark_step changes none of graph.counters(): it ends no graph, or nothing "
+                f"counts them (counters: {before or 'none'})"
+            )
+        else:
+            assert not _counted(on, before, 0.0), (
+                "graph.mark_step ends a graph, as graph.counters() shows, but graph.accumulates is "
+                "False"
+            )
+        assert float(value.sum().to(HOST_DEVICE)) == 3 * size * size
+    if not graph.accumulates:
+        raise NotAsked("graph.accumulates is False: there is no graph to end")
+
+
+@check(
+    "a graph ends where it reaches its limit: its counters show it",
+    part="device",
+    means="a long graph would never be compiled; look at the option that carries the limit to "
+    "the vendor's software",
+)
+def graph_limit_holds(on: Opened) -> None:
+    limit = on.backend.graph.limit
+    if limit is None:
+        raise NotAsked("graph.limit is None: there is none to reach")
+    assert isinstance(limit, int) and limit > 0, f"graph.limit is {limit!r}"
+    if limit > LARGEST_LIMIT:
+        raise NotAsked(f"a limit of {limit:,} operations takes too long to reach")
+    on.placement.synchronize()
+    value = torch.ones(3, 7, device=on.device)
+    before = dict(on.backend.graph.counters())
+    for _ in range(3 * limit):
+        value = value + 1
+    assert _counted(on, before), (
+        f"{3 * limit} operations changed none of graph.counters(), though a graph holds {limit}"
+    )
+    assert float(value[0, 0].to(HOST_DEVICE)) == 3 * limit + 1
+
+
+def _counted(on: Opened, before: Mapping[str, float], within_s: float = COUNTED_WITHIN_S) -> bool:
+    """Whether a counter has grown, or grows soon: graphs may be compiled in the background."""
+    until = time.monotonic() + within_s
+    while True:
+        if any(value > before.get(name, 0) for name, value in on.backend.graph.counters().items()):
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.05)
+
+
+@check(
+    "torch.compile with its own backend gives the same results",
+    part="device",
+    means="compiled runs would differ from others; look in the vendor's compiler, for fused "
+    "operations and changed strides",
+)
+def compiles(on: Opened) -> None:
+    compiler = on.backend.graph.compiler
+    if compiler is None:
+        raise NotAsked("graph.compiler is None: nothing is compiled")
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x, dim=-1).sum(0)
+
+    x = torch.linspace(-1, 1, 64, device=on.device).reshape(8, 8)
+    compiled = torch.compile(block, backend=compiler.backend)(x)
+    assert torch.allclose(compiled.to(HOST_DEVICE), block(x).to(HOST_DEVICE), atol=1e-5)
+
+
+@check(
+    "every installed kernel for it agrees with float64 on the host",
+    part="device",
+    means="a run with the vendor's kernel would go another way; look in the kernel named, at "
+    "masks and incomplete blocks",
+)
+def kernels_agree(on: Opened) -> None:
+    from anygauge.kernels.choose import KernelChoice, choose_kernels, load_kernel
+
+    registry = Registry.load(os.environ)
+    chosen = choose_kernels(registry, on.backend, {})
+    tried = []
+    for provided in registry.kernels:
+        spec = provided.spec
+        serves = not spec.device_types or on.device.type in spec.device_types
+        if not serves or spec.operation not in KERNEL_TRIALS or spec.missing():
+            continue
+        choice = KernelChoice(
+            operation=spec.operation, name=spec.name, reason="tried", provided=provided
+        )
+        table = {**chosen, spec.operation: choice}
+        KERNEL_TRIALS[spec.operation](on, load_kernel(table, spec.operation), spec.name)
+        tried.append(spec.name)
+    if not tried:
+        raise NotAsked(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")
