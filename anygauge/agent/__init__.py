@@ -5,7 +5,8 @@ In the order in which a run passes through them:
 - `__main__`: the command line, from the arguments to the exit status.
 - `startup`: what happens before ranks start.
 - `environment`: what the machine shows, and the variables and cores of each rank.
-- `nodes`, `coordinator`, `worker_node`: the job's other nodes, as each agent sees them.
+- `nodes`, `coordinator`: the job's other nodes, as a worker and the coordinator see them.
+- `listener`: where the coordinator admits the others.
 - `link`: the connection between two agents.
 - `supervisor`, `rank`: the ranks of this node.
 - `outcome`: which failure is the cause, and how the job ended.

@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from anygauge.agent.foreign import scrub
-from anygauge.agent.nodes import CancelledError, Hello, Instruction, Nodes, Outbox
+from anygauge.agent.link import Hello
+from anygauge.agent.nodes import CancelledError, Instruction, Nodes, Outbox, WorkerNode
 from anygauge.agent.outcome import JobFailure, NodeReport
 from anygauge.agent.startup import (
     StartAbortedError,
@@ -258,17 +259,13 @@ def meet(
     """
     if job.launch.nodes == 1:
         return Nodes(job, outbox)
-    from importlib.metadata import version
-
     from anygauge.agent.coordinator import Coordinator
-    from anygauge.agent.worker_node import WorkerNode
 
     own = Hello(
         node_rank=node_rank,
         host=host,
         nodes=job.launch.nodes,
         devices_per_node=job.launch.devices,
-        version=version("anygauge"),
         fabric=fabric,
         settings=settings,
     )

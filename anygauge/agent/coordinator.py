@@ -3,52 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from anygauge.agent.link import (
-    CoordinatorHandshake,
-    Link,
-    field_of,
-    is_signal,
-    is_text,
-    is_time,
-    or_none,
-    shown,
-)
+from anygauge.agent.link import Hello, Link, check_hello, read_hello
+from anygauge.agent.listener import Listener, allow_open_files
 from anygauge.agent.nodes import (
     CANCELLED_EARLY,
     HEARTBEAT_S,
     INSTRUCTIONS,
     CancelledError,
-    Hello,
     Instruction,
     Nodes,
     Outbox,
-    check_hello,
-    read_hello,
 )
-from anygauge.agent.outcome import JobFailure, NodeReport, parse_report, resolve_outcome
+from anygauge.agent.outcome import (
+    JobFailure,
+    NodeReport,
+    field_of,
+    is_signal,
+    is_text,
+    is_time,
+    or_none,
+    parse_report,
+    resolve_outcome,
+    shown,
+)
 from anygauge.interface import AnygaugeError, Job
-from anygauge.util.rendezvous import listen_at, own_addresses, tcp_address
-
-MOST_UNKNOWN = 64
-"""Unauthenticated connections at the same time, in addition to one for each node."""
-UNKNOWN_S = 10.0
-"""Seconds that a connection may stay unauthenticated."""
+from anygauge.util.rendezvous import listen_at, tcp_address
 
 _TURN_S = 0.05
-_ACCEPTED_AT_ONCE = 16
-_PAUSE_S = 0.05
-_NOTES = 100
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(slots=True)
@@ -110,6 +99,9 @@ class Coordinator(Nodes):
         self._sent: set[Instruction] = set()
         self._heartbeat_at = time.monotonic()
         self._store: socket.socket | None = None
+        self._hosts = {0: own.host}
+        self._unsent: set[int] = set()  # ranks of nodes whose links keep messages
+        allow_open_files(job.launch)
         with Listener(*address, job.token, job.launch.nodes) as listener:
             try:
                 self._gather(listener, own, requests)
@@ -120,23 +112,27 @@ class Coordinator(Nodes):
                 raise
         self._address = next(iter(self._workers.values())).link.own_address
         self.rendezvous = self._next_rendezvous()
-        for worker in self._workers.values():
+        self._links = selectors.DefaultSelector()
+        for rank, worker in self._workers.items():
             # Those that joined early had nothing to send while they waited for the last.
             worker.link.heard = time.monotonic()
-            worker.link.send("start", rendezvous=self.rendezvous, clock=time.time())
+            if not worker.link.closed:
+                self._links.register(worker.link, selectors.EVENT_READ, rank)
+        self._send_all("start", rendezvous=self.rendezvous, clock=time.time())
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """See `Nodes.attach`."""
-        for worker in self._workers.values():
-            if not worker.link.closed:
-                selector.register(worker.link, selectors.EVENT_READ, self)
+        selector.register(self._links, selectors.EVENT_READ, self)
 
     def poll(self) -> list[Instruction]:
         """See `Nodes.poll`."""
         now = time.monotonic()
-        self._send_heartbeat(now)
-        for rank, worker in self._workers.items():
-            worker.link.flush()
+        # Something arrives from one of a thousand nodes at every turn. So only links from which
+        # something can be read are looked at, and all of them once a second.
+        all_due = self._send_heartbeat(now)
+        self._flush()
+        for rank in list(self._workers) if all_due else self._readable():
+            worker = self._workers[rank]
             for message in worker.link.receive():
                 try:
                     self._handle(rank, worker, message)
@@ -178,6 +174,7 @@ class Coordinator(Nodes):
         self._close_store()
         for worker in self._workers.values():
             worker.link.shut()
+        self._links.close()
 
     def store_socket(self, rank: int) -> contextlib.AbstractContextManager[socket.socket | None]:
         """See `Nodes.store_socket`."""
@@ -204,13 +201,29 @@ class Coordinator(Nodes):
             self._send_all("ready")
 
     def _send_all(self, kind: str, **fields: Any) -> None:
-        for worker in self._workers.values():
+        for rank, worker in self._workers.items():
             worker.link.send(kind, **fields)
+            if worker.link.waiting:
+                self._unsent.add(rank)
 
-    def _send_heartbeat(self, now: float) -> None:
-        if now - self._heartbeat_at >= HEARTBEAT_S:
+    def _flush(self) -> None:
+        for rank in list(self._unsent):
+            link = self._workers[rank].link
+            link.flush()
+            if link.closed or not link.waiting:
+                self._unsent.remove(rank)
+
+    def _readable(self) -> list[int]:
+        """Ranks of the nodes from which something has arrived, or whose connection has ended."""
+        return [key.data for key, _ in self._links.select(0)]
+
+    def _send_heartbeat(self, now: float) -> bool:
+        """Send one if it is due; whether it was."""
+        due = now - self._heartbeat_at >= HEARTBEAT_S
+        if due:
             self._heartbeat_at = now
             self._send_all("beat", clock=time.time())
+        return due
 
     def _gather(self, listener: Listener, own: Hello, requests: Sequence[object]) -> None:
         deadline = time.monotonic() + self._job.launch.join_timeout_s
@@ -239,14 +252,14 @@ class Coordinator(Nodes):
             listener.note(link, reason)
             return
         link.peer = f"node {other.node_rank} ({other.host})"
-        known = {0: own.host, **{rank: each.host for rank, each in self._workers.items()}}
         try:
-            check_hello(own, other, known)
+            check_hello(own, other, self._hosts)
         except AnygaugeError as error:
             link.send("refused", reason=str(error))
             link.shut()
             raise
         self._workers[other.node_rank] = joined
+        self._hosts[other.node_rank] = other.host
 
     def _missing(self, where: str) -> str:
         missing = [r for r in range(1, self._job.launch.nodes) if r not in self._workers]
@@ -307,139 +320,3 @@ class Coordinator(Nodes):
         self._reports[rank] = NodeReport(node_rank=rank, host=worker.host, failures=(failure,))
         self._instructions.append(Instruction.END)
         self.broadcast(Instruction.END)
-
-
-class Listener:
-    """Accepts connections until their senders are authenticated: few at a time, none for long.
-
-    A context manager.
-
-    Attributes:
-        where: at which addresses it listens, in words.
-    """
-
-    def __init__(self, host: str, port: int, token: str, nodes: int) -> None:
-        """Listen.
-
-        Args:
-            host: this machine, as the others know it.
-
-        Raises:
-            AnygaugeError: the port is taken, or may not be used.
-        """
-        try:
-            self._sockets = _listen(host, port)
-        except OSError as error:
-            raise AnygaugeError(
-                f"the agent of node 0 cannot listen at port {port} on {socket.gethostname()}: "
-                f"{error.strerror or error}. If another job uses it, give this one another "
-                "launch.port"
-            ) from error
-        names = [str(each.getsockname()[0]) for each in self._sockets]
-        every = names == ["0.0.0.0"]
-        self.where = f"{'every address' if every else ', '.join(names)}, port {port}"
-        print(f"waiting for the other nodes at {self.where} ({host})", file=sys.stderr)
-        self._token = token
-        self._most = MOST_UNKNOWN + nodes
-        self._pending: list[CoordinatorHandshake] = []
-        self._notes = 0
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._sockets:
-            each.close()
-        for handshake in self._pending:
-            handshake.link.close("all nodes have met, or the job has ended")
-
-    @property
-    def unknown(self) -> int:
-        """Number of unauthenticated connections."""
-        return len(self._pending)
-
-    def joined(self, timeout_s: float) -> list[tuple[Link, Mapping[str, Any]]]:
-        """Wait for messages; the links that are now authenticated, and their ``join``."""
-        # poll rather than epoll, which would need a descriptor of its own.
-        with selectors.PollSelector() as selector:
-            for each in self._sockets:
-                selector.register(each, selectors.EVENT_READ)
-            for handshake in self._pending:
-                selector.register(handshake.link, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _ in selector.select(timeout_s)}
-        for each in self._sockets:
-            if each in ready:
-                self._accept(each)
-        found = []
-        now = time.monotonic()
-        for handshake in list(self._pending):
-            link = handshake.link
-            join = handshake.advance()
-            if join is not None:
-                self._pending.remove(handshake)
-                found.append((link, join))
-            elif link.closed:
-                self._reject(handshake, link.why)
-            elif now - handshake.since > UNKNOWN_S:
-                self._reject(handshake, f"it had not joined after {UNKNOWN_S:g} s")
-        return found
-
-    def note(self, link: Link, why: str) -> None:
-        """Log that a connection was rejected; only the first hundred, since strangers may try."""
-        self._notes += 1
-        if self._notes <= _NOTES:
-            print(f"rejected a connection from {link.peer}: {why}", file=sys.stderr)
-
-    def _reject(self, handshake: CoordinatorHandshake, why: str) -> None:
-        handshake.link.close(why)
-        self._pending.remove(handshake)
-        self.note(handshake.link, why)
-
-    def _accept(self, listening: socket.socket) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
-            try:
-                connection, address = listening.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                # What a stranger does to its own connection, or to this process's descriptors, must
-                # not end the job.
-                if error.errno in _NO_DESCRIPTORS and not self._make_room("no descriptor is free"):
-                    time.sleep(_PAUSE_S)
-                return
-            if len(self._pending) >= self._most:
-                self._make_room(f"more than {self._most} connections were waiting to join")
-            link = Link(connection, str(address[0]))
-            self._pending.append(CoordinatorHandshake(link, self._token, time.monotonic()))
-
-    def _make_room(self, why: str) -> bool:
-        """Reject the oldest, preferably one that has sent nothing valid; whether there was any."""
-        oldest = min(self._pending, key=lambda each: (each.greeted, each.since), default=None)
-        if oldest is not None:
-            self._reject(oldest, why)
-        return oldest is not None
-
-
-def _listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets at the addresses that `host` has here; at every address where it has none.
-
-    It may have none: the resolver of this machine does not know the name, the name is that of a
-    service in front of the machine, or only this machine resolves it to 127.0.1.1.
-    """
-    found: list[socket.socket] = []
-    try:
-        for address in own_addresses(host):
-            try:
-                found.append(listen_at(address, port))
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise
-        if not found:
-            found.append(listen_at("", port))
-    except OSError:
-        for listener in found:
-            listener.close()
-        raise
-    for listener in found:
-        listener.setblocking(False)
-    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from packaging.requirements import Requirement
 from anygauge.agent import local_job
 from anygauge.agent.environment import file_text
 from anygauge.interface import Check, Job, LaunchProfile, Node, Outcome
-from anygauge.registry import Registry
+from anygauge.registry import Registry, installed_version
 
 MODULE = "anygauge.agent.doctor"
 MIB = 2**20
@@ -80,9 +81,8 @@ def packages(distribution: str = "anygauge", *, backend: str = "") -> Check:
         always = marker is None or marker.evaluate({"extra": ""})
         if not always and not (backend and marker and marker.evaluate({"extra": backend})):
             continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
+        version = installed_version(requirement.name)
+        if version is None:
             if always:
                 troubles.append(f"{requirement.name} is missing ({requirement.specifier})")
             continue
@@ -147,12 +147,11 @@ def shared_memory(root: Path = Path("/")) -> Check:
     """Whether /dev/shm is large enough: processes of a machine exchange data through it."""
     path = root / "dev/shm"
     try:
-        status = os.statvfs(path)
+        usage = shutil.disk_usage(path)
     except OSError as error:
         return _warn("shared memory", f"{path}: {error.strerror}", "mount a tmpfs at /dev/shm")
-    size = status.f_frsize * status.f_blocks
-    seen = f"/dev/shm has {size // MIB} MiB, {status.f_frsize * status.f_bavail // MIB} free"
-    if size >= SHARED_MEMORY:
+    seen = f"/dev/shm has {usage.total // MIB} MiB, {usage.free // MIB} free"
+    if usage.total >= SHARED_MEMORY:
         return _pass("shared memory", seen)
     return _warn(
         "shared memory",

@@ -7,7 +7,6 @@ them the machine. Backends decide from the `Node` that it returns and from nothi
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -26,7 +25,13 @@ from anygauge.interface import (
     Scope,
     missing_fabric,
 )
-from anygauge.registry import Registry, ResolvedSetting, applied, resolve_environment
+from anygauge.registry import (
+    Registry,
+    ResolvedSetting,
+    applied,
+    installed_version,
+    resolve_environment,
+)
 from anygauge.registry.environment import USER
 from anygauge.util.files import write_text
 
@@ -154,6 +159,7 @@ def inspect_node(
     """
     environ = os.environ if environ is None else environ
     order = _ordered_cores(root)
+    libraries = (*LIBRARIES, *(backend.libraries if backend else ()))
     return Node(
         rank=rank,
         hostname=file_text(root / "proc/sys/kernel/hostname") or "localhost",
@@ -162,7 +168,7 @@ def inspect_node(
         memory_bytes=_memory_bytes(root),
         interfaces=_interfaces(root),
         rdma_devices=_rdma_devices(root),
-        libraries=_libraries((*LIBRARIES, *(backend.libraries if backend else ()))),
+        libraries={name: found for name in libraries if (found := installed_version(name))},
         variables={
             name: environ[name]
             for name in (backend.variables if backend else ())
@@ -232,16 +238,6 @@ def _rdma_devices(root: Path) -> tuple[RdmaDevice, ...]:
             )
         )
     return tuple(found)
-
-
-def _libraries(names: Iterable[str]) -> dict[str, str]:
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _files(root: Path, names: Iterable[str]) -> dict[str, str]:

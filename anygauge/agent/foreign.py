@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 import zlib
 from collections.abc import Mapping
@@ -131,21 +132,7 @@ def scrub(environ: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(nodes: str) -> str:
     """The first host of Slurm's list: ``gpu[01-04,07],login`` begins with ``gpu01``."""
-    name, within = "", False
-    chosen = False
-    for letter in nodes:
-        if letter == "[":
-            within, chosen = True, False
-        elif letter == "]":
-            within = False
-        elif within:
-            chosen = chosen or not letter.isdigit()
-            name += "" if chosen else letter
-        elif letter == ",":
-            break
-        else:
-            name += letter
-    return name
+    return re.sub(r"\[(\d*)[^\]]*\]?", r"\1", nodes).partition(",")[0]
 
 
 def _of_torch(environ: Mapping[str, str]) -> ForeignLaunch:

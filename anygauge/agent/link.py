@@ -10,25 +10,27 @@ How the two ends authenticate each other:
 
 The secret is never sent, a recording opens no other connection, and a false coordinator receives
 nothing and can give no instructions. A line that was altered, dropped, repeated or sent by somebody
-else closes the connection. So does a field that no agent of this version sends: JSON has numbers
-that no clock shows, and texts that no encoding can hold.
+else closes the connection.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import importlib.metadata
 import json
 import re
 import secrets
-import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from anygauge.agent.outcome import FieldCheck, fields_of, is_count, is_text
+from anygauge.interface import AnygaugeError
 from anygauge.util.exchange import derived_key
 
 LONGEST_LINE = 16 * 1024 * 1024
@@ -42,7 +44,6 @@ _HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _CHUNK = 65536
 _CHUNKS = 16
 _PROOF = 64  # hexadecimal digits
-_LONGEST_S = 1e12
 
 
 @dataclass(slots=True)
@@ -333,75 +334,83 @@ class WorkerHandshake:
         return None
 
 
-FieldCheck = Callable[[Any], bool]
-"""Whether a field may have a value."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """How an agent describes its node when it joins.
+
+    Attributes:
+        fabric: network between machines that it would use; empty: its library chooses.
+        settings: digest of each variable that must be the same on every node.
+    """
+
+    node_rank: int
+    nodes: int
+    devices_per_node: int
+    host: str = field(default_factory=socket.gethostname)
+    version: str = field(default_factory=partial(importlib.metadata.version, "anygauge"))
+    fabric: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
-def is_text(value: object) -> bool:
-    """Whether it is text."""
-    return isinstance(value, str)
+def _is_settings(value: object) -> bool:
+    return isinstance(value, dict) and all(map(is_text, value.values()))
 
 
-def is_bool(value: object) -> bool:
-    """Whether it is true or false."""
-    return isinstance(value, bool)
+_HELLO: Mapping[str, FieldCheck] = {
+    "node_rank": is_count, "host": is_text, "nodes": is_count, "devices_per_node": is_count,
+    "version": is_text, "fabric": is_text, "settings": _is_settings,
+}  # fmt: skip
 
 
-def is_count(value: object) -> bool:
-    """Whether it is an integer that a rank or a step may have."""
-    return type(value) is int and 0 <= value < 2**63
-
-
-def is_exit_status(value: object) -> bool:
-    """Whether a process can exit with it."""
-    return type(value) is int and 0 <= value < 256
-
-
-def is_time(value: Any) -> bool:
-    """Whether it is a time or a difference of times in seconds, as a clock may show it."""
-    # Compared before it is converted: an integer may be too large for a float. No comparison with
-    # NaN holds.
-    return type(value) in (int, float) and -_LONGEST_S < value < _LONGEST_S
-
-
-def is_signal(value: object) -> bool:
-    """Whether it is the number of a signal."""
-    return type(value) is int and value in {int(each) for each in signal.Signals}
-
-
-def or_none(check: FieldCheck) -> FieldCheck:
-    """Accepts what `check` accepts, and None."""
-    return lambda value: value is None or check(value)
-
-
-def shown(value: object) -> str:
-    """A value for a message, shortened; never the contents of a list or mapping."""
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "a mapping"
-    return repr(value)[:40]
-
-
-def field_of(message: Mapping[str, Any], name: str, check: FieldCheck) -> Any:
-    """One field; None where it is missing and may be.
+def read_hello(record: object) -> Hello:
+    """The description that another node sent, every field checked.
 
     Raises:
-        ValueError: `check` does not accept it; names it.
+        ValueError: a field is missing, unknown, or has an impossible value; names it.
     """
-    value = message.get(name)
-    if not check(value):
-        problem = f"has an impossible value: {shown(value)}" if name in message else "is missing"
-        raise ValueError(f"{name!r} {problem}")
-    return value
+    return Hello(**fields_of(record, _HELLO))
 
 
-def fields_of(record: object, checks: Mapping[str, FieldCheck]) -> dict[str, Any]:
-    """A mapping that has exactly these fields, each of them checked.
+def check_hello(own: Hello, other: Hello, known: Mapping[int, str]) -> None:
+    """Refuse a node that does not belong to this job.
+
+    Args:
+        own: of the coordinator.
+        known: node rank -> host, of the nodes that have joined.
 
     Raises:
-        ValueError: a field is missing, unknown, or not accepted by its check; names it.
+        AnygaugeError: its number is taken, or it was started for another job or version.
     """
-    if not isinstance(record, dict):
-        raise ValueError(f"{shown(record)} is not a mapping of fields")
-    for name in sorted(checks.keys() ^ record.keys()):
-        raise ValueError(f"{shown(name)} is {'missing' if name in checks else 'unknown'}")
-    return {name: field_of(record, name, check) for name, check in checks.items()}
+    who = f"node {other.node_rank} ({other.host})"
+    if other.node_rank in known:
+        raise AnygaugeError(
+            f"two agents report that they are node {other.node_rank}: {known[other.node_rank]} and "
+            f"{other.host}. Give each machine a number of its own, from 0 to {own.nodes - 1}"
+        )
+    if not 0 <= other.node_rank < own.nodes:
+        raise AnygaugeError(f"{who}: the job has nodes 0 to {own.nodes - 1}")
+    for name, mine, theirs in (
+        ("launch.nodes", own.nodes, other.nodes),
+        ("launch.devices", own.devices_per_node, other.devices_per_node),
+        ("the version of anygauge", own.version, other.version),
+    ):
+        if mine != theirs:
+            raise AnygaugeError(
+                f"{name} is {theirs} on {who}, but {mine} on the coordinator ({own.host}); all "
+                "nodes must have the same"
+            )
+    names = sorted({*own.settings, *other.settings})
+    differ = [name for name in names if own.settings.get(name) != other.settings.get(name)]
+    if own.fabric != other.fabric:
+        raise AnygaugeError(
+            f"launch.fabric: between machines, {who} would use "
+            f"{other.fabric or 'what its library finds'}, but the coordinator ({own.host}) would "
+            f"use {own.fabric or 'what its library finds'}. Set launch.fabric to a network that "
+            "all nodes have"
+        )
+    if differ:
+        raise AnygaugeError(
+            f"{', '.join(differ)}: the value on {who} differs from that on the coordinator "
+            f"({own.host}), but all nodes must have the same. Set it under environment in the run "
+            "file, which takes precedence on every node"
+        )

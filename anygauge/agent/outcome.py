@@ -12,34 +12,25 @@ different precision:
 - An abort (SIGABRT) may be caused by a peer: communication libraries abort when a connection
   breaks. There the moment of observation counts.
 
-Each agent sends one `NodeReport`; `resolve_outcome` makes one `JobOutcome` of all.
+Each agent sends one `NodeReport`; `resolve_outcome` makes one `JobOutcome` of all. What an agent
+receives is checked field by field: JSON has numbers that no clock shows, and texts that no encoding
+can hold.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from anygauge.agent.link import (
-    FieldCheck,
-    field_of,
-    fields_of,
-    is_bool,
-    is_count,
-    is_exit_status,
-    is_signal,
-    is_text,
-    is_time,
-    or_none,
-)
 from anygauge.interface import LOST, STOPPED
 from anygauge.util.processes import describe_exit
 
 LAST_LINES = 15
 _TAIL_BYTES = 64 * 1024
+_LONGEST_S = 1e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,6 +201,122 @@ class JobOutcome:
     rendezvous: str = ""
 
 
+def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
+    """One outcome from the reports of all nodes; the coordinator writes that of a lost node."""
+    failures = [failure for report in reports for failure in report.failures]
+    first = min(failures, key=_order, default=None)
+    signalled = [r for r in reports if r.signalled_at is not None]
+    request = min(signalled, key=lambda report: report.signalled_at or 0.0, default=None)
+    if all(report.ok for report in reports):
+        return JobOutcome(state="ok", exit_status=0)
+    if all(report.stopped is not None for report in reports):
+        event = next((r.stopped for r in reports if r.stopped and "checkpoint" in r.stopped), {})
+        return JobOutcome(state="stopped", exit_status=STOPPED, cause=stopped_text(event))
+    if request is not None and not (
+        first is not None and first.time < (request.signalled_at or 0.0)
+    ):
+        number = request.signum or signal.SIGTERM
+        text = f"ended by {signal.Signals(number).name}"
+        return JobOutcome(state="cancelled", exit_status=128 + number, cause=text)
+    if first is None:
+        names = ", ".join(f"node {r.node_rank} ({r.host})" for r in reports if not r.ok)
+        text = f"the ranks of {names} ended before their work was done and reported no cause"
+        return JobOutcome(state="failed", exit_status=1, cause=text)
+    if first.lost:
+        return JobOutcome(state="lost", exit_status=LOST, cause=first.text)
+    return JobOutcome(
+        state="failed", exit_status=first.exit_status, cause=first.text, final=first.final
+    )
+
+
+def stopped_text(event: Mapping[str, Any]) -> str:
+    """A ``stopped`` event in words."""
+    return (
+        f"stopped at request after step {event.get('step')}; checkpoint: {event.get('checkpoint')}"
+    )
+
+
+def _order(failure: JobFailure) -> tuple[float, bool, int]:
+    """The earliest caused the others; of two at the same time, a death by signal."""
+    return (failure.time, not failure.by_signal, -1 if failure.rank is None else failure.rank)
+
+
+# -- reports of other nodes, every field checked ---------------------------------------------------
+
+FieldCheck = Callable[[Any], bool]
+"""Whether a field may have a value."""
+
+
+def is_text(value: object) -> bool:
+    """Whether it is text."""
+    return isinstance(value, str)
+
+
+def is_bool(value: object) -> bool:
+    """Whether it is true or false."""
+    return isinstance(value, bool)
+
+
+def is_count(value: object) -> bool:
+    """Whether it is an integer that a rank or a step may have."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_exit_status(value: object) -> bool:
+    """Whether a process can exit with it."""
+    return type(value) is int and 0 <= value < 256
+
+
+def is_time(value: Any) -> bool:
+    """Whether it is a time or a difference of times in seconds, as a clock may show it."""
+    # Compared before it is converted: an integer may be too large for a float. No comparison with
+    # NaN holds.
+    return type(value) in (int, float) and -_LONGEST_S < value < _LONGEST_S
+
+
+def is_signal(value: object) -> bool:
+    """Whether it is the number of a signal."""
+    return type(value) is int and value in {int(each) for each in signal.Signals}
+
+
+def or_none(check: FieldCheck) -> FieldCheck:
+    """Accepts what `check` accepts, and None."""
+    return lambda value: value is None or check(value)
+
+
+def shown(value: object) -> str:
+    """A value for a message, shortened; never the contents of a list or mapping."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "a mapping"
+    return repr(value)[:40]
+
+
+def field_of(message: Mapping[str, Any], name: str, check: FieldCheck) -> Any:
+    """One field; None where it is missing and may be.
+
+    Raises:
+        ValueError: `check` does not accept it; names it.
+    """
+    value = message.get(name)
+    if not check(value):
+        problem = f"has an impossible value: {shown(value)}" if name in message else "is missing"
+        raise ValueError(f"{name!r} {problem}")
+    return value
+
+
+def fields_of(record: object, checks: Mapping[str, FieldCheck]) -> dict[str, Any]:
+    """A mapping that has exactly these fields, each of them checked.
+
+    Raises:
+        ValueError: a field is missing, unknown, or not accepted by its check; names it.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{shown(record)} is not a mapping of fields")
+    for name in sorted(checks.keys() ^ record.keys()):
+        raise ValueError(f"{shown(name)} is {'missing' if name in checks else 'unknown'}")
+    return {name: field_of(record, name, check) for name, check in checks.items()}
+
+
 _FAILURE: Mapping[str, FieldCheck] = {
     "time": is_time, "text": is_text, "rank": or_none(is_count), "by_signal": is_bool,
     "exit_status": is_exit_status, "final": is_bool, "lost": is_bool,
@@ -265,43 +372,3 @@ def parse_outcome(record: object) -> JobOutcome:
         ValueError: a field is missing, unknown, or has an impossible value; names it.
     """
     return JobOutcome(**fields_of(record, _OUTCOME))
-
-
-def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
-    """One outcome from the reports of all nodes; the coordinator writes that of a lost node."""
-    failures = [failure for report in reports for failure in report.failures]
-    first = min(failures, key=_order, default=None)
-    signalled = [r for r in reports if r.signalled_at is not None]
-    request = min(signalled, key=lambda report: report.signalled_at or 0.0, default=None)
-    if all(report.ok for report in reports):
-        return JobOutcome(state="ok", exit_status=0)
-    if all(report.stopped is not None for report in reports):
-        event = next((r.stopped for r in reports if r.stopped and "checkpoint" in r.stopped), {})
-        return JobOutcome(state="stopped", exit_status=STOPPED, cause=stopped_text(event))
-    if request is not None and not (
-        first is not None and first.time < (request.signalled_at or 0.0)
-    ):
-        number = request.signum or signal.SIGTERM
-        text = f"ended by {signal.Signals(number).name}"
-        return JobOutcome(state="cancelled", exit_status=128 + number, cause=text)
-    if first is None:
-        names = ", ".join(f"node {r.node_rank} ({r.host})" for r in reports if not r.ok)
-        text = f"the ranks of {names} ended before their work was done and reported no cause"
-        return JobOutcome(state="failed", exit_status=1, cause=text)
-    if first.lost:
-        return JobOutcome(state="lost", exit_status=LOST, cause=first.text)
-    return JobOutcome(
-        state="failed", exit_status=first.exit_status, cause=first.text, final=first.final
-    )
-
-
-def stopped_text(event: Mapping[str, Any]) -> str:
-    """A ``stopped`` event in words."""
-    return (
-        f"stopped at request after step {event.get('step')}; checkpoint: {event.get('checkpoint')}"
-    )
-
-
-def _order(failure: JobFailure) -> tuple[float, bool, int]:
-    """The earliest caused the others; of two at the same time, a death by signal."""
-    return (failure.time, not failure.by_signal, -1 if failure.rank is None else failure.rank)

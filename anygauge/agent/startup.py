@@ -212,7 +212,10 @@ def place_run_file(job: Job) -> None:
 
 
 def _write_run(path: Path, job: Job) -> None:
-    from anygauge.config import dump_run, parse_run  # only the coordinator needs the schema
+    from anygauge.config.resolved import (  # only the coordinator needs the schema
+        dump_run,
+        parse_run,
+    )
 
     write_text(path, job.run_text, 0o600)
     write_text(path.with_name(RECORD), dump_run(parse_run(job.run_text)), 0o600)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from anygauge.agent.__main__ import meet
-from anygauge.agent.coordinator import MOST_UNKNOWN, Listener
 from anygauge.agent.link import LONGEST_OF_STRANGERS, UNPROVEN, Link, WorkerHandshake
+from anygauge.agent.listener import MOST_UNKNOWN, Listener
 from anygauge.agent.nodes import Outbox
 from anygauge.interface import AnygaugeError, Job
 from tests.agent.cluster import Cluster, free_port
@@ -180,6 +180,36 @@ def test_idle_connections_keep_nobody_out(cluster: Cluster, descriptors: int) ->
     assert why in (cluster.job.parent / "logs/agent0.log").read_text()
 
 
+def test_the_limit_of_open_files_rises_with_the_nodes(cluster: Cluster) -> None:
+    def few() -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, hard))
+
+    cluster.prepare({0: [FINISHED], 1: [FINISHED]}, 2)
+    cluster.start(0, preexec_fn=few)
+    with contextlib.ExitStack() as held:
+        idle = [held.enter_context(connected(cluster.port)) for _ in range(40)]
+        cluster.start(1)
+        assert cluster.end()["state"] == "ok"
+        assert cluster.end(1)["state"] == "ok"
+        assert all(map(ends, idle))
+    log = (cluster.job.parent / "logs/agent0.log").read_text()
+    assert "raised the limit of open files from 24 to 86, for the connections to 2 nodes" in log
+    assert "no descriptor" not in log
+
+
+def test_a_hard_limit_below_the_number_of_nodes_is_an_error_at_once(cluster: Cluster) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    nodes = 1000
+    cluster.prepare({rank: [FINISHED] for rank in range(nodes)}, nodes)
+    cluster.start(0, preexec_fn=few)
+    cause = cluster.end()["cause"]
+    assert "each of the job's 1000 nodes and needs 1020 open files, but its process" in cause
+    assert "may have 64 at most. Raise the hard limit on " in cause
+
+
 @pytest.mark.parametrize(
     ("host", "resolved", "where"),
     [
@@ -199,7 +229,7 @@ def test_where_the_coordinator_listens(
             raise resolved
         return [(None, None, None, "", (address, 0)) for address in resolved or [name]]
 
-    monkeypatch.setattr("anygauge.agent.coordinator.socket.getaddrinfo", resolve)
+    monkeypatch.setattr("anygauge.agent.listener.socket.getaddrinfo", resolve)
     with Listener(host, port := free_port(), TOKEN, 2) as listener:
         assert listener.where == f"{where}, port {port}"
 
@@ -208,7 +238,7 @@ def test_nobody_stays_unknown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with Listener("127.0.0.1", port := free_port(), TOKEN, 2) as listener, connected(port) as slow:
         slow.sendall(b'{"kind"')
         until(lambda: listener.joined(0.05) == [] and listener.unknown == 1, "the connection")
-        monkeypatch.setattr("anygauge.agent.coordinator.UNKNOWN_S", -1.0)
+        monkeypatch.setattr("anygauge.agent.listener.UNKNOWN_S", -1.0)
         assert listener.joined(0) == [] and listener.unknown == 0
         assert ends(slow)
 

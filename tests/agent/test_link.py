@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +16,8 @@ import pytest
 from anygauge.agent.__main__ import meet
 from anygauge.agent.coordinator import Coordinator
 from anygauge.agent.link import UNPROVEN, CoordinatorHandshake, Link, WorkerHandshake, key_of
-from anygauge.agent.nodes import Instruction, Nodes, Outbox
+from anygauge.agent.nodes import Instruction, Nodes, Outbox, WorkerNode
 from anygauge.agent.outcome import JobFailure, JobOutcome, NodeReport
-from anygauge.agent.worker_node import WorkerNode
 from anygauge.interface import LOST, Job
 from tests.agent.cluster import Cluster
 from tests.agent.fakes import FINISHED, PATIENCE_S, until
@@ -118,7 +118,7 @@ def test_a_link_keeps_what_the_other_end_does_not_take_yet() -> None:
 @pytest.fixture(autouse=True)
 def without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker need not wait for half a second where it was there before its coordinator."""
-    monkeypatch.setattr("anygauge.agent.worker_node._RETRY_S", 0.02)
+    monkeypatch.setattr("anygauge.agent.nodes._RETRY_S", 0.02)
 
 
 @contextlib.contextmanager
@@ -253,3 +253,29 @@ def test_half_characters_become_marks(cluster: Cluster) -> None:
         assert coordinator.outcome == JobOutcome(
             state="failed", exit_status=1, cause="/a/? \U0001f600"
         )
+
+
+def test_only_links_that_have_something_are_read_at_a_turn(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node's message wakes the coordinator: all links each time is the square of the nodes."""
+    with met(cluster) as (coordinator, worker):
+        coordinator.poll()
+        read: list[str] = []
+        receive = Link.receive
+
+        def recorded(link: Link) -> list[dict[str, Any]]:
+            read.append(link.peer)
+            return receive(link)
+
+        monkeypatch.setattr(Link, "receive", recorded)
+        coordinator._heartbeat_at = time.monotonic() + PATIENCE_S  # when all of them are read
+        for _ in range(5):
+            coordinator.poll()
+        assert read == []
+        worker._link.send("ready")
+        until(lambda: coordinator.poll() or coordinator._ready == {1}, "the message")
+        assert read == ["node 1 (host1)"]
+        coordinator._heartbeat_at = 0.0
+        coordinator.poll()
+        assert read == ["node 1 (host1)"] * 2

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from anygauge.agent.startup import OWNER, claim_run_directory, place_run_file, read_secrets
-from anygauge.config import RunFile, load_run_file, run_json
+from anygauge.config.load import load_run_file
+from anygauge.config.resolved import run_json
+from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.start import START, put_in_place, settled
 from tests.agent.cluster import Cluster
