@@ -1,6 +1,6 @@
 """The command line: ``anygauge COMMAND``.
 
-Each command is a file with a function that typer turns into options. The list of commands is
+Each command is a function of its name that typer turns into options. The list of commands is
 static, so that ``anygauge --help`` and a misspelt command need no import but this one.
 """
 
@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from anygauge.util.errors import AnygaugeError
 
@@ -31,6 +31,12 @@ COMMANDS = {
     "strategies": "List strategies: what each needs, and whether a backend can run it.",
     "kernels": "List kernels, which of them a run here would use, and why.",
 }
+_HOMES = {
+    **dict.fromkeys(("launchers", "backends", "strategies", "kernels"), "listings"),
+    **dict.fromkeys(("generate", "merge"), "trained"),
+    "launch": "train",
+}
+"""Command -> its file, where that has another name."""
 
 
 def main() -> None:
@@ -106,17 +112,22 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
         print(f"anygauge {version('anygauge')}")
         return 0
     if name not in COMMANDS:
-        from difflib import get_close_matches
+        from anygauge.util.text import did_you_mean
 
-        near = get_close_matches(name, COMMANDS, 1)
-        print(
-            f"error: there is no command {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ";")
-            + f" commands: {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
+        near = did_you_mean(name, COMMANDS, 0.6) or ";"
+        valid = ", ".join(COMMANDS)
+        print(f"error: there is no command {name!r}{near} commands: {valid}", file=sys.stderr)
         return 2
     return run_command(name, rest, own_process=own_process)
+
+
+def command_function(name: str) -> Callable[..., None]:
+    """The function of a command, with its options as parameters."""
+    import importlib
+
+    module = importlib.import_module(f"anygauge.cli.{_HOMES.get(name, name)}")
+    function: Callable[..., None] = getattr(module, name)
+    return function
 
 
 def run_command(name: str, arguments: list[str], *, own_process: bool = False) -> int:
@@ -127,8 +138,6 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
 
         begin()
     with _interrupts_end_imports():
-        import importlib
-
         import typer
         import typer.main
 
@@ -137,7 +146,7 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
             pretty_exceptions_enable=False,
             context_settings={"help_option_names": ["-h", "--help"]},
         )
-        app.command(name)(getattr(importlib.import_module(f"anygauge.cli.{name}"), name))
+        app.command(name)(command_function(name))
     command = typer.main.get_command(app)
     try:
         command.main(args=arguments, prog_name=f"anygauge {name}", obj=own_process)

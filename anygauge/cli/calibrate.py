@@ -12,9 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from anygauge.cli.intent import choose_backend
 from anygauge.interface import Backend, Card, UsageError
-from anygauge.registry import AUTO, Hardware, Registry, select_backend
-from anygauge.registry.measured import make_room, shown, write_measured
+from anygauge.registry import Hardware, Registry
+from anygauge.registry.hardware import make_room, shown_figures, write_measured
 
 HOST_RANKS = 2
 """Ranks at most that share a host that is their device, where it has so many processors."""
@@ -37,9 +38,7 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
     from anygauge.planning.calibration import measure
 
     make_room()
-    registry = Registry.load()
-    selection = select_backend(registry, backend or AUTO)
-    chosen = registry.create_backend(selection.spec.name)
+    registry, selection, chosen = choose_backend(backend)
     card = _card(registry, chosen.name, selection.probe.cards)
     ranks = devices or _ranks(chosen, card)
     counts = sorted({1, ranks}) if card.shared_memory else [ranks]
@@ -53,7 +52,7 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
     table.add_column(f"each {card.name}" if not card.shared_memory else "each rank")
     for count in counts:
         table.add_column(f"{count} rank{'s' if count > 1 else ''}", justify="right")
-    columns = [dict(shown(found[count])) for count in counts]
+    columns = [shown_figures(found[count]) for count in counts]
     for name in columns[-1]:
         table.add_row(name, *(column.get(name, "-") for column in columns))
     console = Console(emoji=False, highlight=False, soft_wrap=True)

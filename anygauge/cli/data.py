@@ -38,7 +38,7 @@ def data(
 ) -> None:
     """Show what a run trains on: counts, lengths, padding, and which are loss tokens."""
     from anygauge.cli.fetch import fetched
-    from anygauge.config import check_paths, load_run_file
+    from anygauge.config.load import check_paths, load_run_file
     from anygauge.data import TokenizedRows, accumulation, advice, peek, prepare
     from anygauge.models.hub import wanted
     from anygauge.models.quiet import quiet_libraries
@@ -74,10 +74,11 @@ def data(
     if short := advice(trained, section):
         console.print(f"  {short}", style="yellow", markup=False)
     _show_padding(console, run, trained, _layout(run, share, tokenizer, shapes))
+    in_colour = console.is_terminal and not console.no_color
     for index in _spread(len(trained), rows):
         tokens = trained.tokens(index)
         console.print(f"\n{tokens.origin}  {len(tokens.ids):,} tokens", style="bold", markup=False)
-        console.print(example(tokenizer, tokens, in_colour=_in_colour(console)))
+        console.print(example(tokenizer, tokens, in_colour=in_colour))
 
 
 def example(tokenizer: Any, tokens: Any, *, in_colour: bool) -> Text:
@@ -207,7 +208,3 @@ def _spread(count: int, wanted: int) -> list[int]:
     """Numbers from 0 to count - 1, evenly spaced, the first among them."""
     wanted = min(count, wanted)
     return [number * count // wanted for number in range(wanted)]
-
-
-def _in_colour(console: Console) -> bool:
-    return console.is_terminal and not console.no_color

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich import box
@@ -15,11 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from anygauge.cli.intent import BackendOption
-from anygauge.interface import AnygaugeError, Check, Outcome
-
-if TYPE_CHECKING:
-    from anygauge.interface import Backend
+from anygauge.cli.intent import BackendOption, choose_backend
+from anygauge.interface import AnygaugeError, Backend, Check, Outcome
 
 _STYLES = {
     Outcome.PASS: "green",
@@ -56,11 +53,8 @@ def doctor(
 ) -> None:
     """Check whether this machine is ready for a backend. Exit status 1 if a check failed."""
     from anygauge.agent.doctor import worst
-    from anygauge.registry import AUTO, Registry, select_backend
 
-    registry = Registry.load()
-    selection = select_backend(registry, backend or AUTO, need_device=False)
-    chosen = registry.create_backend(selection.spec.name)
+    _, selection, chosen = choose_backend(backend, need_device=False)
     found = _host(chosen, output, hub)
     own = _own(chosen)
     trip = []
@@ -70,11 +64,12 @@ def doctor(
         trip.append(round_trip(chosen.name, {}, collectives))
     everything = [*own, *found, *trip]
     result = worst(everything)
+    counts = {o: sum(check.outcome == o for check in everything) for o in _COUNTED}
     if json_:
         record = {
             "backend": chosen.name,
             "outcome": result,
-            "counts": {o: sum(check.outcome == o for check in everything) for o in _COUNTED},
+            "counts": counts,
             "checks": [asdict(check) for check in everything],
         }
         typer.echo(json.dumps(record, indent=2))
@@ -82,15 +77,10 @@ def doctor(
         console = Console(emoji=False, highlight=False)
         console.print(Text(f"Backend {chosen.name}: {selection.reason}", style="bold"))
         console.print(_table(everything))
-        console.print(Text(", ".join(_counts(everything)), style=_STYLES[result]))
+        words = ", ".join(f"{count} {_COUNTED[outcome]}" for outcome, count in counts.items())
+        console.print(Text(words, style=_STYLES[result]))
     if result == Outcome.FAIL:
         raise typer.Exit(1)
-
-
-def _counts(checks: Sequence[Check]) -> list[str]:
-    """How many checks came to what: ``3 failed``."""
-    counts = {o: sum(check.outcome == o for check in checks) for o in _COUNTED}
-    return [f"{count} {_COUNTED[outcome]}" for outcome, count in counts.items()]
 
 
 def _host(backend: Backend, output: Path, hub: bool) -> list[Check]:

@@ -17,10 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.intent import BackendOption, DevicesOption, Intent, NodesOption, SetOption
-from anygauge.interface import Job, LaunchSettings, RunFileError, Setting
+from anygauge.interface import Backend, Job, LaunchSettings, Node, RunFileError, Setting
 
 if TYPE_CHECKING:
-    from anygauge.interface import Backend, Node
     from anygauge.registry import Registry, ResolvedSetting
 
 
@@ -68,8 +67,7 @@ def env(
             param_hint="--local-rank",
         )
     by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
-    rules = _explained(registry, job, ranks[0]) if explain else []
-    fabrics = _fabrics(registry, job) if explain else {}
+    rules, fabrics = _explained(registry, job, ranks[0]) if explain else ([], {})
     console = Console(emoji=False, highlight=False, soft_wrap=format_ is not Format.table)
     if format_ is Format.json:
         record: dict[str, Any] = {
@@ -95,11 +93,13 @@ def env(
             _print_rules(console, job.backend, rules)
 
 
-def _explained(registry: Registry, job: Job, local_rank: int) -> list[dict[str, str]]:
-    """Each rule of the backend, as plain text: what it says, and what it decides here."""
+def _explained(
+    registry: Registry, job: Job, local_rank: int
+) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """The backend's rules, with what each decides here, and its networks between machines."""
     backend = registry.create_backend(job.backend, job.backend_options)
     node = _node(backend)
-    return [
+    rules = [
         {
             "name": rule.name,
             "rule": rule.value,
@@ -111,24 +111,12 @@ def _explained(registry: Registry, job: Job, local_rank: int) -> list[dict[str, 
         }
         for rule, decision in backend.explain_environment(job, node, local_rank)
     ]
-
-
-def _fabrics(registry: Registry, job: Job) -> dict[str, Any]:
-    """The networks that the backend can use between machines, and which it would be here."""
-    backend = registry.create_backend(job.backend, job.backend_options)
-    node = _node(backend)
     chosen = backend.fabric(job, node)
-    return {
-        "chosen": chosen.name,
-        "why": chosen.why,
-        "known": {
-            fabric.name: {
-                "what": fabric.what,
-                "seen": fabric.detect(node) if fabric.detect else None,
-            }
-            for fabric in backend.fabrics
-        },
+    known = {
+        fabric.name: {"what": fabric.what, "seen": fabric.detect(node) if fabric.detect else None}
+        for fabric in backend.fabrics
     }
+    return rules, {"chosen": chosen.name, "why": chosen.why, "known": known}
 
 
 def _print_fabrics(console: Console, fabrics: dict[str, Any]) -> None:
@@ -136,25 +124,29 @@ def _print_fabrics(console: Console, fabrics: dict[str, Any]) -> None:
     for name, one in fabrics["known"].items():
         mark = "  chosen" if name == fabrics["chosen"] else ""
         console.print(Text(f"{name}{mark}", style="bold"))
-        for title, text in (("what", one["what"]), ("here", one["seen"] or "not seen")):
-            console.print(Padding(Text(f"{title}: {text}"), (0, 0, 0, 4)))
+        _indented(console, f"what: {one['what']}", f"here: {one['seen'] or 'not seen'}")
     if not fabrics["chosen"]:
-        console.print(Padding(Text(f"none chosen: {fabrics['why']}"), (0, 0, 0, 4)))
+        _indented(console, f"none chosen: {fabrics['why']}")
 
 
 def _print_rules(console: Console, backend: str, rules: list[dict[str, str]]) -> None:
     console.print(Text(f"Rules of {backend}", style="bold"))
     for rule in rules:
         console.print(Text(f"{rule['name']}  {rule['here']}", style="bold"))
-        for title, text in (
-            ("here", rule["why"]),
-            ("rule", f"{rule['rule']} (the same in each {rule['scope']})"),
-            ("reason", rule["reason"]),
-            ("source", rule["source"]),
-        ):
-            console.print(Padding(Text(f"{title}: {text}"), (0, 0, 0, 4)))
+        _indented(
+            console,
+            f"here: {rule['why']}",
+            f"rule: {rule['rule']} (the same in each {rule['scope']})",
+            f"reason: {rule['reason']}",
+            f"source: {rule['source']}",
+        )
     if not rules:
         console.print("  this backend has no table of rules")
+
+
+def _indented(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(Padding(Text(line), (0, 0, 0, 4)))
 
 
 def _job(
@@ -182,13 +174,9 @@ def _job(
             rendezvous="file:///none",
         )
         return registry, job
-    from anygauge.config import load_run_file
+    from anygauge.config.load import load_run_file
 
-    flags: dict[str, Any] = {
-        "backend": backend,
-        "launch.devices": devices,
-        "launch.nodes": nodes,
-    }
+    flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
     run = load_run_file(run_file, list(set_ or ()), flags).run
     job = Job(
         name=run.name,

@@ -10,23 +10,22 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from anygauge.cli.intent import BackendOption
+from anygauge.cli.intent import BackendOption, choose_backend
 from anygauge.interface import (
     REPOSITORY_VARIABLE,
     AnygaugeError,
+    Backend,
     ImageRelease,
+    LaunchProfile,
     UnsupportedError,
     tagged,
 )
-
-if TYPE_CHECKING:
-    from anygauge.interface import Backend, LaunchProfile
 
 ENGINES = ("docker", "podman")
 INSIDE = "/work"
@@ -67,15 +66,11 @@ def image(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
 ) -> None:
     """Show a backend's container image, what is in it, and the command that runs it."""
-    from anygauge.registry import AUTO, Registry, select_backend
-
     if engine is not None and engine not in ENGINES:
         raise typer.BadParameter(
             f"{engine} is not one of {', '.join(ENGINES)}", param_hint="--engine"
         )
-    registry = Registry.load()
-    selection = select_backend(registry, backend or AUTO, need_device=False)
-    chosen = registry.create_backend(selection.spec.name)
+    _, selection, chosen = choose_backend(backend, need_device=False)
     row = _release(chosen, release)
     name = chosen.launch.image if row is None or release is None else tagged(chosen.name, row)
     if name is None:

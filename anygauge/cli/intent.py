@@ -15,8 +15,8 @@ from anygauge.interface import Job, RunFileError, named_fabric
 
 if TYPE_CHECKING:
     from anygauge.agent.foreign import ForeignLaunch
-    from anygauge.config import LoadedRun
-    from anygauge.interface import Plan
+    from anygauge.config.load import LoadedRun
+    from anygauge.interface import Backend, Plan
     from anygauge.registry import Registry, Selection
 
 RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
@@ -58,6 +58,21 @@ ForceOption = Annotated[
 ]
 
 
+def choose_backend(
+    name: str | None, *, need_device: bool = True
+) -> tuple[Registry, Selection, Backend]:
+    """The plugins of this machine, and the backend of a name; None: what ``auto`` would choose.
+
+    Args:
+        need_device: it must be able to run here.
+    """
+    from anygauge.registry import AUTO, Registry, select_backend
+
+    registry = Registry.load()
+    selection = select_backend(registry, name or AUTO, need_device=need_device)
+    return registry, selection, registry.create_backend(selection.spec.name)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intent:
     """What the user asked for, checked and with a backend chosen."""
@@ -90,7 +105,8 @@ def read_intent(
             alone chooses the run directory; the others' is a guess.
     """
     from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
-    from anygauge.config import check_paths, load_run_file, run_json
+    from anygauge.config.load import check_paths, load_run_file
+    from anygauge.config.resolved import run_json
     from anygauge.data import peek
     from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
@@ -208,7 +224,7 @@ def rendered(intent: Intent) -> Plan:
         RunFileError: an option of the launcher is wrong, or a path of the run file leads nowhere on
             the machines of the job.
     """
-    from anygauge.config import check_folders
+    from anygauge.config.load import check_folders
 
     run = intent.run
     launcher = intent.registry.launcher(run.launch.launcher)()

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from anygauge.interface import AnygaugeError, UsageError
 if TYPE_CHECKING:
     from anygauge.agent.environment import NodeEnvironment
     from anygauge.cli.intent import Intent
-    from anygauge.config import LoadedRun
+    from anygauge.config.load import LoadedRun
 
 _FOR_AGENTS = ("pass_environment", "options", "port", "lost_after_s")
 """Fields of ``launch`` that only launchers and agents of ours read."""
@@ -110,10 +109,8 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bo
     Raises:
         AnygaugeError: what any rank would refuse.
     """
-    from importlib.metadata import version
-
     from anygauge.agent.environment import NodeEnvironment
-    from anygauge.agent.nodes import Hello
+    from anygauge.agent.link import Hello
     from anygauge.agent.rank import rank_numbers
     from anygauge.training.checks import check_settings
 
@@ -128,10 +125,8 @@ def join(intent: Intent, foreign: ForeignLaunch, *, quiet: bool, own_process: bo
     hello = asdict(
         Hello(
             node_rank=foreign.node_rank,
-            host=socket.gethostname(),
             nodes=foreign.nodes,
             devices_per_node=foreign.devices,
-            version=version("anygauge"),
             fabric=own.fabric.name,
             settings=own.digests(),
         )
@@ -164,8 +159,7 @@ def _answer(
     intent: Intent, foreign: ForeignLaunch, held: contextlib.ExitStack, quiet: bool
 ) -> dict[str, Any]:
     """What rank 0 tells all: the job, that it is done already, or why there is none."""
-    from anygauge.cli.resume import gone_on_with
-    from anygauge.cli.run_folder import claimed, made_ready, write_run
+    from anygauge.cli.run_folder import claimed, gone_on_with, made_ready, write_run
     from anygauge.cli.train import refuse_second
     from anygauge.util.files import write_text
     from anygauge.util.rendezvous import served_address

@@ -28,7 +28,6 @@ from rich.console import Console
 
 from anygauge.agent.supervisor import SIGNALS
 from anygauge.cli.join import Handover, digest
-from anygauge.cli.join_model import fetch_with_others
 from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.events import EventWriter
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
 _SEEN_S = 30.0
 """Until a file that rank 0 has written is seen on other machines."""
 _TURN_S = 0.05
+_BEAT_S = 1.0
+_HEARD_S = 30.0
 _SHOWN = 8
 
 
@@ -107,7 +108,7 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
 
         write_provenance(provenance_file(job, launch.node_rank), handover.provenance)
     os.chdir(job.working_directory)
-    refusal = fetch_with_others(store, launch, job, quiet=handover.quiet)
+    refusal = _fetch_with_others(store, launch, job, quiet=handover.quiet)
     if refusal is not None:
         launch.report(refusal)
         if launch.rank == 0:
@@ -211,7 +212,7 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
     Raises:
         AnygaugeError: it is not seen here, belongs to another run, or this machine does not fit.
     """
-    from anygauge.agent.nodes import Hello, check_hello, read_hello
+    from anygauge.agent.link import Hello, check_hello, read_hello
 
     path, wanted = Path(answer["job"]), Path(handover.run_directory)
     home = path.parent.parent if path.parent.name == START else path.parent
@@ -238,6 +239,86 @@ def _job(handover: Handover, answer: Mapping[str, Any]) -> Job:
         first = read_hello(answer["hello"])
         check_hello(first, Hello(**handover.hello), {})
     return Job.load(path)
+
+
+def _fetch_with_others(
+    store: dist.Store, launch: ForeignLaunch, job: Job, *, quiet: bool
+) -> str | None:
+    """Fetch the run's model, if it is of the hub, or wait for those who do.
+
+    Returns:
+        Why it cannot be had, alike on all ranks; None where all machines have it.
+
+    Raises:
+        AnygaugeError: a machine is not heard from any more.
+    """
+    from anygauge.config.resolved import read_run
+    from anygauge.models.hub import wanted
+
+    if not wanted(read_run(settled(Path(job.run_file))).model):
+        return None
+    keys = {node: f"anygauge/model/{job.id}/{node}" for node in range(launch.nodes)}
+    if launch.local_rank == 0:
+        _fetch(store, keys[launch.node_rank], launch, job, quiet)
+    refusal = _wait(store, keys, job.launch.lost_after_s)
+    if refusal is not None:
+        # Who serves the store leaves last.
+        store.set(f"anygauge/model/{job.id}/heard/{launch.rank}", "")
+        heard = [f"anygauge/model/{job.id}/heard/{rank}" for rank in range(launch.world_size)]
+        deadline = time.monotonic() + _HEARD_S
+        while launch.rank == 0 and not store.check(heard) and time.monotonic() < deadline:
+            time.sleep(_TURN_S)
+    return refusal
+
+
+def _fetch(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: bool) -> None:
+    from anygauge.agent.startup import fetch_here
+
+    beaten = -_BEAT_S
+
+    def turn() -> bool:
+        nonlocal beaten
+        if time.monotonic() - beaten >= _BEAT_S:
+            beaten = time.monotonic()
+            store.set(f"{key}/at", str(time.time()))
+        return True
+
+    def log(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr)
+
+    where = f"{socket.gethostname()}: " if launch.nodes > 1 else ""
+    try:
+        fetch_here(job.run_file, os.environ, where, log, turn)
+    except AnygaugeError as error:
+        store.set(key, str(error))
+    else:
+        store.set(key, "")
+
+
+def _wait(store: dist.Store, keys: dict[int, str], limit_s: float) -> str | None:
+    """Until all machines have it, or the first says why not."""
+    waiting = dict(keys)
+    heard = dict.fromkeys(keys, (b"", time.monotonic()))
+    while waiting:
+        for node, key in list(waiting.items()):
+            if store.check([key]):
+                del waiting[node]
+                if text := store.get(key).decode():
+                    return text
+                continue
+            at = store.get(f"{key}/at") if store.check([f"{key}/at"]) else b""
+            before, when = heard[node]
+            if at != before:
+                heard[node] = (at, time.monotonic())
+            elif time.monotonic() - when > limit_s:
+                raise AnygaugeError(
+                    f"node {node} is fetching the model, but has sent nothing for {limit_s:g} s "
+                    "(launch.lost_after_s). Its machine or the network to it may be down"
+                )
+        if waiting:
+            time.sleep(_TURN_S)
+    return None
 
 
 class _EventDisplay(EventWriter):

@@ -23,7 +23,7 @@ from anygauge.planning.planner import Planner
 from anygauge.planning.process import TooLongError
 from anygauge.planning.trials import Target, timed
 from anygauge.registry import Hardware
-from anygauge.registry.measured import measured_files
+from anygauge.registry.hardware import measured_files
 
 if TYPE_CHECKING:
     from anygauge.cli.intent import Intent
@@ -265,7 +265,8 @@ class Rehearsal:
             line = f"memory: needs {size(fits.needed)}, {_has(fits, card)}"
             return replace(known, lines=(*lines, line))
         words = f"{_needs(fits, taken.found)}, and {_has(fits, card)}"
-        if not cannot_fit(fits, card):
+        # What is surely too much: tensors alone, without the estimates on top of them.
+        if fits.tensors + (card.reserved or 0) <= fits.memory:
             return replace(known, note=f"the run may not fit: {words}")
         if force:
             return replace(known, note=f"the run cannot fit: {words}")
@@ -315,11 +316,6 @@ class Rehearsal:
         intent = self._intent
         share = share_of(intent.run, intent.registry, 0, intent.job.world_size)
         return None if self._memory is None else most_bytes(intent.run, share.count)
-
-
-def cannot_fit(fits: Fit, card: Card) -> bool:
-    """Whether tensors alone are more than the card has, without the estimates on top."""
-    return fits.tensors + (card.reserved or 0) > fits.memory
 
 
 def _needs(fits: Fit, found: RunMemory) -> str:

@@ -97,10 +97,11 @@ def plan(
     """Show how much memory and time a run needs, before you have the device."""
     from anygauge.cli import plan_time, planned
     from anygauge.interface import UsageError
+    from anygauge.planning.changes import nearest
     from anygauge.planning.process import begun
     from anygauge.planning.trials import Trials
     from anygauge.registry import Hardware, Registry
-    from anygauge.registry.measured import measured_files
+    from anygauge.registry.hardware import measured_files
     from anygauge.util.files import write_text
 
     if calibrate:
@@ -132,7 +133,7 @@ def plan(
         answers = planned.PlanAnswers(trial=trial, target=target, rows=rows)
         shown = planned.Shown(quiet=json_)
         shown.trial(trial, target)  # the others may take their time
-        shown.lines(plan_time.lines(trial, target, rows))
+        shown.lines(*plan_time.lines(trial, target, rows))
         if svg is not None:
             write_text(svg, planned.draw(answers))
         if compare:
@@ -146,9 +147,9 @@ def plan(
             shown.rows("strategy", answers.strategies)
         if largest is not None:
             answers.largest = planned.find_largest(run, target, trials, largest.value)
-            shown.largest(*answers.largest)
+            shown.lines(planned.words_of_largest(*answers.largest))
         if suggest or not (trial.fit is None or trial.fit.fits or strategies or compare):
-            answers.changes = planned.find_changes(run, target, trials)
+            answers.changes = nearest(run, target, trials, registry)
             shown.changes(answers.changes)
     if json_:
         typer.echo(json.dumps(planned.record(answers), indent=2))
@@ -200,7 +201,7 @@ def _case(
 
 def _loaded(run_file: Path, overrides: list[str], flags: dict[str, Any]) -> RunFile:
     """The run; one that only lacks a tokenizer can be planned."""
-    from anygauge.config import load_run_file
+    from anygauge.config.load import load_run_file
     from anygauge.interface import RunFileError
 
     try:

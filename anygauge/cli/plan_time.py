@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anygauge.config.schema import RunFile
 from anygauge.interface import Machine
 from anygauge.planning.time import Duration
 from anygauge.planning.trials import Target, Trial
@@ -135,11 +134,3 @@ def machines_up_to(most: int) -> Sequence[int]:
     while 2 * found[-1] < most:
         found.append(2 * found[-1])
     return [*found, most] if most > 1 else found
-
-
-def on_machines(run: RunFile, count: int) -> dict[str, Any]:
-    """Lines of a run on so many machines, each with as many rows a step as before."""
-    return {
-        "launch.nodes": count,
-        "train.global_batch_size": run.train.global_batch_size * count // run.launch.nodes,
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from anygauge.cli import plan_time
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, UsageError
 from anygauge.planning.candidates import layouts, section_in_words
-from anygauge.planning.changes import Fitting, Largest, largest_batch, largest_sequence, nearest
+from anygauge.planning.changes import Fitting, Largest, largest_batch, largest_sequence
 from anygauge.planning.fit import GIB
 from anygauge.planning.memory import KINDS, Peak
 from anygauge.planning.picture import picture
@@ -86,21 +86,12 @@ def no_memory(target: Target) -> str:
     )
 
 
-def find_changes(run: RunFile, target: Target, trials: Trials) -> Sequence[Fitting]:
-    """See `nearest`."""
-    return nearest(run, target, trials, trials.registry)
-
-
 def find_largest(run: RunFile, target: Target, trials: Trials, what: str) -> tuple[str, Largest]:
     """The largest ``batch`` or ``sequence``."""
-    if what == "batch":
-        return what, largest_batch(run, target, trials, _parts(run, trials))
-    return what, largest_sequence(run, target, trials)
-
-
-def _parts(run: RunFile, trials: Trials) -> int:
-    ranks = run.launch.nodes * run.launch.devices
-    return share_of(run, trials.registry, 0, ranks).count
+    if what == "sequence":
+        return what, largest_sequence(run, target, trials)
+    share = share_of(run, trials.registry, 0, run.launch.nodes * run.launch.devices)
+    return what, largest_batch(run, target, trials, share.count)
 
 
 def try_strategies(run: RunFile, target: Target, trials: Trials) -> Sequence[PlanRow]:
@@ -130,7 +121,8 @@ def scaled(run: RunFile, target: Target, trials: Try, most: int) -> Sequence[Pla
     """The run on 1 to so many machines, each with as many rows a step."""
     found = []
     for count in plan_time.machines_up_to(most):
-        lines = plan_time.on_machines(run, count)
+        rows = run.train.global_batch_size * count // run.launch.nodes
+        lines = {"launch.nodes": count, "train.global_batch_size": rows}
         found.append(row(changed(run, lines), target, trials, str(count)))
     return found
 
@@ -182,11 +174,9 @@ def record(answers: PlanAnswers) -> dict[str, Any]:
         "host": {phase: _peak(peak) for phase, peak in found.host.items()},
         "fit": None if fit is None else fit.record(),
         "changes": None if answers.changes is None else [_change(c) for c in answers.changes],
-        "machines": None if answers.machines is None else [_row(one) for one in answers.machines],
-        "strategies": None
-        if answers.strategies is None
-        else [_row(one) for one in answers.strategies],
-        "scaling": None if answers.scaling is None else [_row(one) for one in answers.scaling],
+        "machines": _rows(answers.machines),
+        "strategies": _rows(answers.strategies),
+        "scaling": _rows(answers.scaling),
         "largest": None if largest is None else _largest(*largest),
     }
 
@@ -208,16 +198,22 @@ def _change(fitting: Fitting) -> dict[str, Any]:
     }
 
 
+def _rows(rows: Sequence[PlanRow] | None) -> list[dict[str, Any]] | None:
+    return None if rows is None else [_row(one) for one in rows]
+
+
 def _row(row: PlanRow) -> dict[str, Any]:
-    fit = None if row.trial is None else row.trial.fit
+    trial = row.trial
+    phase, peak = (None, None) if trial is None else trial.memory.worst
+    fit, time = (None, None) if trial is None else (trial.fit, trial.time)
     return {
         "name": row.name,
         "card": row.card or None,
         "ranks": row.ranks,
-        "tensors": None if row.trial is None else row.trial.memory.worst[1].total,
-        "phase": None if row.trial is None else row.trial.memory.worst[0],
+        "tensors": None if peak is None else peak.total,
+        "phase": phase,
         "fit": None if fit is None else fit.record(),
-        "time": None if row.trial is None or row.trial.time is None else row.trial.time.record(),
+        "time": None if time is None else time.record(),
         "refused": row.refused or None,
     }
 
@@ -324,14 +320,10 @@ class Shown:
             if one.trial is None:
                 self._line(f"refused: {one.name}: {one.refused}", "dim")
 
-    def lines(self, lines: Iterable[str]) -> None:
+    def lines(self, *lines: str) -> None:
         """Plain ones."""
         for line in lines:
             self._line(line)
-
-    def largest(self, what: str, found: Largest) -> None:
-        """The largest batch or sequence."""
-        self._line(_said_of_largest(what, found))
 
     def changes(self, changes: Sequence[Fitting]) -> None:
         """Lines to paste."""
@@ -374,7 +366,8 @@ def verdict(trial: Trial, target: Target) -> str:
     return f"Does not fit: {has}; missing: {', '.join(missing)}"
 
 
-def _said_of_largest(what: str, found: Largest) -> str:
+def words_of_largest(what: str, found: Largest) -> str:
+    """One line: the largest batch or sequence that fits."""
     if found.change is None or found.trial is None or found.trial.fit is None:
         why = f": {found.refused}" if found.refused else ""
         return f"Largest {what}: not even the smallest fits{why}"

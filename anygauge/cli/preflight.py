@@ -55,7 +55,7 @@ def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> F
     Raises:
         AnygaugeError: what ranks would refuse.
     """
-    from anygauge.config import run_json
+    from anygauge.config.resolved import run_json
     from anygauge.training.checks import Question, check_settings
 
     run, job = intent.run, intent.job

@@ -23,6 +23,7 @@ from anygauge.interface import STOPPED, RunningJob
 from anygauge.util.start import START, settled
 
 Event = Mapping[str, Any]
+Handler = Callable[[int, FrameType | None], Any]
 
 
 def follow(
@@ -98,21 +99,30 @@ def follow(
 
 
 @contextmanager
-def deferred() -> Iterator[list[int]]:
-    """Let Ctrl-C and SIGTERM wait until something is whole; yields those that came meanwhile."""
-    received: list[int] = []
+def handling(interrupt: Handler, terminate: Handler) -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM in this way meanwhile; for the main thread."""
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield  # signals go to the main thread, which has its own plans
         return
-    before = {
-        number: signal.signal(number, lambda signum, frame: received.append(signum))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    wanted = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
-        yield received
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[list[int]]:
+    """Let Ctrl-C and SIGTERM wait until something is whole; yields those that came meanwhile."""
+    received: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+
+    with handling(note, note):
+        yield received
 
 
 _ENDING = "ending: finishing the current step and writing a checkpoint (Ctrl-C again to kill)"
@@ -202,24 +212,19 @@ class View:
         """A letter from the terminal; another Ctrl-C is c, SIGTERM and the end of input are d."""
         if self._bar is not None:
             self._bar.stop()
-        handlers = {
-            signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-            signal.SIGTERM: signal.signal(signal.SIGTERM, _end_of_input),
-        }
         try:
-            print(question, end="", flush=True)
-            # A signal just before the terminal is read would otherwise wait for a line.
-            while not select.select([sys.stdin], [], [], _GLANCE_S)[0]:
-                pass
-            line = sys.stdin.readline()
+            with handling(signal.default_int_handler, _end_of_input):
+                print(question, end="", flush=True)
+                # A signal just before the terminal is read would otherwise wait for a line.
+                while not select.select([sys.stdin], [], [], _GLANCE_S)[0]:
+                    pass
+                line = sys.stdin.readline()
             return line.strip().lower()[:1] if line else "d"
         except KeyboardInterrupt:
             return "c"
         except EOFError:
             return "d"
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
             if self._bar is not None:
                 self._bar.start()
 
@@ -302,23 +307,14 @@ def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[i
         asked: those that were answered before.
     """
     received = list(asked)
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # signals go to the main thread, which has its own plans
-        return
 
     def cancel(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
         if running.record is None:
             running.cancel()
 
-    before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {
-        number: signal.signal(number, cancel) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
+    with handling(cancel, cancel):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def show_stopped(errors: Console, how: str) -> None:

@@ -1,10 +1,10 @@
-"""``anygauge train RUN.yaml``: start a run and follow it to its end."""
+"""``anygauge train RUN.yaml`` and ``anygauge launch``: start a run and follow it to its end."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from anygauge.cli.intent import (
     read_intent,
     rendered,
 )
+from anygauge.interface import AnygaugeError, UsageError
+
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Print warnings and failures only.")]
 
 
 def train(
@@ -41,22 +44,12 @@ def train(
     ] = False,
     plan: PlanOption = None,
     force: ForceOption = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print warnings and failures only.")
-    ] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Fine-tune a model as described in a run file."""
-    flags = {
-        "backend": backend,
-        "launch.devices": devices,
-        "launch.nodes": nodes,
-        "launch.launcher": launcher,
-        "output": output,
-        "checkpoint.resume": resume,
-    }
+    flags = _flags(backend, devices, nodes, launcher, output, resume)
     if not dry_run:
         from anygauge.agent.foreign import find_launch
-        from anygauge.interface import AnygaugeError
 
         foreign = find_launch(os.environ)
         if foreign is not None:
@@ -76,6 +69,83 @@ def train(
         show(intent, plan=plan, force=force)
         return
     raise typer.Exit(start(intent, quiet=quiet, plan_memory=plan, force=force))
+
+
+def launch(
+    run_file: RunFileArgument,
+    backend: BackendOption = None,
+    devices: DevicesOption = None,
+    nodes: NodesOption = None,
+    launcher: LauncherOption = None,
+    output: OutputOption = None,
+    resume: ResumeOption = None,
+    render: Annotated[
+        Path | None,
+        typer.Option("--render", help="Write the plan to this folder, and start nothing."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Submit the job and do not follow it.")
+    ] = False,
+    set_: SetOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan; start and write nothing.")
+    ] = False,
+    plan: PlanOption = None,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Start a run through its launcher and follow it, or write what the launcher would do."""
+    flags = _flags(backend, devices, nodes, launcher, output, resume)
+    described = dry_run or render is not None
+    if not described:
+        _refuse_a_rank()
+    intent = read_intent(run_file, set_, flags, need_device=not described)
+    if render is not None:
+        from anygauge.cli.render import write_plan
+
+        write_plan(intent, render)
+    elif dry_run:
+        from anygauge.cli.dry_run import show
+
+        show(intent, plan=plan, force=force)
+    else:
+        raise typer.Exit(start(intent, quiet=quiet, detach=detach, plan_memory=plan, force=force))
+
+
+def _flags(
+    backend: str | None,
+    devices: int | None,
+    nodes: int | None,
+    launcher: str | None,
+    output: str | None,
+    resume: str | None,
+) -> dict[str, Any]:
+    """The fields of a run file that have an option of their own."""
+    return {
+        "backend": backend,
+        "launch.devices": devices,
+        "launch.nodes": nodes,
+        "launch.launcher": launcher,
+        "output": output,
+        "checkpoint.resume": resume,
+    }
+
+
+def _refuse_a_rank() -> None:
+    """Ranks that were started must not start a job each.
+
+    Raises:
+        UsageError: this process is a rank of another launcher's.
+    """
+    from anygauge.agent.foreign import find_launch
+
+    foreign = find_launch(os.environ)
+    if foreign is not None:
+        raise UsageError(
+            f"{foreign.launcher} has started this process as rank {foreign.rank} of "
+            f"{foreign.world_size}, so there is nothing left to launch. `anygauge train` joins as "
+            "that rank"
+        )
 
 
 def start(
@@ -100,10 +170,15 @@ def start(
 
     from anygauge.cli.memory_check import checked
     from anygauge.cli.preflight import preflight
-    from anygauge.cli.resume import gone_on_with
-    from anygauge.cli.run_folder import LAUNCHED, RUN_FILE, claimed, made_ready, write_run
+    from anygauge.cli.run_folder import (
+        LAUNCHED,
+        RUN_FILE,
+        claimed,
+        gone_on_with,
+        made_ready,
+        write_run,
+    )
     from anygauge.cli.terminal import deferred, follow
-    from anygauge.interface import AnygaugeError, UsageError
     from anygauge.util.files import write_text
     from anygauge.util.start import START
 
@@ -176,7 +251,6 @@ def refuse_second(intent: Intent, folder: Path) -> None:
     """
     from anygauge.cli.job import find
     from anygauge.cli.run_folder import LAUNCHED
-    from anygauge.interface import AnygaugeError
 
     if not (folder / LAUNCHED).exists():
         return

@@ -6,16 +6,14 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from anygauge.config.schema import RunFile, Section
 from anygauge.config.strategies import StrategySection, all_sections, section_of
-
-if TYPE_CHECKING:
-    from anygauge.config.document import YamlNode
+from anygauge.config.tree import YamlNode
 
 LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -108,19 +106,10 @@ class Kind:
                 found[member.section] = None
         return tuple(found)
 
-    @property
-    def longest(self) -> int | None:
-        """Most characters of a text; None where there is no bound."""
-        return next(
-            (item.max_length for item in self.metadata if hasattr(item, "max_length")), None
-        )
-
-    @property
-    def largest(self) -> float | None:
-        """The upper bound of a number, null aside; None where there is none."""
-        return next(
-            (item.le for item in self.metadata if getattr(item, "le", None) is not None), None
-        )
+    def bound(self, name: str) -> Any:
+        """A limit as pydantic names it (``le``, ``max_length``, ``pattern``); None without one."""
+        found = (getattr(item, name, None) for item in self.metadata)
+        return next((limit for limit in found if limit is not None), None)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -165,14 +154,12 @@ class Kind:
         word = _WORDS.get(kind.annotation, str(kind.annotation))
         bounds = [
             f"{sign} {limit:g}"
-            for item in kind.metadata
             for name, sign in _BOUNDS.items()
-            if (limit := getattr(item, name, None)) is not None
+            if (limit := kind.bound(name)) is not None
             # Most of these no user meets; a complaint names the one that was passed.
             and not (name == "le" and limit >= LARGEST_SHOWN)
         ]
-        pattern = next((item.pattern for item in kind.metadata if hasattr(item, "pattern")), None)
-        if pattern is not None:
+        if pattern := kind.bound("pattern"):
             bounds.append(f"matching {pattern}")
         return " ".join([word, " and ".join(bounds)]) if bounds else word
 

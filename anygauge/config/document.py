@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from anygauge.config.origin import Origin, Problem, dotted
-from anygauge.config.scalars import RESOLVERS, TAG
+from anygauge.config.resolved import RESOLVERS, TAG
+from anygauge.config.tree import Origin, Problem, YamlNode, dotted
 
 MOST_VALUES = 20_000
 """Values of one document, each as often as aliases repeat it. A run file has a few hundred."""
@@ -87,58 +86,6 @@ def refuse_beyond(values: int, level: int, line: int | None) -> None:
             "repeats it; a run needs a few hundred. Write fewer values, or use fewer aliases",
             line,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class YamlNode:
-    """A value and where it was written.
-
-    Attributes:
-        value: a scalar, a tuple of nodes, or a dict of nodes by key.
-        origin: for an entry of a mapping, the line of its key.
-        text: a scalar as it was written, and a section for which a word was; "" for others, and
-            for a value left empty.
-        implied: a mapping that stands only on the way to a value: `train` in --set train.steps=1.
-    """
-
-    value: Any
-    origin: Origin
-    text: str = ""
-    implied: bool = False
-
-    @property
-    def is_mapping(self) -> bool:
-        """Whether `value` is a dict of nodes."""
-        return isinstance(self.value, dict)
-
-    def get(self, *path: object) -> YamlNode | None:
-        """The node at `path` below this one, or None."""
-        node = self
-        for part in path:
-            value = node.value
-            is_item = isinstance(value, tuple) and type(part) is int and part < len(value)
-            if not is_item and not (isinstance(value, dict) and part in value):
-                return None
-            node = value[part]
-        return node
-
-    def replaced(self, path: tuple[str | int, ...], value: Any) -> YamlNode:
-        """The same tree with another scalar at `path`, which must exist; origins are kept."""
-        if not path:
-            return YamlNode(value, self.origin, str(value))
-        below = self.value[path[0]].replaced(path[1:], value)
-        if isinstance(self.value, tuple):
-            items = tuple(below if at == path[0] else item for at, item in enumerate(self.value))
-            return replace(self, value=items)
-        return replace(self, value=self.value | {path[0]: below})
-
-    def nearest(self, *path: object) -> YamlNode:
-        """The node at `path`, or else the deepest one that was written on the way to it."""
-        for length in range(len(path), 0, -1):
-            found = self.get(*path[:length])
-            if found is not None:
-                return found
-        return self
 
 
 def read_yaml(
@@ -288,34 +235,3 @@ class _Builder:
     def _refuse(self, origin: Origin, path: tuple[object, ...], text: str) -> YamlNode:
         self._problems.append(Problem(origin, dotted(path), text))
         return YamlNode(None, origin, "null")
-
-
-WORDS = ("strategy",)
-"""Sections for which a word may stand."""
-
-
-def merge(base: YamlNode, over: YamlNode) -> YamlNode:
-    """`over` laid upon `base`: mappings are merged key by key, everything else is replaced.
-
-    Fields that are set one by one join a section for which a word stands: it is their ``name``.
-    """
-    if not (base.is_mapping and over.is_mapping):
-        return over
-    merged = dict(base.value)
-    for key, node in over.value.items():
-        below = merged.get(key)
-        if below is not None and key in WORDS and node.is_mapping and node.implied:
-            below = below if below.is_mapping else replace(below, value={"name": below})
-        # A word takes the place of a section, also with fields that joined it.
-        merged[key] = node if below is None or node.text else merge(below, node)
-    origin = base.origin if over.implied else over.origin
-    return YamlNode(merged, origin, base.text, implied=base.implied and over.implied)
-
-
-def plain(node: YamlNode) -> Any:
-    """The value alone: dicts, lists and scalars."""
-    if isinstance(node.value, dict):
-        return {key: plain(below) for key, below in node.value.items()}
-    if isinstance(node.value, tuple):
-        return [plain(item) for item in node.value]
-    return node.value

@@ -10,11 +10,8 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from anygauge.config.checks import value_problems
 from anygauge.config.describe import Kind, field_kind, kind_of_run
-from anygauge.config.document import MOST_LEVELS, NotYaml, YamlNode, merge, plain, read_yaml
-from anygauge.config.messages import explain, is_private, received
-from anygauge.config.origin import Origin, Problem, dotted, run_file_error
+from anygauge.config.document import MOST_LEVELS, NotYaml, read_yaml
 from anygauge.config.paths import (
     CACHE,
     OUTPUT,
@@ -26,9 +23,11 @@ from anygauge.config.paths import (
     places_of_paths,
     resolve_paths,
 )
+from anygauge.config.problems import explain, is_private, received, value_problems
 from anygauge.config.renamed import RECORD, translated
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import STRICT, section_of, spelled_out, without_others_fields
+from anygauge.config.tree import Origin, Problem, YamlNode, dotted, merge, plain, run_file_error
 from anygauge.interface import PluginError, RunFileError
 from anygauge.util.files import read_bounded
 from anygauge.util.hiding import HIDDEN
@@ -162,11 +161,7 @@ def _check(loaded: LoadedRun, complaint: Callable[[Place, str], str]) -> None:
             value = value[part] if isinstance(part, int) else getattr(value, part, None)
         return value
 
-    def items(path: Place) -> int | None:
-        found = at(path)
-        return len(found) if isinstance(found, list) else None
-
-    for path in places_of_paths(items):
+    for path in places_of_paths(at):
         value = at(path)
         text = complaint(path, value) if isinstance(value, str) else ""
         if text:

@@ -13,14 +13,11 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import urlsplit
 
-from anygauge.config.origin import Problem, dotted
+from anygauge.config.tree import Problem, YamlNode, dotted
 from anygauge.util.text import did_you_mean
-
-if TYPE_CHECKING:
-    from anygauge.config.document import YamlNode
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
@@ -47,17 +44,19 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
-def places_of_paths(items: Callable[[Place], int | None]) -> list[Place]:
+def places_of_paths(at: Callable[[Place], Any]) -> list[Place]:
     """Where a run has paths: one for each source of data, and those that are always there.
 
     Args:
-        items: the length of the list at a place; None where no list is.
+        at: what stands at a place; None for nothing.
     """
     found: list[Place] = []
     for source in SOURCES:
-        count = items(source)
-        numbers: list[Place] = [()] if count is None else [(number,) for number in range(count)]
-        found += [(*source, *number, "path") for number in numbers]
+        value = at(source)
+        if isinstance(value, list | tuple):
+            found += [(*source, number, "path") for number in range(len(value))]
+        else:
+            found.append((*source, "path"))
     return [*found, *ALWAYS]
 
 
@@ -98,11 +97,11 @@ def resolve_paths(
         problems: a variable that is not set, and the like, is added here.
     """
 
-    def items(path: Place) -> int | None:
+    def at(path: Place) -> Any:
         node = root.get(*path)
-        return len(node.value) if node is not None and isinstance(node.value, tuple) else None
+        return None if node is None else node.value
 
-    for path in places_of_paths(items):
+    for path in places_of_paths(at):
         node = root.get(*path)
         if node is None or not isinstance(node.value, str) or holds_template(path, node.value):
             continue

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from anygauge.config.document import YamlNode
+from anygauge.config.tree import YamlNode
 
 RENAMED: Mapping[tuple[str, ...], str] = {
     ("adapter", "rank"): "r",

@@ -7,18 +7,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, WrapValidator, create_model
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from anygauge.config.sections import Section
+from anygauge.config.tree import YamlNode
 from anygauge.interface import StrategySpec, UnknownNameError
 from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
-from anygauge.registry.factories import load_options
-
-if TYPE_CHECKING:
-    from anygauge.config.document import YamlNode
+from anygauge.registry.registry import load_options
 
 _NAME = "How the model is spread: a strategy's name."
 

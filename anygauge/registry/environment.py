@@ -189,8 +189,7 @@ def _ask_sites(
     for plugin in registry.plugins:
         if not plugin.tunes_environment:
             continue
-        origin = f"{plugin.distribution} {plugin.version}"
-        title = f"plugin {plugin.entry_point!r} of {origin}"
+        title = f"plugin {plugin.entry_point!r} of {plugin.origin}"
         proposed = _call_site(plugin, title, backend, job, node, settings)
         # Within one plugin a later value replaces an earlier one, as in a list of assignments.
         for name, setting in {s.name: s for s in proposed}.items():

@@ -1,18 +1,23 @@
-"""Cards and machines by name, from the files of plugins and of the user."""
+"""Cards and machines by name: from the files of plugins and of the user, and as measured here."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.resources
 import itertools
+import json
+import os
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from anygauge.interface import (
     BY_TYPE,
+    MEASURED_BY_TYPE,
     AnygaugeError,
     BackendSpec,
     Card,
@@ -25,6 +30,7 @@ from anygauge.interface import (
 )
 from anygauge.registry.plugins import BLOCK_VARIABLE, PluginFailure, Provided
 from anygauge.registry.registry import Registry
+from anygauge.util.files import write_text
 from anygauge.util.text import describe
 
 DescribedT = TypeVar("DescribedT", bound=Card | Machine)
@@ -169,8 +175,8 @@ class Hardware:
             lines.append("  or a card and how many of it, as in CARD:8")
         lines.append(f"  cards: {', '.join(c.name for c in self.cards) or 'none'}")
         lines += [
-            f"  {failure.entry_point} of {failure.distribution} {failure.version} may describe it "
-            f"and cannot be read: {failure.reason}"
+            f"  {failure.entry_point} of {failure.origin} may describe it and cannot be read"
+            f": {failure.reason}"
             for failure in self.failures
         ]
         own = f"Others are described in a file of your own: {_PAGE}; examples/hardware has some"
@@ -294,3 +300,89 @@ def _users(file: Path) -> tuple[Sequence[Card], Sequence[Machine]]:
         why = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
         raise UsageError(f"{file}: cannot be read as a description of hardware: {why}") from None
     return read_hardware(text, str(file), sourced=False)
+
+
+# -- what `anygauge plan --calibrate` measured -----------------------------------------------------
+
+_UNITS = {"feed": "GB/s", "copy": "GB/s", "exchange": "GB/s", "call": "us", "issue": "us"}
+_SIZES = {"GB/s": 1e9, "us": 1e-6}
+_toml = partial(json.dumps, ensure_ascii=False)  # JSON's texts, and lists of them, are TOML's too
+
+
+def measured_file() -> Path:
+    """Where it is: in the user's folder of configurations, as XDG has it."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(folder) / "anygauge" / "measured.toml"
+
+
+def measured_files() -> list[Path]:
+    """The file, where there is one.
+
+    Raises:
+        UsageError: it cannot be read; says what to do.
+    """
+    file = measured_file()
+    if not file.is_file():
+        return []
+    try:
+        read_hardware(file.read_text(encoding="utf-8"), str(file), sourced=False)
+    except (UsageError, OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{error}. Remove the file, or write it anew: anygauge plan --calibrate"
+        ) from None
+    return [file]
+
+
+def make_room() -> None:
+    """Make the file's folder, before anything is measured.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    folder = measured_file().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"what is measured is kept in {folder}, which cannot be written: {error.strerror}. "
+            "Name another folder of configurations: XDG_CONFIG_HOME=FOLDER"
+        ) from None
+
+
+def write_measured(card: Card, found: Mapping[int, Mapping[str, Any]], how: str) -> Path:
+    """Write a card's figures, in place of what was there.
+
+    Args:
+        found: ranks -> figures, as `anygauge.planning.calibration` finds them; of one number of
+            ranks where each has a card of its own.
+        how: the source of each figure.
+    """
+    make_room()
+    file = measured_file()
+    lines = [f"# Written by `anygauge plan --calibrate`: {how}", f'[card."{card.name}"]']
+    if card.names and not card.sources:
+        lines.append(f"names = {_toml(card.names)}")
+    if card.backend and not card.sources:
+        lines.append(f"backend = {_toml(card.backend)}")
+    for ranks, figures in found.items():
+        source = f"{how}, {ranks} rank{'s' if ranks > 1 else ''}"
+        if card.shared_memory:
+            lines.append(f'[card."{card.name}".ranks.{ranks}]')
+        shown = shown_figures(figures).items()
+        lines += [f"{name} = {_toml([value, source])}" for name, value in shown]
+    write_text(file, "\n".join(lines) + "\n")
+    return file
+
+
+def shown_figures(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Figure -> number and unit."""
+    shown = {}
+    for name in MEASURED_BY_TYPE:
+        for kind, rate in figures.get(name, {}).items():
+            shown[f"{name}.{kind}"] = f"{rate / 1e9:.1f} GFLOPS"
+    for name, unit in _UNITS.items():
+        if name in figures:
+            shown[name] = f"{figures[name] / _SIZES[unit]:.2f} {unit}"
+    return shown

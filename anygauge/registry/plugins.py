@@ -11,8 +11,8 @@ import importlib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -61,10 +61,9 @@ _FILE = re.compile(r"[A-Za-z_][\w.]*:[\w./-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Provided(Generic[SpecT]):
-    """A spec, and the installed distribution whose plugin gave it."""
+class Plugin:
+    """An entry point, and the installed distribution that has it."""
 
-    spec: SpecT
     distribution: str
     version: str
     entry_point: str = ""
@@ -73,6 +72,13 @@ class Provided(Generic[SpecT]):
     def origin(self) -> str:
         """Distribution and version, for messages."""
         return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provided(Plugin, Generic[SpecT]):
+    """A spec, and the plugin that gave it."""
+
+    spec: SpecT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,27 +105,21 @@ class Duplicate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PluginFailure:
+class PluginFailure(Plugin):
     """A plugin that was found and could not be loaded, and why."""
 
-    distribution: str
-    version: str
-    entry_point: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockedPlugin:
+class BlockedPlugin(Plugin):
     """A plugin that was skipped because the user's `BLOCK_VARIABLE` names it."""
 
-    distribution: str
-    version: str
-    entry_point: str
     blocked_by: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedPlugin:
+class LoadedPlugin(Plugin):
     """A plugin that passed every check.
 
     Attributes:
@@ -128,9 +128,6 @@ class LoadedPlugin:
         tunes_environment: whether it implements `TUNING_HOOK`.
     """
 
-    distribution: str
-    version: str
-    entry_point: str
     manager: pluggy.PluginManager
     provided: tuple[Provided[Any], ...]
     tunes_environment: bool
@@ -150,13 +147,6 @@ class Discovery:
     unmatched_blocks: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    distribution: str
-    version: str
-    entry_point: importlib.metadata.EntryPoint
-
-
 def discover(environ: Mapping[str, str]) -> Discovery:
     """Load every installed plugin that `environ` does not block; raises nothing."""
     block_list = [name.strip() for name in environ.get(BLOCK_VARIABLE, "").split(",")]
@@ -165,19 +155,15 @@ def discover(environ: Mapping[str, str]) -> Discovery:
     plugins: list[LoadedPlugin] = []
     failures: list[PluginFailure] = []
     blocked: list[BlockedPlugin] = []
-    for found in _entry_points(failures):
-        identity = {
-            "distribution": found.distribution,
-            "version": found.version,
-            "entry_point": found.entry_point.name,
-        }
-        hits = blocks.keys() & {_normal(found.entry_point.name), _normal(found.distribution)}
+    for found, module in _entry_points(failures):
+        identity = asdict(found)
+        hits = blocks.keys() & {_normal(found.entry_point), _normal(found.distribution)}
         if hits:
             matched |= hits
             blocked.append(BlockedPlugin(**identity, blocked_by=blocks[min(hits)]))
             continue
         try:
-            plugins.append(_load(found))
+            plugins.append(_load(found, module))
         except PluginError as error:
             failures.append(PluginFailure(**identity, reason=str(error)))
         # SystemExit too: a module that ends the interpreter on import must not end ours.
@@ -191,9 +177,11 @@ def discover(environ: Mapping[str, str]) -> Discovery:
     )
 
 
-def _entry_points(failures: list[PluginFailure]) -> Iterator[_Found]:
-    """Our entry points in a stable order; adds to `failures` what cannot be read."""
-    everything: list[_Found] = []
+def _entry_points(failures: list[PluginFailure]) -> list[tuple[Plugin, str]]:
+    """Our entry points and what each names, in a stable order; adds to `failures` what cannot be
+    read.
+    """
+    everything: list[tuple[Plugin, str]] = []
     seen: set[str] = set()
     for distribution in importlib.metadata.distributions():
         name, version = "an unnamed distribution", "of unknown version"
@@ -208,14 +196,13 @@ def _entry_points(failures: list[PluginFailure]) -> Iterator[_Found]:
             if _normal(name) in seen:
                 continue
             seen.add(_normal(name))
-            for entry_point in distribution.entry_points.select(group=ENTRY_POINT_GROUP):
-                everything.append(_Found(name, version, entry_point))
+            for each in distribution.entry_points.select(group=ENTRY_POINT_GROUP):
+                found = Plugin(distribution=name, version=version, entry_point=each.name)
+                everything.append((found, each.value))
         except Exception as error:
             reason = f"its metadata cannot be read: {describe(error)}"
-            failures.append(
-                PluginFailure(distribution=name, version=version, entry_point="", reason=reason)
-            )
-    yield from sorted(everything, key=lambda f: (_normal(f.distribution), f.entry_point.name))
+            failures.append(PluginFailure(distribution=name, version=version, reason=reason))
+    return sorted(everything, key=lambda f: (_normal(f[0].distribution), f[0].entry_point))
 
 
 def _normal(name: str) -> str:
@@ -223,9 +210,8 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _load(found: _Found) -> LoadedPlugin:
+def _load(found: Plugin, value: str) -> LoadedPlugin:
     """Import one plugin, check its hooks and call those that provide specs."""
-    value = found.entry_point.value
     if ":" in value or "[" in value:
         raise PluginError(
             f"the entry point's value {value!r} names an object; a plugin is a module: "
@@ -254,19 +240,10 @@ def _load(found: _Found) -> LoadedPlugin:
         if hook not in implemented:
             continue
         for spec in _call(manager, hook, kind):
-            _check_spec(spec, hook, kind, f"{found.distribution} {found.version}")
-            provided.append(
-                Provided(
-                    spec=spec,
-                    distribution=found.distribution,
-                    version=found.version,
-                    entry_point=found.entry_point.name,
-                )
-            )
+            _check_spec(spec, hook, kind, found.distribution)
+            provided.append(Provided(**asdict(found), spec=spec))
     return LoadedPlugin(
-        distribution=found.distribution,
-        version=found.version,
-        entry_point=found.entry_point.name,
+        **asdict(found),
         manager=manager,
         provided=tuple(provided),
         tunes_environment=TUNING_HOOK in implemented,
@@ -307,7 +284,7 @@ def _call(manager: pluggy.PluginManager, hook: str, kind: type[AnySpec]) -> Iter
     raise PluginError(f"{hook} gave {gave}; it must return a list of {kind.__name__}")
 
 
-def _check_spec(spec: Any, hook: str, kind: type[AnySpec], origin: str) -> None:
+def _check_spec(spec: Any, hook: str, kind: type[AnySpec], distribution: str) -> None:
     """Refuse a spec of the wrong type, API version or form."""
     if not isinstance(spec, kind):
         raise PluginError(
@@ -315,7 +292,7 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], origin: str) -> None:
         )
     title = f"{kind.__name__} {spec.name!r}"
     if spec.api_version != API_VERSION:
-        raise PluginError(f"{title} {_another_version(spec.api_version, origin)}")
+        raise PluginError(f"{title} {_another_version(spec.api_version, distribution)}")
     if not isinstance(spec.name, str) or not _NAME.fullmatch(spec.name):
         raise PluginError(f"{title}: a name is letters, digits, '.', '_' and '-'")
     if not isinstance(spec.factory, str) or not _FACTORY.fullmatch(spec.factory):
@@ -334,9 +311,8 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], origin: str) -> None:
             raise PluginError(f"{title}: priority {spec.priority!r} is not an integer")
 
 
-def _another_version(found: Any, origin: str) -> str:
+def _another_version(found: Any, distribution: str) -> str:
     """What is wrong with a spec's ``api_version``, and what to do about it."""
-    distribution = origin.split()[0]
     remedy = f"Install a release of {distribution} made for it"
     if isinstance(found, int) and found > API_VERSION:
         remedy = f"Install a newer anygauge, or a release of {distribution} made for this one"

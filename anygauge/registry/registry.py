@@ -1,32 +1,36 @@
-"""The registry: every plugin found, by kind and name, with doubles refused and failures kept."""
+"""The registry: every plugin found, by kind and name, with doubles refused and failures kept.
+
+What a spec announced is probed, imported and made here alone, and its faults are named.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import itertools
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.interface import (
+    AnygaugeError,
     Backend,
     BackendSpec,
+    Finding,
     KernelSpec,
     Launcher,
     LauncherSpec,
+    NotAvailableError,
     PluginError,
+    Presence,
     Probe,
     Strategy,
     StrategySpec,
     Tracker,
     TrackerSpec,
     UnknownNameError,
-)
-from anygauge.registry.factories import (
-    guarded_probe,
-    load_factory,
-    make_backend,
-    refuse_if_missing,
 )
 from anygauge.registry.plugins import (
     AUTO,
@@ -40,7 +44,7 @@ from anygauge.registry.plugins import (
     SpecT,
     discover,
 )
-from anygauge.util.text import did_you_mean, listed
+from anygauge.util.text import describe, did_you_mean, listed
 
 
 def missing_of(spec: StrategySpec) -> str:
@@ -65,7 +69,8 @@ class Registry:
 
     Attributes:
         backends, kernels, launchers, strategies, trackers: in a stable order; names claimed twice
-            are left out and stand in `duplicates`.
+            are left out.
+        duplicates: names that several plugins claim.
         failures: plugins that could not be loaded.
         blocked: plugins that the user has blocked.
         unmatched_blocks: names that the user has blocked and no plugin bears.
@@ -77,7 +82,7 @@ class Registry:
         self.failures: tuple[PluginFailure, ...] = discovery.failures
         self.blocked: tuple[BlockedPlugin, ...] = discovery.blocked
         self.unmatched_blocks: tuple[str, ...] = discovery.unmatched_blocks
-        self._duplicates: list[Duplicate] = []
+        self.duplicates: tuple[Duplicate, ...] = ()
         self.backends: Sequence[Provided[BackendSpec]] = self._unique(BackendSpec, "backend")
         self.kernels: Sequence[Provided[KernelSpec]] = self._unique(KernelSpec, "kernel")
         self.launchers: Sequence[Provided[LauncherSpec]] = self._unique(LauncherSpec, "launcher")
@@ -92,11 +97,6 @@ class Registry:
             environ: where `BLOCK_VARIABLE` is read; the process's own where left out.
         """
         return cls(discover(os.environ if environ is None else environ))
-
-    @property
-    def duplicates(self) -> tuple[Duplicate, ...]:
-        """Names that several plugins claim."""
-        return tuple(self._duplicates)
 
     # -- backends ----------------------------------------------------------------------------
 
@@ -130,8 +130,36 @@ class Registry:
         Raises:
             PluginError: there is no single backend of this name, its factory cannot be imported,
                 or gives no such backend.
+            AnygaugeError: what the backend itself says of its options.
         """
-        return make_backend(self.find_backend(name), options)
+        provided = self.find_backend(name)
+        title = f"backend {provided.spec.name!r} of {provided.origin}"
+        factory_name = provided.spec.factory
+        factory = load_factory(provided, "backend")
+        if isinstance(factory, type) and not issubclass(factory, Backend):
+            raise PluginError(
+                f"{title}: its factory {factory_name!r} is a class that does not derive from "
+                "anygauge.interface.Backend"
+            )
+        try:
+            backend = factory(options)
+        except AnygaugeError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"{title}: its factory {factory_name!r} raised {describe(error)}"
+            ) from error
+        if not isinstance(backend, Backend):
+            raise PluginError(
+                f"{title}: its factory {factory_name!r} gave a {type(backend).__name__}, "
+                "not an anygauge.interface.Backend"
+            )
+        if getattr(backend, "name", None) != provided.spec.name:
+            raise PluginError(
+                f"{title}: its factory {factory_name!r} gave a backend whose name is "
+                f"{getattr(backend, 'name', None)!r}; both names must be the same"
+            )
+        return backend
 
     def find_launcher(self, name: str) -> Provided[LauncherSpec]:
         """Raises: PluginError: no plugin, or more than one, provides a launcher of this name."""
@@ -223,9 +251,8 @@ class Registry:
                     claims.setdefault(_key(provided.spec), []).append(provided)
         for name, providers in claims.items():
             if len(providers) > 1:
-                self._duplicates.append(
-                    Duplicate(kind=title, name=name, providers=tuple(providers))
-                )
+                doubled = Duplicate(kind=title, name=name, providers=tuple(providers))
+                self.duplicates = (*self.duplicates, doubled)
         return tuple(claimed[0] for claimed in claims.values() if len(claimed) == 1)
 
     def _find(self, kind: str, name: str, everything: Sequence[Provided[SpecT]]) -> Provided[SpecT]:
@@ -259,21 +286,125 @@ class Registry:
         """What is known of plugins that might have provided a missing name."""
         lines = []
         for failure in self.failures:
-            origin = f"{failure.distribution} {failure.version}"
             if name in (failure.entry_point, failure.distribution):
-                lines.append(f"the plugin {name!r} of {origin} failed to load: {failure.reason}")
+                why = f"failed to load: {failure.reason}"
+                lines.append(f"the plugin {name!r} of {failure.origin} {why}")
             else:
                 lines.append(
-                    f"the plugin {failure.entry_point!r} of {origin} failed to load and may have "
-                    "provided it; `anygauge backends` shows why"
+                    f"the plugin {failure.entry_point!r} of {failure.origin} failed to load and "
+                    "may have provided it; `anygauge backends` shows why"
                 )
         for skipped in self.blocked:
             if name in (skipped.entry_point, skipped.distribution):
-                origin = f"{skipped.distribution} {skipped.version}"
-                lines.append(f"the plugin {name!r} of {origin} is blocked by {BLOCK_VARIABLE}")
+                lines.append(
+                    f"the plugin {name!r} of {skipped.origin} is blocked by {BLOCK_VARIABLE}"
+                )
         return lines
 
 
 def _key(spec: Any) -> str:
     """What must be unique: the name, within the operation for kernels."""
     return f"{spec.operation}/{spec.name}" if isinstance(spec, KernelSpec) else str(spec.name)
+
+
+# -- what a spec announced -------------------------------------------------------------------------
+
+PROBE_LIMIT_S = 10.0
+"""Seconds after which a probe counts as hung; a sound one takes milliseconds."""
+
+
+def load_factory(provided: Provided[Any], kind: str) -> Callable[..., Any]:
+    """Import what ``spec.factory`` names.
+
+    Raises:
+        PluginError: it cannot be imported, does not exist or cannot be called.
+    """
+    value = _load(provided, kind, "factory", provided.spec.factory)
+    if not callable(value):
+        raise PluginError(
+            f"{kind} {provided.spec.name!r} of {provided.origin}: its factory "
+            f"{provided.spec.factory!r} is a {type(value).__name__}, which cannot be called"
+        )
+    return value
+
+
+def _load(provided: Provided[Any], kind: str, what: str, path: str) -> Any:
+    """Import ``package.module:name``."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        value: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except (Exception, SystemExit) as error:
+        raise PluginError(
+            f"{kind} {provided.spec.name!r} of {provided.origin}: its {what} {path!r} cannot be "
+            f"loaded: {describe(error)}; install what is missing, or another release of "
+            f"{provided.distribution}"
+        ) from error
+    return value
+
+
+def load_options(provided: Provided[StrategySpec]) -> type[Any] | None:
+    """The class of a strategy's own fields; None where it has none.
+
+    Raises:
+        PluginError: it cannot be imported, or is not a class.
+    """
+    if not provided.spec.options:
+        return None
+    options = _load(provided, "strategy", "options", provided.spec.options)
+    if not isinstance(options, type):
+        raise PluginError(
+            f"strategy {provided.spec.name!r} of {provided.origin}: its options "
+            f"{provided.spec.options!r} is not a class, but a {type(options).__name__}"
+        )
+    return options
+
+
+def why_missing(missing: Callable[[], str | None]) -> str | None:
+    """What a spec's ``missing`` says, where a check that raises counts as missing."""
+    try:
+        return missing()
+    except Exception as error:
+        return f"its check raised {describe(error)}"
+
+
+def refuse_if_missing(provided: Provided[Any], kind: str) -> None:
+    """Raises: NotAvailableError: the spec says that something is missing on this machine."""
+    reason = why_missing(provided.spec.missing)
+    if reason is not None:
+        raise NotAvailableError(
+            f"{kind} {provided.spec.name!r} of {provided.origin} cannot run here: {reason}"
+        )
+
+
+def guarded_probe(provided: Provided[BackendSpec]) -> Probe:
+    """Probe once; one that raises, hangs or gives no `Probe` becomes an unavailable one."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((provided.spec.probe(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    # A daemon, so that one that never ends cannot keep the command from ending.
+    threading.Thread(target=ask, name=f"probe-{provided.spec.name}", daemon=True).start()
+    try:
+        probe, error = answers.get(timeout=PROBE_LIMIT_S)
+    except queue.Empty:
+        return _failed_probe(f"the probe has not answered for {PROBE_LIMIT_S:g} s", provided)
+    if error is not None:
+        return _failed_probe(f"the probe raised {describe(error)}", provided)
+    if not isinstance(probe, Probe):
+        return _failed_probe(f"the probe gave {probe!r}, which is not a Probe", provided)
+    return probe
+
+
+def _failed_probe(reason: str, provided: Provided[BackendSpec]) -> Probe:
+    skipped = Finding(presence=Presence.NOT_NEEDED, detail="not looked for: the probe failed")
+    return Probe(
+        devices=Finding.no(f"{reason}; this is a fault of {provided.origin}"),
+        driver=skipped,
+        software=skipped,
+    )

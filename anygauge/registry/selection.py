@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anygauge.interface import BackendSpec, Finding, NotAvailableError, Probe
-from anygauge.registry.factories import guarded_probe
 from anygauge.registry.plugins import AUTO, BLOCK_VARIABLE, Provided
-from anygauge.registry.registry import Registry
+from anygauge.registry.registry import Registry, guarded_probe
 from anygauge.util.text import listed
 
 
@@ -21,12 +20,15 @@ class Selection:
         reason: why this one was chosen.
     """
 
-    spec: BackendSpec
-    distribution: str
-    version: str
+    provided: Provided[BackendSpec]
     probe: Probe
-    rejected: tuple[tuple[str, str], ...] = ()
-    reason: str = ""
+    rejected: tuple[tuple[str, str], ...]
+    reason: str
+
+    @property
+    def spec(self) -> BackendSpec:
+        """The backend's."""
+        return self.provided.spec
 
 
 def questions(probe: Probe) -> tuple[tuple[str, Finding], ...]:
@@ -70,11 +72,11 @@ def _select_named(
             "Supply what is missing, run on a machine that has it, or choose another backend: "
             f"available here: {listed(others)}."
         )
-    others_reason = f"backend {name!r} was asked for by name"
-    return _selection(
-        provided,
-        probe,
-        rejected=[(p.spec.name, others_reason) for p in registry.backends if p is not provided],
+    others = [p.spec.name for p in registry.backends if p is not provided]
+    return Selection(
+        provided=provided,
+        probe=probe,
+        rejected=tuple((other, f"backend {name!r} was asked for by name") for other in others),
         reason="asked for by name",
     )
 
@@ -100,13 +102,8 @@ def _select_auto(registry: Registry, *, need_device: bool) -> Selection:
     ]
     reason = "highest priority of those available"
     if chosen is None or chosen.spec.priority <= 0:
-        seen = [_idle_line(p, probes[p.spec.name]) for p in idle]
-        seen += [
-            f"  {provided.spec.name} ({provided.origin}): {probe.devices.detail}\n"
-            f"    cannot run: {duplicate.reason}"
-            for duplicate, provided, probe in doubled
-            if probe.has_hardware
-        ]
+        seen = [_cannot_run(p, probes[p.spec.name], probes[p.spec.name].reason) for p in idle]
+        seen += [_cannot_run(p, probe, d.reason) for d, p, probe in doubled if probe.has_hardware]
         if seen and not need_device and idle:
             chosen = idle[0]
             reason = "its devices are on this machine; they cannot be used yet, nor need they"
@@ -114,31 +111,14 @@ def _select_auto(registry: Registry, *, need_device: bool) -> Selection:
             raise NotAvailableError(_refusal(seen, chosen, idle))
     if chosen is None:
         raise NotAvailableError(_nothing(ranked, probes, _absent(registry)))
-    return _selection(
-        chosen,
-        probes[chosen.spec.name],
-        rejected=[
+    return Selection(
+        provided=chosen,
+        probe=probes[chosen.spec.name],
+        rejected=(
             *((p.spec.name, _why_not(p, chosen, probes)) for p in ranked if p is not chosen),
             *{d.name: (d.name, d.reason) for d, _, _ in doubled}.values(),
             *_absent(registry),
-        ],
-        reason=reason,
-    )
-
-
-def _selection(
-    provided: Provided[BackendSpec],
-    probe: Probe,
-    *,
-    rejected: list[tuple[str, str]],
-    reason: str,
-) -> Selection:
-    return Selection(
-        spec=provided.spec,
-        distribution=provided.distribution,
-        version=provided.version,
-        probe=probe,
-        rejected=tuple(rejected),
+        ),
         reason=reason,
     )
 
@@ -164,9 +144,7 @@ def _absent(registry: Registry) -> list[tuple[str, str]]:
     failed = [
         (
             failure.entry_point or failure.distribution,
-            f"could not be probed: the plugin of "
-            f"{failure.distribution} {failure.version} "
-            f"failed to load: {failure.reason}",
+            f"could not be probed: the plugin of {failure.origin} failed to load: {failure.reason}",
         )
         for failure in registry.failures
     ]
@@ -185,10 +163,9 @@ def _findings(probe: Probe) -> str:
     return "\n".join(lines)
 
 
-def _idle_line(provided: Provided[BackendSpec], probe: Probe) -> str:
+def _cannot_run(provided: Provided[BackendSpec], probe: Probe, why: str) -> str:
     return (
-        f"  {provided.spec.name} ({provided.origin}): {probe.devices.detail}\n"
-        f"    cannot run: {probe.reason}"
+        f"  {provided.spec.name} ({provided.origin}): {probe.devices.detail}\n    cannot run: {why}"
     )
 
 

@@ -12,7 +12,7 @@ from anygauge import cli
 from anygauge.interface import Card, UsageError, read_hardware
 from anygauge.planning import calibration
 from anygauge.registry import Hardware, Registry
-from anygauge.registry.measured import measured_file, measured_files, write_measured
+from anygauge.registry.hardware import measured_file, measured_files, write_measured
 from tests.helpers.runs import run_file
 
 FIGURES: dict[str, Any] = {

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from anygauge.cli import run as command
 from anygauge.cli.data import example
-from anygauge.cli.origin import model_origin, question_ids
+from anygauge.cli.trained import model_origin, question_ids
 from anygauge.data import Encoded
 from anygauge.interface import DataError, RunFileError
 from tests.helpers.chats import make_chat_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.training.checkpoints.identity import (
     changed_settings,
     settings_of,

@@ -11,7 +11,7 @@ import pytest
 from anygauge.agent.environment import provenance, write_provenance
 from anygauge.agent.startup import place_run_file
 from anygauge.cli import dry_run, run
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.interface import AnygaugeError, Job, RunFileError
 from anygauge.registry import Registry
 from anygauge.util.files import write_text

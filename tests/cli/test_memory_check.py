@@ -12,7 +12,7 @@ import pytest
 from anygauge.cli import memory_check
 from anygauge.cli import run as command
 from anygauge.cli.intent import read_intent
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
 from anygauge.planning.candidates import candidates, in_words

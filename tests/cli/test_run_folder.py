@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 
 from anygauge.cli import run as command
-from anygauge.cli.failed_start import clear, took_no_step
 from anygauge.cli.intent import read_intent
-from anygauge.cli.run_folder import claimed, logs_of, made_ready, run_folder
+from anygauge.cli.run_folder import (
+    claimed,
+    clear,
+    logs_of,
+    made_ready,
+    run_folder,
+    took_no_step,
+)
 from anygauge.interface import AnygaugeError
 from anygauge.interface.job import Job
 from anygauge.registry import Registry

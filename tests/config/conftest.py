@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config import LoadedRun, load_run_file
+from anygauge.config.load import LoadedRun, load_run_file
 from anygauge.interface import RunFileError
 
 MINIMAL = "model: {name: some/model}\ndata: {train: {path: rows.jsonl}}\n"

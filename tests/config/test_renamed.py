@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from anygauge.config.describe import kind_at
-from anygauge.config.document import YamlNode
-from anygauge.config.origin import Origin
 from anygauge.config.renamed import RECORD, RENAMED, translated_record
+from anygauge.config.tree import Origin, YamlNode
 
 PATHS = sorted(RENAMED.items())
 EMPTY = YamlNode({}, Origin("run.yaml", None, Path()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.config import parse_run, read_run, run_json
+from anygauge.config.resolved import parse_run, read_run, run_json
 from anygauge.interface import AnygaugeError
 
 

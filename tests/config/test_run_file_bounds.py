@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.interface import RunFileError
 
 LISTS = "backend_options:\n  a0: &a0 [1]\n" + "".join(

@@ -9,7 +9,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anygauge.config import RunFile, dump_run, load_run_file, parse_run, run_json
+from anygauge.config.load import load_run_file
+from anygauge.config.resolved import dump_run, parse_run, run_json
+from anygauge.config.schema import RunFile
 
 SHARED = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from anygauge.config.describe import ELSEWHERE, kind_at
-from anygauge.config.document import YamlNode
-from anygauge.config.origin import Origin
 from anygauge.config.schema import (
     AdapterSection,
     DataSection,
@@ -18,6 +16,7 @@ from anygauge.config.schema import (
     Section,
     TrainSection,
 )
+from anygauge.config.tree import Origin, YamlNode
 
 
 def names(section: type[Section]) -> str:

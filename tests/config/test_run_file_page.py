@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.config import RunFile, load_run_file, reference_markdown
 from anygauge.config.describe import sections
-from anygauge.config.reference import BEGIN, END, update
+from anygauge.config.load import load_run_file
+from anygauge.config.reference import BEGIN, END, reference_markdown, update
+from anygauge.config.schema import RunFile
 from anygauge.config.strategies import StrategySection, named
 from anygauge.interface import RunFileError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.config import check_paths, load_run_file
+from anygauge.config.load import check_paths, load_run_file
 from anygauge.interface import RunFileError
 
 DATA = "data: {train: {path: rows.jsonl}}\n"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.config import check_paths, dump_run, load_run_file
+from anygauge.config.load import check_paths, load_run_file
+from anygauge.config.resolved import dump_run
 from anygauge.interface import RunFileError
 
 MODEL = "model: {name: some/model}\n"

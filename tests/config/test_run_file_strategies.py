@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.config import dump_run
 from anygauge.config.renamed import RECORD
+from anygauge.config.resolved import dump_run
 
 
 def test_the_default_and_its_fields(folder, minimal):

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from anygauge.cli.backends import backends
+from anygauge.cli.listings import backends
 from tests.registry.conftest import SHIPPED
 
 

@@ -58,7 +58,7 @@ def run(code):
         "import anygauge; anygauge.__version__",
         "from anygauge.registry import Registry; r = Registry.load(); r.probe_all(); "
         "import anygauge.kernels.choose",
-        "from anygauge.cli.backends import backends; backends(json_=True); backends(json_=False)",
+        "from anygauge.cli.listings import backends; backends(json_=True); backends(json_=False)",
     ],
 )
 def test_nothing_heavy_is_imported(code):

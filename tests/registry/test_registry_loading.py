@@ -206,7 +206,7 @@ def test_one_name_of_two_distributions(good, install, load, backend_source):
             use("twin")
         assert "one-dist 1.0" in str(caught.value)
         assert "two-dist 2.0" in str(caught.value)
-    assert select_backend(load("one"), "twin").distribution == "two-dist"
+    assert select_backend(load("one"), "twin").provided.distribution == "two-dist"
 
 
 def test_first_distribution_of_a_name_on_the_path_counts(

@@ -31,7 +31,7 @@ def test_named_backend_is_taken_whatever_its_priority(have, load):
     have("fast", priority=50)
     selection = select_backend(load(), "host")
     assert selection.spec.name == "host"
-    assert (selection.distribution, selection.version) == ("host-dist", "1.0")
+    assert selection.provided.origin == "host-dist 1.0"
     assert selection.probe.available
     assert dict(selection.rejected) == {"fast": "backend 'host' was asked for by name"}
 

@@ -1,97 +1,20 @@
-"""``anygauge launch RUN.yaml``: like ``train``, and able to write a launcher's plan instead."""
+"""``anygauge launch --render``: a launcher's plan, written for reading, for Git, or to submit."""
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import json
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from anygauge.cli.intent import (
-    BackendOption,
-    DevicesOption,
-    ForceOption,
-    Intent,
-    LauncherOption,
-    NodesOption,
-    OutputOption,
-    PlanOption,
-    ResumeOption,
-    RunFileArgument,
-    SetOption,
-    read_intent,
-    rendered,
-)
+from anygauge.cli.intent import Intent, rendered
+from anygauge.cli.run_folder import RESOLVED, write_run
 from anygauge.interface import PlannedFile, UsageError
-
-
-def launch(
-    run_file: RunFileArgument,
-    backend: BackendOption = None,
-    devices: DevicesOption = None,
-    nodes: NodesOption = None,
-    launcher: LauncherOption = None,
-    output: OutputOption = None,
-    resume: ResumeOption = None,
-    render: Annotated[
-        Path | None,
-        typer.Option("--render", help="Write the plan to this folder, and start nothing."),
-    ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Submit the job and do not follow it.")
-    ] = False,
-    set_: SetOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan; start and write nothing.")
-    ] = False,
-    plan: PlanOption = None,
-    force: ForceOption = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print warnings and failures only.")
-    ] = False,
-) -> None:
-    """Start a run through its launcher and follow it, or write what the launcher would do."""
-    flags = {
-        "backend": backend,
-        "launch.devices": devices,
-        "launch.nodes": nodes,
-        "launch.launcher": launcher,
-        "output": output,
-        "checkpoint.resume": resume,
-    }
-    described = dry_run or render is not None
-    if not described:
-        _refuse_a_rank()
-    intent = read_intent(run_file, set_, flags, need_device=not described)
-    if render is not None:
-        write_plan(intent, render)
-    elif dry_run:
-        from anygauge.cli.dry_run import show
-
-        show(intent, plan=plan, force=force)
-    else:
-        from anygauge.cli.train import start
-
-        raise typer.Exit(start(intent, quiet=quiet, detach=detach, plan_memory=plan, force=force))
-
-
-def _refuse_a_rank() -> None:
-    """Ranks that were started must not start a job each.
-
-    Raises:
-        UsageError: this process is a rank of another launcher's.
-    """
-    from anygauge.agent.foreign import find_launch
-
-    foreign = find_launch(os.environ)
-    if foreign is not None:
-        raise UsageError(
-            f"{foreign.launcher} has started this process as rank {foreign.rank} of "
-            f"{foreign.world_size}, so there is nothing left to launch. `anygauge train` joins as "
-            "that rank"
-        )
+from anygauge.util.files import write_text
+from anygauge.util.hiding import holds_secret, is_secret
 
 
 def write_plan(intent: Intent, folder: Path) -> None:
@@ -104,12 +27,6 @@ def write_plan(intent: Intent, folder: Path) -> None:
     Raises:
         UsageError: the folder is not empty.
     """
-    import dataclasses
-    import json
-
-    from anygauge.cli.run_folder import RESOLVED, write_run
-    from anygauge.util.files import write_text
-
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"--render: {folder} exists and is not an empty folder; name another")
     spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
@@ -186,10 +103,6 @@ _DRAWN_NOW = (
 
 def _without_secrets(intent: Intent) -> tuple[Intent, list[str]]:
     """The intent with the names of secret variables where their values were; and these names."""
-    import dataclasses
-
-    from anygauge.util.hiding import holds_secret, is_secret
-
     job, run = intent.job, intent.run
     secret = [n for n, value in run.environment.items() if is_secret(n) or holds_secret(value)]
     kept = {n: value for n, value in run.environment.items() if n not in secret}
@@ -208,10 +121,6 @@ def _without_secrets(intent: Intent) -> tuple[Intent, list[str]]:
 
 def _under_its_own_name(intent: Intent) -> Intent:
     """The intent with the run's own folder, even where one of that name is taken here."""
-    import dataclasses
-
-    from anygauge.cli.run_folder import RESOLVED
-
     job, run = intent.job, intent.run
     own = (Path(run.output) / run.name).absolute()
     job = dataclasses.replace(
