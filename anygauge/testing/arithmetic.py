@@ -110,7 +110,8 @@ def conversions_round(on: Opened) -> None:
         values = torch.cat((values, ties, -ties, ties.flip(0) * 2))
         for what, view in (
             ("", lambda whole: whole),
-            (", every second", lambda whole: whole[::2]),
+            (", with an offset", lambda whole: whole[3:-2]),
+            (", every second", lambda whole: whole[1::2]),
             (", transposed", lambda whole: whole[: 2**16].reshape(256, 256).t()),
         ):
             source, seen = view(values), view(values.to(on.device))
@@ -124,6 +125,9 @@ def conversions_round(on: Opened) -> None:
             )
             back = on_host(seen.to(dtype).float())
             assert torch.equal(back.double(), wanted), f"{dtype} to float32{what}: values differ"
+            lower = view(_nearest(values, dtype).to(dtype).to(on.device))
+            back = on_host(lower.float()).double()
+            assert torch.equal(back, wanted), f"a view of {dtype} to float32{what}: values differ"
     reals = torch.tensor([-2.7, -0.5, 0.5, 1.5, 2.7, 1e6 + 0.5])
     whole = on_host(reals.to(on.device).long()).tolist()
     assert whole == [-2, 0, 0, 1, 2, 10**6], f"{reals.tolist()} to integers gave {whole}"

@@ -173,7 +173,7 @@ def prepared(
         checkpoint: resume from it.
         rendezvous: where its ranks meet; None for one rank.
     """
-    from anygauge.config import read_run
+    from anygauge.config.resolved import read_run
     from anygauge.registry import Registry
     from anygauge.training.checkpoints.manager import NEVER
     from anygauge.training.progress import Progress
@@ -206,7 +206,7 @@ def prepared(
 
 def one_step(run: PreparedRun, index: int) -> None:
     """Forward, backward and update of a step, as the loop does them."""
-    from anygauge.training.loop import LazyBatches
+    from anygauge.training.moving import LazyBatches
     from anygauge.training.schedule import learning_rate
 
     loop = run.loop

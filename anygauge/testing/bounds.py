@@ -98,6 +98,25 @@ def unbiased(
     )
 
 
+def level(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    """Fail where gradients are too small, or too large, in the mean; few are passed over.
+
+    What cancels in one of them may hide a lost digit there, but not in all together.
+
+    Args:
+        found, wanted: on the host; float64 is wanted.
+    """
+    size = float(wanted.abs().sum())
+    if wanted.numel() < ENOUGH or not math.isfinite(size) or size == 0:
+        return
+    lean = float(((found.double() - wanted) * wanted.sign()).sum()) / size
+    most = (32 if dtype is torch.float32 else 4) * roundoff(dtype)
+    assert abs(lean) <= most, (
+        f"{what}: in the mean they are too {'large' if lean > 0 else 'small'}, by {abs(lean):.1e}; "
+        f"{most:.1e} is allowed: are digits cut off?"
+    )
+
+
 def compare(found: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor, what: str) -> None:
     """Fail at the element that is farthest beyond its bound.
 

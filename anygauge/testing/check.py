@@ -19,6 +19,8 @@ NOT_ASKED = "not asked: "
 """Or with this where the check has no meaning for it. Any other skip: the check was not tried."""
 LIMIT_S = 60.0
 """Seconds that a check may take, unless it says otherwise."""
+TABLE_S = 240.0
+"""The same for a check that goes through a table."""
 COLLECTIVE_TIMEOUT_S = 60.0
 """How long the collectives of the kit's ranks may wait."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}

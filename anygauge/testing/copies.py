@@ -10,6 +10,7 @@ import torch
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing.bounds import types
 from anygauge.testing.check import Opened, check
+from anygauge.testing.operations import WIDE
 
 MANY = 64
 """Copies that are queued at once."""
@@ -31,6 +32,8 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def _different(size: int, dtype: torch.dtype) -> torch.Tensor:
     """Values of which each differs from its neighbours, exact in every type."""
     values = (torch.arange(size) * 37) % 251 - 100
+    if dtype is torch.int64:
+        values = values * WIDE
     return values > 0 if dtype is torch.bool else values.to(dtype)
 
 
@@ -76,7 +79,10 @@ def copies_keep_values(on: Opened) -> None:
         target = torch.zeros(1009, dtype=dtype, device=on.device)
         if name != "expanded":
             view(target).copy_(view(host), non_blocking=not waits)
+        batch = on.placement.to_device({"host": view(host), "device": view(host.to(on.device))})
         on.placement.synchronize()
+        for where, given in batch.items():
+            _is(given.to(HOST_DEVICE), view(host), f"to_device of a tensor on the {where}, {what}")
         _is(back, view(host), f"to the device and back, {what}")
         _is(other, view(host), f"back from a view on the device, {what}")
         _is(into, view(host), f"into a tensor of the host, {what}")
@@ -97,6 +103,8 @@ def large_copies(on: Opened) -> None:
     for name in ("whole", "with an offset", "every second", "transposed", "a column"):
         view = VIEWS[name]
         there = view(host).to(on.device)
+        batch = on.placement.to_device({"ids": view(host)})
+        _is(batch["ids"].to(HOST_DEVICE), view(host), f"{LARGE} elements by to_device, {name}")
         _is(there.to(HOST_DEVICE), view(host), f"{LARGE} elements, {name}")
         on_card = view(host.to(on.device))
         _is(on_card.clone().to(HOST_DEVICE), view(host), f"{LARGE} elements cloned, {name}")

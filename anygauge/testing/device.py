@@ -28,9 +28,11 @@ from anygauge.testing import (  # noqa: F401  (their checks are of this part, to
     dimensions,
     elementwise,
     extremes,
+    given,
     gradients,
     graphs,
     products,
+    products_of_views,
     resources,
 )
 from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check

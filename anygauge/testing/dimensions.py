@@ -6,8 +6,17 @@ import torch
 from torch.nn import functional as nn
 
 from anygauge.testing.bounds import exact, normwise
-from anygauge.testing.check import Opened, check
+from anygauge.testing.check import TABLE_S, Opened, check
 from anygauge.testing.operations import DIMENSION_CASES, Operation, try_all
+
+
+def _turned_add(x: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
+    """Each value to one place: nothing is summed, so lower types must be right, too."""
+    sizes = [1] * x.dim()
+    sizes[dim] = x.shape[dim]
+    at = torch.arange(x.shape[dim] - 1, -1, -1, device=x.device).view(sizes).expand(x.shape)
+    return x.scatter_add_(dim, at, y)
+
 
 ALONG = (
     Operation("sum", torch.sum, "any", None, gradient=True, dims=True, integers=True),
@@ -17,12 +26,16 @@ ALONG = (
     Operation("amax", torch.amax, "any", exact, dims=True, integers=True),
     Operation("amin", torch.amin, "any", exact, dims=True, integers=True),
     Operation("max and where", torch.max, "nonzero", exact, dims=True, lower=False),
+    Operation("min and where", torch.min, "nonzero", exact, dims=True, lower=False),
     Operation("argmax", torch.argmax, "any", exact, dims=True, lower=False),
     Operation("sort", lambda x, dim: x.sort(dim)[0], "any", exact, dims=True, integers=True),
     Operation(
         "stable sort", lambda x, dim: x.sort(stable=True, dim=dim), "index", exact, dims=True
     ),
     Operation("topk", lambda x, dim: x.topk(2, dim)[0], "any", exact, dims=True, integers=True),
+    Operation(
+        "topk and where", lambda x, dim: x.topk(2, dim), "any", exact, dims=True, lower=False
+    ),
     Operation("vector norm", torch.linalg.vector_norm, "any", normwise, gradient=True, dims=True),
     Operation("softmax", torch.softmax, "any", normwise, gradient=True, dims=True),
     Operation("log_softmax", torch.log_softmax, "any", normwise, gradient=True, dims=True),
@@ -62,6 +75,14 @@ ALONG = (
         writes=True,
         integers=True,
         lower=False,
+    ),
+    Operation(
+        "scatter_add_, each place once",
+        _turned_add,
+        "any any",
+        dims=True,
+        writes=True,
+        integers=True,
     ),
     Operation(
         "scatter_ of a number",
@@ -104,6 +125,18 @@ def _loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
     target = (torch.arange(rows.shape[0], device=x.device) * 5) % rows.shape[1]
     target = torch.where(target % 4 == 1, -100, target)
     return nn.cross_entropy(rows, target, reduction=reduction)
+
+
+def _each_loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.nll_loss(x.flatten(0, -2), target.flatten(), reduction="none")
+
+
+def _mean_loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.nll_loss(x.flatten(0, -2), target.flatten())
+
+
+def _each_entropy(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.cross_entropy(x.flatten(0, -2), target.flatten(), reduction="none")
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
@@ -150,6 +183,14 @@ OF_MATRICES = (
     Operation("pad", _padded, "any", exact, gradient=True, integers=True),
     Operation("cross entropy, mean", lambda x: _loss(x, "mean"), "any", normwise, gradient=True),
     Operation("cross entropy, sum", lambda x: _loss(x, "sum"), "any", normwise, gradient=True),
+    Operation("cross entropy, each", _each_entropy, "any classes", normwise, gradient=True),
+    Operation("nll loss, each", _each_loss, "any classes", exact, gradient=True),
+    Operation("nll loss, mean", _mean_loss, "any classes", normwise, gradient=True, lower=False),
+    Operation("argmax of rows", lambda x: x.argmax(-1), "peaks", exact),
+    Operation("argmax of columns", lambda x: x.t().contiguous().argmax(0), "peaks", exact),
+    Operation("argmax over all", torch.argmax, "peaks", exact),
+    Operation("max of rows and where", lambda x: x.max(-1), "peaks", exact, integers=True),
+    Operation("topk of rows and where", lambda x: x.topk(1), "peaks", exact),
     Operation("sum over all", torch.sum, "any", None, gradient=True, integers=True),
     Operation("mean over all", torch.mean, "any", None, gradient=True),
     Operation("max over all", torch.max, "any", exact, integers=True),
@@ -162,12 +203,14 @@ MATRIX_CASES = (
     *((layout, (12, 33)) for layout in ("contiguous", "transposed", "sliced", "every second")),
     ("contiguous", (300, 270)),
     ("transposed", (270, 300)),
+    ("sliced", (256, 144)),
 )
 
 
 @check(
     "sums, softmax, sorting, joining and the like agree with float64 along each dimension",
     part="device",
+    limit_s=TABLE_S,
     means="attention, norms and the loss would be wrong for some shapes; look at reductions along "
     "a dimension that is not the last, and along more elements than a block has threads",
 )
@@ -178,6 +221,7 @@ def operations_along_a_dimension(on: Opened) -> None:
 @check(
     "reading and writing at indices agrees with the host, with indices that come twice",
     part="device",
+    limit_s=TABLE_S,
     means="embeddings, masks and losses would take other rows, and gradients of tokens that come "
     "twice would get lost; look for adding that is not atomic and for indices that are cut to "
     "fewer bits",
@@ -189,6 +233,7 @@ def indexed_operations(on: Opened) -> None:
 @check(
     "norms, losses, triangles, embeddings and sums over all agree with float64",
     part="device",
+    limit_s=TABLE_S,
     means="the layers of a model or its loss would be wrong; look in the fused kernel that the "
     "device has for the operation named",
 )

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as nn
 
 from anygauge.testing.bounds import exact, near, normwise
-from anygauge.testing.check import Opened, check
+from anygauge.testing.check import TABLE_S, Opened, check
 from anygauge.testing.operations import CASES, Operation, try_all
 
 
@@ -49,7 +49,9 @@ ELEMENTWISE = (
     Operation("sigmoid", torch.sigmoid, "any", near, gradient=True),
     Operation("silu", nn.silu, "any", normwise, gradient=True),
     Operation("gelu", nn.gelu, "any", normwise, gradient=True),
-    Operation("gelu by tanh", lambda x: nn.gelu(x, approximate="tanh"), "any", normwise),
+    Operation(
+        "gelu by tanh", lambda x: nn.gelu(x, approximate="tanh"), "any", normwise, gradient=True
+    ),
     Operation("relu", nn.relu, "nonzero", exact, gradient=True),
     Operation("maximum", torch.maximum, "any nonzero", exact, gradient=True, integers=True),
     Operation("minimum", torch.minimum, "any any", exact, integers=True),
@@ -112,6 +114,7 @@ IN_PLACE = (
 @check(
     "operations on each element agree with float64, over strides, offsets, sizes and types",
     part="device",
+    limit_s=TABLE_S,
     means="values of a model would be wrong where a tensor is a view, has an odd size or another "
     "type; look in the kernel of the operation named, at how it walks strides and offsets and at "
     "its last, incomplete block",
@@ -123,6 +126,7 @@ def elementwise_operations(on: Opened) -> None:
 @check(
     "operations in place write their view, all of it and nothing around it",
     part="device",
+    limit_s=TABLE_S,
     means="an optimizer or a mask would write beside its tensor or not at all; look at how kernels "
     "that write in place take the storage offset and the strides of what they write",
 )

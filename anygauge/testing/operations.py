@@ -6,6 +6,7 @@ Everything is queued on the device first and read afterwards, as a step of train
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from anygauge.testing.bounds import (
     Bound,
     compare,
+    level,
     normwise,
     on_host,
     rounded,
@@ -28,6 +30,8 @@ View = Callable[[torch.Tensor], torch.Tensor]
 INTEGERS = (torch.int64, torch.int32)
 OUTSIDE = 77
 """What stands in memory around a view: it must be neither read nor written."""
+WIDE = 2**40 + 1
+"""Times a small integer it is one that neither 32 bits nor a float32 hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +63,23 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Makes inputs of a shape and type on the host, the same each time."""
+    """Makes inputs of a shape and type on the host, the same each time.
+
+    Attributes:
+        wide: integers of 64 bits are `WIDE` times as large.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     generator: torch.Generator
+    wide: bool = False
 
     def numbers(self, low: float, high: float) -> torch.Tensor:
         """Evenly between two bounds; whole ones between ten times both for a type of integers."""
         if not self.dtype.is_floating_point:
             bounds = int(10 * low), int(10 * high) + 1
-            return torch.randint(*bounds, self.shape, generator=self.generator).to(self.dtype)
+            values = torch.randint(*bounds, self.shape, generator=self.generator)
+            return (values * (WIDE if self.wide else 1)).to(self.dtype)
         values = torch.rand(self.shape, generator=self.generator, dtype=torch.float64)
         return (values * (high - low) + low).to(self.dtype)
 
@@ -82,6 +92,20 @@ class Draw:
     def mask(self) -> torch.Tensor:
         """Truths."""
         return torch.rand(self.shape, generator=self.generator) < 0.4
+
+    def peaks(self) -> torch.Tensor:
+        """One value in each row is the largest, mostly in its second half; one is so of all."""
+        values = self.numbers(-3, 3)
+        columns = self.shape[-1] if self.shape else 0
+        for number, row in enumerate(values.view(-1, columns) if columns else ()):
+            row[-1 - number * 7 % columns * 5 // 8] = 40 if number == self.shape[0] - 2 else 20
+        return values
+
+    def classes(self) -> torch.Tensor:
+        """For each row a place in it, or -100: it does not count."""
+        columns = max(self.shape[-1], 1)
+        found = torch.randint(0, columns, self.shape[:-1], generator=self.generator)
+        return torch.where(found % 4 == 1, -100, found)
 
     def row(self) -> torch.Tensor:
         """Values of the last dimension, which are broadcast."""
@@ -107,7 +131,11 @@ DOMAINS: dict[str, Callable[[Draw], torch.Tensor]] = {
     "row": Draw.row,
     "index": Draw.index,
     "places": Draw.places,
+    "peaks": Draw.peaks,
+    "classes": Draw.classes,
 }
+OF_INTEGERS = ("mask", "index", "places", "classes")
+"""Words of what has a type of its own."""
 
 
 # -- layouts --------------------------------------------------------------------------------------
@@ -163,7 +191,9 @@ CASES: Sequence[tuple[str, tuple[int, ...]]] = (
     ("sliced", (3, 5, 7)),
     ("transposed", (3, 5, 7)),
     ("contiguous", (257, 301)),
-    ("transposed", (301, 257)),
+    ("transposed", (301, 130)),
+    ("contiguous", (32, 48)),  # whole blocks, whose kernels are others
+    ("sliced", (256, 144)),
 )
 """(Layout, sizes) for what works on each element."""
 DIMENSION_CASES: Sequence[tuple[str, tuple[int, ...]]] = (
@@ -171,8 +201,10 @@ DIMENSION_CASES: Sequence[tuple[str, tuple[int, ...]]] = (
     ("transposed", (5, 7, 9)),
     ("sliced", (5, 7, 9)),
     ("every second", (5, 6, 7)),
-    ("contiguous", (3, 257, 130)),
-    ("transposed", (3, 257, 130)),
+    ("contiguous", (3, 257, 45)),
+    ("transposed", (3, 257, 45)),
+    ("contiguous", (4, 16, 32)),
+    ("sliced", (4, 64, 144)),
 )
 """The same for what works along a dimension."""
 
@@ -191,6 +223,7 @@ class _Queued:
     found: list[torch.Tensor]
     wanted: list[torch.Tensor]
     magnitudes: list[torch.Tensor]
+    repeats: Sequence[int]  # for each gradient, the elements whose gradients are added up in one
 
 
 def try_all(
@@ -258,15 +291,22 @@ def _queue(
     dim: int | None,
     what: str,
 ) -> _Queued:
-    draw = Draw(shape, dtype, torch.Generator().manual_seed(len(what)))
-    inputs = []
+    generator = torch.Generator().manual_seed(len(what))
+    words = operation.inputs.split()
+    # Alone: a product of two such numbers has no room.
+    wide = next((n for n, word in enumerate(words) if word not in OF_INTEGERS), -1)
     layouts = LAYOUTS[layout]
-    for number, word in enumerate(operation.inputs.split()):
-        values = DOMAINS[word](draw)
-        arrange = layouts[number % len(layouts)]
-        inputs.append(arrange(values) if values.shape == shape and shape else _whole(values))
+
+    def arranged(values: torch.Tensor, number: int) -> tuple[torch.Tensor, View]:
+        return layouts[number % len(layouts)](values) if values.dim() else _whole(values)
+
+    inputs = []
+    for number, word in enumerate(words):
+        draw = Draw(shape, dtype, generator, wide=number == wide and dtype is torch.int64)
+        inputs.append(arranged(DOMAINS[word](draw), number))
     extra = {} if dim is None else {"dim": dim}
-    gradient = operation.gradient and dtype.is_floating_point and "expanded" not in layout
+    gradient = operation.gradient and dtype.is_floating_point
+    repeats: list[int] = []
 
     def run(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         wholes = [change(whole) for whole, _ in inputs]
@@ -280,9 +320,12 @@ def _queue(
         if gradient:
             leaves = [whole for whole in wholes if whole.requires_grad]
             out = results[0]
-            upstream = torch.linspace(-1, 1, max(out.numel(), 1))[: out.numel()].to(dtype)
-            upstream = change(upstream).reshape(out.shape)
-            results += torch.autograd.grad(out, leaves, upstream)
+            above = torch.linspace(-1, 1, max(out.numel(), 1))[: out.numel()].to(dtype)
+            upstream, seen_of_it = arranged(above.reshape(out.shape), len(inputs))
+            results += torch.autograd.grad(out, leaves, seen_of_it(change(upstream)))
+            repeats[:] = [
+                out.numel() // max(_places(view), 1) for view in seen if view.requires_grad
+            ]
         return [each.detach() for each in results]
 
     def there(tensor: torch.Tensor) -> torch.Tensor:
@@ -305,7 +348,14 @@ def _queue(
         found=run(there),
         wanted=wanted,
         magnitudes=run(absolute) if is_sum else wanted,
+        repeats=repeats,
     )
+
+
+def _places(view: torch.Tensor) -> int:
+    """Elements that do not stand in one place of memory."""
+    sizes = zip(view.shape, view.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride)
 
 
 def _judge(queued: _Queued) -> None:
@@ -325,7 +375,7 @@ def _judge(queued: _Queued) -> None:
             # The terms that cancel in it are about as large as what comes from above: 1.
             allowed = normwise(torch.cat((wanted.reshape(-1), torch.ones(1))), dtype)
             allowed = allowed[:-1].reshape(wanted.shape)
-            repeats = queued.found[0].numel() // max(found.numel(), 1)
+            repeats = queued.repeats[number - 1]
             if repeats > 1:  # it was broadcast, so its gradient is a sum, of terms up to about 3
                 magnitude = torch.full_like(wanted, 3.0 * repeats)
                 allowed = allowed + summed(repeats, magnitude, dtype)
@@ -334,5 +384,7 @@ def _judge(queued: _Queued) -> None:
         else:
             allowed = operation.bound(wanted, dtype)
         compare(found, wanted, allowed, what)
-        if operation.bound is rounded and not is_gradient:
+        if is_gradient:
+            level(found, wanted, dtype, what)
+        elif operation.bound is rounded:
             unbiased(found, wanted, dtype, what)

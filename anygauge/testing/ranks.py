@@ -1,8 +1,9 @@
 """Checks on several ranks: every collective of the contract against what it must give.
 
 Tensors that are not plain are in `ranks_tensors`, messages between hosts in `ranks_host`. What
-engines call in `torch.distributed` is in `buffers`, `exchanges` and `exchanges_of_one`;
-asynchronous work is in `handles`, subgroups are in `groups` and `groups_beside`.
+engines call in `torch.distributed` is in `buffers`, `exchanges` and `exchanges_of_one`, and over
+all kinds of tensors in `exchanges_of_views`; asynchronous work is in `handles`, subgroups are in
+`groups` and `groups_beside`.
 """
 
 from __future__ import annotations
@@ -212,6 +213,7 @@ from anygauge.testing import (  # noqa: E402
     buffers,  # noqa: F401
     exchanges,  # noqa: F401
     exchanges_of_one,  # noqa: F401
+    exchanges_of_views,  # noqa: F401
     groups,  # noqa: F401
     groups_beside,  # noqa: F401
     handles,  # noqa: F401

@@ -54,7 +54,7 @@ def answers_of(
         input=json.dumps(asked),
         text=True,
         check=True,
-        timeout=300 + 20 * len(mutations),
+        timeout=300 + 60 * len(mutations),
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -303,6 +303,7 @@ def table() -> Sequence[Mutant]:
         wrong_products,
         wrong_ranks,
         wrong_tensors,
+        wrong_views,
     )
 
     return tuple(MUTANTS.values())
