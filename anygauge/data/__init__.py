@@ -1,6 +1,14 @@
 """Files to batches: formats, templates, masking, packing, padding, order; imports no torch."""
 
-from anygauge.data.batches import IGNORED, Batches, Layout, MicroBatch, Schedule, accumulation
+from anygauge.data.batches import (
+    IGNORED,
+    STEPS_AHEAD,
+    Batches,
+    Layout,
+    MicroBatch,
+    Schedule,
+    accumulation,
+)
 from anygauge.data.encode import Counts, Encoded, RowEncoder, prompt_ids
 from anygauge.data.prepare import Prepared, advice, described, peek, prepare, training_batches
 from anygauge.data.records import Record
@@ -8,9 +16,12 @@ from anygauge.data.row_batches import EvaluationBatches, RowBatches
 from anygauge.data.rows import TokenizedRows
 from anygauge.data.sources import first_records
 from anygauge.data.streaming import StreamedRows
+from anygauge.data.streams import Ahead
 
 __all__ = [
     "IGNORED",
+    "STEPS_AHEAD",
+    "Ahead",
     "Batches",
     "Counts",
     "Encoded",

@@ -125,6 +125,10 @@ class Schedule:
         return [self.seed, self.global_batch, weights, self.grouping, self.shuffle]
 
 
+STEPS_AHEAD = 2
+"""Steps whose batches are laid out before the loop comes to them."""
+
+
 class Batches(ABC):
     """The training batches of one rank.
 
@@ -156,6 +160,9 @@ class Batches(ABC):
     @abstractmethod
     def step(self, index: int) -> list[MicroBatch]:
         """This rank's micro-batches of a step (from 0); as many on every rank.
+
+        A thread may call it, for up to `STEPS_AHEAD` steps after the one that the rest is asked
+        for.
 
         Raises:
             IndexError: the run has no such step.

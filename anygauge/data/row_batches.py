@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import bisect
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import overload
@@ -16,7 +18,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.batches import Layout, MicroBatch, OrderedBatches, Schedule
+from anygauge.data.batches import STEPS_AHEAD, Layout, MicroBatch, OrderedBatches, Schedule
 from anygauge.data.cache import key_of
 from anygauge.data.order import DUMMY, GroupedOrder, Order, packing_order
 from anygauge.data.rows import TokenizedRows, Tokens
@@ -170,6 +172,10 @@ class _Sequences:
         return self.layout.batch(self.documents(sequences))
 
 
+_KEPT_STEPS = 2 * STEPS_AHEAD + 2
+"""Those that were laid out ahead, and those whose metrics are still to come."""
+
+
 class RowBatches(OrderedBatches):
     """Training batches of rows that are there; see `Batches`."""
 
@@ -183,7 +189,8 @@ class RowBatches(OrderedBatches):
             # A run that ends with an epoch reads no row of the next one.
             stop = None if schedule.steps else max(1, self._order.end(math.ceil(schedule.epochs)))
             self._grouped = GroupedOrder(order, self._sequences.tokens, self.global_batch, stop)
-        self._last: tuple[int, NDArray[np.int64]] | None = None
+        self._recent: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def step(self, index: int) -> list[MicroBatch]:
         """See `Batches`."""
@@ -230,16 +237,20 @@ class RowBatches(OrderedBatches):
     def _items(self, index: int) -> NDArray[np.int64]:
         """The sequences of a step over all ranks; int64 of shape (global_batch,)."""
         self._checked(index)
-        if self._last is not None and self._last[0] == index:
-            return self._last[1]
+        with self._lock:
+            if index not in self._recent:
+                self._recent[index] = self._find(index)
+                if len(self._recent) > _KEPT_STEPS:
+                    self._recent.popitem(last=False)
+            return self._recent[index]
+
+    def _find(self, index: int) -> NDArray[np.int64]:
         if self._grouped is not None:
-            items = self._grouped.step(index)
-        else:
-            positions = np.arange(index * self.global_batch, (index + 1) * self.global_batch)
-            real = positions < self._total
-            items = np.full(self.global_batch, DUMMY, dtype=np.int64)
-            items[real] = self._order.items(positions[real])
-        self._last = index, items
+            return self._grouped.step(index)
+        positions = np.arange(index * self.global_batch, (index + 1) * self.global_batch)
+        real = positions < self._total
+        items = np.full(self.global_batch, DUMMY, dtype=np.int64)
+        items[real] = self._order.items(positions[real])
         return items
 
 

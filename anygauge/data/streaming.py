@@ -27,7 +27,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anygauge.data.batches import Batches, Layout, MicroBatch, OrderedBatches, Schedule
+from anygauge.data.batches import (
+    STEPS_AHEAD,
+    Batches,
+    Layout,
+    MicroBatch,
+    OrderedBatches,
+    Schedule,
+)
 from anygauge.data.cache import key_of
 from anygauge.data.encode import Counts, RowEncoder
 from anygauge.data.order import BLOCKS, Order, Shuffle, Split
@@ -162,7 +169,7 @@ _COUNTED = tuple(field.name for field in fields(Counts) if field.type == "int")
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """This rank's sequences of a step, and the counts of the step."""
+    """This rank's sequences of a step, and what became of their rows."""
 
     sequences: list[list[Tokens]]
     counts: Counts
@@ -171,8 +178,8 @@ class _Step:
 class StreamedBatches(OrderedBatches):
     """Training batches without packing; see `Batches`.
 
-    `step`, `num_loss_tokens` and `real_tokens` of a step must be called on every rank, for the
-    same steps in the same order: the first of them speaks with the other ranks.
+    `num_loss_tokens` and `real_tokens` of a step must be called on every rank, for the same steps
+    in the same order: the first of them sums over ranks.
 
     Args:
         sum_on_ranks: sums each number over all parts of a step, each part once.
@@ -183,27 +190,32 @@ class StreamedBatches(OrderedBatches):
     ) -> None:
         super().__init__(schedule, layout, _order(rows, schedule))
         self._rows, self._sum = rows, sum_on_ranks
-        self._ahead = Ahead(self._read, self.steps, depth=2)
-        self._steps: OrderedDict[int, _Step] = OrderedDict()
+        self._ahead = Ahead(self._read, self.steps, depth=2, behind=STEPS_AHEAD)
+        self._counts: OrderedDict[int, Counts] = OrderedDict()
 
     def step(self, index: int) -> list[MicroBatch]:
         """See `Batches`.
 
         Raises:
-            DataError: a row cannot be used, or no row of the step holds anything to learn.
+            DataError: a row cannot be used.
         """
-        sequences, size = self._step(index).sequences, self.layout.micro_batch
+        sequences = self._ahead.get(self._checked(index)).sequences
+        size = self.layout.micro_batch
         return self.layout.step(
             [sequences[at : at + size] for at in range(0, len(sequences), size)]
         )
 
     def num_loss_tokens(self, index: int) -> int:
-        """See `Batches`."""
-        return self._step(index).counts.num_loss_tokens
+        """See `Batches`.
+
+        Raises:
+            DataError: a row cannot be used, or no row of the step holds anything to learn.
+        """
+        return self._sums(index).num_loss_tokens
 
     def real_tokens(self, index: int) -> int:
-        """See `Batches`."""
-        return self._step(index).counts.tokens
+        """See `Batches`; raises what `num_loss_tokens` does."""
+        return self._sums(index).tokens
 
     def global_origins(self, index: int) -> tuple[str, ...]:
         """See `Batches`; here also rows of which nothing was left."""
@@ -232,20 +244,21 @@ class StreamedBatches(OrderedBatches):
         sequences += [[] for _ in range(len(places) - len(numbers))]
         return _Step(sequences, counts)
 
-    def _step(self, index: int) -> _Step:
+    def _sums(self, index: int) -> Counts:
+        """The counts of a step over all ranks."""
         self._checked(index)
-        if index not in self._steps:
-            mine = self._ahead.get(index)
-            sums = self._sum([float(getattr(mine.counts, name)) for name in _COUNTED])
+        if index not in self._counts:
+            mine = self._ahead.get(index).counts
+            sums = self._sum([float(getattr(mine, name)) for name in _COUNTED])
             counted: dict[str, Any] = dict(zip(_COUNTED, map(round, sums), strict=True))
             counts = Counts(**counted)
             if not counts.num_loss_tokens:
                 raise _nothing_to_learn(index, self.global_origins(index))
             self._rows.counts += counts
-            self._steps[index] = _Step(mine.sequences, counts)
-            if len(self._steps) > _KEPT_STEPS:
-                self._steps.popitem(last=False)
-        return self._steps[index]
+            self._counts[index] = counts
+            if len(self._counts) > _KEPT_STEPS:
+                self._counts.popitem(last=False)
+        return self._counts[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +285,8 @@ class PackedStream(Batches):
             self._total = max(1, self._order.end(schedule.epochs))
         self.steps = schedule.steps or math.ceil((self._total or 1) / per_step)
         self.sequences_per_epoch = float(self._order.per_epoch) / per_step * self.global_batch
-        self._ahead = Ahead(self._read, -(-self.steps // self._block_steps), depth=1)
+        blocks = -(-self.steps // self._block_steps)
+        self._ahead = Ahead(self._read, blocks, depth=1, behind=STEPS_AHEAD)
         self._counted = -1
 
     def step(self, index: int) -> list[MicroBatch]:
@@ -286,9 +300,9 @@ class PackedStream(Batches):
 
     def num_loss_tokens(self, index: int) -> int:
         """See `Batches`."""
-        return sum(
-            int(each.loss_mask.sum()) for sequence in self._sequences(index) for each in sequence
-        )
+        sequences = self._sequences(index)
+        self._count(index // self._block_steps)
+        return sum(int(each.loss_mask.sum()) for sequence in sequences for each in sequence)
 
     def real_tokens(self, index: int) -> int:
         """See `Batches`."""
@@ -357,13 +371,17 @@ class PackedStream(Batches):
     def _sequences(self, index: int) -> list[list[Tokens]]:
         number, place = divmod(self._checked(index), self._block_steps)
         block = self._ahead.get(number)
-        if number > self._counted:
-            self._counted = number
-            self._rows.counts += block.counts
-            self._rows.left_out += block.left_out
         if not any(block.steps[place]):
             raise _nothing_to_learn(index, ())
         return block.steps[place]
+
+    def _count(self, number: int) -> None:
+        """Count what became of a block's rows, once; not of one that was read ahead alone."""
+        if number > self._counted:
+            block = self._ahead.get(number)
+            self._counted = number
+            self._rows.counts += block.counts
+            self._rows.left_out += block.left_out
 
 
 def _order(rows: StreamedRows, schedule: Schedule) -> Order | BlockOrder:

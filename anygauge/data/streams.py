@@ -39,22 +39,50 @@ _ENDLESS = 2**62
 
 
 class Ahead(Generic[Work]):
-    """Results of numbered work, one after another in a thread, begun before they are asked for."""
+    """Results of numbered work, one after another in a thread, begun before they are asked for.
 
-    def __init__(self, work: Callable[[int], Work], count: int, depth: int) -> None:
-        self._work, self._count, self._depth = work, count, depth
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rows-ahead")
+    Args:
+        count: of the numbers, from 0.
+        depth: results that are begun before they are asked for.
+        behind: how many numbers a second thread that asks may be behind the first.
+        name: of the thread.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[int], Work],
+        count: int,
+        depth: int,
+        *,
+        behind: int = 0,
+        name: str = "rows-ahead",
+    ) -> None:
+        self._work, self._count, self._depth, self._behind = work, count, depth, behind
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._begun: dict[int, Future[Work]] = {}
+        self._lock = threading.Lock()
 
     def get(self, index: int) -> Work:
         """The result for a number; raises what the work raised."""
         wanted = range(index, min(index + self._depth + 1, self._count))
-        for number in set(self._begun) - set(wanted):
-            self._begun.pop(number).cancel()
-        for number in wanted:
-            if number not in self._begun:
-                self._begun[number] = self._pool.submit(self._work, number)
-        return self._begun[index].result()
+        kept = range(index - self._behind, wanted.stop + self._behind)
+        with self._lock:
+            for number in set(self._begun) - set(kept):
+                self._begun.pop(number).cancel()
+            for number in wanted:
+                if number not in self._begun:
+                    self._begun[number] = self._pool.submit(self._work, number)
+            found = self._begun[index]
+        return found.result()
+
+    def __enter__(self) -> Ahead[Work]:
+        """Its thread ends with this context."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Begin no more work. After an error nobody waits for what the thread is at: that may take
+        as long as a network does, and the thread ends with it."""
+        self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
 
 class StreamedRow(NamedTuple):

@@ -129,15 +129,41 @@ class Placement:
 
         if isinstance(batch, torch.Tensor):
             if self.pinned_memory and batch.device.type == HOST_DEVICE:
-                batch = batch.pin_memory()
+                # Torch does not pin what is expanded: several elements of it are one place.
+                batch = batch.contiguous().pin_memory()
             return batch.to(self.device, non_blocking=True)
         if isinstance(batch, Mapping):
             return {key: self.to_device(value) for key, value in batch.items()}
         return batch
 
+    def pin(self, batch: Any) -> Any:
+        """Put a host tensor, or each tensor in a mapping, where `to_device` copies from without
+        waiting. Any thread may call it: batches are prepared in one of their own."""
+        import torch
+
+        if isinstance(batch, Mapping):
+            return {key: self.pin(value) for key, value in batch.items()}
+        if not (isinstance(batch, torch.Tensor) and self.pinned_memory):
+            return batch
+        # Each thread begins with the first device of the machine, which may be another rank's.
+        self._module().set_device(self.device)
+        return batch.pin_memory()
+
     def synchronize(self) -> None:
         """Wait until the device has done all work given to it."""
         self._module().synchronize()
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether the host can give the device the next step before this one is done, and wait for
+        this one's numbers alone. The loop then reads them while the next step runs; otherwise at
+        once. Takes events, and pinned memory: a copy into other memory waits for all work."""
+        return self.pinned_memory and hasattr(self._module(), "Event")
+
+    def event(self) -> Any:
+        """Where `works_ahead`: a new event that measures time, as ``torch.cuda.Event`` does, with
+        `record`, `synchronize` and `elapsed_time`."""
+        return self._module().Event(enable_timing=True)
 
     # -- memory ----------------------------------------------------------------------------
 

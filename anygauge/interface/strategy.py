@@ -219,8 +219,9 @@ class DeviceBatch:
 class StepResult:
     """Losses of one step on this rank: summed over tokens, one () float32 per micro-batch.
 
-    They may still be on the device: whoever reads them waits for it. Summed over all ranks they are
-    the loss of the global batch, so they are zero where another rank of the same rows gives them.
+    They may be on the device, where the loop leaves them until the next step was begun. Summed over
+    all ranks they are the loss of the global batch, so they are zero where another rank of the same
+    rows gives them.
     """
 
     loss_sums: Sequence[Tensor]
@@ -290,7 +291,7 @@ class Engine(Protocol):
             batches: this rank's; each is moved to the device when it is taken.
             normalizer: the gradient is that of the loss, summed over all ranks, divided by this
                 number, the same on every rank: use it as it is given. It is the loss tokens
-                of the whole global batch.
+                of the whole global batch. Where the loss is not finite, the gradient is not.
 
         Returns:
             Of this rank's own batches, in their order.
@@ -301,6 +302,10 @@ class Engine(Protocol):
 
         Gradients are summed over ranks before, here or in `run_step`; a trained parameter that got
         none counts as zero. The result is the same on every rank.
+
+        From the first norm on that is not finite, weights stay as they are, here and in all later
+        calls; not so where loss scaling skips an update. The loop reads the norm later, when the
+        next step was begun, and ends the run.
         """
 
     def evaluate(

@@ -12,8 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from anygauge.config.schema import AdapterSection, CheckpointingSection, ModelSection
-from anygauge.config.sections import recomputation
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import CheckpointingSection, recomputation
 from anygauge.interface import Activations, ModelError, UnsupportedError
 from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.install import ModelKernels, install

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from anygauge.config import read_run
+from anygauge.config.resolved import read_run
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError
 from anygauge.models.hub import Wanted, fetch, readable_size, wanted

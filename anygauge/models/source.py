@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from anygauge.config.checks import LAYERS, MAY_BE_ZERO, SIZES
+from anygauge.config.problems import LAYERS, MAY_BE_ZERO, SIZES
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.kernels.attention import setting

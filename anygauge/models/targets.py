@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.checks import expression_complaint
+from anygauge.config.problems import expression_complaint
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
 from anygauge.models.peft_limits import takes_no_adapter

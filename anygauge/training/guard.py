@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from anygauge.data import MicroBatch
 from anygauge.interface import Collectives, NonFiniteLossError
-from anygauge.interface.strategy import UpdateResult
 
 MOST_ROWS = 8
 
@@ -15,31 +14,30 @@ MOST_ROWS = 8
 def check_finite(
     index: int,
     total: float,
-    update: UpdateResult,
     sums: Sequence[float],
+    norm: float,
     batches: Sequence[MicroBatch],
     collectives: Collectives,
+    *,
+    skipped: bool,
 ) -> None:
     """Return if the step's loss and gradient are finite.
 
     Args:
         index: the step, from 0.
         total: summed loss over all ranks, the same on every rank.
-        update: what became of it; its norm too is the same on every rank. An update that loss
-            scaling skipped may have any norm: it will try again with a smaller scale.
         sums: this rank's losses, one per micro-batch; several ranks may have parts of one.
+        norm: of the gradient, the same on every rank.
+        skipped: loss scaling left the update out: the norm may be anything, and the next step
+            tries again with a smaller scale.
 
     Raises:
         NonFiniteLossError: on every rank together; the message names the rows.
     """
     finite_loss = math.isfinite(total)
-    if finite_loss and (update.skipped or math.isfinite(update.grad_norm)):
+    if finite_loss and (skipped or math.isfinite(norm)):
         return
-    what = (
-        f"the gradient's norm became {float(update.grad_norm)}"
-        if finite_loss
-        else f"the loss became {total}"
-    )
+    what = f"the gradient's norm became {norm}" if finite_loss else f"the loss became {total}"
     mine = [
         origin
         for loss, batch in zip(sums, batches, strict=True)

@@ -1,24 +1,25 @@
 """The loop: the same for every device and every strategy.
 
 One step is: this rank's micro-batches -> device -> `Engine.run_step` (loss per token over the whole
-global batch) -> `Engine.update` -> metrics. What differs between devices is behind `Backend`, what
-differs between strategies behind `Engine`; there is no branch on either here.
+global batch) -> `Engine.update` -> metrics. The next micro-batches are laid out by a thread, and
+metrics are read while the device does the next step, so that it waits for neither. What differs
+between devices is behind `Backend`, what differs between strategies behind `Engine`; there is no
+branch on either here.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 from anygauge.config.schema import TrainSection
-from anygauge.data import Batches, MicroBatch
+from anygauge.data import STEPS_AHEAD, Ahead, Batches, MicroBatch
 from anygauge.interface import Backend
-from anygauge.interface.strategy import DeviceBatch, Engine, LossFunction, Share
+from anygauge.interface.strategy import Engine, LossFunction, Share
 from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
-from anygauge.training.guard import check_finite
 from anygauge.training.meter import MetricsLogger
+from anygauge.training.moving import HostBatch, LazyBatches, ToDevice
+from anygauge.training.pending import PendingSteps
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
 
@@ -39,7 +40,7 @@ class Loop:
     engine: Engine
     backend: Backend
     batches: Batches
-    to_device: Callable[[MicroBatch], DeviceBatch]
+    to_device: ToDevice
     loss_function: LossFunction
     evaluations: Mapping[str, tuple[Sequence[MicroBatch], int]]
     meter: MetricsLogger
@@ -54,44 +55,39 @@ class Loop:
         """Train from `start` to the end; False if the run was asked to end before that.
 
         Raises:
-            NonFiniteLossError: the loss became inf or nan; names the rows.
+            NonFiniteLossError: the loss or its gradient became inf or nan; names the rows.
         """
         steps = self.batches.steps
         if self._due(self.start) and not self.meter.history.evaluated(self.start):
             self.evaluate(self.start)
-        for index in range(self.start, steps):
-            self.progress.at(f"step {index + 1}, forward and backward")
-            began = time.perf_counter()
-            micro_batches = self.batches.step(index)
-            tokens = self.batches.num_loss_tokens(index)
-            lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
-            result = self.engine.run_step(
-                LazyBatches(micro_batches, self.to_device), self.loss_function, tokens
-            )
-            self.progress.at(f"step {index + 1}, update")
-            update = self.engine.update(lr, self.settings.max_grad_norm)
-            sums = [float(loss) for loss in result.loss_sums]
-            self.progress.at(f"step {index + 1}, sums over ranks")
-            slots = sum(batch.input_ids.numel() for batch in micro_batches) * self.share.leads
-            total, stop, places = self.backend.collectives.sum_on_host(
-                [sum(sums), self.stop.asked, slots]
-            )
-            check_finite(index, total, update, sums, micro_batches, self.backend.collectives)
-            self.meter.step(
-                index,
-                loss=total / tokens,
-                lr=lr,
-                grad_norm=float(update.grad_norm),
-                skipped=update.skipped,
-                slots=int(places),
-                seconds=time.perf_counter() - began,
-            )
-            done, last = index + 1, index + 1 == steps
-            losses = self.evaluate(done) if self._due(done) and (last or not stop) else {}
-            self.checkpoints.maybe_save(done, last=last, stop=bool(stop), losses=losses)
-            if stop and not last:
-                return False
+        pending = PendingSteps(self.backend, self.meter, self.stop, self.progress, self.share)
+        with Ahead(self._laid_out, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
+            for index in range(self.start, steps):
+                self.progress.at(f"step {index + 1}, forward and backward")
+                pending.begin()
+                batches = ahead.get(index)
+                tokens = self.batches.num_loss_tokens(index)
+                lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
+                result = self.engine.run_step(
+                    LazyBatches(batches, self.to_device), self.loss_function, tokens
+                )
+                self.progress.at(f"step {index + 1}, update")
+                update = self.engine.update(lr, self.settings.max_grad_norm)
+                pending.add(index, batches, tokens, lr, result, update)
+                done, last = index + 1, index + 1 == steps
+                due = last or update.skipped or self._due(done) or self.checkpoints.due(done)
+                stop = pending.settle(index if due else index - pending.most)
+                if stop:
+                    pending.settle(index)
+                losses = self.evaluate(done) if self._due(done) and (last or not stop) else {}
+                self.checkpoints.maybe_save(done, last=last, stop=stop, losses=losses)
+                if stop and not last:
+                    return False
         return True
+
+    def _laid_out(self, index: int) -> list[HostBatch]:
+        """This rank's micro-batches of a step, ready to be moved; a thread calls this."""
+        return [self.to_device.on_host(batch) for batch in self.batches.step(index)]
 
     def _due(self, done: int) -> bool:
         """Whether an evaluation belongs after `done` steps."""
@@ -110,25 +106,3 @@ class Loop:
             losses[name] = total / tokens
             self.meter.evaluation(done, name, losses[name], tokens)
         return losses
-
-
-class LazyBatches(Sequence[DeviceBatch]):
-    """Micro-batches that move to the device one at a time, as the engine comes to them."""
-
-    def __init__(
-        self, batches: Sequence[MicroBatch], to_device: Callable[[MicroBatch], DeviceBatch]
-    ) -> None:
-        self._batches = batches
-        self._to_device = to_device
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    @overload
-    def __getitem__(self, index: int) -> DeviceBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> LazyBatches: ...
-    def __getitem__(self, index: int | slice) -> DeviceBatch | LazyBatches:
-        if isinstance(index, slice):
-            return LazyBatches(self._batches[index], self._to_device)
-        return self._to_device(self._batches[index])

@@ -142,6 +142,17 @@ class MetricsLogger:
         mean = history.seconds / history.step if history.step else None
         return {"measured": mean} if expected is None else {"predicted": expected, "measured": mean}
 
+    def counted(self) -> dict[str, float]:
+        """What is counted by now: the loop asks when it has given a step to the device."""
+        if self._file is None:
+            return {}
+        graphs = self._backend.graph.counters()
+        return {
+            "shapes": len(self._shapes),
+            "peak_memory": self._see_memory("training"),
+            **{f"graph_{name}": value for name, value in graphs.items()},
+        }
+
     def step(
         self,
         index: int,
@@ -152,12 +163,14 @@ class MetricsLogger:
         skipped: bool,
         slots: int,
         seconds: float,
+        counted: Mapping[str, float],
     ) -> None:
         """Record one optimizer step.
 
         Args:
             slots: places for tokens in the batches of all ranks, padding among them.
             seconds: wall clock of the step.
+            counted: of `counted`, when the step was done.
         """
         volume = self._volume(index)
         history = self.history
@@ -179,16 +192,13 @@ class MetricsLogger:
             "padding": round(1 - volume.tokens / slots, 6),
             "seconds": seconds,
             "tokens_per_s": volume.tokens / seconds,
-            "shapes": len(self._shapes),
-            "peak_memory": self._see_memory("training"),
+            **counted,
         }
         if self._peak_flops:
             operations = self._flops.of(volume.tokens, volume.tokens / max(1, volume.sequences))
             metrics["mfu"] = operations / seconds / (self._peak_flops * self._world_size)
         if skipped:
             metrics["skipped"] = 1
-        for name, value in self._backend.graph.counters().items():
-            metrics[f"graph_{name}"] = value
         self._write({"step": index + 1, **metrics})
         if (index + 1) % self._log_every == 0 or index + 1 == self._steps:
             self._events.send(

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anygauge.config.schema import OptimizerSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import RunFileError, UnsupportedError
 from anygauge.interface.strategy import OptimizerFactory
+from anygauge.training.undo import undone
 
 B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
 """Names of the factors that LoRA+ trains at a higher rate; peft's naming."""
@@ -32,7 +33,7 @@ AdamW = Callable[..., Optimizer]
 
 
 def optimizer_factory(section: OptimizerSection, adamw: AdamW | None = None) -> OptimizerFactory:
-    """A function that makes the run's optimizer from named parameters.
+    """A function that makes the run's optimizer from named parameters; it takes ``found_inf``.
 
     Args:
         adamw: makes the optimizer ``adamw`` in place of torch's.
@@ -49,8 +50,8 @@ def optimizer_factory(section: OptimizerSection, adamw: AdamW | None = None) -> 
     ) -> Optimizer:
         groups = parameter_groups(section, parameters, shapes)
         if adamw is not None and section.name == "adamw":
-            return adamw(groups, lr=section.lr, **_adam_options(section))
-        return _MAKERS[section.name](section, groups)
+            return undone(adamw(groups, lr=section.lr, **_adam_options(section)))
+        return undone(_MAKERS[section.name](section, groups))
 
     return make
 
@@ -224,20 +225,16 @@ class Adafactor(torch.optim.Adafactor):
     of a tensor of two or more dimensions, ``variance`` of a vector.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
-        self._had_matrices = any(group["matrices"] for group in groups)
-        super().__init__(groups, **options)
-
     def step(self, closure: Any = None) -> Any:
         """One update.
 
         Raises:
             UnsupportedError: an engine has joined the parameters into vectors.
         """
-        if self._had_matrices and not any(
-            p.dim() >= 2 for group in self.param_groups for p in group["params"]
-        ):
-            raise UnsupportedError(FLAT)
+        for group in self.param_groups:
+            dimensions = [parameter.dim() for parameter in group["params"]]
+            if group["matrices"] and dimensions and max(dimensions) < 2:
+                raise UnsupportedError(FLAT)
         return super().step(closure)
 
 

@@ -18,7 +18,7 @@ import tempfile
 import traceback
 from typing import NoReturn
 
-from anygauge.config import parse_run
+from anygauge.config.resolved import parse_run
 from anygauge.interface import AnygaugeError
 from anygauge.training.checks import Question, check_run, nothing
 from anygauge.util.events import EventWriter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from anygauge.config.schema import ScheduleSection
+from anygauge.config.sections import ScheduleSection
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection) -> float:

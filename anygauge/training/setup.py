@@ -14,7 +14,6 @@ from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.data import (
     EvaluationBatches,
     Layout,
-    MicroBatch,
     Prepared,
     advice,
     described,
@@ -28,7 +27,6 @@ from anygauge.interface import (
 )
 from anygauge.interface.strategy import (
     BuildContext,
-    DeviceBatch,
     Engine,
     Precision,
     Share,
@@ -42,8 +40,9 @@ from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
 from anygauge.models.freezing import Freezing
-from anygauge.models.inputs import PLAIN, model_inputs, padded, positions, shift_labels
-from anygauge.models.masks import MaskPlan, plan_masks
+from anygauge.models.inputs import PLAIN
+from anygauge.models.masks import plan_masks
+from anygauge.models.padding import answer_from_host
 from anygauge.models.quantisation import in_words, quantisation
 from anygauge.models.quantised import quantised_layers
 from anygauge.models.source import check_positions
@@ -62,6 +61,7 @@ from anygauge.training.checkpoints.manager import (
 )
 from anygauge.training.loop import Loop
 from anygauge.training.meter import History, MetricsLogger, StepTokens
+from anygauge.training.moving import ToDevice
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.strategy import check_strategy, share_of, workload_of
@@ -137,52 +137,6 @@ def open_device(job: Job, rank: Rank, run: RunFile, registry: Registry) -> Backe
             listener=rank.listener,
         )
     return backend
-
-
-class ToDevice:
-    """Moves micro-batches to the device and makes the model's arguments.
-
-    Attributes:
-        shapes: of all that were moved; a device with graphs compiles for each of them.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        compute: str,
-        *,
-        packed: MaskPlan,
-        progress: Progress,
-        share: Share,
-        routed: bool = False,
-    ) -> None:
-        """Args:
-        packed: masks of packed rows, and of parts of sequences.
-        progress: gets each micro-batch.
-        share: what this rank computes of its sequences, and their lengths.
-        routed: the model gets the positions of tokens, for its routers' loss.
-        """
-        self._routed = routed
-        self._share = share
-        self._progress = progress
-        self._placement = backend.placement
-        self._packed = packed
-        self._dtype = torch_dtype(compute)
-        self.shapes: set[tuple[int, ...]] = set()
-
-    def __call__(self, batch: MicroBatch) -> DeviceBatch:
-        """One micro-batch on the device."""
-        self._progress.batch()
-        part = self._share.sequence
-        tensors = {**batch.tensors(), "labels": shift_labels(batch.labels)}
-        tensors = padded(tensors, self._share.multiple)
-        moved = dataclasses.replace(batch, **self._placement.to_device(tensors))
-        inputs = model_inputs(moved, self._dtype, self._packed, part)
-        self.shapes.add(tuple(inputs["input_ids"].shape))
-        labels = moved.labels[:, positions(part, moved.labels.shape[1])]
-        if self._routed:
-            inputs["tokens"] = moved.attention_mask
-        return DeviceBatch(inputs={**inputs, "shift_labels": labels})
 
 
 def prepare_run(
@@ -269,6 +223,8 @@ def prepare_run(
             clip_grad_norm=plan.clip_grad_norm,
         )
     )
+    if plan.attention.masks_of == "sdpa":
+        answer_from_host(engine.model, plan.attention.name)
     if run.train.activation_offloading:
         offload_activations(engine.model, backend.placement)
     if strategy.description != announced:

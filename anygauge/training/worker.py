@@ -108,14 +108,21 @@ def run_rank(
     """
     progress = Progress(events)
     opened.enter_context(progress.reporting())
+    quick = opened.enter_context(contextlib.ExitStack())
     with progress.long("start-up"):
-        from anygauge.config import read_run
+        from anygauge.config.resolved import read_run
         from anygauge.registry import Registry
-        from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
-        from anygauge.training.checkpoints.manager import checkpoint_folder
-        from anygauge.training.save import save
-        from anygauge.training.setup import Rank, open_device, prepare_run
-        from anygauge.training.strategy import create_strategy
+        from anygauge.util.imports import quick_imports, uncollected, unused
+
+        run = read_run(settled(Path(job.run_file)))
+        hidden = unused(few_bits=run.has_few_bits, trackers=run.trackers)
+        quick.enter_context(quick_imports(hidden))
+        with uncollected():
+            from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
+            from anygauge.training.checkpoints.manager import checkpoint_folder
+            from anygauge.training.save import save
+            from anygauge.training.setup import Rank, open_device, prepare_run
+            from anygauge.training.strategy import create_strategy
 
         rank = Rank(
             index=index,
@@ -131,7 +138,6 @@ def run_rank(
             )
         began = time.time()
         registry = Registry.load()
-        run = read_run(settled(Path(job.run_file)))
         backend = open_device(job, rank, run, registry)
         strategy = create_strategy(registry, run)
     opened.callback(backend.close)
@@ -143,6 +149,7 @@ def run_rank(
         except FinishedError as done:
             rank.log(str(done))
             return done.finished.summary
+        quick.close()
         for library in backend.collectives.limit(limit):
             rank.warn(
                 f"launch.collective_timeout_s: {library} cannot change the limit of its existing "

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from tests.helpers.runs import run_file
 
 MIB = 2**20

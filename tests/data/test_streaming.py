@@ -150,7 +150,8 @@ def test_ranks_divide_streamed_steps(batches, packing, world):
         turns = zip(*(step[0] for step in steps), strict=True)
         origins = [origin for turn in turns for _, _, origins in turn for origin in origins]
         assert tuple(origins) == together.origins
-        assert {step[1] for step in steps} == {together.num_loss_tokens}
+        assert {step[1] for step in steps} == {whole.num_loss_tokens(index)}
+        assert together.num_loss_tokens == whole.num_loss_tokens(index)
         assert {step[2] for step in steps} == {together.tokens}
     assert {report for _, report in results} == {str(whole.rows.report)}
 
@@ -177,7 +178,7 @@ def test_what_yields_nothing_is_a_dummy_and_what_is_long_is_cut(batches, source)
 def test_a_step_without_anything_to_learn_is_an_error(batches, source, packing):
     empty = source([{"prompt": "x", "completion": ""}] * 9)
     with pytest.raises(DataError, match="holds anything to learn"):
-        batches(train=empty, packing=packing, settings={"steps": 1}).step(0)
+        batches(train=empty, packing=packing, settings={"steps": 1}).num_loss_tokens(0)
 
 
 def test_a_wrong_row_is_named_when_its_step_comes(batches, source):
@@ -222,6 +223,31 @@ def test_the_reading_thread_is_ahead_and_keeps_little():
     assert ahead.get(8) == 8
     assert set(ahead._begun) == {8, 9}
     assert ahead.get(0) == 0
+
+
+def test_two_threads_may_ask_if_one_is_a_little_behind():
+    times = [0] * 12
+
+    def work(index):
+        times[index] += 1
+        return index
+
+    with Ahead(work, len(times), depth=2, behind=2) as ahead:
+        for index in range(10):
+            assert ahead.get(index + 2) == index + 2
+            assert ahead.get(index) == index
+    assert times == [1] * 12, "nothing is done twice"
+    assert not any(thread.is_alive() for thread in ahead._pool._threads)
+
+
+def test_what_was_read_ahead_alone_is_not_counted(batches):
+    settings = {"global_batch_size": 4, "steps": 70}
+    for packing in (False, True):
+        made = batches(packing=packing, settings=settings)
+        made.step(66)
+        assert not made.rows.counts.rows, packing
+        made.num_loss_tokens(66)
+        assert made.rows.counts.rows, packing
 
 
 def test_the_fingerprint_of_a_stream(batches, tmp_path, counting):

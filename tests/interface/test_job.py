@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.config import RunFile
-from anygauge.config.schema import LaunchSection
+from anygauge.config.schema import LaunchSection, RunFile
 from anygauge.interface import AnygaugeError, Fabric, Job, LaunchProfile, LaunchSettings
 from tests.helpers.jobs import make_job
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import AdapterGroup, AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import AdapterGroup, OptimizerSection
 from anygauge.interface.strategy import Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.export import adapter_state

@@ -11,9 +11,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from anygauge.config import dump_run, load_run_file
-from anygauge.config.load import check_paths
-from anygauge.config.schema import AdapterGroup, AdapterSection, ModelSection
+from anygauge.config.load import check_paths, load_run_file
+from anygauge.config.resolved import dump_run
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import AdapterGroup
 from anygauge.interface import AnygaugeError, ModelError, RunFileError, UnsupportedError
 from anygauge.models.adapter import adapted_layers
 from anygauge.models.factory import CausalModelFactory

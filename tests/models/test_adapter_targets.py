@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.config.schema import AdapterGroup, AdapterSection, ModelSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import AdapterGroup
 from anygauge.interface import ModelError
 from anygauge.models import targets as targets_module
 from anygauge.models.factory import CausalModelFactory

@@ -12,8 +12,9 @@ import yaml
 from safetensors.torch import load_file
 
 from anygauge.cli import run as command
-from anygauge.config import load_run_file
-from anygauge.config.schema import ModelSection, OptimizerSection, TrainSection
+from anygauge.config.load import load_run_file
+from anygauge.config.schema import ModelSection, TrainSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import AnygaugeError, ModelError, RunFileError
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.freezing import Freezing

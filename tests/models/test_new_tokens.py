@@ -12,7 +12,8 @@ import yaml
 from safetensors.torch import load_file
 
 from anygauge.cli import run as command
-from anygauge.config import dump_run, load_run_file
+from anygauge.config.load import load_run_file
+from anygauge.config.resolved import dump_run
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError, ModelError
 from anygauge.models.files import LazyTensor

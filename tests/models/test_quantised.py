@@ -255,7 +255,7 @@ def test_refused_before_ranks_start(
 
 
 def test_a_device_without_it_says_why(model: Path, tmp_path: Path) -> None:
-    from anygauge.config import load_run_file
+    from anygauge.config.load import load_run_file
     from anygauge.interface import UnsupportedError
     from anygauge.registry import Registry
     from anygauge.training.quantised import check_quantised

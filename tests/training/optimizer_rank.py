@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, UnsupportedError
 from anygauge.interface.strategy import Precision, Strategy
 from anygauge.kernels.loss import model_loss

@@ -7,7 +7,6 @@ import torch
 
 from anygauge.data import MicroBatch
 from anygauge.interface import Collectives, NonFiniteLossError
-from anygauge.interface.strategy import UpdateResult
 from anygauge.training.guard import check_finite
 
 ALONE = Collectives("none")  # no group was joined: this rank is all there is
@@ -31,7 +30,7 @@ BATCHES = [batch("rows:1", "rows:2"), batch("rows:3")]
 
 
 def check(sums: list[float], norm: float, *, skipped: bool = False) -> None:
-    check_finite(6, sum(sums), UpdateResult(norm, skipped), sums, BATCHES, ALONE)
+    check_finite(6, sum(sums), sums, norm, BATCHES, ALONE, skipped=skipped)
 
 
 def test_finite_passes_and_so_does_an_update_that_loss_scaling_skipped() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anygauge.config.schema import OptimizerSection, RunFile
+from anygauge.config.schema import RunFile
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import RunFileError, UnsupportedError
 from anygauge.registry import Registry
 from anygauge.strategies.common import set_learning_rate

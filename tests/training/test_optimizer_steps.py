@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anygauge.config.schema import OptimizerSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.training.optimizer import optimizer_factory
 
 Step = Callable[[Tensor, Tensor, dict[str, Any], int, float, float], Tensor]

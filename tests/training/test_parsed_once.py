@@ -14,7 +14,7 @@ from tests.helpers.runs import run_file
 # Whatever imports a module that stands as None in this table gets an ImportError.
 WITHOUT_THE_READER = """
 import sys
-for name in ("document", "load", "overrides"):
+for name in ("document", "load"):
     sys.modules[f"anygauge.config.{name}"] = None
 """
 
@@ -46,6 +46,6 @@ def test_a_rank_trains_and_saves_without_the_reader_of_yaml(tmp_path: Path) -> N
 def test_agents_and_the_checks_import_no_reader_of_yaml() -> None:
     done = python(
         "import anygauge.agent.__main__, anygauge.agent.startup, anygauge.training.preflight\n"
-        "from anygauge.config import dump_run, parse_run, read_run"
+        "from anygauge.config.resolved import dump_run, parse_run, read_run"
     )
     assert done.returncode == 0, done.stderr

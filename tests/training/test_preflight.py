@@ -17,7 +17,8 @@ import yaml
 from safetensors.numpy import save_file
 
 from anygauge.cli.intent import read_intent
-from anygauge.config import load_run_file, run_json
+from anygauge.config.load import load_run_file
+from anygauge.config.resolved import run_json
 from anygauge.data import described, prepare
 from anygauge.interface import (
     AnygaugeError,

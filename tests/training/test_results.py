@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from anygauge.cli import run as command
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.data import EvaluationBatches, Layout, prepare
 from anygauge.kernels.loss import summed_cross_entropy
 from anygauge.models.factory import dtype_name

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anygauge.config.schema import ScheduleSection
+from anygauge.config.sections import ScheduleSection
 from anygauge.training.schedule import learning_rate
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.cli.run_folder import write_run
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from tests.agent.fakes import until
 from tests.helpers.jobs import make_job
 from tests.helpers.processes import end

@@ -86,6 +86,10 @@ class CheckpointManager:
         # Whether a loss is among the best decides whether all ranks write, so they must agree.
         self.losses.update({step: loss for step, loss in gather(found)[0]})
 
+    def due(self, step: int) -> bool:
+        """Whether one belongs after `step` steps, whatever their losses are."""
+        return bool(self.section.every) and step % self.section.every == 0
+
     def maybe_save(self, step: int, *, last: bool, stop: bool, losses: Mapping[str, float]) -> None:
         """Write a checkpoint after `step` steps, if one is due. All ranks call it alike.
 
@@ -95,8 +99,7 @@ class CheckpointManager:
             losses: of the evaluation after this step; empty if there was none.
         """
         loss = sum(losses.values()) / len(losses) if losses else None
-        every = self.section.every
-        due = bool(every) and (step % every == 0 or last)
+        due = self.due(step) or (last and bool(self.section.every))
         if due or (stop and not last) or self._among_best(loss):
             with self.writing(step):
                 self.save(step, loss)

@@ -28,7 +28,7 @@ from anygauge.interface import (
     TrackerSpec,
 )
 from anygauge.registry import Registry
-from anygauge.registry.factories import refuse_if_missing
+from anygauge.registry.registry import refuse_if_missing
 from anygauge.util.hiding import is_secret
 from anygauge.util.text import describe, did_you_mean
 

@@ -1,0 +1,110 @@
+"""From a micro-batch to the model's arguments on the device: the host's part, then the device's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import overload
+
+from torch import Tensor
+
+from anygauge.data import MicroBatch
+from anygauge.interface import Backend
+from anygauge.interface.strategy import DeviceBatch, Share
+from anygauge.models.inputs import model_inputs, padded, positions, shift_labels
+from anygauge.models.masks import MaskPlan
+from anygauge.models.padding import state_padding
+from anygauge.strategies.common import torch_dtype
+from anygauge.training.progress import Progress
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A micro-batch, and its tensors from which the device copies without a wait.
+
+    Attributes:
+        tensors: by name, each (B, T) int64 on the host; labels are shifted.
+        has_padding: whether its mask has a zero.
+    """
+
+    batch: MicroBatch
+    tensors: Mapping[str, Tensor]
+    has_padding: bool
+
+
+class ToDevice:
+    """Moves micro-batches to the device and makes the model's arguments.
+
+    Attributes:
+        shapes: of all that were moved; a device with graphs compiles for each of them.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        compute: str,
+        *,
+        packed: MaskPlan,
+        progress: Progress,
+        share: Share,
+        routed: bool = False,
+    ) -> None:
+        """Args:
+        packed: masks of packed rows, and of parts of sequences.
+        progress: gets each micro-batch.
+        share: what this rank computes of its sequences, and their lengths.
+        routed: the model gets the positions of tokens, for its routers' loss.
+        """
+        self._routed = routed
+        self._share = share
+        self._progress = progress
+        self._placement = backend.placement
+        self._packed = packed
+        self._dtype = torch_dtype(compute)
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def on_host(self, batch: MicroBatch) -> HostBatch:
+        """What the host does of it; any thread may call this."""
+        tensors = {**batch.tensors(), "labels": shift_labels(batch.labels)}
+        tensors = padded(tensors, self._share.multiple)
+        has_padding = not bool(tensors["attention_mask"].all())
+        return HostBatch(batch, self._placement.pin(tensors), has_padding)
+
+    def __call__(self, batch: MicroBatch | HostBatch) -> DeviceBatch:
+        """One micro-batch on the device."""
+        if isinstance(batch, MicroBatch):
+            batch = self.on_host(batch)
+        self._progress.batch()
+        part = self._share.sequence
+        moved = dataclasses.replace(batch.batch, **self._placement.to_device(batch.tensors))
+        state_padding(moved.attention_mask, batch.has_padding)
+        inputs = model_inputs(moved, self._dtype, self._packed, part)
+        self.shapes.add(tuple(inputs["input_ids"].shape))
+        labels = moved.labels[:, positions(part, moved.labels.shape[1])]
+        if self._routed:
+            inputs["tokens"] = moved.attention_mask
+        return DeviceBatch(inputs={**inputs, "shift_labels": labels})
+
+
+class LazyBatches(Sequence[DeviceBatch]):
+    """Micro-batches that move to the device one at a time, as the engine comes to them."""
+
+    def __init__(
+        self,
+        batches: Sequence[MicroBatch] | Sequence[HostBatch],
+        to_device: Callable[[MicroBatch | HostBatch], DeviceBatch],
+    ) -> None:
+        self._batches = batches
+        self._to_device = to_device
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> DeviceBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> LazyBatches: ...
+    def __getitem__(self, index: int | slice) -> DeviceBatch | LazyBatches:
+        if isinstance(index, slice):
+            return LazyBatches(self._batches[index], self._to_device)
+        return self._to_device(self._batches[index])

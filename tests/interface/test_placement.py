@@ -1,0 +1,60 @@
+"""What a placement answers of the order of work: pinned memory, events, whether it works ahead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from anygauge.interface import Placement
+
+
+class Queued(Placement):
+    """A device in the host's memory, with a device module of its own."""
+
+    def __init__(self, pinned: bool, **module: Any) -> None:
+        super().__init__("cpu")
+        self.pinned_memory = pinned
+        self.chosen: list[torch.device] = []
+        self._device = torch.device("cpu")
+        self._functions = SimpleNamespace(set_device=self.chosen.append, **module)
+
+    def _module(self) -> Any:
+        return self._functions
+
+
+@pytest.mark.parametrize(
+    ("pinned", "module", "wanted"),
+    [
+        (True, {"Event": SimpleNamespace}, True),
+        (False, {"Event": SimpleNamespace}, False),
+        (True, {}, False),
+    ],
+)
+def test_it_works_ahead_with_events_and_pinned_memory(
+    pinned: bool, module: dict[str, Any], wanted: bool
+) -> None:
+    assert Queued(pinned, **module).works_ahead is wanted
+
+
+def test_an_event_measures_time() -> None:
+    assert Queued(True, Event=SimpleNamespace).event() == SimpleNamespace(enable_timing=True)
+
+
+def test_pinning_names_the_device_in_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 1)
+    placement = Queued(True)
+    batch = {"ids": torch.zeros(2), "more": {"mask": torch.ones(2)}, "origin": "rows:1"}
+    found = placement.pin(batch)
+    assert found["ids"].tolist() == [1, 1] and found["more"]["mask"].tolist() == [2, 2]
+    assert found["origin"] == "rows:1"
+    assert placement.chosen == [torch.device("cpu")] * 2
+
+
+def test_nothing_is_pinned_where_the_placement_does_not() -> None:
+    placement = Queued(False)
+    batch = {"ids": torch.zeros(2)}
+    assert placement.pin(batch)["ids"] is batch["ids"]
+    assert not placement.chosen

@@ -1,0 +1,160 @@
+"""Batches are laid out ahead, and numbers are read late: in which order, and how both end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.interface import DataError
+from anygauge.training.meter import MetricsLogger
+from anygauge.training.pending import PendingSteps
+from anygauge_cpu.placement import CpuPlacement
+from tests.helpers.runs import Run, run_file, trained_here
+from tests.training.non_finite_ranks import HostEvent
+
+SINGLE = {"name": "single"}
+
+
+@pytest.fixture
+def works_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of which the loop reads a step when it has begun the next one."""
+    monkeypatch.setattr(CpuPlacement, "works_ahead", True)
+    monkeypatch.setattr(CpuPlacement, "event", lambda self: HostEvent())
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the loop does: steps that are given to the device, and steps that are read."""
+    seen: list[str] = []
+    add, step, evaluation = PendingSteps.add, MetricsLogger.step, MetricsLogger.evaluation
+
+    def adding(self: Any, index: int, *args: Any) -> None:
+        seen.append(f"given {index + 1}")
+        add(self, index, *args)
+
+    def reading(self: Any, index: int, **fields: Any) -> None:
+        seen.append(f"read {index + 1}")
+        step(self, index, **fields)
+
+    def evaluating(self: Any, done: int, *args: Any) -> None:
+        seen.append(f"evaluated {done}")
+        evaluation(self, done, *args)
+
+    monkeypatch.setattr(PendingSteps, "add", adding)
+    monkeypatch.setattr(MetricsLogger, "step", reading)
+    monkeypatch.setattr(MetricsLogger, "evaluation", evaluating)
+    return seen
+
+
+def run(folder: Path, name: str = "tiny", **changes: Any) -> Run:
+    fields: dict[str, Any] = {"strategy": SINGLE, "data": {"eval_fraction": 0.2}, **changes}
+    train = {"steps": 7, "eval_every": 4, **fields.pop("train", {})}
+    return trained_here(run_file(folder, name=name, train=train, **fields))
+
+
+def numbers(run: Run) -> list[dict[str, Any]]:
+    """The records without what a clock or a meter of memory says."""
+    left_out = {"time", "seconds", "tokens_per_s", "peak_memory"}
+    found = [r for r in run.records if "step" in r]
+    return [{key: value for key, value in r.items() if key not in left_out} for r in found]
+
+
+def batch_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("batches-ahead")]
+
+
+def test_a_step_is_read_when_the_next_was_given(
+    tmp_path: Path, works_ahead: None, order: list[str]
+) -> None:
+    late = run(tmp_path)
+    assert order == [
+        *("given 1", "given 2", "read 1", "given 3", "read 2", "given 4", "read 3", "read 4"),
+        *("evaluated 4", "given 5", "given 6", "read 5", "given 7", "read 6", "read 7"),
+        "evaluated 7",
+    ]
+    assert all(seconds > 0 for seconds in late.steps("seconds"))
+    assert not batch_threads()
+
+
+def test_the_numbers_are_those_that_are_read_at_once(
+    tmp_path: Path, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = run(tmp_path, "once")
+    assert order[:4] == ["given 1", "read 1", "given 2", "read 2"]
+    monkeypatch.setattr(CpuPlacement, "works_ahead", True)
+    monkeypatch.setattr(CpuPlacement, "event", lambda self: HostEvent())
+    assert numbers(run(tmp_path, "late")) == numbers(at_once)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_checkpoint_has_all_steps_and_a_run_resumes_where_it_was(
+    streaming: bool, tmp_path: Path, works_ahead: None
+) -> None:
+    data = {"eval_fraction": 0.2, "streaming": streaming}
+    whole = run(tmp_path, "whole", data=data, checkpoint={"every": 3, "keep_last": 9})
+    record = json.loads((whole.folder / "checkpoints/step-00000003/checkpoint.json").read_text())
+    assert record["history"]["step"] == 3
+    first = whole.folder / "checkpoints/step-00000003"
+    rest = run(tmp_path, "rest", data=data, checkpoint={"resume": str(first)})
+    assert rest.steps("loss") == whole.steps("loss")[3:]
+    assert rest.steps("tokens") == whole.steps("tokens")[3:]
+
+
+def test_a_request_to_stop_ends_after_steps_that_were_read(
+    tmp_path: Path, works_ahead: None, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = PendingSteps.add
+
+    def asking(self: Any, index: int, *args: Any) -> None:
+        add(self, index, *args)
+        self._stop.asked = index >= 1
+
+    monkeypatch.setattr(PendingSteps, "add", asking)
+    stopped = run(tmp_path)
+    assert order == ["given 1", "given 2", "read 1", "read 2"]
+    assert [p.name for p in (stopped.folder / "checkpoints").iterdir()] == ["step-00000002"]
+    assert not batch_threads()
+
+
+@pytest.fixture
+def wrong_row(tmp_path: Path) -> Path:
+    """Rows of which the sixtieth is none; the command looks at the first ones alone."""
+    path = tmp_path / "wrong.jsonl"
+    path.write_text('{"text": "a few words"}\n' * 59 + "no json\n" + '{"text": "more"}\n' * 4)
+    return path
+
+
+def ended() -> Iterator[bool]:
+    for _ in range(600):
+        yield not batch_threads()
+        time.sleep(0.05)
+
+
+def test_an_error_of_the_thread_is_the_runs_and_names_the_row(
+    tmp_path: Path, wrong_row: Path, order: list[str]
+) -> None:
+    data = {"train": {"path": str(wrong_row)}, "streaming": True, "eval_fraction": 0}
+    with pytest.raises(DataError, match=r"wrong\.jsonl:60"):
+        run(tmp_path, data=data, train={"epochs": 1, "steps": None, "eval_every": None, "seed": 5})
+    steps = len(order) // 2
+    assert steps > 3, "the error comes with its step"
+    assert order == [f"{what} {n}" for n in range(1, steps + 1) for what in ("given", "read")]
+    assert any(ended()), "the thread ends with the loop"
+
+
+def test_the_thread_ends_when_the_loop_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PendingSteps, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    assert any(ended())
