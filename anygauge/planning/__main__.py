@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 
-from anygauge.config import parse_run
+from anygauge.config.resolved import parse_run
 from anygauge.interface import AnygaugeError
 from anygauge.models.quiet import quiet_libraries
 from anygauge.planning.lean import import_usual, leave_out

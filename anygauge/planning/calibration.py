@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.agent import local_job
-from anygauge.config import parse_run
+from anygauge.config.resolved import parse_run
 from anygauge.config.schema import AUTO_ORDER, RunFile, resolve_precision
 from anygauge.interface import HOST_DEVICE, Backend, Job, Phase
 from anygauge.interface.strategy import BuildContext
@@ -204,10 +204,6 @@ def _issue(timed: _Timed) -> float:
     with Seen(counter):
         step()
     return timed(step, 3 * REPEATS) / counter.taken().operations
-
-
-if __name__ == "__main__":
-    sys.exit(local_job.main(MODULE, run_rank, sys.argv[1:]))
 
 
 STEPS = 7
@@ -419,3 +415,7 @@ def _least_squares(matrix: Tensor, right: Tensor) -> Tensor:
                 best = torch.zeros_like(best)
                 best[chosen] = part
     return best
+
+
+if __name__ == "__main__":
+    sys.exit(local_job.main(MODULE, run_rank, sys.argv[1:]))

@@ -11,7 +11,7 @@ from anygauge.config.schema import RunFile
 from anygauge.config.strategies import section_of
 from anygauge.interface import AnygaugeError, Backend
 from anygauge.registry import Registry
-from anygauge.registry.factories import load_options
+from anygauge.registry.registry import load_options
 from anygauge.training.checks import check_settings
 from anygauge.training.strategy import check_batch, check_strategy
 

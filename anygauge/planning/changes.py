@@ -20,7 +20,7 @@ from anygauge.interface import AnygaugeError
 from anygauge.planning.memory import ADAPTER, GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 from anygauge.planning.trials import Target, Trial, Try, changed
 from anygauge.registry import Registry
-from anygauge.registry.factories import load_options
+from anygauge.registry.registry import load_options
 from anygauge.training.strategy import share_of
 
 DEGREES = ("cp", "tp", "pp")

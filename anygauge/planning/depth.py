@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from anygauge.config.checks import LAYERS
+from anygauge.config.problems import LAYERS
 from anygauge.models.factory import CausalModelFactory
 from anygauge.planning.memory import SAVE, STEP, Peak
 

@@ -6,20 +6,20 @@ others: nothing is compiled there, and no size is a symbol.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
 import importlib.util
-import inspect
 import itertools
 import operator
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from anygauge.util.imports import quick_imports, quick_structure
 
 NOT_HERE = ("kernels", "mlflow", "triton")
 """transformers, DeepSpeed's tuner and torch's counter of operations see whether they are there."""
@@ -54,13 +54,13 @@ def leave_out(names: Iterable[str] = ()) -> None:
     sys.modules[f"{COMPILER}.source"] = compiler.source
     for later, known in LATER.items():
         sys.modules[later] = Later(later, known)
-    with _frames_without_lines():
+    with quick_imports():
         import torch
 
     torch._dynamo = compiler
     torch.compile = as_it_is  # type: ignore[assignment]
     torch.Tensor.__hash__ = _in_order  # type: ignore[method-assign]
-    with _quick_structure():
+    with quick_structure():
         import transformers  # noqa: F401
 
 
@@ -72,17 +72,6 @@ def import_usual() -> None:
         sys.modules[PATTERNS].re = Patterns("re")  # type: ignore[attr-defined]
     gc.freeze()
     gc.enable()
-
-
-@contextlib.contextmanager
-def _frames_without_lines() -> Iterator[None]:
-    """Let torch note the file of each operation that it defines without reading it for the line."""
-    usual = inspect.getframeinfo
-    inspect.getframeinfo = functools.partial(usual, context=0)
-    try:
-        yield
-    finally:
-        inspect.getframeinfo = usual
 
 
 _hashed = itertools.count(2**40, -1)
@@ -101,43 +90,6 @@ def _in_order(tensor: Any) -> int:
     if number is None:
         number = kept[name] = next(_hashed)
     return number
-
-
-@contextlib.contextmanager
-def _quick_structure() -> Iterator[None]:
-    """Let transformers find out faster what its models' files have.
-
-    It looks for the last ``__all__`` of a file line by line, keeps what it found for 128 folders,
-    and looks again. What both are done by is defined in one file, before it is used in another.
-    """
-    kept = functools.lru_cache
-
-    def unbounded(maxsize: Any = None, typed: bool = False) -> Any:
-        if not callable(maxsize):
-            return kept(maxsize, typed)
-        known = getattr(maxsize, "__globals__", {})
-        if _ALL in known and not hasattr(known[_ALL], _WHOLE):
-            known[_ALL] = _of_last_lines(known[_ALL])
-        return kept(None)(maxsize)
-
-    functools.lru_cache = unbounded
-    try:
-        yield
-    finally:
-        functools.lru_cache = kept
-
-
-_ALL, _WHOLE = "fetch__all__", "_whole"
-
-
-def _of_last_lines(function: Any) -> Any:
-    """transformers' function for a file's text, given only what it looks at of it."""
-
-    def found(text: str) -> Any:
-        return function(text[text.rfind("\n__all__") + 1 :])
-
-    setattr(found, _WHOLE, function)
-    return found
 
 
 COMPILER = "torch._dynamo"

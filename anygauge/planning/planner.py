@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping
 
-from anygauge.config import run_json
+from anygauge.config.resolved import run_json
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError
 from anygauge.planning.memory import RunMemory, ranks_that_differ
@@ -57,7 +57,7 @@ class Planner:
         Raises:
             AnygaugeError: a process has ended.
         """
-        few_bits = run.model.quantise is not None or run.train.optimizer.name.endswith("8bit")
+        few_bits = run.has_few_bits
         self._asked = []
         for rank in ranks_that_differ(run, self.world_size):
             key = rank, few_bits

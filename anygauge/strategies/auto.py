@@ -13,7 +13,7 @@ from typing import Any
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Engine, Footprint, Strategy, Workload
 from anygauge.registry import Registry
-from anygauge.registry.factories import load_options
+from anygauge.registry.registry import load_options
 from anygauge.strategies.ddp import Ddp
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.footprint import numbers, trained_numbers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -33,6 +34,7 @@ from anygauge.strategies.context_parallel import (
     joined,
 )
 from anygauge.strategies.degrees import in_words
+from anygauge.strategies.flat import FLAT, FlatLayers, flat_layers_fit
 from anygauge.strategies.footprint import added
 from anygauge.strategies.fsdp_footprint import fsdp_footprint
 from anygauge.strategies.fsdp_options import FsdpOptions
@@ -44,6 +46,9 @@ from anygauge.strategies.shards import Sharded, fill, set_types
 from anygauge.strategies.tensor_footprint import in_tensor_parts
 from anygauge.strategies.tensor_parallel import divide_layers
 from anygauge.strategies.torch_engine import TorchEngine
+
+_IGNORES = "ignored_params" in inspect.signature(fully_shard).parameters
+"""Whether FSDP2 can leave parameters to others: since torch 2.7."""
 
 
 class ReducedByFsdp:
@@ -158,7 +163,9 @@ class Fsdp:
         ranks = shards(self.options, workload.world_size)
         if self.options.tp > 1:
             workload, sent = in_tensor_parts(self.options, workload, ranks)
-        found = fsdp_footprint(self.options, ranks, workload)
+        assert workload.skeleton is not None, "a footprint is counted from the model"
+        flat = self._is_flat(workload.skeleton, workload)
+        found = fsdp_footprint(self.options, ranks, workload, flat=flat)
         return dataclasses.replace(found, sent=added(found.sent, sent))
 
     def build(self, context: BuildContext) -> TorchEngine:
@@ -174,11 +181,15 @@ class Fsdp:
         parallel = None
         if self.options.tp > 1:
             parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
-        self._shard(model, mesh, context)
+        flat = None
+        if self._is_flat(model, context.workload):
+            flat = FlatLayers(model, mesh.get_group("dp_shard"), device)
+            setattr(model, FLAT, flat)
+        self._shard(model, mesh, context, flat)
         host = torch.device(HOST_DEVICE)
         storage = None if self.options.offload == "none" else host
         cuts = {} if parallel is None else parallel.division.cuts
-        fill(model, names, factory, device, storage=storage, cuts=cuts)
+        fill(model, names, factory, device, storage=storage, cuts=cuts, flat=flat)
         assert isinstance(model, FSDPModule)
         wrapped: FSDPModule = model
         everything = all(p.requires_grad for p in model.parameters())
@@ -215,7 +226,18 @@ class Fsdp:
         asked = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
         return init_device_mesh(device_type, tuple(asked.values()), mesh_dim_names=tuple(asked))
 
-    def _shard(self, model: nn.Module, mesh: DeviceMesh, context: BuildContext) -> None:
+    def _is_flat(self, model: nn.Module, workload: Workload) -> bool:
+        """Whether frozen layers are gathered by `FlatLayers`, and FSDP2 has the trained weights."""
+        options = self.options
+        usual = options.tp == 1 and options.offload == "none" and options.gather == "layer"
+        several = shards(options, workload.world_size) > 1
+        # A compiled layer takes the hooks that gather for a part of itself.
+        compiled = workload.backend.graph.compiler is not None
+        return usual and several and not compiled and _IGNORES and flat_layers_fit(model)
+
+    def _shard(
+        self, model: nn.Module, mesh: DeviceMesh, context: BuildContext, flat: FlatLayers | None
+    ) -> None:
         precision = context.precision
         if self.options.tp > 1:
             outer = ("dp_replicate", "dp_shard") if self.options.dp_replicate > 1 else ("dp_shard",)
@@ -227,6 +249,17 @@ class Fsdp:
         offloaded = self.options.offload != "none"
         on_host = context.backend.placement.device.type == HOST_DEVICE
         offload = CPUOffloadPolicy(pin_memory=not on_host) if offloaded else OffloadPolicy()
+        if flat is not None:
+            # What else is frozen stays whole: the root would hold it so for all of a step.
+            frozen = {p for p in model.parameters() if not p.requires_grad}
+            fully_shard(
+                model,
+                mesh=mesh,
+                reshard_after_forward=False,
+                mp_policy=policy,
+                ignored_params=frozen,
+            )
+            return
         keep = self.options.gather == "step"
         for layer in decoder_layers(model):
             fully_shard(

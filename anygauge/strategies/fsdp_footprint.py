@@ -7,16 +7,20 @@ from collections.abc import Iterable
 from torch import nn
 
 from anygauge.interface.strategy import Footprint, Workload
+from anygauge.strategies.flat import flat_lengths, gathered_in_a_turn
 from anygauge.strategies.footprint import item_bytes, item_size, rows_of, scale_bytes
 from anygauge.strategies.fsdp_options import FsdpOptions
 from anygauge.strategies.materialise import decoder_layers
 
 
-def fsdp_footprint(options: FsdpOptions, ranks: int, workload: Workload) -> Footprint:
+def fsdp_footprint(
+    options: FsdpOptions, ranks: int, workload: Workload, *, flat: bool
+) -> Footprint:
     """See `Strategy.footprint`; of the first rank, whose parts are the largest.
 
     Args:
         ranks: that hold the model together.
+        flat: frozen layers are gathered by `FlatLayers`.
     """
     model, precision = workload.skeleton, workload.precision
     assert model is not None, "a footprint is counted from the model"
@@ -33,6 +37,13 @@ def fsdp_footprint(options: FsdpOptions, ranks: int, workload: Workload) -> Foot
     turns = workload.accumulation
     once = options.gather == "step"
     gathers = in_layers + in_root if once else turns * (2 * in_layers + in_root)
+    if flat:
+        lengths = flat_lengths(model, ranks)
+        gathers = gathered_in_a_turn(lengths) * item_bytes(dtype) + _padded(trained, ranks, dtype)
+        gathers *= turns
+        whole = [p for p in everything if id(p) not in layers and not p.requires_grad]
+        frozen = sum(lengths) // ranks * item_bytes(dtype)
+        frozen += sum(p.numel() * item_size(p, dtype) for p in whole)
     reductions = turns if all_trained else 1
     sums = reductions * _padded(trained, ranks, precision.reduce_dtype)
     sent = {"all_gather": gathers, "reduce_scatter": sums} if ranks > 1 else {}

@@ -25,6 +25,7 @@ from anygauge.interface.strategy import (
 )
 from anygauge.strategies.common import compile_regions, floating, torch_dtype, trained_parameters
 from anygauge.strategies.degrees import Degrees
+from anygauge.strategies.finite import scaled
 from anygauge.strategies.pipeline_cut import StagePart, rank_of_stage, stage_parts, stages_at
 from anygauge.strategies.pipeline_layout import Staged, StageGradients, receive, send
 from anygauge.strategies.pipeline_stage import PipelineModel, Stage, owned
@@ -163,7 +164,7 @@ class PipelineEngine(TorchEngine):
         assert self._loss_function is not None
         loss = self._loss_function(outputs)
         self._sums[number] = loss.detach()
-        return loss * self._factor
+        return scaled(loss, self._factor)
 
     def _schedule(self, shape: Sequence[int], count: int) -> Any:
         """For micro-batches of a shape, (B, T)."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from anygauge.interface.strategy import ModelFactory, Precision
 from anygauge.strategies.common import floating, torch_dtype
+from anygauge.strategies.flat import FlatLayers
 from anygauge.strategies.layout import local_square, scale_to
 from anygauge.strategies.materialise import owners_of, units
 from anygauge.strategies.tensor_division import Cut
@@ -111,6 +112,7 @@ def fill(
     storage: torch.device | None = None,
     foreign: Container[int] = (),
     cuts: Mapping[str, Cut] = MappingProxyType({}),
+    flat: FlatLayers | None = None,
 ) -> None:
     """Make a sharded model real, and give this rank's parts their values, unit by unit.
 
@@ -120,6 +122,7 @@ def fill(
         storage: where parts lie; None: there.
         foreign: parameters that this rank does not hold, by identity: they are on meta afterwards.
         cuts: by name, of parameters that were cut before they became DTensors.
+        flat: holds parts of parameters that are no DTensors.
     """
     _make_real(model, storage or device, foreign)
     for module in model.modules():
@@ -131,6 +134,8 @@ def fill(
 
     def wanted(name: str, shape: Sequence[int]) -> tuple[slice, ...] | None:
         parameter = at[adapted[name]]
+        if flat is not None and parameter in flat:
+            return flat.rows(parameter)
         part = part_of(parameter, cuts.get(adapted[name]))
         empty = any(piece.start == piece.stop for piece in part)
         return None if parameter.is_meta or empty else part
@@ -149,6 +154,9 @@ def fill(
                 continue
             for name, value in factory.values(skeleton, path, wanted).items():
                 parameter = at[adapted[f"{path}.{name}" if path else name]]
+                if flat is not None and parameter in flat:
+                    flat.keep(parameter, value)
+                    continue
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.copy_(value)
             _take_buffers(unit, path, model, adapted, device)

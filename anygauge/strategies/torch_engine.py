@@ -32,6 +32,7 @@ from anygauge.strategies.common import (
     torch_dtype,
     trained_parameters,
 )
+from anygauge.strategies.finite import FiniteSteps, scaled
 from anygauge.strategies.gradients import Gradients, LocalGradients
 from anygauge.strategies.layout import TensorLayout, Whole
 from anygauge.strategies.loss_scale import LossScale
@@ -87,6 +88,7 @@ class TorchEngine:
         )
         shapes = {name: self.parameter_shape(p) for name, p in self._trained}
         self._optimizer = context.optimizer(self._named_masters, shapes)
+        self._steps = FiniteSteps(self._optimizer)
         self._scale = LossScale(context.precision.scales_loss)
 
     def run_step(
@@ -101,7 +103,7 @@ class TorchEngine:
                 outputs = self._call(**batches[index].inputs)
                 self._graph.mark_step(Phase.FORWARD)
                 loss = loss_function(outputs)
-                (loss * factor).backward()
+                scaled(loss, factor).backward()
             self._gradients.collect()
             self._graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
@@ -114,10 +116,11 @@ class TorchEngine:
                 gradient = gradient.to(master.dtype)
                 master.grad = gradient.div_(self._scale.factor) if self._scale.enabled else gradient
         norm = self._layout.clip(self._masters, max_norm if max_norm > 0 else torch.inf)
+        # float16 alone waits for the device here: the next step needs the scale.
         skipped = self._scale.enabled and self._scale.skips(float(norm))
         if not skipped:
             set_learning_rate(self._optimizer, lr)
-            self._optimizer.step()
+            self._steps.step(norm)
         self._optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for part, master in self._copies:

@@ -37,6 +37,7 @@ from anygauge.strategies.common import (
     torch_dtype,
     trained_parameters,
 )
+from anygauge.strategies.finite import FiniteSteps, scaled
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.zero_footprint import zero_footprint
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
@@ -44,6 +45,7 @@ from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
     gather_by_block,
     gathered_by_peft,
+    gradients_finite,
     import_deepspeed,
     one_partition_group,
     refuse_unserved_type,
@@ -52,7 +54,8 @@ from anygauge.strategies.zero_runtime import (
 )
 from anygauge.strategies.zero_settings import DEFAULT_LIVE, ModelSizes, as_config, zero_settings
 from anygauge.strategies.zero_state import ZeroState, whole_shape
-from anygauge.strategies.zero_versions import needs_reentrant_checkpointing
+from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
+from anygauge.util.imports import uncompiled
 
 
 class ZeroEngine:
@@ -76,6 +79,12 @@ class ZeroEngine:
         self._trained = trained_parameters(self.model)
         self._state = ZeroState(engine, stage, self._trained, writes=context.rank == 0)
         self._swapped = swapped
+        self._steps = (
+            None
+            if hasattr(engine.optimizer, "clip_grad")
+            else FiniteSteps(engine.optimizer, engine.step)
+        )
+        self._finite = True
         self._undo_release = (
             synchronise_before_release(context.backend.placement.synchronize)
             if stage == 3 and context.backend.graph.sync_on_release
@@ -95,7 +104,7 @@ class ZeroEngine:
             outputs = self._engine(**batch.inputs)
             self._backend.graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs)
-            self._engine.backward(loss * scale, scale_wrt_gas=False)
+            self._engine.backward(scaled(loss, scale), scale_wrt_gas=False)
             self._backend.graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
         return StepResult(sums)
@@ -104,21 +113,27 @@ class ZeroEngine:
         """See `Engine.update`."""
         optimizer = self._engine.optimizer
         set_learning_rate(optimizer, lr)
-        norm: Any = None
-        if hasattr(optimizer, "clip_grad"):
-            optimizer.clip_grad = max_norm
-        else:
+        if self._steps is not None:
             # Stage 0 in float32 hands torch's own optimizer through, which keeps no norm.
             norm = torch.nn.utils.clip_grad_norm_(
                 [p for _, p in self._trained], max_norm if max_norm > 0 else math.inf
             )
-        skipped_before = self._engine.skipped_steps
-        self._engine.step()
+            self._steps.step(norm)
+            self._backend.graph.mark_step(Phase.UPDATE)
+            return UpdateResult(norm)
+        if not self._finite:
+            return UpdateResult(torch.tensor(math.inf))
+        optimizer.clip_grad = max_norm
+        before = self._engine.skipped_steps
+        if self._scales_loss or skips_non_finite() or gradients_finite(optimizer):
+            self._engine.step()
+        else:
+            self._engine.skipped_steps += 1
         self._backend.graph.mark_step(Phase.UPDATE)
-        if norm is None:
-            norm = self._engine.get_global_grad_norm()
-        skipped = self._engine.skipped_steps > skipped_before
-        return UpdateResult(torch.as_tensor(norm), skipped and self._scales_loss)
+        skipped = self._engine.skipped_steps > before
+        self._finite = self._scales_loss or not skipped
+        found = self._engine.get_global_grad_norm() if self._finite else math.inf
+        return UpdateResult(torch.as_tensor(found), skipped and self._scales_loss)
 
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
@@ -242,7 +257,8 @@ class Zero:
             if on_host
             else context.optimizer(trained, shapes)
         )
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        with uncompiled():  # it imports optimizers that it does not use here
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         restore_buffers(buffers)
         return ZeroEngine(engine, self.options.stage, context, swapped)
 

@@ -18,6 +18,7 @@ from torch import nn
 from anygauge.interface import HOST_DEVICE, Backend, UnsupportedError
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.zero_versions import ENGINE
+from anygauge.util.imports import uncompiled
 
 WAITS_FOR_EACH_SINCE = Version("0.19.8")
 """First version here whose gathering of several weights waits for each of them (#8539)."""
@@ -39,7 +40,8 @@ def import_deepspeed(backend: Backend) -> ModuleType:
     wanted = backend.device_type if named is None else str(named)
     if ENGINE not in sys.modules:
         os.environ["DS_ACCELERATOR"] = HOST_DEVICE if named is None else wanted
-    import deepspeed
+    with uncompiled():
+        import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if named is None and get_accelerator().device_name() in (HOST_DEVICE, wanted):
@@ -218,3 +220,16 @@ def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], 
         partition_parameters.free_param = release
 
     return undo
+
+
+def gradients_finite(optimizer: Any) -> bool:
+    """Whether all ranks' gradients are, for versions that look at it in float16 alone; waits.
+
+    Args:
+        optimizer: DeepSpeed's, after the last backward of a step.
+    """
+    if hasattr(optimizer, "has_overflow"):
+        return not optimizer.has_overflow()
+    # Stage 1 in bfloat16: each rank has all gradients, summed.
+    gradients, _ = optimizer.get_grads_for_norm()
+    return all(bool(gradient.isfinite().all()) for gradient in gradients)

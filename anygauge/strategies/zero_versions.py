@@ -14,6 +14,15 @@ NON_REENTRANT_SINCE = (0, 19, 6)
 DISK_SINCE = (0, 19, 8)
 """First version here whose optimizer's state is read from a disk and written there as we do."""
 
+SKIPS_NON_FINITE_SINCE = (0, 19, 8)
+"""First version here that leaves out an update whose gradient is not finite, in every stage and
+type; 0.16.9 does so in float16 alone."""
+
+
+def skips_non_finite() -> bool:
+    """Whether the installed DeepSpeed keeps gradients that are not finite from the weights."""
+    return is_at_least(SKIPS_NON_FINITE_SINCE)
+
 
 def offloads_gradients() -> bool:
     """Whether the installed DeepSpeed adds micro-batches up as it should while it offloads."""

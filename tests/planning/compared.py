@@ -18,12 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anygauge.config.schema import (
-    AdapterSection,
-    CheckpointingSection,
-    ModelSection,
-    OptimizerSection,
-)
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.interface.strategy import DeviceBatch, Precision, Strategy, Workload
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
@@ -40,7 +36,7 @@ from anygauge.planning.rehearsal import (
 )
 from anygauge.planning.watch import Watch
 from anygauge.registry import Registry
-from anygauge.registry.factories import load_options
+from anygauge.registry.registry import load_options
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import batch_of, build_context
 

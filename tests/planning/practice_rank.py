@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from anygauge.agent import local_job
-from anygauge.config import run_json
+from anygauge.config.resolved import run_json
 from anygauge.interface import Job
 from anygauge.planning.calibration import TINY, practice, practised
 from anygauge.registry import Registry

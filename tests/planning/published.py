@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.planning.fit import Fit, fit
 from anygauge.planning.memory import RunMemory
 from anygauge.planning.planner import Planner

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.planning import time as times
 from anygauge.planning.planner import Planner
 from anygauge.planning.trials import Target, timed

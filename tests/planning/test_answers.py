@@ -159,7 +159,7 @@ def test_tables_on_eighty_columns(
     page.rows(
         "strategy", [planned.PlanRow(name="odd", card="", ranks=8, trial=None, refused="not odd")]
     )
-    page.largest("batch", largest_batch(run(), TARGET, tried, 8))
+    page.lines(planned.words_of_largest("batch", largest_batch(run(), TARGET, tried, 8)))
     page.changes(nearest(run(), TARGET, tried, Registry.load()))
     shown = capsys.readouterr().out
     assert "…" not in shown, "nothing is cut"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import UnsupportedError
 from anygauge.planning.changes import ENOUGH, MOST_TRIALS, Change, _Search, candidates, nearest

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.planning.planner import Planner
 from tests.helpers.runs import TINY, run_file
 

@@ -39,7 +39,7 @@ SCRIPT = """
     import_usual()
     frozen = gc.get_freeze_count()
     import torch
-    from anygauge.config import parse_run
+    from anygauge.config.resolved import parse_run
     from anygauge.planning import lean, quick, run
     from anygauge.registry import Registry
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.planning.planner import Planner
 from tests.helpers.forked import Part, finished
 from tests.helpers.runs import TINY, run_file

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from anygauge.agent import local_job
-from anygauge.config import parse_run
+from anygauge.config.resolved import parse_run
 from anygauge.planning.calibration import practice
 from anygauge.planning.planner import Planner
 from anygauge.planning.work import Work

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.models.factory import CausalModelFactory
 from anygauge.planning.fit import most_bytes

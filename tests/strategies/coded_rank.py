@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, Precision
 from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory, parts_of
 from anygauge.registry import Registry
-from anygauge.registry.factories import load_options
+from anygauge.registry.registry import load_options
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import batch_of, build_context, open_rank
 from tests.strategies.parity_rank import CONFIG

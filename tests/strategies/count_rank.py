@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface.strategy import BuildContext, Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory

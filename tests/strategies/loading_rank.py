@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Precision
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import LazyTensor
 from anygauge.registry import Registry
-from anygauge.registry.factories import load_options
+from anygauge.registry.registry import load_options
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context, open_rank
 

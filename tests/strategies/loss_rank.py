@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface.strategy import BuildContext, Precision
 from anygauge.kernels.install import ModelKernels
 from anygauge.kernels.loss import logits_rule, model_loss

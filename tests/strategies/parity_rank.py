@@ -18,12 +18,8 @@ from typing import Any
 
 import torch
 
-from anygauge.config.schema import (
-    AdapterSection,
-    CheckpointingSection,
-    ModelSection,
-    OptimizerSection,
-)
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import CheckpointingSection, OptimizerSection
 from anygauge.data import MicroBatch
 from anygauge.interface import Backend, Precision, Share
 from anygauge.interface.strategy import DeviceBatch, Engine
@@ -33,8 +29,9 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.models.inputs import model_inputs, positions, shift_labels
 from anygauge.models.masks import MaskPlan
 from anygauge.registry import Registry
-from anygauge.registry.factories import load_options
+from anygauge.registry.registry import load_options
 from anygauge.strategies.activations import offload_activations
+from anygauge.strategies.flat import FLAT
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context, open_rank
 from tests.helpers.collective_bytes import CollectiveBytes
@@ -251,7 +248,9 @@ def trained(case: Case, backend: Backend, rank: int, world: int) -> dict[str, An
         mine = [float(sum(map(float, result.loss_sums)))]
         losses.append((backend.collectives.sum_on_host(mine) if world > 1 else mine)[0] / tokens)
         norms.append(float(update.grad_norm))
-    held = sum(_local_bytes(p) for p in engine.model.parameters())
+    flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
+    held = sum(_local_bytes(p) for p in engine.model.parameters() if not (flat and p in flat))
+    held += flat.held if flat else 0
     evaluated = engine.evaluate(micro_batches(case, 77, share, device), model_loss)
     mine = [float(sum(map(float, evaluated)))]
     found = {

@@ -17,13 +17,14 @@ from unittest import mock
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.quantised import Nf4Linear, QuantisedLinear
 from anygauge.registry import Registry
-from anygauge.registry.factories import load_options
+from anygauge.registry.registry import load_options
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context, open_rank
 from tests.strategies.parity_rank import Case, placed

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anygauge.config.schema import CheckpointingSection
+from anygauge.config.sections import CheckpointingSection
 from anygauge.interface import Activations, Backend, Share, UnsupportedError
 from anygauge.interface.strategy import Engine
 from anygauge.kernels.loss import model_loss

@@ -16,6 +16,7 @@ from tests.helpers.ranks import run_ranks
 from tests.strategies.parity_rank import CONFIG
 
 RANKS = 4
+LAYERS = 8
 SIM = {"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": str(RANKS)}
 
 
@@ -23,7 +24,7 @@ SIM = {"ANYGAUGE_SIM_LOCKS": "", "ANYGAUGE_SIM_CARDS": str(RANKS)}
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
     """(Folder, bytes of its weights, bytes of one layer.)"""
     made = CausalModelFactory(
-        ModelSection(config={**CONFIG, "num_hidden_layers": 8}, tokenizer="none"),
+        ModelSection(config={**CONFIG, "num_hidden_layers": LAYERS}, tokenizer="none"),
         None,
         dtype=torch.float32,
         seed=0,
@@ -55,8 +56,19 @@ def loaded(
 def test_each_rank_of_fsdp_reads_its_part_of_the_files(
     model: tuple[Path, int, int], tmp_path: Path
 ) -> None:
+    folder, size, layer = model
+    whole = size - LAYERS * layer  # embedding and output layer, which a step reads whole
+    a_row = 4 * 128  # the widest row of a layer, in bytes
+    for rank in loaded(tmp_path, folder, "fsdp", "cpu"):
+        assert abs(rank["read"] - whole - LAYERS * layer / RANKS) <= 2 * LAYERS * a_row
+
+
+def test_each_rank_of_fsdp2_alone_reads_its_part_of_the_files(
+    model: tuple[Path, int, int], tmp_path: Path
+) -> None:
     folder, size, _ = model
-    assert [rank["read"] for rank in loaded(tmp_path, folder, "fsdp", "cpu")] == [size / 4] * 4
+    found = loaded(tmp_path, folder, "fsdp", "cpu", gather="step")
+    assert [rank["read"] for rank in found] == [size / RANKS] * RANKS
 
 
 @pytest.mark.slow
@@ -72,10 +84,15 @@ def test_a_card_holds_its_part_of_the_model_and_never_much_more(
 ) -> None:
     pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
     folder, size, layer = model
-    for rank in loaded(tmp_path, folder, "fsdp", "sim"):
-        factors = 2**16
+    factors = 2**16
+    for rank in loaded(tmp_path, folder, "fsdp", "sim", gather="step"):
         assert rank["held"] <= 0.26 * size + factors
         assert rank["peak"] <= 0.26 * size + 2 * layer + factors
+    whole = size - LAYERS * layer
+    for rank in loaded(tmp_path, folder, "fsdp", "sim"):
+        in_step = whole + 2 * layer  # and two layers, gathered in turn
+        assert rank["held"] <= 0.26 * size + in_step + factors
+        assert rank["peak"] <= 0.26 * size + in_step + layer + factors
 
 
 def whole_on_each(model: Path) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
-from anygauge.config.sections import QuantiseSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection, QuantiseSection
 from anygauge.interface import Precision
 from anygauge.models.factory import CausalModelFactory, dtype_name
 from anygauge.models.quantised import transformers_config
 from anygauge.registry import Registry
-from anygauge.registry.factories import load_options
+from anygauge.registry.registry import load_options
 from anygauge.strategies.zero_versions import offloads_gradients
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context
@@ -177,7 +177,10 @@ def test_a_footprint_counts_codes_as_bytes_and_their_scales(
         )
         skeleton = factory.adapt(factory.skeleton())
         workload = dataclasses.replace(context.workload, skeleton=skeleton)
-        options = {"options": NOTHING_RESIDENT} if strategy == "zero" else {}
+        # Without codes, fsdp would keep embedding and output layer whole.
+        options = {"fsdp": {"gather": "step"}, "zero": {"options": NOTHING_RESIDENT}}.get(
+            strategy, {}
+        )
         made = registry.strategy(strategy)(None if kind is None else kind(**options))
         codes = sum(p.numel() for p in skeleton.parameters() if not p.is_floating_point())
         scales = sum(b.numel() * b.element_size() for b in skeleton.buffers() if b.is_meta)

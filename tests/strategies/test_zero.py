@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from anygauge.config.schema import OptimizerSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Activations, Backend, Precision, Setting, UnsupportedError
 from anygauge.strategies import zero_versions
 from anygauge.strategies.zero import on_the_host

@@ -15,7 +15,8 @@ from unittest import mock
 
 import torch
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Graph, Phase, UnsupportedError
 from anygauge.interface.strategy import Precision
 from anygauge.kernels.loss import model_loss
