@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 

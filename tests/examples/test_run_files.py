@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from anygauge.data import accumulation
 from tests.helpers.runs import anygauge
 

@@ -30,6 +30,7 @@ from anygauge.strategies.common import (
     summed_losses,
     trained_parameters,
 )
+from anygauge.strategies.finite import FiniteSteps, scaled
 from anygauge.strategies.footprint import whole_model
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.state import export_plain, import_plain, updates_of
@@ -47,6 +48,7 @@ class PlainEngine:
         self._trained = trained_parameters(model)
         self._sums = [torch.zeros_like(p, dtype=sums) for _, p in self._trained]
         self._optimizer = context.optimizer(self._trained)
+        self._steps = FiniteSteps(self._optimizer)
 
     def run_step(
         self, batches: Sequence[DeviceBatch], loss_function: LossFunction, normalizer: int
@@ -58,7 +60,7 @@ class PlainEngine:
             outputs = self.model(**batch.inputs)
             self._graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs)
-            (loss / normalizer).backward()
+            scaled(loss, 1 / normalizer).backward()
             for total, (_, parameter) in zip(self._sums, self._trained, strict=True):
                 if parameter.grad is not None:
                     total += parameter.grad
@@ -74,7 +76,7 @@ class PlainEngine:
             total.zero_()
         norm = self._clip([p for _, p in self._trained], max_norm if max_norm > 0 else torch.inf)
         set_learning_rate(self._optimizer, lr)
-        self._optimizer.step()
+        self._steps.step(norm)
         self._optimizer.zero_grad(set_to_none=True)
         self._graph.mark_step(Phase.UPDATE)
         return UpdateResult(norm)

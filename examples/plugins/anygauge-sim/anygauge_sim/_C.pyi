@@ -42,6 +42,7 @@ def memory(index: int) -> dict[str, int]:
 def reset_peak(index: int) -> None: ...
 def counters(index: int) -> dict[str, Any]:
     """``kernels``, ``allocations``, ``host_to_card_bytes``, ``card_to_host_bytes``,
+    ``card_to_host_copies``, ``host_waits`` (copies that end when all before has been done),
     ``card_to_card_bytes``; by name ``operations``, ``collective_calls``, ``collective_bytes``."""
 
 def reset_counters(index: int) -> None: ...

@@ -201,13 +201,20 @@ void count_kernel(int index, const std::string& name) {
   if (all.trace) std::fprintf(all.trace, "%d %s\n", card.number, name.c_str());
 }
 
-void count_copy(int from, int to, uint64_t bytes) {
+void count_copy(int from, int to, uint64_t bytes, bool waits) {
   Machine& all = machine();
   const std::lock_guard<std::mutex> guard(all.mutex);
   if (from < 0) {
     all.card(to).counters.host_to_card_bytes += bytes;
   } else if (to < 0) {
-    all.card(from).counters.card_to_host_bytes += bytes;
+    Card& card = all.card(from);
+    card.counters.card_to_host_bytes += bytes;
+    ++card.counters.card_to_host_copies;
+    card.counters.host_waits += waits;
+    if (all.trace) {
+      std::fprintf(all.trace, "%d copy_to_host %llu%s\n", card.number,
+                   static_cast<unsigned long long>(bytes), waits ? " waits" : "");
+    }
   } else {
     all.card(from).counters.card_to_card_bytes += bytes;
   }

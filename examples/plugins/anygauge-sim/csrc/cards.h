@@ -14,6 +14,9 @@ struct Counters {
   uint64_t kernels = 0;             // operations run on the card
   uint64_t host_to_card_bytes = 0;  // copied
   uint64_t card_to_host_bytes = 0;
+  uint64_t card_to_host_copies = 0;
+  // Of these: for which the host would wait until the card has done all it was given before.
+  uint64_t host_waits = 0;
   uint64_t card_to_card_bytes = 0;
   uint64_t allocations = 0;
   std::map<std::string, uint64_t> operations;        // name -> times
@@ -55,7 +58,8 @@ Memory memory(int index);
 void reset_peak(int index);
 
 void count_kernel(int index, const std::string& name);
-void count_copy(int from, int to, uint64_t bytes);  // -1 is the host
+// -1 is the host, which waits for some copies.
+void count_copy(int from, int to, uint64_t bytes, bool waits);
 void count_collective(int index, const std::string& name, uint64_t bytes);
 Counters counters(int index);
 void reset_counters(int index);

@@ -4,10 +4,10 @@
 // the moment at which it was recorded.
 #include "cards.h"
 #include "device.h"
+#include "key.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
-#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -18,8 +18,6 @@
 
 namespace sim {
 namespace {
-
-constexpr auto kSim = c10::DeviceType::PrivateUse1;
 
 // -- memory of the cards --------------------------------------------------------------------
 
@@ -188,7 +186,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+C10_REGISTER_GUARD_IMPL(SIM_KEY, Guard);
 
 // -- random numbers -------------------------------------------------------------------------
 
@@ -196,7 +194,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 struct CardGenerator final : c10::GeneratorImpl {
   explicit CardGenerator(c10::DeviceIndex index)
       : c10::GeneratorImpl(
-            c10::Device(kSim, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+            c10::Device(kSim, index), c10::DispatchKeySet(c10::DispatchKey::SIM_KEY)),
         inner(at::detail::createCPUGenerator()) {}
 
   void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
@@ -236,7 +234,19 @@ const at::Generator& default_generator(c10::DeviceIndex index) {
 
 // -- hooks ----------------------------------------------------------------------------------
 
-struct Hooks final : at::PrivateUse1HooksInterface {
+struct Hooks final : HooksInterface {
+#ifdef SIM_AS_CUDA
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  int getNumGPUs() const override { return visible_cards(); }
+  c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
+  void deviceSynchronize(c10::DeviceIndex) const override {}
+#else
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_storage(storage, bytes);
+  }
+#endif
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return visible_cards() > 0; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -269,14 +279,23 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return at::make_generator<CardGenerator>(
         index < 0 ? static_cast<c10::DeviceIndex>(current_card()) : index);
   }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    resize_storage(storage, bytes);
-  }
 };
+
+#ifdef SIM_AS_CUDA
+using CUDAHooks = Hooks;  // the name that torch looks for
+using at::CUDAHooksArgs;
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks);
+#endif
 
 }  // namespace
 
+#ifdef SIM_AS_CUDA
+void register_hooks() {}  // torch asks its registry, once
+#else
 void register_hooks() { at::RegisterPrivateUse1HooksInterface(new Hooks()); }
+#endif
 
 at::Generator host_generator(const std::optional<at::Generator>& given, int index) {
   const at::Generator& chosen = given.has_value() && given->defined()

@@ -158,11 +158,11 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   // Elsewhere than on the host these are taken apart into others, and their digits differ.
   for (const char* name :
        {"_stack", "_stack.out", "addr", "addr.out", "all.dims", "all.dims_out", "any.dims",

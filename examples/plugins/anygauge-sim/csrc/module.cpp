@@ -2,9 +2,9 @@
 #include "cards.h"
 #include "device.h"
 #include "faults.h"
+#include "key.h"
 #include "simccl.h"
 
-#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceType.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -12,7 +12,7 @@
 
 namespace py = pybind11;
 
-PYBIND11_MODULE(_C, module) {
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "Simulated accelerator cards for torch.";
   module.def("register_hooks", &sim::register_hooks);
   module.def(
@@ -50,6 +50,8 @@ PYBIND11_MODULE(_C, module) {
     result["kernels"] = found.kernels;
     result["host_to_card_bytes"] = found.host_to_card_bytes;
     result["card_to_host_bytes"] = found.card_to_host_bytes;
+    result["card_to_host_copies"] = found.card_to_host_copies;
+    result["host_waits"] = found.host_waits;
     result["card_to_card_bytes"] = found.card_to_card_bytes;
     result["allocations"] = found.allocations;
     result["operations"] = found.operations;
@@ -59,8 +61,13 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def("reset_counters", &sim::reset_counters);
   module.def("default_generator", [](int index) {
-    return at::detail::getPrivateUse1Hooks().getDefaultGenerator(
-        static_cast<c10::DeviceIndex>(index));
+    return sim::hooks().getDefaultGenerator(static_cast<c10::DeviceIndex>(index));
   });
+#ifdef SIM_AS_CUDA
+  // Torch's own way to resize a storage asks for a build with CUDA.
+  module.def("resize_storage", [](const at::Tensor& whole, size_t bytes) {
+    sim::resize_storage(whole.storage(), bytes);
+  });
+#endif
   sim::bind_simccl(module);
 }

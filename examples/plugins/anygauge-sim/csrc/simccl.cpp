@@ -6,6 +6,7 @@
 #include "cards.h"
 #include "device.h"
 #include "faults.h"
+#include "key.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <pybind11/chrono.h>
@@ -307,7 +308,7 @@ class SimCCL final : public c10d::Backend {
  private:
   static at::Tensor view(const at::Tensor& tensor) {
     TORCH_CHECK(
-        tensor.device().type() == c10::DeviceType::PrivateUse1, "simccl: the tensor is on ",
+        tensor.device().type() == c10::DeviceType::SIM_KEY, "simccl: the tensor is on ",
         tensor.device(), "; it speaks for simulated cards only");
     TORCH_CHECK(tensor.is_contiguous(), "simccl: tensors must be contiguous");
     return host_view(tensor);

@@ -32,7 +32,7 @@ at::Tensor empty(
   TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "sim has strided tensors only");
   const c10::DeviceGuard guard(chosen(device));
   return at::detail::empty_generic(
-      size, c10::GetAllocator(kSim), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      size, c10::GetAllocator(kSim), c10::DispatchKeySet(c10::DispatchKey::SIM_KEY),
       c10::dtype_or_default(dtype), format);
 }
 
@@ -44,7 +44,7 @@ at::Tensor empty_strided(
   TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "sim has strided tensors only");
   const c10::DeviceGuard guard(chosen(device));
   return at::detail::empty_strided_generic(
-      size, stride, c10::GetAllocator(kSim), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      size, stride, c10::GetAllocator(kSim), c10::DispatchKeySet(c10::DispatchKey::SIM_KEY),
       c10::dtype_or_default(dtype));
 }
 
@@ -103,7 +103,7 @@ at::Tensor& set_nothing(at::Tensor& self) {
   return set_storage(self, std::move(none), 0, {0}, {});
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   if (self.numel() == 0) return to;
   const int from_card = on_card(self) ? self.device().index() : -1;
   const int to_card = on_card(to) ? to.device().index() : -1;
@@ -112,13 +112,25 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
       "cannot copy from ", self.device(), " to ", to.device());
   const int where = to_card >= 0 ? to_card : from_card;
   count_kernel(where, "aten::_copy_from");
-  if (from_card != to_card) count_copy(from_card, to_card, self.nbytes());
+  if (from_card != to_card) {
+    // A card copies to the host by itself into pinned memory alone.
+    const bool waits = to_card < 0 && !(non_blocking && to.is_pinned());
+    count_copy(from_card, to_card, self.nbytes(), waits);
+  }
   const Pace pace(where);
   Views views;
   at::Tensor target = to_card >= 0 ? views.of(to) : to;
   target.copy_(from_card >= 0 ? views.of(self) : self);
   return to;
 }
+
+#ifdef SIM_AS_CUDA
+// Torch's own copy_ hands only devices of others to _copy_from.
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool late) {
+  copy_from(from, self, late);
+  return self;
+}
+#endif
 
 // As elsewhere, the number may be on another device than what it fills.
 at::Tensor& fill_with(at::Tensor& self, const at::Tensor& value) {
@@ -133,7 +145,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 
 at::Scalar local_scalar(const at::Tensor& self) {
   count_kernel(self.device().index(), "aten::_local_scalar_dense");
-  count_copy(self.device().index(), -1, self.nbytes());
+  count_copy(self.device().index(), -1, self.nbytes(), true);
   Views views;
   return views.of(self).item();
 }
@@ -172,7 +184,7 @@ at::Tensor unfold(const at::Tensor& self, int64_t dim, int64_t size, int64_t ste
   return at::native::unfold(self, dim, size, step);
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
   m.impl("resize_", TORCH_FN(resize_));
@@ -185,6 +197,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", TORCH_FN(reshape_alias));
   m.impl("unfold", TORCH_FN(unfold));
   m.impl("fill_.Tensor", TORCH_FN(fill_with));
+#ifdef SIM_AS_CUDA
+  m.impl("copy_", TORCH_FN(copy_));
+#endif
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar));

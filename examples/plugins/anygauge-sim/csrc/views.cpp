@@ -54,7 +54,7 @@ at::Tensor Views::back(const at::Tensor& result, c10::Device device) {
   const auto shared = keys_.find(result.storage().unsafeGetStorageImpl());
   if (shared != keys_.end()) {  // a view of an argument
     at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(shared->second), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+        c10::Storage(shared->second), c10::DispatchKeySet(c10::DispatchKey::SIM_KEY),
         result.dtype());
     view.unsafeGetTensorImpl()->set_storage_offset(result.storage_offset());
     view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides());

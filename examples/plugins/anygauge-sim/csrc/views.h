@@ -1,6 +1,8 @@
 // The bytes of a card as torch's CPU kernels see them, and how long a slow card takes.
 #pragma once
 
+#include "key.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
@@ -9,7 +11,6 @@
 
 namespace sim {
 
-constexpr auto kSim = c10::DeviceType::PrivateUse1;
 
 inline bool on_card(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kSim;

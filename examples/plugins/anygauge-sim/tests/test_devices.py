@@ -64,6 +64,15 @@ def test_copies_between_host_and_cards_are_counted(sim: Any) -> None:
     assert sim.counters()["host_to_card_bytes"] == 400
     there.to("cpu")
     assert sim.counters()["card_to_host_bytes"] == 400
+    pageable, pinned = torch.empty(100), torch.empty(100, pin_memory=True)
+    pinned.copy_(there, non_blocking=True)
+    assert sim.counters()["card_to_host_copies"] == 2
+    assert sim.counters()["host_waits"] == 1, "the card copies into pinned memory by itself"
+    pageable.copy_(there, non_blocking=True)
+    pinned.copy_(there)
+    there[0].item()
+    assert sim.counters()["card_to_host_copies"] == 5
+    assert sim.counters()["host_waits"] == 4
     other = there.to("sim:1")
     assert other.device.index == 1
     assert sim.counters()["card_to_card_bytes"] == 400
