@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from anygauge.strategies.zero_versions import skips_non_finite
 from tests.helpers.gaudi import calls, standin_environment, standin_site
 from tests.helpers.runs import Run, merged, run_file, train
 
@@ -105,7 +106,8 @@ def test_a_step_calls_in_order(lazy: Trained) -> None:
             if name in ("reduce_scatter_tensor", "mark_step", "all_reduce")
         ]
         micro_step = ["reduce_scatter_tensor", "mark_step"]
-        update = ["all_reduce", "mark_step"]
+        # Older releases of DeepSpeed do not look whether the gradient is finite; then we do.
+        update = [*["all_reduce"] * (1 if skips_non_finite() else 2), "mark_step"]
         found = order[order.index("reduce_scatter_tensor") :]
         step = [*micro_step * ACCUMULATION, *update]
         assert found[: len(step)] == step

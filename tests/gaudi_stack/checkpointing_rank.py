@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from anygauge.config.schema import AdapterSection, ModelSection, OptimizerSection
+from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.sections import OptimizerSection
 from anygauge.interface.strategy import Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory

@@ -1,0 +1,61 @@
+"""Installing the stand-in for CUDA and NCCL where a run finds it, and reading its record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.tree import write_tree
+
+STANDIN = Path(__file__).parents[1] / "standins/cuda"
+NAME = "NVIDIA H100 80GB HBM3"
+MACHINE: Mapping[str, str] = {
+    "dev/nvidia0": "",
+    "dev/nvidia1": "",
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06\n",
+    "proc/driver/nvidia/gpus/0000:3b:00.0/information": f"Model: \t\t {NAME}\n",
+    "proc/driver/nvidia/gpus/0000:4b:00.0/information": f"Model: \t\t {NAME}\n",
+    "torch/version.py": "__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n",
+}
+"""What the driver and torch leave on a machine of two cards."""
+
+
+def built() -> Path | None:
+    """The cards' module, where it was built (make plugins)."""
+    return next(STANDIN.glob("cuda_cards*.so"), None)
+
+
+def standin_site(folder: Path) -> Path:
+    """A folder for ``PYTHONPATH`` that holds the stand-in as an installed distribution."""
+    cards = built()
+    assert cards is not None, "make plugins builds the cards"
+    site = folder / "cuda-standin"
+    shutil.copytree(STANDIN / "site", site, ignore=shutil.ignore_patterns("__pycache__"))
+    (site / cards.name).symlink_to(cards)
+    write_tree(site / "machine", MACHINE)
+    info = site / "cuda_standin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cuda-standin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[anygauge]\ncuda-standin = anygauge_cuda_standin\n", encoding="utf-8"
+    )
+    return site
+
+
+def standin_environment(site: Path, record: Path) -> dict[str, str]:
+    """Variables of a process that is to find the stand-in, and write its calls to `record`.RANK."""
+    return {
+        "PYTHONPATH": str(site),
+        # The shipped announcement of the same backend, whose probe finds no card here.
+        "ANYGAUGE_BLOCK_PLUGINS": "cuda",
+        "CUDA_STANDIN_RECORD": str(record),
+    }
+
+
+def calls(record: Path, rank: int) -> list[list[Any]]:
+    """What a rank called, in order: name and values."""
+    text = Path(f"{record}.{rank}").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
