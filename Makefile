@@ -1,8 +1,8 @@
 # Everything here works in a fresh clone: the environment is made by whatever needs it first.
 #
 #   make demo        fine-tune a small model on this machine
-#   make plugins     build and install the devices of examples/plugins (C++: two minutes)
-#   make test        lint, types, import contracts, and the tests but the slow ones; at most 12 minutes on
+#   make plugins     build and install the devices of examples/plugins (C++: four minutes)
+#   make test        lint, types, import contracts, and the tests but the slow ones; about 20 minutes on
 #                    two cores
 #   make test-slow   the slow tests
 #   make test-launchers     ssh, Open MPI, Slurm and clouds' containers over emulated machines; as root, on
@@ -12,6 +12,8 @@
 #   make image-cpu   build the container image for CPUs without Docker, and run the demo inside it, cut
 #                    off from any network; as root, on Debian; installs what is missing
 #   make test-image  the same, then the tests of that image
+#   make gpu         check and measure an NVIDIA card: at most 8 minutes, no network (docs/gpu.md)
+#   make gpu-full    the same with all parts; an hour and a half
 #   make lint        lint, types and import contracts alone
 #   make format      format the code, and repair what the linter can
 #   make .venv       only make the environment
@@ -21,6 +23,14 @@
 # TORCH_INDEX=URL       where torch is taken from: https://download.pytorch.org/whl/cpu has a build
 #                       without GPU libraries, a tenth of the usual size
 # JOBS=4                test processes; a test may start two ranks of its own
+#
+# Of make gpu and make gpu-full:
+# WHEELS=folder         install from there, in .venv-gpu, beside the torch that PYTHON= has
+# GPUS=4 HOSTS=file     cards of each machine; a host file of several machines (gpu-full)
+# DEVICE=cpu            try the parts without a card
+# PREDICT=h100:1        only show what is predicted for a machine
+# PARTS=training,kit    only these
+# OUTPUT=folder         for the page, the pictures and the figures
 
 PYTHON ?=
 TORCH_VERSION ?= 2.13.0
@@ -45,7 +55,7 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: demo plugins test test-slow test-launchers test-gaudi-stack test-core image-cpu test-image \
+.PHONY: gpu gpu-full demo plugins test test-slow test-launchers test-gaudi-stack test-core image-cpu test-image \
     clean-images lint format clean .venv
 
 demo: $(STAMP)
@@ -123,6 +133,30 @@ test-image: $(STAMP) image-cpu
 clean-images:
 	@sh docker/clean.sh
 
+WHEELS ?=
+GPUS ?=
+HOSTS ?=
+DEVICE ?=
+PREDICT ?=
+PARTS ?=
+OUTPUT ?= runs/gpu/$(shell date +%Y-%m-%d-%H%M%S)
+GPU_VENV := $(if $(WHEELS),.venv-gpu,$(VENV))
+
+MEASURE = $(GPU_VENV)/bin/python -m benchmarks.gpu --output $(OUTPUT) \
+    $(if $(DEVICE),--device $(DEVICE)) $(if $(GPUS),--gpus $(GPUS)) $(if $(HOSTS),--hosts $(HOSTS)) \
+    $(if $(PREDICT),--predict $(PREDICT)) $(if $(PARTS),--parts $(PARTS))
+
+gpu: $(GPU_VENV)/.installed
+	@$(MEASURE)
+
+gpu-full: $(GPU_VENV)/.installed
+	@$(MEASURE) --full
+
+.venv-gpu/.installed: pyproject.toml
+	@echo "==> .venv-gpu from $(WHEELS), beside the torch of $(or $(PYTHON),python3)"
+	@$(or $(PYTHON),python3) benchmarks/gpu/install.py $(WHEELS) .venv-gpu
+	@touch $@
+
 lint: $(STAMP)
 	@echo "==> ruff"
 	@$(BIN)/ruff check --quiet
@@ -143,10 +177,17 @@ clean: clean-images
 	@find . -name $(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "Removed builds and caches. To make the environment anew: rm -rf $(VENV)"
 
+CUDA_STANDIN := tests/standins/cuda
+
 # Without isolation, because an isolated build would fetch the largest torch there is.
-$(BUILT): $(STAMP) $(wildcard $(PLUGINS:=/csrc/*) $(PLUGINS:=/*.py) $(PLUGINS:=/pyproject.toml))
+$(BUILT): $(STAMP) $(wildcard $(PLUGINS:=/csrc/*) $(PLUGINS:=/*.py) $(PLUGINS:=/pyproject.toml)) \
+    $(wildcard $(CUDA_STANDIN)/*.py $(CUDA_STANDIN)/*.cpp)
 	@echo "==> the devices of examples/plugins"
 	@$(PIP) install --no-build-isolation --no-deps $(PLUGINS:%=--editable %)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
+	    echo "==> the stand-in for CUDA"; \
+	    cd $(CUDA_STANDIN) && $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace >/dev/null; \
+	fi
 	@touch $@
 
 .venv: $(STAMP)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from benchmarks.plan import Layout, Plan
-from benchmarks.processes import Processes, identities
+from benchmarks.processes import SHARED, Processes, identities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,8 @@ class Entrant:
     Attributes:
         module: script of its ranks; None is anygauge's own command.
         independent: its ranks share nothing, so each has a speed of its own.
+        alone: it runs on one rank.
+        deepspeed, compiled: see `Plan`.
         strategy: of anygauge's own command.
     """
 
@@ -31,6 +33,9 @@ class Entrant:
     layout: Layout = "padded"
     needs: Sequence[str] = ()
     independent: bool = False
+    alone: bool = False
+    deepspeed: bool = True
+    compiled: bool = False
     strategy: Mapping[str, Any] = field(default_factory=lambda: {"name": "zero", "stage": 3})
 
     @property
@@ -77,6 +82,22 @@ ENTRANTS: Mapping[str, Entrant] = {
             needs=_TORCH,
             strategy={"name": "fsdp"},
         ),
+        Entrant(
+            name="anygauge-fsdp-grouped",
+            title="anygauge, fsdp, group_by_length",
+            module=None,
+            layout="grouped",
+            needs=_TORCH,
+            strategy={"name": "fsdp"},
+        ),
+        Entrant(
+            name="anygauge-fsdp-packed",
+            title="anygauge, fsdp, packing",
+            module=None,
+            layout="packed",
+            needs=_TORCH,
+            strategy={"name": "fsdp"},
+        ),
         Entrant(name="fsdp", title="FSDP2, by hand", module=_SCRIPTS + "fsdp_loop", needs=_TORCH),
         Entrant(
             name="deepspeed",
@@ -108,6 +129,31 @@ ENTRANTS: Mapping[str, Entrant] = {
             needs=_TRL,
         ),
         Entrant(
+            name="anygauge-single",
+            title="anygauge, single",
+            module=None,
+            needs=_TORCH,
+            alone=True,
+            strategy={"name": "single"},
+        ),
+        Entrant(
+            name="trainer-single",
+            title="HF Trainer",
+            module=_SCRIPTS + "hf_trainer",
+            needs=(*_TORCH, "accelerate"),
+            alone=True,
+            deepspeed=False,
+        ),
+        Entrant(
+            name="trainer-compiled",
+            title="HF Trainer, torch.compile",
+            module=_SCRIPTS + "hf_trainer",
+            needs=(*_TORCH, "accelerate"),
+            alone=True,
+            deepspeed=False,
+            compiled=True,
+        ),
+        Entrant(
             name="accelerate",
             title="Accelerate + DeepSpeed",
             module=_SCRIPTS + "accelerate_loop",
@@ -119,6 +165,12 @@ ENTRANTS: Mapping[str, Entrant] = {
             module=_SCRIPTS + "unsharded",
             needs=_TORCH,
             independent=True,
+        ),
+        Entrant(
+            name="sharded-bound",
+            title="unsharded, layers gathered in place (bound)",
+            module=_SCRIPTS + "sharded_bound",
+            needs=_TORCH,
         ),
     )
 }
@@ -144,7 +196,7 @@ def processes(entrant: Entrant, plan: Plan, environment: Mapping[str, str]) -> P
     plan.save(path)
     return Processes(
         argv=[sys.executable, "-m", entrant.module, str(path)],
-        environments=[{**environment, **identity} for identity in identities(plan.ranks)],
+        environments=[{**environment, **identity} for identity in identities(plan)],
         logs=[output / f"rank{rank}.log" for rank in range(plan.ranks)],
         bound=True,
     )
@@ -160,7 +212,7 @@ def run_file(plan: Plan, strategy: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": "run",
         "output": plan.output,
-        "backend": "cpu",
+        "backend": plan.device,
         "model": {"name": plan.model},
         "adapter": {"r": plan.lora_rank, "alpha": plan.lora_alpha, "targets": "all-linear"},
         "data": {
@@ -182,5 +234,17 @@ def run_file(plan: Plan, strategy: Mapping[str, Any]) -> dict[str, Any]:
         },
         "precision": {"param_dtype": plan.dtype},
         "strategy": dict(strategy),
-        "launch": {"devices": plan.ranks},
+        "launch": launch(plan),
     }
+
+
+def launch(plan: Plan) -> dict[str, Any]:
+    """The ranks of this machine, or of all that the host file lists."""
+    found: dict[str, Any] = {"nodes": plan.nodes, "devices": plan.ranks // plan.nodes}
+    if plan.hostfile:
+        found |= {
+            "launcher": "ssh",
+            "options": {"hostfile": plan.hostfile},
+            "pass_environment": list(SHARED),
+        }
+    return found

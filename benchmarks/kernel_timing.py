@@ -19,7 +19,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anygauge.kernels.choose import choose_kernels, load_kernel
+from anygauge.interface import Backend
+from anygauge.kernels.choose import choose_kernels, load_kernel, unfit
 from anygauge.registry import Registry
 from anygauge.util.files import write_text
 from benchmarks.ratios import paired, rotated
@@ -205,13 +206,32 @@ def chosen_device(name: str) -> torch.device:
     return torch.device("cpu") if found is None else found
 
 
-def chosen_kernel(operation: str, device: torch.device) -> tuple[str, Callable[..., Tensor]]:
-    """Name and kernel of an operation that a run on this device would have."""
+def chosen_kernel(
+    operation: str, device: torch.device, name: str | None = None
+) -> tuple[str, Callable[..., Tensor]]:
+    """Name and kernel of an operation that a run on this device would have.
+
+    Args:
+        name: of a kernel that the run file asks for; None for what is chosen otherwise.
+    """
     registry = Registry.load()
-    backends = (registry.create_backend(each.spec.name) for each in registry.backends)
-    backend = next(each for each in backends if each.device_type == device.type)
-    choices = choose_kernels(registry, backend, {})
+    choices = choose_kernels(
+        registry, _backend(registry, device), {operation: name} if name else {}
+    )
     return choices[operation].name, load_kernel(choices, operation)
+
+
+def kernel_names(operation: str, device: torch.device) -> list[str]:
+    """Kernels of an operation that can run on this device here."""
+    registry = Registry.load()
+    backend = _backend(registry, device)
+    specs = [each.spec for each in registry.kernels if each.spec.operation == operation]
+    return [spec.name for spec in specs if unfit(spec, backend) is None]
+
+
+def _backend(registry: Registry, device: torch.device) -> Backend:
+    backends = (registry.create_backend(each.spec.name) for each in registry.backends)
+    return next(each for each in backends if each.device_type == device.type)
 
 
 def figures(cases: Sequence[tuple[str, Sequence[Timed]]]) -> Table:

@@ -9,11 +9,12 @@ import argparse
 
 
 def main() -> None:
-    """Command line: draw the weights and save them in float32."""
+    """Command line: draw the weights and save them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
     for name in ("vocabulary", "layers", "hidden", "intermediate", "heads", "positions", "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     given = parser.parse_args()
 
     import torch
@@ -31,10 +32,10 @@ def main() -> None:
         eos_token_id=0,
         pad_token_id=1,
         tie_word_embeddings=False,
-        dtype="float32",
+        dtype=given.dtype,
     )
     torch.manual_seed(given.seed)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(getattr(torch, given.dtype))
     model.save_pretrained(given.folder)
     print(sum(parameter.numel() for parameter in model.parameters()))
 

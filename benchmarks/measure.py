@@ -54,9 +54,10 @@ class Steps:
         """The share of all batches' places that held no token, from 0 to 1."""
         return 1 - sum(self.tokens) / sum(self.slots)
 
-    def rate(self, warmup: int) -> float:
-        """Tokens per second after the first `warmup` steps, at least 1."""
-        return sum(self.tokens[warmup:]) / (self.times[-1] - self.times[warmup - 1])
+    def rate(self, warmup: int, until: int | None = None) -> float:
+        """Tokens per second after the first `warmup` steps, at least 1, of the first `until`."""
+        last = len(self.times) if until is None else until
+        return sum(self.tokens[warmup:last]) / (self.times[last - 1] - self.times[warmup - 1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,10 @@ class Outcome:
     Attributes:
         status: ok, failed, or missing (a package is not installed).
         problem: what went wrong, with the last lines of the log.
-        peak_memory: resident bytes of all ranks, each at its own peak.
+        peak_memory: bytes of all ranks, each at its own peak: of the device's allocator where
+            there is one, else resident.
+        watched: what `shim/benchmark_watch.py` found in rank 0's last steps; None where it did
+            not watch.
         sent: bytes per step over all ranks, by operation.
     """
 
@@ -84,6 +88,7 @@ class Outcome:
     losses: Sequence[float] = ()
     notes: Mapping[str, Any] = field(default_factory=dict)
     wall_seconds: float | None = None
+    watched: Mapping[str, Any] | None = None
 
     @property
     def final_loss(self) -> float | None:
@@ -118,17 +123,20 @@ def outcome(
     if plan.layout != "packed" and total != expected:
         raise MeasureError(f"read {total} tokens in all, but its rows have {expected}")
     first = ranks[0]
-    traffic, memory = traces(folder, plan.ranks, first.times[warmup - 1], first.times[-1])
+    until = plan.steps - plan.watched
+    begin, end = first.times[warmup - 1], first.times[until - 1]
+    traffic, memory = traces(folder, plan.ranks, begin, end)
     if plan.ranks > 1 and not entrant.independent and not traffic:
         raise MeasureError("no collective in any measured step: each rank trained by itself")
-    measured = plan.steps - warmup
+    measured = until - warmup
+    watched = folder / "watched-rank0.json"
     return Outcome(
         name=entrant.name,
         round=round_,
         status="ok",
-        tokens_per_s=sum(steps.rate(warmup) for steps in ranks)
+        tokens_per_s=sum(steps.rate(warmup, until) for steps in ranks)
         if entrant.independent
-        else whole.rate(warmup),
+        else whole.rate(warmup, until),
         tokens=total,
         padding=whole.padding,
         step_seconds=[
@@ -139,6 +147,7 @@ def outcome(
         losses=whole.mean_losses,
         notes=dict(whole.notes),
         wall_seconds=wall_s,
+        watched=json.loads(watched.read_text(encoding="utf-8")) if watched.is_file() else None,
     )
 
 

@@ -5,7 +5,11 @@ machine (of `tests/standins`), each in a process of its own:
 
     python -m benchmarks.open_rows --rows 100000000 --folder /tmp/rows
 
-100 million rows take about 25 GB there, Arrow file and index included.
+100 million rows take about 11 GB there, Arrow file and index included. With several numbers of
+rows, a table shows how each figure grows:
+
+    python -m benchmarks.open_rows --rows 1000000,10000000,100000000 --cases jsonl,parquet \
+        --folder /tmp/rows
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.growth import growth_table
 
 BLOCK = 1_000_000
 CASES = ("jsonl", "parquet", "remote jsonl", "remote parquet")
@@ -77,9 +84,11 @@ def measure(folder: Path, case: str, steps: int) -> dict[str, Any]:
         return ready, first, rows
 
     def result(path: str) -> dict[str, Any]:
+        before = time.process_time()
         ready, first, rows = opened(path, 0)
+        cpu = time.process_time() - before
         count = rows.blocks.length if rows.blocks else len(rows)
-        found = {"rows": count, "open_s": ready, "first_batch_s": first}
+        found = {"rows": count, "open_s": ready, "first_batch_s": first, "cpu_s": cpu}
         found["again_s"] = opened(path, 0)[1]
         middle = (count or ROWS) // 64
         found["middle_s"] = opened(path, middle)[1]
@@ -102,38 +111,64 @@ def measure(folder: Path, case: str, steps: int) -> dict[str, Any]:
 
 ROWS = 100_000_000
 
+COLUMNS: Mapping[str, tuple[str, float, str]] = {
+    "case": ("source", 1, ""),
+    "rows": ("rows", 1, ",.0f"),
+    "file_mb": ("file, MB", 1, ",.0f"),
+    "cache_mb": ("in the cache, MB", 1, ",.1f"),
+    "open_s": ("opened after, s", 1, ".2f"),
+    "first_batch_s": ("first batch after, s", 1, ".2f"),
+    "cpu_s": ("CPU s of these and 50 steps", 1, ".2f"),
+    "again_s": ("opened again, s", 1, ".2f"),
+    "middle_s": ("from the middle, s", 1, ".2f"),
+    "memory_mb": ("memory, MiB", 1, ".0f"),
+}
+
 
 def main() -> None:
-    """Write, measure each case, print a table, and remove what was written."""
+    """Write, measure each case, print what it found and a table, and remove what was written."""
     global ROWS
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--rows", default=str(ROWS), help="one or several, with commas between")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--cases", default=",".join(CASES), help="those of a table")
     parser.add_argument("--case", choices=CASES, help="this one alone, on files that are there")
     options = parser.parse_args()
-    ROWS = options.rows
     if options.case:
+        ROWS = int(options.rows)
         print(json.dumps(measure(options.folder, options.case, options.steps)))
         return
-    options.folder.mkdir(parents=True)
-    try:
-        write(options.folder, options.rows)
-        for name in ("rows.jsonl", "rows.parquet"):
-            print(f"{name}: {(options.folder / name).stat().st_size / 1e9:.2f} GB")
-        for case in CASES:
-            command = [sys.executable, "-m", "benchmarks.open_rows", "--case", case]
-            for option in ("rows", "folder", "steps"):
-                command += [f"--{option}", str(getattr(options, option))]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
+    cases = options.cases.split(",")
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"--cases: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    table = []
+    for rows in map(int, options.rows.split(",")):
+        for found in growth(options.folder, rows, cases, options.steps):
+            table.append(found)
             shown = (
                 f"{k} {v:,.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()
             )
-            print(f"{case}: {', '.join(shown)}", flush=True)
-            shutil.rmtree(options.folder / f"cache-{case.replace(' ', '-')}", ignore_errors=True)
+            print(", ".join(shown), flush=True)
+    print(growth_table(COLUMNS, table))
+
+
+def growth(
+    folder: Path, rows: int, cases: Sequence[str], steps: int
+) -> Iterator[Mapping[str, Any]]:
+    """What each case measured of so many rows."""
+    folder.mkdir(parents=True)
+    try:
+        write(folder, rows)
+        for case in cases:
+            command = [sys.executable, "-m", "benchmarks.open_rows", "--case", case]
+            command += ["--rows", str(rows), "--folder", str(folder), "--steps", str(steps)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            size = (folder / f"rows.{case.split()[-1]}").stat().st_size / 1e6
+            yield {"case": case, "file_mb": size, **json.loads(done.stdout.splitlines()[-1])}
+            shutil.rmtree(folder / f"cache-{case.replace(' ', '-')}", ignore_errors=True)
     finally:
-        shutil.rmtree(options.folder)
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

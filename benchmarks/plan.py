@@ -29,6 +29,12 @@ class Plan:
         max_length: most tokens of a row, and the capacity of a pack.
         layout: rows padded in random order, rows of like length together, or rows packed.
         checkpointing: recompute activations in backward.
+        device: torch's name of the device type, which is also anygauge's name of the backend.
+        deepspeed: whether a trainer shards with DeepSpeed's ZeRO-3.
+        compiled: whether a trainer compiles the model with torch.compile.
+        watched: last steps that are watched instead of measured (see `shim/benchmark_watch.py`).
+        hostfile: of the machines where they are several, for anygauge's own launcher; else empty.
+        nodes: machines, each with an equal part of `ranks`.
     """
 
     model: str
@@ -48,6 +54,12 @@ class Plan:
     lr: float = 2e-3
     max_norm: float = 1.0
     seed: int = 0
+    device: str = "cpu"
+    deepspeed: bool = True
+    compiled: bool = False
+    watched: int = 0
+    hostfile: str = ""
+    nodes: int = 1
 
     @property
     def global_batch(self) -> int:

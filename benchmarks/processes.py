@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.plan import Plan
+
 ROOT = Path(__file__).resolve().parents[1]
 SHIM = Path(__file__).resolve().parent / "shim"
 GRACE_S = 20.0
@@ -41,28 +43,38 @@ class Ended:
     problem: str | None
 
 
-def shared_environment(trace: Path, profile: Path | None = None) -> dict[str, str]:
-    """Variables that are the same for every contender."""
+SHARED = ("PYTHONPATH", "ANYGAUGE_BENCHMARK_TRACE", "ANYGAUGE_BENCHMARK_WATCH")
+"""Those of `shared_environment` by which ranks of another machine are measured."""
+
+
+def shared_environment(plan: Plan, profile: Path | None = None) -> dict[str, str]:
+    """Variables that are the same for every contender; what ranks record is in ``plan.output``."""
+    trace = Path(plan.output)
     path = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
         "PYTHONPATH": os.pathsep.join(path),
         "ANYGAUGE_BENCHMARK_TRACE": str(trace),
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": plan.device,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(trace / "datasets"),
         "WANDB_MODE": "disabled",
         "PYTHONUNBUFFERED": "1",
     }
+    if plan.watched:
+        variables["ANYGAUGE_BENCHMARK_WATCH"] = f"{plan.steps - plan.watched}:{plan.watched // 2}"
     if profile is not None:
         variables["ANYGAUGE_BENCHMARK_PROFILE"] = str(profile)
     return variables
 
 
-def identities(ranks: int) -> list[dict[str, str]]:
+def identities(plan: Plan) -> list[dict[str, str]]:
     """The variables by which launchers tell ranks of one machine who they are."""
-    port = free_port()
+    port, ranks = free_port(), plan.ranks
+    # Never "use the CPU", which Accelerate's own launcher says: it then leaves DeepSpeed out. The
+    # device is named instead, and contenders name the process group.
+    named = {"ACCELERATE_TORCH_DEVICE": "cpu"} if plan.device == "cpu" else {}
     return [
         {
             "RANK": str(rank),
@@ -71,10 +83,8 @@ def identities(ranks: int) -> list[dict[str, str]]:
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            # As Accelerate's own launcher does; but never "use the CPU": it then leaves DeepSpeed
-            # out. The device is named instead, and contenders name the process group.
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_TORCH_DEVICE": "cpu",
+            "ACCELERATE_USE_DEEPSPEED": str(plan.deepspeed).lower(),
+            **named,
         }
         for rank in range(ranks)
     ]

@@ -25,7 +25,12 @@ PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What the command line asks for; see its help."""
+    """What the command line asks for; see its help.
+
+    Attributes:
+        stored: type of the model's file.
+        device, watched, hostfile, nodes: see `Plan`.
+    """
 
     rounds: int
     steps: int
@@ -48,6 +53,11 @@ class Settings:
     timeout_s: float
     output: Path
     data: Path | None
+    device: str = "cpu"
+    stored: Dtype = "float32"
+    watched: int = 0
+    hostfile: str = ""
+    nodes: int = 1
 
 
 def prepare(workload: str, settings: Settings) -> tuple[Rows, Plan, str]:
@@ -80,7 +90,8 @@ def prepare(workload: str, settings: Settings) -> tuple[Rows, Plan, str]:
     model = folder / "model"
     made = subprocess.run(
         [sys.executable, "-m", "benchmarks.make_model", str(model)]
-        + [f"--{name}={value}" for name, value in sizes.items()],
+        + [f"--{name}={value}" for name, value in sizes.items()]
+        + [f"--dtype={settings.stored}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -108,6 +119,10 @@ def prepare(workload: str, settings: Settings) -> tuple[Rows, Plan, str]:
         checkpointing=settings.checkpointing,
         lr=settings.lr,
         seed=settings.seed,
+        device=settings.device,
+        watched=settings.watched,
+        hostfile=settings.hostfile,
+        nodes=settings.nodes,
     )
     return rows, plan, about
 
@@ -131,9 +146,11 @@ def run_once(
         plan,
         output=str(folder),
         layout=entrant.layout,
+        deepspeed=entrant.deepspeed,
+        compiled=entrant.compiled,
         rows=str(rows.pool if entrant.layout == "packed" else rows.exact),
     )
-    ended = run(processes(entrant, plan, shared_environment(folder, profile)), settings.timeout_s)
+    ended = run(processes(entrant, plan, shared_environment(plan, profile)), settings.timeout_s)
     problem = ended.problem
     if problem is None:
         try:

@@ -94,7 +94,8 @@ def chosen_workloads(workload: str, data: Path | None) -> list[str]:
 
 
 def chosen_contenders(listed: str, workload: str) -> list[str]:
-    """Names from a comma-separated list; `all` leaves out what full-length rows cannot show.
+    """Names from a comma-separated list; `all` leaves out what full-length rows cannot show, and
+    what runs on one rank.
 
     Raises:
         typer.BadParameter: there is no such contender.
@@ -103,7 +104,7 @@ def chosen_contenders(listed: str, workload: str) -> list[str]:
         return [
             name
             for name, entrant in ENTRANTS.items()
-            if workload != "full" or entrant.layout == "padded"
+            if not entrant.alone and (workload != "full" or entrant.layout == "padded")
         ]
     names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
     unknown = [name for name in names if name not in ENTRANTS]

@@ -5,6 +5,7 @@ Nothing here trains; each contender's loop is in its own file and imports nothin
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -24,11 +25,17 @@ IGNORED = -100
 
 
 class Recorder:
-    """Writes what one rank did: a line of JSON per step, at once, so that a failure keeps it."""
+    """Writes what one rank did: a line of JSON per step, at once, so that a failure keeps it.
+
+    Where tokens are counted on a device, steps are written at the end: nobody waits for a count.
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._file = (Path(plan.output) / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8")
-        self._tokens = self._slots = 0
+        self._tokens: list[Tensor | int] = []
+        self._slots = 0
+        self._late: list[tuple[float, list[Tensor | int], int]] = []
+        atexit.register(self._write_late)
 
     def watch(self, model: nn.Module) -> None:
         """Count real tokens and places for tokens in every forward of the outermost model."""
@@ -39,15 +46,19 @@ class Recorder:
             mask = inputs.get("attention_mask")
             # Without a mask nothing is padded.
             slots = inputs["input_ids"].numel()
-            self._tokens += int(mask.sum()) if mask is not None else slots
+            self._tokens.append(mask.sum() if mask is not None else slots)
             self._slots += slots
 
         model.register_forward_pre_hook(count, with_kwargs=True)
 
     def step(self) -> None:
         """An optimizer step has ended now."""
-        self._write({"time": time.time(), "tokens": self._tokens, "slots": self._slots})
-        self._tokens = self._slots = 0
+        step = (time.time(), self._tokens, self._slots)
+        if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in self._tokens):
+            self._late.append(step)
+        else:
+            self._write_step(*step)
+        self._tokens, self._slots = [], 0
 
     def rank_loss(self, loss_sum: float, loss_tokens: int) -> None:
         """Loss of the last step on this rank: the sum over loss tokens, and their number."""
@@ -60,6 +71,13 @@ class Recorder:
     def note(self, **facts: Any) -> None:
         """A fact about the run for the report."""
         self._write({"note": facts})
+
+    def _write_late(self) -> None:
+        for step in self._late:
+            self._write_step(*step)
+
+    def _write_step(self, moment: float, tokens: Sequence[Tensor | int], slots: int) -> None:
+        self._write({"time": moment, "tokens": sum(map(int, tokens)), "slots": slots})
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -144,6 +162,20 @@ def count_loss_tokens(labels: Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
+def take_device(plan: Plan) -> torch.device:
+    """This rank's device, which is then the current one."""
+    if plan.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device(plan.device, int(os.environ["LOCAL_RANK"]))
+    torch.get_device_module(plan.device).set_device(device)
+    return device
+
+
+def on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """A batch on its way to the device."""
+    return {name: each.to(device, non_blocking=True) for name, each in batch.items()}
+
+
 def trainer_arguments(plan: Plan) -> dict[str, Any]:
     """Arguments that transformers' and TRL's trainers share."""
     return {
@@ -157,7 +189,8 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
         "max_grad_norm": plan.max_norm,
         "gradient_checkpointing": plan.checkpointing,
         "bf16": plan.dtype == "bfloat16",
-        "use_cpu": True,
+        "use_cpu": plan.device == "cpu",
+        "torch_compile": plan.compiled,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
@@ -165,12 +198,12 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
         "disable_tqdm": True,
         "seed": plan.seed,
         "train_sampling_strategy": "group_by_length" if plan.layout == "grouped" else "random",
-        "deepspeed": documented(),
         "accelerator_config": {"use_configured_state": True},
+        **({"deepspeed": documented()} if plan.deepspeed else {}),
     }
 
 
-def join_ranks_for_trainers() -> None:
+def join_ranks_for_trainers(plan: Plan) -> None:
     """Join the process group before a trainer does.
 
     Where there is no other device than the host, a trainer's own choice is not a process group at
@@ -178,8 +211,9 @@ def join_ranks_for_trainers() -> None:
     """
     from accelerate import PartialState
 
-    skip_inference_kernel()
-    PartialState(backend="gloo")
+    if plan.deepspeed:
+        skip_inference_kernel()
+    PartialState(**({"backend": "gloo"} if plan.device == "cpu" else {}))
 
 
 def trainer_callback(recorder: Recorder) -> Any:

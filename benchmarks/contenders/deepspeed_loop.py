@@ -19,9 +19,11 @@ from benchmarks.contenders.common import (
     adapter,
     count_loss_tokens,
     dtype,
+    on_device,
     padding_collator,
     skip_inference_kernel,
     start,
+    take_device,
     tokenised_rows,
 )
 from benchmarks.contenders.zero3 import by_hand
@@ -30,6 +32,7 @@ from benchmarks.contenders.zero3 import by_hand
 def main() -> None:
     """Train one rank."""
     plan, rank, ranks, recorder = start()
+    device = take_device(plan)
     skip_inference_kernel()
     deepspeed.init_distributed()
     config = by_hand(plan)
@@ -60,7 +63,7 @@ def main() -> None:
     for _ in range(plan.steps):
         loss_sum, loss_tokens = 0.0, 0
         for _ in range(plan.accumulation):
-            batch = next(batches)
+            batch = on_device(next(batches), device)
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()

@@ -27,7 +27,7 @@ from benchmarks.contenders.common import (
 def main() -> None:
     """Train one rank."""
     plan, _, _, recorder = start()
-    join_ranks_for_trainers()
+    join_ranks_for_trainers(plan)
     # Before the model: it is what makes from_pretrained shard while it loads.
     arguments = TrainingArguments(**trainer_arguments(plan))
     tokenizer = AutoTokenizer.from_pretrained(plan.model)

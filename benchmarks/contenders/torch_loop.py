@@ -20,8 +20,10 @@ from benchmarks.contenders.common import (
     adapter,
     count_loss_tokens,
     dtype,
+    on_device,
     padding_collator,
     start,
+    take_device,
     tokenised_rows,
 )
 from benchmarks.plan import Plan
@@ -37,10 +39,12 @@ def train(wrap: Callable[[Plan, Any], tuple[nn.Module, Sync]]) -> None:
         wrap: the adapted model -> what is called in its place, and how it sums gradients.
     """
     plan, rank, ranks, recorder = start()
-    dist.init_process_group("gloo")
+    device = take_device(plan)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
     torch.manual_seed(plan.seed)
     model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
     model.config.use_cache = False
+    model.to(device)
     adapted: Any = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
     if plan.checkpointing:
         adapted.gradient_checkpointing_enable({"use_reentrant": False})
@@ -62,7 +66,7 @@ def train(wrap: Callable[[Plan, Any], tuple[nn.Module, Sync]]) -> None:
     for _ in range(plan.steps):
         loss_sum, loss_tokens = 0.0, 0
         for turn in range(plan.accumulation):
-            batch = next(batches)
+            batch = on_device(next(batches), device)
             with sync(turn == plan.accumulation - 1):
                 loss = called(**batch).loss
                 (loss / plan.accumulation).backward()

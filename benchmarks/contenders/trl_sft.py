@@ -28,7 +28,7 @@ from benchmarks.contenders.common import (
 def main() -> None:
     """Train one rank."""
     plan, _, _, recorder = start()
-    join_ranks_for_trainers()
+    join_ranks_for_trainers(plan)
     packed = plan.layout == "packed"
     arguments = SFTConfig(
         **trainer_arguments(plan), max_length=plan.max_length, packing=packed, dataset_num_proc=None

@@ -5,6 +5,7 @@ Not a contender that anybody could use for one model: the processes end with dif
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,23 +17,33 @@ from benchmarks.contenders.common import (
     adapter,
     count_loss_tokens,
     dtype,
+    on_device,
     padding_collator,
     start,
+    take_device,
     tokenised_rows,
 )
+from benchmarks.plan import Plan
 
 
-def main() -> None:
-    """Train one process by itself."""
+def train(watch: Callable[[Plan, Any], object] = lambda plan, model: None) -> None:
+    """Train one process by itself.
+
+    Args:
+        watch: given the plan and the adapted model before its first step.
+    """
     plan, rank, ranks, recorder = start()
+    device = take_device(plan)
     torch.manual_seed(plan.seed)
     tokenizer = AutoTokenizer.from_pretrained(plan.model)
     model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
     model.config.use_cache = False
+    model.to(device)
     model = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
     if plan.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     recorder.watch(model)
+    watch(plan, model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=plan.lr, weight_decay=0.0)
     rows: Any = tokenised_rows(plan, tokenizer)[rank::ranks]
@@ -48,7 +59,7 @@ def main() -> None:
     for _ in range(plan.steps):
         loss_sum, loss_tokens = 0.0, 0
         for _ in range(plan.accumulation):
-            batch = next(batches)
+            batch = on_device(next(batches), device)
             loss = model(**batch).loss
             (loss / plan.accumulation).backward()
             count = count_loss_tokens(batch["labels"])
@@ -62,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train()

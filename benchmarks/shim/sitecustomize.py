@@ -1,4 +1,4 @@
-"""Loaded by every Python process of a benchmark: counts collectives and memory, or profiles.
+"""Loaded by every Python process of a benchmark: counts, watches or profiles.
 
 Python imports ``sitecustomize`` at its start from the first folder of its path that has one; the
 benchmark puts this folder there through ``PYTHONPATH``, for all contenders alike. Nothing happens
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
@@ -22,6 +23,8 @@ from typing import Any
 
 TRACE, PROFILE = "ANYGAUGE_BENCHMARK_TRACE", "ANYGAUGE_BENCHMARK_PROFILE"
 """Folder for ``traffic-rank{r}.json``; file for rank 0's profile."""
+WATCH = "ANYGAUGE_BENCHMARK_WATCH"
+"""Steps before those that are watched, and their number: ``10:2`` (see `benchmark_watch`)."""
 
 
 def _bytes(value: Any) -> int:
@@ -118,6 +121,24 @@ def count_calls(group: Any, calls: list[tuple[float, str, float]]) -> None:
             setattr(group, name, counting(getattr(group, name), operation, sent))
 
 
+def device_memory() -> int | None:
+    """Most bytes that the device's allocator held for this process; None without such a device."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return max(int(torch.cuda.max_memory_allocated()), _Peak.seen)
+
+
+class _Peak:
+    """The device's peak so far: a loop may begin a new one at each step."""
+
+    seen = 0
+
+    @classmethod
+    def see(cls, *_: Any) -> None:
+        cls.seen = max(cls.seen, device_memory() or 0)
+
+
 def peak_memory() -> int | None:
     """Most resident bytes of this process; None where the kernel does not tell."""
     try:
@@ -134,7 +155,9 @@ def _start_tracing(folder: Path, rank: int) -> Callable[[Any], None]:
     calls: list[tuple[float, str, float]] = []
 
     def write() -> None:
-        record = {"rank": rank, "peak_memory": peak_memory(), "calls": calls}
+        peak = device_memory() or peak_memory()
+        record = {"rank": rank, "peak_memory": peak, "calls": calls}
+        record |= {"cpu_seconds": time.process_time(), "modules": len(sys.modules)}
         (folder / f"traffic-rank{rank}.json").write_text(json.dumps(record), encoding="utf-8")
 
     atexit.register(write)
@@ -167,18 +190,43 @@ def _start_profiling(path: Path) -> Callable[[Any], None]:
     return lambda module: module.register_optimizer_step_post_hook(begin)
 
 
+def _start_watching(path: Path) -> Callable[[Any], None]:
+    from benchmark_watch import Steps, Watch
+
+    first, count = map(int, os.environ[WATCH].split(":"))
+    watch = Watch(path, first, count)
+    return lambda module: Steps(watch.after).watch(sys.modules["torch.autograd"], module)
+
+
 def _main() -> None:
     rank = os.environ.get("RANK")
     if rank is None:
         return
     hooks: dict[str, Callable[[Any], None]] = {}
+    after: list[Callable[[Any], None]] = []
     if TRACE in os.environ:
         folder = Path(os.environ[TRACE])
         hooks["torch.distributed.distributed_c10d"] = _start_tracing(folder, int(rank))
+        after.append(lambda module: module.register_optimizer_step_post_hook(_Peak.see))
+        if WATCH in os.environ:
+            after.append(_start_watching(folder / f"watched-rank{rank}.json"))
     if PROFILE in os.environ and rank == "0":
-        hooks["torch.optim.optimizer"] = _start_profiling(Path(os.environ[PROFILE]))
+        after.append(_start_profiling(Path(os.environ[PROFILE])))
+    if after:
+        hooks["torch.optim.optimizer"] = lambda module: [each(module) for each in after]
     if hooks:
         sys.meta_path.insert(0, AfterImport(hooks))
 
 
+def _next() -> None:
+    """Run what this file hides: the next one of its name on the path."""
+    folders = [Path(path or ".").resolve() for path in sys.path]
+    own = Path(__file__).resolve().parent
+    rest = sys.path[folders.index(own) + 1 :] if own in folders else []
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 _main()
+_next()

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from benchmarks.processes import Processes, identities, last_lines, run, shares
+from tests.benchmarks.test_measure import plan
 
 CODE = """
 import os, sys, time
@@ -22,7 +23,8 @@ def two(folder: Path, *variables: dict[str, str]) -> Processes:
     return Processes(
         argv=[sys.executable, "-c", CODE],
         environments=[
-            {**identity, **more} for identity, more in zip(identities(2), variables, strict=True)
+            {**identity, **more}
+            for identity, more in zip(identities(plan(folder)), variables, strict=True)
         ],
         logs=[folder / f"rank{rank}.log" for rank in range(2)],
         bound=True,
@@ -49,7 +51,7 @@ def test_time_is_limited(tmp_path: Path) -> None:
 
 
 def test_ranks_meet_at_one_port() -> None:
-    first, second = identities(2)
+    first, second = identities(plan(Path()))
     assert first["MASTER_PORT"] == second["MASTER_PORT"]
     assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("0", "1", "2")
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import typer
 
-from anygauge.config import load_run_file
+from anygauge.config.load import load_run_file
 from benchmarks.entrants import ENTRANTS, processes
 from benchmarks.plan import Plan
-from benchmarks.processes import ROOT
+from benchmarks.processes import ROOT, shared_environment
 from benchmarks.train_vs_peers import chosen_contenders, chosen_workloads
 from tests.benchmarks.test_measure import plan
 
@@ -30,7 +30,9 @@ def test_all_stands_for_what_there_is_data_for(tmp_path: Path) -> None:
 
 def test_full_rows_need_no_grouping_and_no_packing() -> None:
     assert "anygauge-packed" not in chosen_contenders("all", "full")
-    assert chosen_contenders("all", "gsm8k") == list(ENTRANTS)
+    on_several = [name for name, entrant in ENTRANTS.items() if not entrant.alone]
+    assert chosen_contenders("all", "gsm8k") == on_several
+    assert chosen_contenders("trainer-single", "gsm8k") == ["trainer-single"]
     assert chosen_contenders("trl, anygauge,trl", "full") == ["trl", "anygauge"]
     with pytest.raises(typer.BadParameter, match="choose from"):
         chosen_contenders("torchtune", "full")
@@ -57,6 +59,22 @@ def test_run_files_say_what_the_plan_says(tmp_path: Path, name: str) -> None:
     assert run.train.optimizer.lr == given.lr
     assert run.adapter is not None
     assert (run.adapter.r, run.adapter.alpha) == (16, 32)
+
+
+def test_several_machines_are_those_of_the_host_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    given = plan(
+        tmp_path, has_prompts=False, rows=str(tmp_path / "rows.jsonl"), hostfile="/hosts", nodes=2,
+        ranks=4, watched=2,
+    )  # fmt: skip
+    processes(ENTRANTS["anygauge-ddp"], given, {})
+    launch = load_run_file(tmp_path / "run.yaml").run.launch
+    assert (launch.launcher, launch.nodes, launch.devices) == ("ssh", 2, 2)
+    assert launch.options == {"hostfile": "/hosts"}
+    # By which the ranks there are measured.
+    passed = shared_environment(given)
+    assert set(launch.pass_environment) <= set(passed)
+    assert passed["ANYGAUGE_BENCHMARK_WATCH"] == "2:1"
 
 
 def test_ranks_of_peers_are_told_who_they_are(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""One command for whoever has a GPU: ``make gpu``, ``make gpu-full``."""

@@ -1,0 +1,135 @@
+"""An environment for the benchmark from a folder of wheels, beside the torch of an interpreter.
+
+    python3.12 benchmarks/gpu/install.py WHEELS .venv-gpu
+
+Run by the interpreter that has torch, of which nothing is replaced: the environment reads its
+packages, pip is held to its versions of torch and what torch brought along, and fetches nothing.
+Imports only what comes with Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHONS = ((3, 11), (3, 14))
+OLDEST_TORCH = (2, 11)
+KEPT = re.compile(r"(torch|triton|pytorch-triton|nvidia-.*|cuda-.*)$")
+"""Distributions that stay as the machine has them."""
+BUILDERS = ("setuptools", "wheel", "hatchling", "editables", "packaging")
+OPTIONAL = {"deepspeed": "zero", "trl": "bench"}
+"""Distribution -> the extra that wants it: contenders that need it are left out without."""
+ASIDE = ("liger-kernel", "nvidia-ml-py")
+"""Taken along where the folder has them."""
+
+
+class InstallError(Exception):
+    """The environment cannot be made; says what to do."""
+
+
+def name_of(file: str) -> str:
+    """The distribution that a file of the folder holds, in its normal form."""
+    return re.sub(r"[-_.]+", "-", re.split(r"-\d", file, maxsplit=1)[0]).lower()
+
+
+def check_interpreter(version: Sequence[int], torch: str | None) -> None:
+    """Whether this interpreter and its torch can be used.
+
+    Raises:
+        InstallError: one of them is too old, too new or absent.
+    """
+    if not PYTHONS[0] <= tuple(version[:2]) <= PYTHONS[1]:
+        raise InstallError(
+            f"Python {version[0]}.{version[1]} is not of 3.11 to 3.14: PYTHON=python3.12 names "
+            "another, which must have torch"
+        )
+    if torch is None:
+        raise InstallError(
+            f"{sys.executable} has no torch: PYTHON= names the interpreter that has it, such as "
+            "that of the environment in which torch was installed"
+        )
+    if tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
+        raise InstallError(f"torch {torch} is installed, and 2.11 or newer is needed")
+
+
+def installed(name: str) -> str | None:
+    """Version of a distribution of this interpreter."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def constraints(found: Iterable[tuple[str, str]]) -> str:
+    """What pip must leave as it is, one line each.
+
+    Args:
+        found: (name, version) of all distributions of the machine.
+    """
+    normal = {(re.sub(r"[-_.]+", "-", name).lower(), version) for name, version in found}
+    return "".join(f"{name}=={version}\n" for name, version in sorted(normal) if KEPT.match(name))
+
+
+def extras(available: Iterable[str]) -> list[str]:
+    """Extras of anygauge whose needs are there."""
+    there = set(available)
+    return ["testing", *(extra for name, extra in OPTIONAL.items() if name in there)]
+
+
+def link_packages(environment: Path) -> None:
+    """Let the environment's interpreter find this one's packages, after its own."""
+    folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    own = next((environment / "lib").glob("python3.*/site-packages"))
+    lines = (f"import site; site.addsitedir({folder!r})\n" for folder in folders)
+    (own / "machine.pth").write_text("".join(lines), encoding="utf-8")
+
+
+def main(wheels: Path, environment: Path) -> None:
+    """Make the environment.
+
+    Raises:
+        InstallError: see `check_interpreter`; or the folder is not there, or pip failed.
+    """
+    check_interpreter(sys.version_info, installed("torch"))
+    if not wheels.is_dir():
+        raise InstallError(f"WHEELS={wheels} is not a folder")
+    files = {name_of(path.name) for path in wheels.iterdir()}
+    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=False)
+    if made.returncode:
+        raise InstallError("venv failed: it needs ensurepip (Debian, Ubuntu: python3-venv)")
+    link_packages(environment)
+    kept = environment / "machine.txt"
+    all_here = [(d.name, d.version) for d in metadata.distributions()]
+    kept.write_text(constraints(all_here), encoding="utf-8")
+    here = {re.sub(r"[-_.]+", "-", name).lower() for name, _ in all_here}
+    pip = [
+        *(str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"),
+        *("install", "--quiet", "--no-index", "--find-links", str(wheels)),
+        *("--constraint", str(kept), "--no-build-isolation"),
+    ]
+    aside = [name for name in ASIDE if name in files]
+    chosen = f"{ROOT}[{','.join(extras(files | here))}]"
+    for wanted in (BUILDERS, ("--editable", chosen, *aside)):
+        if subprocess.run([*pip, *wanted], check=False).returncode:
+            raise InstallError(
+                f"pip did not find all that is needed in {wheels} and in {sys.executable}: the "
+                "lines above name what is missing. docs/gpu.md says how to fill the folder on a "
+                "machine that has a network"
+            )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wheels", type=Path)
+    parser.add_argument("environment", type=Path)
+    given = parser.parse_args()
+    try:
+        main(given.wheels.resolve(), given.environment.resolve())
+    except InstallError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,112 @@
+"""The machine that is measured: is there a card, which one, and what is installed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+PACKAGES = (
+    "anygauge", "torch", "triton", "transformers", "peft", "accelerate", "deepspeed", "trl",
+    "liger-kernel", "pytest",
+)  # fmt: skip
+OLDEST_TORCH = (2, 11)
+LOOK = """
+import json, torch
+found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cards": []}
+if torch.version.cuda is not None and torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        found["cards"].append([card.name, card.total_memory, [card.major, card.minor]])
+print(json.dumps(found))
+"""
+
+
+class NoCardError(Exception):
+    """There is no card that could be measured; says what to do."""
+
+
+def look() -> dict[str, Any]:
+    """What torch sees, in a process of its own: the parts' memory is theirs alone.
+
+    Raises:
+        NoCardError: torch is missing or cannot be imported.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise NoCardError(f"torch cannot be used:\n{done.stderr.strip()[-1000:]}\n{REMEDY}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+REMEDY = (
+    "`make gpu DEVICE=cpu` tries the parts on this machine's processor; "
+    "`make gpu PREDICT=h100:1` shows what is predicted for a card"
+)
+
+
+def described(device: str, gpus: int) -> dict[str, Any]:
+    """The page's first table.
+
+    Raises:
+        NoCardError: there is no card, or not as many as asked for, or torch is too old.
+    """
+    found = look()
+    major, minor = found["torch"].split(".")[:2]
+    if device != "cpu" and (int(major), int(minor)) < OLDEST_TORCH:
+        raise NoCardError(
+            f"torch {found['torch']} is installed, and 2.11 or newer is needed: `rm -rf .venv` and "
+            "`make gpu`, or `make gpu WHEELS=folder PYTHON=interpreter` beside a newer torch. "
+            f"{REMEDY}"
+        )
+    if device != "cpu" and not found["cards"]:
+        why = "is built without CUDA" if found["cuda"] is None else "sees no usable card"
+        raise NoCardError(
+            f"there is no NVIDIA card to measure: torch {found['torch']} {why}. `anygauge doctor "
+            f"--backend cuda` shows what is missing. {REMEDY}"
+        )
+    if device != "cpu" and gpus > len(found["cards"]):
+        raise NoCardError(f"GPUS={gpus}, but torch sees {len(found['cards'])}. {REMEDY}")
+    card: dict[str, Any] = {"card": "This machine's processor"}
+    if device != "cpu":
+        name, memory, capability = found["cards"][0]
+        card = {
+            "card": name,
+            "cards": gpus,
+            "memory, GiB": memory / 2**30,
+            "compute capability": ".".join(map(str, capability)),
+            "CUDA of torch": found["cuda"],
+        }
+    return {
+        **card,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "command": " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+        **{package: _version(package) for package in PACKAGES},
+    }
+
+
+def foreseen(machine: str) -> dict[str, Any]:
+    """The first table of a page of predictions."""
+    return {
+        "card": f"Predictions for {machine}",
+        "command": " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+        "anygauge": _version("anygauge"),
+        "torch": _version("torch"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,134 @@
+"""Parts that are tests of the project: the conformance kit, and the kernels' own tests.
+
+Pytest is interrupted shortly before the part's time is over: its report then has all that was
+tried until then, and says what was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.result import Report, Row, SkipPartError
+from benchmarks.processes import ROOT
+
+INTERRUPTED = 2
+"""Pytest's exit status after an interrupt."""
+CLOSING_S = 60.0
+"""Most that a test under way and the report may take after the interrupt."""
+
+
+def kit(context: Context, report: Report) -> None:
+    """The kit for backends on this device; what fails is a row of its own.
+
+    Raises:
+        RuntimeError: the kit wrote no report.
+    """
+    pages = [context.path / f"conformance{suffix}" for suffix in (".md", ".json")]
+    status = pytest(
+        context,
+        "-m", "slow or not slow",
+        "--anygauge-backend", context.device,
+        *(f"--anygauge-report={page}" for page in pages),
+        *(("-k", "test_on_paper and spec") if context.tiny else ()),
+    )  # fmt: skip
+    if not pages[1].is_file():
+        raise RuntimeError(f"the kit ended with status {status} and wrote no report")
+    found = json.loads(pages[1].read_text(encoding="utf-8"))
+    parts: dict[str, Counter[str]] = {}
+    for check in found["checks"]:
+        parts.setdefault(check["part"], Counter())[check["result"]] += 1
+    for part, counts in parts.items():
+        report.add(Row(case="checks", name=part, figures=dict(counts)))
+    for check in found["checks"]:
+        if check["result"] == "failed":
+            report.add(Row(case="failed", name=check["title"], note=check["why"][:300]))
+    report.note(f"The whole report is `{context.path.name}/{pages[0].name}`.")
+    if found["not_tried"]:
+        report.note(f"{len(found['not_tried'])} checks were not tried.")
+    if status == INTERRUPTED:
+        report.note("The kit was interrupted at the end of its time.")
+    if any(check["result"] == "failed" for check in found["checks"]):
+        raise RuntimeError("the backend does not conform: see the rows `failed`")
+
+
+def kernels(context: Context, report: Report) -> None:
+    """The tests of kernels in Triton against float64; on a card they are compiled for it.
+
+    Raises:
+        SkipPartError: there is no Triton.
+        RuntimeError: a test failed, or none ran.
+    """
+    if find_spec("triton") is None:
+        raise SkipPartError("Triton is not installed; it comes with the CUDA builds of torch")
+    results = context.path / "tests.xml"
+    status = pytest(
+        context,
+        "tests/kernels/test_triton.py",
+        f"--junit-xml={results}",
+        "-m", "slow or not slow" if context.full else "not slow",
+        *(("-k", "other_dimensions") if context.tiny else ()),
+        **({} if context.device != "cpu" else {"TRITON_INTERPRET": "1"}),
+    )  # fmt: skip
+    if not results.is_file():
+        raise RuntimeError(f"pytest ended with status {status} and wrote no results")
+    counts = outcomes(results)
+    for name, count in counts.items():
+        report.add(Row(case="tests/kernels/test_triton.py", name=name, figures=dict(count)))
+    if context.device == "cpu":
+        report.note("On a host, Triton's interpreter runs the kernels: nothing was compiled.")
+    if status == INTERRUPTED:
+        report.note("The tests were interrupted at the end of their time.")
+    if not counts:
+        raise RuntimeError(f"pytest ended with status {status}, and no test ran")
+    failed = [name for name, count in counts.items() if count["failed"]]
+    if failed:
+        raise RuntimeError(f"failed: {', '.join(failed)}; see {context.path.name}/log.txt")
+
+
+def pytest(context: Context, *arguments: str, **variables: str) -> int:
+    """Run pytest in its own process, interrupted in time; returns its exit status.
+
+    Raises:
+        SkipPartError: pytest is not installed.
+    """
+    if find_spec("pytest") is None:
+        raise SkipPartError("pytest is not installed: pip install 'anygauge[testing]'")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+    )
+    closing = min(CLOSING_S, context.seconds / 4)
+    try:
+        return process.wait(context.seconds - closing)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        return process.wait(closing)
+    finally:
+        process.kill()
+
+
+def outcomes(results: Path) -> Mapping[str, Counter[str]]:
+    """Test function -> how many of its cases passed, failed or were skipped (pytest's XML)."""
+    found: dict[str, Counter[str]] = {}
+    for case in ElementTree.parse(results).getroot().iter("testcase"):
+        name = case.get("name", "").partition("[")[0]
+        found.setdefault(name, Counter())[_outcome([child.tag for child in case])] += 1
+    return found
+
+
+def _outcome(tags: Sequence[str]) -> str:
+    if "failure" in tags or "error" in tags:
+        return "failed"
+    return "skipped" if "skipped" in tags else "passed"

@@ -1,0 +1,162 @@
+"""Watches a rank's last steps: how often the host waits, how long the device is busy.
+
+Loaded by `sitecustomize` in every rank, whoever wrote its loop. A step ends with the first update
+of an optimizer after a backward pass. After the measured steps come `count` steps in torch's mode
+that warns of each operation for which the host waits (``torch.cuda.set_sync_debug_mode``), then as
+many under torch's profiler. What was found is in ``watched-rank{r}.json``:
+
+    host_waits  warnings of a step; null where the device has no such mode
+    synchronizations  calls of a step that wait for a stream, an event or the device, by name
+    busy        share of the time in which the device worked (the union of its operations)
+    operations  of the device in a step
+    problem     why watching ended early; absent where it did not
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+WAITS = "called a synchronizing CUDA operation"
+"""Torch's warning (c10/cuda/CUDAFunctions.cpp)."""
+WAITING_CALLS = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+)
+"""Of CUDA's runtime, as the profiler names them."""
+
+
+class Steps:
+    """Counts optimizer steps of this process, and calls back after each."""
+
+    def __init__(self, after: Callable[[int], None]) -> None:
+        self.done = 0
+        self._after = after
+        self._new = False
+
+    def watch(self, autograd: Any, optimizer: Any) -> None:
+        """Args: autograd, optimizer: torch's modules of these names."""
+        backward = autograd.backward
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._new = True
+            return backward(*args, **kwargs)
+
+        autograd.backward = counted
+        optimizer.register_optimizer_step_post_hook(self._updated)
+
+    def _updated(self, *_: Any) -> None:
+        # An engine may update its parameters in several calls.
+        if self._new:
+            self._new = False
+            self.done += 1
+            self._after(self.done)
+
+
+class Watch:
+    """What happens after each step: see the module's text."""
+
+    def __init__(self, path: Path, first: int, count: int) -> None:
+        self._path = path
+        self._first = first
+        self._count = count
+        self._waits = 0
+        self._found: dict[str, Any] = {"steps": count, "host_waits": None}
+        self._show = warnings.showwarning
+        self._profile: Any = None
+        self._began = 0.0
+
+    def after(self, step: int) -> None:
+        """Begin, change over or end; a run is not ended because it cannot be watched."""
+        if "problem" in self._found:
+            return
+        try:
+            self._change(step)
+        except Exception as error:
+            self._found["problem"] = f"{type(error).__name__}: {error}"
+            self._write()
+
+    def _change(self, step: int) -> None:
+        if step == self._first:
+            self._begin_counting()
+        elif step == self._first + self._count:
+            self._end_counting()
+            self._begin_profile()
+        elif step == self._first + 2 * self._count:
+            self._end_profile()
+            self._write()
+
+    def _write(self) -> None:
+        self._path.write_text(json.dumps(self._found), encoding="utf-8")
+
+    def _begin_counting(self) -> None:
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return
+
+        def show(message: Any, *args: Any, **kwargs: Any) -> None:
+            if WAITS in str(message):
+                self._waits += 1
+            else:
+                self._show(message, *args, **kwargs)
+
+        torch.cuda.set_sync_debug_mode("warn")
+        warnings.showwarning = show
+        warnings.filterwarnings("always", message=WAITS)
+
+    def _end_counting(self) -> None:
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return
+        torch.cuda.set_sync_debug_mode("default")
+        warnings.showwarning = self._show
+        self._found["host_waits"] = self._waits / self._count
+
+    def _begin_profile(self) -> None:
+        from torch.profiler import ProfilerActivity, profile, supported_activities
+
+        wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+        self._profile = profile(activities=list(wanted & supported_activities()))
+        self._profile.start()
+        _synchronize()
+        self._began = time.perf_counter()
+
+    def _end_profile(self) -> None:
+        import torch
+
+        _synchronize()
+        seconds = time.perf_counter() - self._began
+        self._profile.stop()
+        events = list(self._profile.events())
+        on_device = [e for e in events if e.device_type is not torch.autograd.DeviceType.CPU]
+        working = on_device or events  # the host is a device, too
+        spans = ((e.time_range.start, e.time_range.end) for e in working)
+        self._found["busy"] = min(1.0, union(spans) / 1e6 / seconds)
+        self._found["operations"] = len(working) / self._count
+        self._found["synchronizations"] = {
+            name: sum(e.name == name for e in events) / self._count for name in WAITING_CALLS
+        }
+
+
+def union(spans: Iterable[tuple[float, float]]) -> float:
+    """Length that a number of spans cover together."""
+    covered, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

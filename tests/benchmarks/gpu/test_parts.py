@@ -1,0 +1,129 @@
+"""The parts of `make gpu` on a host, at sizes at which it is done in seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.parts import PARTS, names
+from benchmarks.processes import ROOT
+from tests.helpers.nvidia import NAME, built, calls, standin_environment, standin_site
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--output", str(folder), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(folder.parent)},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def measured(folder: Path, parts: str, *arguments: str) -> dict[str, dict[str, Any]]:
+    done = run(folder, "--device", "cpu", "--parts", parts, "--seconds", "900", *arguments)
+    record = json.loads((folder / "results.json").read_text())
+    found = {part["part"]: part for part in record["parts"]}
+    assert done.returncode == 0, done.stdout + done.stderr + str(found)
+    assert list(found) == [name for name in PARTS if name in parts.split(",")]
+    assert {part["status"] for part in found.values()} == {"ok"}
+    return found
+
+
+def test_operations_and_the_kit(tmp_path: Path) -> None:
+    found = measured(tmp_path / "gpu", "accuracy,loss,kit")
+    errors = [row["figures"] for row in found["accuracy"]["rows"]]
+    assert len(errors) == 6 and all(0 < e["largest error"] < e["allowed"] for e in errors)
+    assert [row["name"] for row in found["loss"]["rows"]] == ["anygauge", "torch", "torch.compile"]
+    assert all(row["figures"]["forward, ms"] > 0 for row in found["loss"]["rows"])
+    assert found["kit"]["rows"][0]["figures"] == {"passed": 2}
+    page = (tmp_path / "gpu" / "page.md").read_text()
+    for part in found.values():
+        assert f"## {part['title']}" in page
+    assert "![Kernels against float64](accuracy.svg)" in page
+    assert (tmp_path / "gpu" / "kit" / "conformance.md").is_file()
+    assert "<svg" in (tmp_path / "gpu" / "loss.svg").read_text()
+
+
+@pytest.mark.slow
+def test_all_of_the_quick_parts(tmp_path: Path) -> None:
+    found = measured(tmp_path / "gpu", ",".join(names(full=False)))
+    losses = [row for row in found["parity"]["rows"] if row["name"] == "loss"]
+    assert losses[0]["figures"]["largest difference"] == 0
+    ours, theirs = found["training"]["rows"]
+    assert (ours["name"], theirs["name"]) == ("anygauge, single", "HF Trainer")
+    for row in (ours, theirs):
+        assert row["figures"]["tokens/s"] > 0
+        assert 0 < row["figures"]["device busy"] <= 1
+        assert row["figures"]["host waits per step"] is None
+    assert ours["figures"]["last loss"] == pytest.approx(theirs["figures"]["last loss"], rel=1e-2)
+    assert ours["predicted"]["peak memory, GiB"] > 0
+
+
+@pytest.mark.slow
+def test_all_of_the_others(tmp_path: Path) -> None:
+    rest = [name for name in PARTS if not PARTS[name].quick]
+    found = measured(tmp_path / "gpu", ",".join(rest), "--full", "--gpus", "2")
+    shown = [row["name"] for row in found["sharded"]["rows"]]
+    assert shown == ["anygauge, ddp", "DDP, by hand"]
+    assert all(row["figures"] or row["note"] for part in found.values() for row in part["rows"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(built() is None, reason="make plugins builds the simulated cards")
+def test_the_parts_on_the_stand_in_for_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a card alone has: its description, Triton's kernels, memory and the mode of waits."""
+    record = tmp_path / "record"
+    for name, value in standin_environment(standin_site(tmp_path), record).items():
+        monkeypatch.setenv(name, value)
+    # Nothing is compiled for a card that is simulated.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    done = run(tmp_path / "gpu", "--tiny", "--seconds", "900", "--parts", "accuracy,loss,training")
+    record_of = json.loads((tmp_path / "gpu" / "results.json").read_text())
+    assert done.returncode == 0, done.stdout + done.stderr + str(record_of)
+    assert record_of["machine"]["card"] == NAME
+    found = {part["part"]: part for part in record_of["parts"]}
+    assert {row["name"] for row in found["accuracy"]["rows"]} == {"reference", "triton", "chunked"}
+    ours, theirs = found["training"]["rows"]
+    for row in (ours, theirs):
+        assert row["figures"]["host waits per step"] == 0  # the stand-in warns of none
+        assert 0 < row["figures"]["device busy"] <= 1 and row["note"] == ""
+    # Tensors alone are planned and counted: no library's memory.
+    memory = "peak memory, GiB"
+    assert ours["figures"][memory] == pytest.approx(ours["predicted"][memory], rel=0.05)
+    assert ours["predicted"]["tokens/s"] > 0
+    modes = [call[1] for call in calls(record, 0) if call[0] == "set_sync_debug_mode"]
+    assert modes == [1, 0] * 2  # torch's numbers for warn and default, of both contenders
+
+
+def test_a_card_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    done = run(tmp_path / "gpu")
+    assert done.returncode == 2
+    assert done.stdout.startswith("error: there is no NVIDIA card to measure")
+    assert "DEVICE=cpu" in done.stdout and "PREDICT=" in done.stdout
+    assert not (tmp_path / "gpu").exists()
+
+
+@pytest.mark.slow
+def test_predictions_need_no_card(tmp_path: Path) -> None:
+    done = run(tmp_path / "gpu", "--predict", "h100:1", "--parts", "training,8b")
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "gpu" / "results.json").read_text())
+    rows = [row for part in record["parts"] for row in part["rows"]]
+    assert [row["name"] for row in rows] == ["anygauge, single", "anygauge", "anygauge, single"]
+    for row in rows:
+        assert row["figures"] == {} and 0 < row["predicted"]["MFU"] < 1

@@ -1,0 +1,95 @@
+"""What is watched in a run's last steps: waits that torch warns of, and how busy the device is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.processes import SHIM
+
+sys.path.insert(0, str(SHIM))
+from benchmark_watch import WAITS, Steps, Watch, union
+
+sys.path.remove(str(SHIM))
+
+
+def test_spans_are_covered_once() -> None:
+    assert union([]) == 0
+    assert union([(5, 6), (0, 2), (1, 3), (1.5, 2.5)]) == 4
+
+
+def test_a_step_ends_with_the_first_update_after_a_backward() -> None:
+    seen: list[int] = []
+    hooks: list[Any] = []
+    autograd = SimpleNamespace(backward=lambda: "done")
+    optimizer = SimpleNamespace(register_optimizer_step_post_hook=hooks.append)
+    Steps(seen.append).watch(autograd, optimizer)
+    (update,) = hooks
+    update(None, (), {})  # before any backward
+    for _ in range(2):
+        assert autograd.backward() == "done"
+        autograd.backward()  # a second micro-batch
+        update(None, (), {})
+        update(None, (), {})  # a second group of parameters
+    assert seen == [1, 2]
+
+
+def test_waits_are_counted_while_torch_warns_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    watch = Watch(tmp_path / "watched.json", first=3, count=2)
+    shown: list[str] = []
+    with warnings.catch_warnings():
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
+        watch._show = warnings.showwarning
+        for step in range(1, 8):
+            watch.after(step)
+            torch.ones(3).sum()
+            for _ in range(3):
+                if 3 <= step < 5:
+                    warnings.warn(f"{WAITS} (Triggered internally at x.cpp:1)", stacklevel=1)
+            if step == 4:
+                warnings.warn("another", stacklevel=1)
+    assert modes == ["warn", "default"]
+    assert shown == ["another"]
+    found = json.loads((tmp_path / "watched.json").read_text())
+    assert found["host_waits"] == 3
+    assert 0 < found["busy"] <= 1 and found["operations"] >= 2
+
+
+def test_without_a_card_there_are_no_waits_to_count(tmp_path: Path) -> None:
+    watch = Watch(tmp_path / "watched.json", first=1, count=1)
+    for step in (1, 2, 3):
+        watch.after(step)
+        torch.ones(3).sum()
+    assert json.loads((tmp_path / "watched.json").read_text())["host_waits"] is None
+
+
+def test_a_run_is_not_ended_where_it_cannot_be_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(mode: str) -> None:
+        raise RuntimeError("no such mode")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", refuse)
+    watch = Watch(tmp_path / "watched.json", first=1, count=1)
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+        for step in (1, 2, 3):
+            watch.after(step)
+        assert warnings.showwarning is show
+    found = json.loads((tmp_path / "watched.json").read_text())
+    assert found["problem"] == "RuntimeError: no such mode"
+    assert "busy" not in found
