@@ -8,7 +8,6 @@ run file.
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from typing import Any
 
 import typer
 import typer.main
+
+from anygauge.cli import command_function
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -129,5 +130,5 @@ def table_names(text: str) -> set[str]:
 def click_command(name: str) -> Any:
     """A command as the command line makes it."""
     app = typer.Typer(add_completion=False)
-    app.command(name)(getattr(importlib.import_module(f"anygauge.cli.{name}"), name))
+    app.command(name)(command_function(name))
     return typer.main.get_command(app)
