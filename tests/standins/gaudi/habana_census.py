@@ -155,9 +155,10 @@ class Census(TorchDispatchMode):
             self.cut("collective")
             return self._run(func, args, kwargs, tensors)
         if name in _MAKERS or name in _QUIET or _is_view(func):
-            result = func(*args, **kwargs)
-            if name in _MAKERS:
-                self._fresh(result)
+            if name not in _MAKERS:
+                return func(*args, **kwargs)
+            result = self._run(func, args, kwargs, tensors)
+            self._fresh(result)
             return result
         if name in _ASKS:
             self.copied("item" if name == "_local_scalar_dense" else name)
@@ -187,7 +188,8 @@ class Census(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         if SHAPES:
-            return habana_shapes.run(func, args, kwargs, [each for _, each in tensors])
+            asked_by = _caller()[0] if func is torch.ops.aten._local_scalar_dense.default else ""
+            return habana_shapes.run(func, args, kwargs, [t for _, t in tensors], asked_by)
         return func(*args, **kwargs)
 
     def _move(self, func: Any, name: str, args: Any, kwargs: Any, tensors: Any) -> Any:
