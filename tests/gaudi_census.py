@@ -121,32 +121,26 @@ def parts(record: Sequence[Sequence[Any]]) -> list[Part]:
     pass that no backward pass follows, with the copies of its losses.
     """
     phases = [(at, call[1]) for at, call in enumerate(record) if call[0] == "phase"]
+    names = [name for _, name in phases]
+    evaluates = [
+        name == "forward" and names[index + 1 : index + 2] != ["backward"]
+        for index, name in enumerate(names)
+    ]
     found: list[Part] = []
     begun = step = evaluation = 0
     for index, (at, phase) in enumerate(phases):
-        after = phases[index + 1][1] if index + 1 < len(phases) else ""
         if phase == "update":
             step += 1
-            found.append(_part(f"step {step}", record[begun:at]))
-        elif phase == "forward" and after != "backward":
-            if after == "forward" and _trains(phases[index + 1 :]):
-                pass
-            end = _read_by(record, at) if after != "forward" or _trains(phases[index:]) else at
-            if after != "forward":
-                evaluation += 1
-                found.append(_part(f"evaluation {evaluation}", record[begun:end]))
-            else:
-                continue
-            at = end
+            title, end = f"step {step}", at
+        elif evaluates[index] and not any(evaluates[index + 1 : index + 2]):
+            evaluation += 1
+            title, end = f"evaluation {evaluation}", _read_by(record, at)
         else:
             continue
-        begun = at
+        found.append(_part(title, record[begun:end]))
+        begun = end
     found.append(_part("end", record[begun:]))
     return found
-
-
-def _trains(phases: Sequence[tuple[int, str]]) -> bool:
-    return len(phases) > 1 and phases[1][1] == "backward"
 
 
 def _read_by(record: Sequence[Sequence[Any]], at: int) -> int:
@@ -168,16 +162,25 @@ def _part(name: str, record: Sequence[Sequence[Any]]) -> Part:
     return part
 
 
-def rows(folder: Path, count: int, seed: int = 0) -> Path:
-    """Instructions of differing length, about 1,000 tokens at most; a fixed seed."""
+def rows(folder: Path, count: int, least: int, most: int, seed: int = 0) -> Path:
+    """Instructions of `least` to `most` tokens, in a file; a fixed seed."""
     draw = random.Random(seed)
+    tokenizer = make_tokenizer(folder / "tokenizer")
+    words = [" number", " ocean", " small", " the", " add", " of", " name", " correct", " is"]
+    lengths = [len(tokenizer.encode(word, add_special_tokens=False)) for word in words]
+
+    def text(tokens: int) -> str:
+        made, length = "", 0
+        while length < tokens:
+            at = draw.randrange(len(words))
+            made, length = made + words[at], length + lengths[at]
+        return made
+
+    made = [
+        {"instruction": text(10), "input": "", "output": text(draw.randint(least, most) - 150)}
+        for _ in range(count)
+    ]
     path = folder / "rows.json"
-    words = ("number", "ocean", "small", "the", "add", "of", "name", "correct", "word", "is")
-
-    def text(most: int) -> str:
-        return " ".join(draw.choice(words) for _ in range(draw.randint(3, most)))
-
-    made = [{"instruction": text(60), "input": "", "output": text(400)} for _ in range(count)]
     path.write_text(json.dumps(made), encoding="utf-8")
     return path
 
@@ -189,11 +192,14 @@ def run_file(folder: Path, name: str, mode: str, *, layers: int, devices: int) -
         fields = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
     ranks = 1 if fields.get("strategy", {}).get("name") == "single" else devices
     micro = fields["train"]["micro_batch_size"]
-    make_tokenizer(folder / "tokenizer")
-    packed = fields["data"].get("packing")
-    # The last step has a row for the first rank alone.
+    # The last step has a row for the first rank alone; of long rows two fill a sequence.
     sequences = (STEPS - 1) * ranks * micro + 1
-    count = int(sequences * (8.4 if packed else 1.05))
+    held_out = 3
+    if fields["data"].get("packing"):
+        texts = rows(folder, 2 * (sequences + held_out), 750, 950)
+        held_out *= 2
+    else:
+        texts = rows(folder, sequences + held_out, 200, 1900)
     options = dict(fields.get("backend_options", {})) if mode == "lazy" else {}
     changes = {
         "name": f"{name}-{mode}",
@@ -205,12 +211,12 @@ def run_file(folder: Path, name: str, mode: str, *, layers: int, devices: int) -
             "tokenizer": str(folder / "tokenizer"),
         },
         "data": {
-            "train": {"path": str(rows(folder, count)), "format": "alpaca"},
+            "train": {"path": str(texts), "format": "alpaca"},
+            "eval_fraction": held_out / (sequences + held_out) / (held_out // 3),
             "cache": str(folder / "cache"),
         },
         "train": {
-            "epochs": None,
-            "steps": STEPS,
+            "epochs": 1,
             "eval_every": 2,
             "global_batch_size": ranks * micro,
         },

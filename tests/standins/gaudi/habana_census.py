@@ -148,15 +148,17 @@ class Census(TorchDispatchMode):
         device = kwargs.get("device")
         if not on_card and (device is None or torch.device(device).type != "hpu"):
             return func(*args, **kwargs)
-        if self._inside:
-            return self._run(func, args, kwargs, tensors)
         name = facts.name_of(func)
+        if name in _QUIET or _is_view(func):
+            return func(*args, **kwargs)
+        if self._inside:
+            result = self._run(func, args, kwargs, tensors)
+            self._fresh(result)
+            return result
         if func.namespace == "c10d":
             self.cut("collective")
             return self._run(func, args, kwargs, tensors)
-        if name in _MAKERS or name in _QUIET or _is_view(func):
-            if name not in _MAKERS:
-                return func(*args, **kwargs)
+        if name in _MAKERS:
             result = self._run(func, args, kwargs, tensors)
             self._fresh(result)
             return result
