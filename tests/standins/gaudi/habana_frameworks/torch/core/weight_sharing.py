@@ -45,6 +45,9 @@ def _model():
 
 
 def enable_weight_sharing():
+    # A tensor of the card cannot take the place of a parameter's on the host, as its comment says;
+    # the simulated cards would let it, so torch is told to make new parameters.
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
     checkout = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
     if not checkout:
         return _model()
