@@ -287,10 +287,9 @@ def measured(case: Case, rank: int, rendezvous: Path) -> dict[str, Any]:
             # The first step creates what later ones have.
             found |= least(found if step == 2 else {}, peaks | live.take_peaks("cpu"))
             work = live.counter.taken()
-        for _ in range(3):
-            watch.enter(EVALUATION)
-            engine.evaluate(map(case.batch, [backend.placement.device]), model_loss)
-            found |= least(found, live.take_peaks("cpu"))
+        watch.enter(EVALUATION)
+        engine.evaluate(map(case.batch, [backend.placement.device]), model_loss)
+        found |= live.take_peaks("cpu")
         for _ in range(3):
             watch.enter(SAVE)
             save(engine)
