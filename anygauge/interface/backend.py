@@ -211,7 +211,7 @@ class BackendSpec:
 
 
 class Outcome:
-    """Verdicts of a diagnostic check; ``SKIP``: it could not be made, which is not a verdict."""
+    """Results of a diagnostic check; ``SKIP``: it could not be made, which is not a result."""
 
     PASS = "pass"
     SKIP = "skip"

@@ -352,7 +352,7 @@ def row(case: Case, folder: Path) -> str:
 def main(folder: Path, *names: str) -> None:
     print(
         "| "
-        + " | ".join(("case", "strategy", "ranks", "trained", "besides", "bytes", *PHASES))
+        + " | ".join(("case", "strategy", "ranks", "trained", "other settings", "bytes", *PHASES))
         + " |"
     )
     print("|---|---|---:|---|---|---:|---:|---:|---:|---:|")
