@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -39,7 +40,8 @@ def standin_site(folder: Path, version: str = "1.20.0") -> Path:
 def standin_environment(site: Path, record: Path) -> dict[str, str]:
     """Variables of a process that is to find the stand-in, and write its calls to `record`.RANK."""
     return {
-        "PYTHONPATH": str(site),
+        # What finds the sources under test stays there.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))),
         # The shipped announcement of the same backend, whose probe finds no card here.
         "ANYGAUGE_BLOCK_PLUGINS": "hpu",
         "ANYGAUGE_SIM_LOCKS": "",
