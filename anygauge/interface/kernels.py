@@ -19,7 +19,9 @@ empty is zero; x itself is finite.
 (N,) int64, () float32, without holding N x V logits. By keyword, all with defaults: bias (V,);
 low_rank ((N, R), (V, R)), whose product is added; ignore_index -100; label_smoothing;
 logits = softcap * tanh(scale * logits / softcap); skip_ignored, that rows which do not count may be
-left out where shapes can follow values.
+left out where shapes can follow values. A kernel that also takes mark_step is given, on devices
+that compile each shape anew, a function without arguments that ends a graph: called between
+chunks that are all alike, it lets one graph serve all of them.
 
 ``adamw``: groups have ``params``, ``lr`` and ``weight_decay``, which is decoupled; the state of a
 parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run resumes on any device.

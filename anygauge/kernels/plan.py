@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -13,6 +14,8 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import (
     AttentionKernel,
     Backend,
+    Graph,
+    Phase,
     PluginError,
     ShapeKind,
     UnsupportedError,
@@ -37,7 +40,7 @@ from anygauge.kernels.choose import (
     load_kernel,
 )
 from anygauge.kernels.install import ModelKernels, plain_lora, plain_norms
-from anygauge.kernels.loss import base_of, logits_rule
+from anygauge.kernels.loss import LossKernel, base_of, logits_rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,9 +141,7 @@ def plan_kernels(
             problems[LOSS] = "the device compiles the whole model, its output layer with it"
         elif not served:
             problems[LOSS] = served.reason
-        # Leaving rows out makes a new shape of each batch.
-        fluid = backend.graph.shapes.kind is ShapeKind.DYNAMIC
-        loss = functools.partial(rule.bound(loss), skip_ignored=fluid)
+        loss = _on_graphs(rule.bound(loss), backend.graph)
     return KernelPlan(
         choices={**choices, **{op: _gives_way(run, choices[op], problems[op]) for op in problems}},
         attention=attention,
@@ -154,6 +155,17 @@ def plan_kernels(
         norms=norms,
         lora_layers=layers,
     )
+
+
+def _on_graphs(loss: LossKernel, graph: Graph) -> LossKernel:
+    """A loss kernel that knows what new shapes and graphs cost on its device."""
+    if graph.shapes.kind is ShapeKind.DYNAMIC:
+        return functools.partial(loss, skip_ignored=True)
+    # Leaving rows out would make a new shape of each batch.
+    fixed = functools.partial(loss, skip_ignored=False)
+    if "mark_step" not in inspect.signature(loss).parameters:
+        return fixed
+    return functools.partial(fixed, mark_step=functools.partial(graph.mark_step, Phase.CHUNK))
 
 
 def _attention(

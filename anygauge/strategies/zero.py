@@ -32,6 +32,7 @@ from anygauge.interface.strategy import (
 from anygauge.strategies.common import (
     compile_regions,
     logits_of,
+    mark_recomputation,
     set_learning_rate,
     summed_losses,
     torch_dtype,
@@ -247,6 +248,7 @@ class Zero:
         factory.checkpoint_activations(model, reentrant=needs_reentrant_checkpointing())
         if sharded and self.options.gather == "layer":
             gather_by_block(model)
+        mark_recomputation(model, context.backend.graph)
         compile_regions(model, context.backend)
         buffers = buffers_of(model)
         trained = trained_parameters(model)

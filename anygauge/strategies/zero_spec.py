@@ -11,6 +11,7 @@ from typing import Any
 
 from anygauge.interface import (
     API_VERSION,
+    FULL,
     AutoForm,
     Backend,
     Level,
@@ -112,9 +113,25 @@ def check(run: StrategyRun) -> None:
         check_stage_types(options.stage, run.precision)
 
 
-_BY_ITSELF = Support(
-    Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
-)
+_CLIPS = Support(Level.NOT_WRITTEN_YET, "DeepSpeed clips flattened parts of gradients itself")
+
+
+def takes_update_kernel(options: Any) -> Support:
+    """See `StrategySpec.takes_update_kernel`: DeepSpeed steps the optimizer that it is given.
+
+    In stages 1 to 3 on flat float32 parts, one after another in stage 3.
+    """
+    if options.offload != "none":
+        return Support(
+            Level.NOT_WRITTEN_YET,
+            "strategy.offload: the optimizer's tensors lie in the host's memory",
+        )
+    if options.stage == 0:
+        return Support(
+            Level.NOT_WRITTEN_YET,
+            "strategy zero, stage 0: kernels were tested with the flat parts of other stages alone",
+        )
+    return FULL
 
 
 def load(backend: Backend) -> None:
@@ -135,8 +152,8 @@ ZERO = StrategySpec(
     engine=ENGINE,
     distributions=(ENGINE,),
     install="pip install 'anygauge[zero]'",
-    takes_clip_kernel=lambda options: _BY_ITSELF,
-    takes_update_kernel=lambda options: _BY_ITSELF,
+    takes_clip_kernel=lambda options: _CLIPS,
+    takes_update_kernel=takes_update_kernel,
     check=check,
     lighter=(
         ({"stage": 3}, "weights are gathered by layer"),

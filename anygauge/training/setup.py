@@ -62,7 +62,7 @@ from anygauge.training.checkpoints.manager import (
 from anygauge.training.loop import Loop
 from anygauge.training.meter import History, MetricsLogger, StepTokens
 from anygauge.training.moving import ToDevice
-from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
@@ -218,7 +218,9 @@ def prepare_run(
     engine = strategy.build(
         BuildContext(
             factory=factory if start is None else ResumedFactory(factory, start),
-            optimizer=optimizer_factory(run.train.optimizer, plan.adamw),
+            optimizer=optimizer_factory(
+                run.train.optimizer, plan.adamw, fused=bool(backend.support(FUSED_ADAMW))
+            ),
             workload=workload,
             clip_grad_norm=plan.clip_grad_norm,
         )

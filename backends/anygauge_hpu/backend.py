@@ -92,6 +92,18 @@ class HpuBackend(Backend):
             Level.UNSUPPORTED_BY_VERSION,
             "bitsandbytes 0.50 has such memory for CUDA, ROCm and XPU alone",
         ),
+        # Source: gaudi-pytorch-bridge 1.19, scripts/ops_list/ops_table.csv: _fused_adamw_ is not an
+        # operation of the device; hpu_ops/cpu_fallback.cpp has the host compute those that are not.
+        "fused_adamw": Support(
+            Level.UNSUPPORTED_BY_VERSION,
+            "the last release with public sources, 1.19, has no such kernel; a run uses the "
+            "library's own fused AdamW",
+        ),
+        # Source: bitsandbytes 0.50, backends/hpu/ops.py.
+        "adamw_8bit": Support(
+            Level.UNSUPPORTED_BY_VERSION,
+            "bitsandbytes 0.50 has no optimizer for these cards",
+        ),
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

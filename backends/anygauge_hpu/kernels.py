@@ -149,8 +149,8 @@ def _softmax(inner: Callable[[Tensor], torch.dtype]) -> Callable[..., Tensor]:
         elif mask is not None:
             scores = scores + mask.to(scores.dtype)
         if causal_offset is not None:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device)
-            scores = torch.where(seen.tril(causal_offset), scores, -torch.inf)
+            rows, columns = (torch.arange(n, device=x.device) for n in scores.shape[-2:])
+            scores = torch.where(columns <= rows[:, None] + causal_offset, scores, -torch.inf)
         # The type is named: autocast on this device would choose bfloat16 by itself.
         if mask is None and causal_offset is None:
             return torch.softmax(scores, dim=dim, dtype=scores.dtype).to(x.dtype)

@@ -131,3 +131,12 @@ def test_this_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_devices_own_update_is_called_in_the_stages_that_were_tried() -> None:
+    for stage in (1, 2, 3):
+        assert ZERO.takes_update_kernel(ZeroOptions(stage=stage))
+    assert "stage 0" in ZERO.takes_update_kernel(ZeroOptions(stage=0)).reason
+    for options in (ZeroOptions(stage=2, offload="optimizer"), ZeroOptions(offload="both")):
+        assert "host" in ZERO.takes_update_kernel(options).reason
+    assert "clips" in ZERO.takes_clip_kernel(ZeroOptions()).reason

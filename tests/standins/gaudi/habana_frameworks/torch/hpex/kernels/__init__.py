@@ -6,6 +6,10 @@ import habana_standin
 import torch
 
 
+def _same(tensor):
+    return tensor
+
+
 class FusedSDPA(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -33,7 +37,8 @@ class FusedSDPA(torch.autograd.Function):
         if scale is None:
             scale = 1.0 / math.sqrt(q.size(-1))
         ctx.set_materialize_grads(False)
-        with torch.enable_grad():
+        # A kernel keeps nothing inside, which a layer that recomputes would compute again.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             inputs = [each.detach().requires_grad_() for each in (q, k, v)]
             groups = q.shape[1] // k.shape[1]
             keys, values = (each.repeat_interleave(groups, dim=1) for each in inputs[1:])
