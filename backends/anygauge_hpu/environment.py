@@ -21,7 +21,6 @@ from anygauge.interface import (
     others_up,
 )
 from anygauge_hpu.mode import LAZY_VARIABLE, Mode, choose_mode
-from anygauge_hpu.software import PLUGIN
 
 MODULES_VARIABLE = "HABANA_VISIBLE_MODULES"
 """Module numbers that a process may take, as in ``0,1``; the position is the local rank."""
@@ -59,15 +58,6 @@ def _graph_limit_sync(context: RuleContext) -> Setting | Skip:
     if not context.options.get("graph_limit_sync"):
         return Skip("backend_options.graph_limit_sync is not set: a cut graph runs on its own")
     return context.set_to("1", "backend_options.graph_limit_sync: the host waits for a cut graph")
-
-
-def _sync_on_release(context: RuleContext) -> Setting | Skip:
-    version = context.version(PLUGIN)
-    if version == (0, 0) or version >= (1, 16):
-        return Skip("nothing reads it from release 1.16 on: anygauge synchronises by itself")
-    if not context.options.get("sync_on_release", True):
-        return Skip("backend_options.sync_on_release is false")
-    return context.set_to("1", "DeepSpeed forks up to 1.15 synchronise before they free a weight")
 
 
 def _engine_default(name: str, what: str) -> EnvironmentRule:
@@ -202,14 +192,6 @@ RULES = (
         reason="frees what a cut graph held before the next one is traced",
         source=f"{_BRIDGE}, habana_lazy/hpu_stage_submission.cpp",
         decide=_graph_limit_sync,
-    ),
-    EnvironmentRule(
-        name="DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED",
-        value="1 with releases up to 1.15",
-        scope=Scope.JOB,
-        reason="a running graph may still read a weight that ZeRO-3 frees",
-        source="HabanaAI/DeepSpeed 1.13.0 to 1.15.1, accelerator/hpu_accelerator.py",
-        decide=_sync_on_release,
     ),
     _engine_default("PT_HPU_LAZY_ACC_PAR_MODE", "parallel accumulation of lazy graphs"),
     _engine_default("PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES", "dynamic shapes"),

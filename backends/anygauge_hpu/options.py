@@ -54,12 +54,13 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "split_forward_backward": Option(
         meaning="also cut the graph between forward and backward, so that the host traces one "
-        "while the device runs the other",
+        "while the device runs the other; sync_on_release leaves nothing of that",
         lazy_only=True,
         **_SWITCH,
     ),
     "sync_on_release": Option(
-        meaning="synchronise before ZeRO-3 releases a gathered weight; by default in lazy mode",
+        meaning="the host waits for the device before ZeRO-3 releases a gathered weight, as "
+        "Intel's DeepSpeed did before release 1.16 (default false)",
         **_SWITCH,
     ),
     "recipe_cache": Option(

@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lazy(folder: Path) -> Iterator[Trained]:
-    yield trained(folder, "lazy", attention="softmax")
+    yield trained(folder, "lazy", attention="softmax", sync_on_release=True)
 
 
 def test_graphs_end_after_each_backward_and_update(lazy: Trained) -> None:
@@ -153,10 +153,8 @@ def test_norms_are_fused_and_attention_is_not(lazy: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_without_synchronised_release_there_are_only_the_meters(
-    lazy: Trained, folder: Path
-) -> None:
-    other = trained(folder, "unsynchronised", attention="softmax", sync_on_release=False)
+def test_by_default_only_the_meters_wait_for_the_device(lazy: Trained, folder: Path) -> None:
+    other = trained(folder, "unsynchronised", attention="softmax")
     assert min(lazy.count("synchronize")) > 10 * max(other.count("synchronize"))
     assert other.run.steps("loss") == lazy.run.steps("loss")
 
