@@ -155,7 +155,7 @@ def _summary(
         "final_loss": history.last_loss,
         "evaluations": history.evaluations,
         "tokens": history.tokens,
-        "tokens_per_s": history.tokens / history.seconds if history.seconds else None,
+        **history.speed(),
         "memory": prepared.meter.memory(job.expected_memory),
         "step_s": prepared.meter.step_seconds(job.expected_step_s),
         "saved": str(folder),

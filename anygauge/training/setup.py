@@ -59,8 +59,9 @@ from anygauge.training.checkpoints.manager import (
     check_resumed,
     find_checkpoint,
 )
+from anygauge.training.history import History
 from anygauge.training.loop import Loop
-from anygauge.training.meter import History, MetricsLogger, StepTokens
+from anygauge.training.meter import MetricsLogger, StepTokens
 from anygauge.training.moving import ToDevice
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.progress import Progress
@@ -286,6 +287,7 @@ def prepare_run(
         if rank.index == 0
         else None,
         log_every=run.train.log_every,
+        warmup=run.train.throughput_warmup_steps,
         history=None if start is None else History.of_record(start.record["history"]),
     )
     manager = CheckpointManager(
