@@ -224,8 +224,9 @@ def prepare_run(
             clip_grad_norm=plan.clip_grad_norm,
         )
     )
-    if plan.attention.masks_of == "sdpa":
-        answer_from_host(engine.model, plan.attention.name)
+    causal = plan.attention.kernel is not None and plan.attention.kernel.causal
+    if causal or plan.attention.masks_of == "sdpa":
+        answer_from_host(engine.model, plan.attention.name, causal=causal)
     if run.train.activation_offloading:
         offload_activations(engine.model, backend.placement)
     if strategy.description != announced:

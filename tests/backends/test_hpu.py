@@ -164,6 +164,7 @@ def test_kernels_follow_the_options() -> None:
         "attention": "gaudi_fused",
         "softmax": "gaudi_fp32",
         "rms_norm": "gaudi_fused",
+        "rope": "gaudi_fused",
         **update,
     }
     softmax = HpuBackend({"attention": "softmax", "rms_norm": "reference"})
@@ -171,6 +172,7 @@ def test_kernels_follow_the_options() -> None:
         "attention": "gaudi_softmax_bf16",
         "softmax": "gaudi_fp32",
         "rms_norm": "reference",
+        "rope": "gaudi_fused",
         **update,
     }
     exact = HpuBackend({"attention": "softmax", "softmax": "float32"})

@@ -146,9 +146,10 @@ def test_what_the_model_library_replaces_would_be_recorded(folder: Path) -> None
 
 def test_norms_are_fused_and_attention_is_not(lazy: Trained) -> None:
     assert min(lazy.count("FusedRMSNorm")) > 0
+    assert min(lazy.count("RotaryPosEmbeddingHelperV2")) > 0
     assert lazy.count("FusedSDPA") == [0] * RANKS
     assert "gaudi_softmax_bf16" in lazy.run.out
-    assert "; 5 of 5 norms fused" in lazy.run.out
+    assert "; 5 of 5 norms fused; 2 of 2 rotations fused" in lazy.run.out
     assert lazy.run.steps("graph_compiled")[-1] > 0
 
 
@@ -165,6 +166,9 @@ def test_forward_and_backward_apart(lazy: Trained, folder: Path) -> None:
     # And once after the forward that proves the saved adapter.
     assert other.count("mark_step") == [STEPS * (2 * ACCUMULATION + 1) + 1] * RANKS
     assert min(other.count("FusedSDPA")) > 0
+    # Rows are padded on the right: the kernel is causal alone, without a mask.
+    found = {tuple(c[2:]) for each in other.calls for c in each if c[0] == "FusedSDPA"}
+    assert found == {(False, 0.0, True, "none", False)}
     assert other.run.steps("loss") == pytest.approx(lazy.run.steps("loss"), rel=1e-3)
 
 

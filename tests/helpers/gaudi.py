@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def standin_site(folder: Path, version: str = "1.20.0") -> Path:
 def standin_environment(site: Path, record: Path) -> dict[str, str]:
     """Variables of a process that is to find the stand-in, and write its calls to `record`.RANK."""
     return {
-        "PYTHONPATH": str(site),
+        # What the tests themselves were found on stays: a checkout that is not the installed one.
+        "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]),
         # The shipped announcement of the same backend, whose probe finds no card here.
         "ANYGAUGE_BLOCK_PLUGINS": "hpu",
         "ANYGAUGE_SIM_LOCKS": "",
