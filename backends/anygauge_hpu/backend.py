@@ -24,6 +24,7 @@ from anygauge_hpu.environment import FABRICS, MODULES_VARIABLE, RULES, refuse_co
 from anygauge_hpu.graph import HpuGraph
 from anygauge_hpu.kernels import fused_name
 from anygauge_hpu.mode import choose_mode
+from anygauge_hpu.modules import PATTERNS
 from anygauge_hpu.options import OPTIONS, check_options
 from anygauge_hpu.placement import HpuPlacement
 from anygauge_hpu.software import PLUGIN, RELEASES, installed_version
@@ -59,6 +60,7 @@ class HpuBackend(Backend):
     environment_rules = RULES
     libraries = (PLUGIN,)
     variables = (MODULES_VARIABLE,)
+    readings = PATTERNS
     launch = LaunchProfile(
         visibility_variable=MODULES_VARIABLE,
         image=own_image("hpu", RELEASES),
