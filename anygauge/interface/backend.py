@@ -303,6 +303,10 @@ class Backend:
     """Files whose presence the rules read (`Node.files`): absolute paths, or bare names of shared
     libraries, which are looked for where the dynamic linker would find them."""
 
+    readings: tuple[str, ...] = ()
+    """Files whose text the rules read (`Node.texts`): absolute paths, in which ``*`` is any part of
+    a name. No device is opened: the text of a file that is not a regular one is empty."""
+
     known_options: tuple[str, ...] = ()
     """Names of the ``backend_options`` that this backend reads; any other is refused."""
 

@@ -4,6 +4,7 @@
 |---|---|
 | ``attention`` | an `AttentionKernel` |
 | ``rms_norm`` | (x (..., D), weight (D,), epsilon) -> weight * x / sqrt(mean(x²) + epsilon), as x |
+| ``rope`` | (query (B, H, T, D), key (B, G, T, D), cos (B or 1, T, D), sin), see below |
 | ``softmax`` | (x, dim=-1, mask=None, scale=1.0, *, causal_offset=None), see below |
 | ``lora_linear`` | a `LoraKernel` |
 | ``linear_cross_entropy`` | (hidden, weight, targets, *, ...), see below |
@@ -14,6 +15,9 @@
 broadcast to x: boolean, True takes part; floating, added after the scale. With a causal offset, row
 r of the last two dimensions has columns up to r + offset. A row that the mask or the offset leaves
 empty is zero; x itself is finite.
+
+``rope``: returns query and key, each x * cos + rotate_half(x) * sin, as x; rotate_half of (a, b),
+the halves along D, is (-b, a).
 
 ``linear_cross_entropy``: sum of the cross entropies of hidden (N, D) @ weight.T (V, D) for targets
 (N,) int64, () float32, without holding N x V logits. By keyword, all with defaults: bias (V,);
@@ -57,6 +61,9 @@ class AttentionKernel:
         mask: the library's attention whose masks it takes.
         drops: whether it drops attention weights when it is asked to.
         smallest_head: least D that it serves.
+        causal: without a mask, and with more than one query, it has each query see the keys up to
+            its own position. Then no mask is made where each token sees all before it: padding is
+            on the right, so that no token sees any, and what padding computes is not used.
     """
 
     name: str
@@ -65,6 +72,7 @@ class AttentionKernel:
     mask: str = "eager"
     drops: bool = True
     smallest_head: int = 1
+    causal: bool = False
 
     def __post_init__(self) -> None:
         for word in ("sdpa", "flash", "flex_attention"):

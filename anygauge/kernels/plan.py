@@ -36,11 +36,13 @@ from anygauge.kernels.choose import (
     LOSS,
     NORM,
     REFERENCE,
+    ROPE,
     KernelChoice,
     load_kernel,
 )
 from anygauge.kernels.install import ModelKernels, plain_lora, plain_norms
 from anygauge.kernels.loss import LossKernel, base_of, logits_rule
+from anygauge.kernels.rope import plain_rotations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ class KernelPlan:
         model: what is put into the model.
         adamw: (groups, lr, betas, eps) -> AdamW by a kernel; None for torch's.
         clip_grad_norm: by a kernel or by torch.
-        norms, lora_layers: (served by the kernel, in all); (0, 0) without one.
+        norms, rotations, lora_layers: (served by the kernel, in all); (0, 0) without one.
     """
 
     choices: Mapping[str, KernelChoice]
@@ -62,6 +64,7 @@ class KernelPlan:
     adamw: Callable[..., Any] | None
     clip_grad_norm: Callable[..., Any]
     norms: tuple[int, int]
+    rotations: tuple[int, int]
     lora_layers: tuple[int, int]
 
     def describe(self) -> str:
@@ -69,6 +72,8 @@ class KernelPlan:
         parts = [f"attention {self.attention.describe()}"]
         if self.norms[1]:
             parts.append(f"{self.norms[0]} of {self.norms[1]} norms fused")
+        if self.rotations[1]:
+            parts.append(f"{self.rotations[0]} of {self.rotations[1]} rotations fused")
         if self.lora_layers[0]:
             parts.append(f"{self.lora_layers[0]} of {self.lora_layers[1]} LoRA layers fused")
         loss = "all logits held"
@@ -129,8 +134,9 @@ def plan_kernels(
             f"kernels.attention: {reason}; set model.attention: eager, and leave kernels.attention "
             "out"
         )
-    norm, lora, loss = kernels[NORM], kernels[LORA], kernels[LOSS]
+    norm, rope, lora, loss = (kernels[operation] for operation in (NORM, ROPE, LORA, LOSS))
     norms = _count(plain_norms(model)) if norm is not None else (0, 0)
+    rotations = _count(plain_rotations(model)) if rope is not None else (0, 0)
     layers = _count(plain_lora(model)) if lora is not None else (0, 0)
     if lora is not None and not layers[0]:
         problems[LORA] = f"none of the {layers[1]} adapted layers is plain LoRA"
@@ -147,12 +153,14 @@ def plan_kernels(
         attention=attention,
         model=ModelKernels(
             norm=norm,
+            rope=rope,
             lora=None if LORA in problems else lora,
             loss=None if LOSS in problems else loss,
         ),
         adamw=kernels[ADAMW],
         clip_grad_norm=kernels[CLIP] or nn.utils.clip_grad_norm_,
         norms=norms,
+        rotations=rotations,
         lora_layers=layers,
     )
 

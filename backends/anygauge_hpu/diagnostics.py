@@ -10,6 +10,7 @@ from pathlib import Path
 from anygauge.interface import Check, Outcome
 from anygauge_hpu.environment import MODULES_VARIABLE
 from anygauge_hpu.mode import LAZY_VARIABLE
+from anygauge_hpu.modules import look, modules_here
 from anygauge_hpu.probe import driver_version, probe
 from anygauge_hpu.software import (
     PLUGIN,
@@ -54,7 +55,7 @@ def checks(
             else (_skip("release"), _skip("driver release"))
         ),
         _mode(environ, versions),
-        _modules(environ, found.device_count),
+        _modules(environ, found.device_count, modules_here(look(root))),
         _kernels_path(environ, installed=PLUGIN in versions),
     ]
 
@@ -104,11 +105,13 @@ def _mode(environ: Mapping[str, str], versions: Mapping[str, str]) -> Check:
     return _warn("mode", seen, "unset it: a run file chooses with backend_options.mode")
 
 
-def _modules(environ: Mapping[str, str], cards: int | None) -> Check:
+def _modules(environ: Mapping[str, str], cards: int | None, here: Sequence[str] | None) -> Check:
     text = environ.get(MODULES_VARIABLE)
     name = "visible modules"
     if text is None:
-        return Check(name=name, outcome=Outcome.PASS, seen=f"{MODULES_VARIABLE} is unset: all")
+        stated = f" ({','.join(here)})" if here else ""
+        seen = f"{MODULES_VARIABLE} is unset: all{stated}"
+        return Check(name=name, outcome=Outcome.PASS, seen=seen)
     seen = f"{MODULES_VARIABLE}={text}"
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         remedy = "write module numbers with commas between them, such as 0,1,2,3"
@@ -117,6 +120,14 @@ def _modules(environ: Mapping[str, str], cards: int | None) -> Check:
     if len(set(numbers)) < len(numbers):
         return Check(
             name=name, outcome=Outcome.FAIL, seen=seen, remedy="name each module only once"
+        )
+    absent = [number for number in numbers if here is not None and str(number) not in here]
+    if absent:
+        return Check(
+            name=name,
+            outcome=Outcome.FAIL,
+            seen=f"{seen}, but the modules here are {','.join(here or ())}",
+            remedy=f"name modules that are here, or unset {MODULES_VARIABLE}",
         )
     if cards is not None and len(numbers) > cards:
         return _warn(name, f"{seen}, but {cards} cards are here", "name as many as there are")

@@ -21,7 +21,9 @@ class HpuGraph(Graph):
         self._between = bool(options.get("split_forward_backward", False))
         self.accumulates = mode is Mode.LAZY
         self.limit = options.get("graph_limit") if mode is Mode.LAZY else None
-        self.sync_on_release = bool(options.get("sync_on_release", mode is Mode.LAZY))
+        # Intel's DeepSpeed did this up to 1.15.1, as a workaround, and not since 1.16.0
+        # (runtime/zero/partition_parameters.py, free_param): no release that runs here needs it.
+        self.sync_on_release = bool(options.get("sync_on_release", False))
         # Every new shape is compiled anew, in each mode.
         self.shapes = ShapePolicy(
             kind=ShapeKind.BUCKETED, multiple=32, buckets=options.get("buckets", 8)

@@ -5,6 +5,8 @@ import math
 import habana_standin
 import torch
 
+from .RotaryPosEmbeddingHelper import RotaryPosEmbeddingHelperV2
+
 
 def _same(tensor):
     return tensor
@@ -28,9 +30,15 @@ class FusedSDPA(torch.autograd.Function):
         return_dropout_mask=False,
         return_attn_probs=False,
     ):
-        softmax_mode.lower()
+        softmax_mode = softmax_mode.lower()
         habana_standin.record(
-            "FusedSDPA", list(q.shape), attn_mask is not None, dropout_p, is_causal, softmax_mode
+            "FusedSDPA",
+            list(q.shape),
+            attn_mask is not None,
+            dropout_p,
+            is_causal,
+            softmax_mode,
+            recompute_mode,
         )
         if recompute_mode and q.requires_grad and softmax_mode == "fast":
             assert is_causal
