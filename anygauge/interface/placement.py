@@ -312,6 +312,10 @@ class Graph:
     sync_on_release: bool = False
     """Whether gathered parameters may be freed only after a synchronisation."""
 
+    reentrant_only: str = ""
+    """Why layers are to be recomputed in backward by torch's reentrant form here, in words; empty
+    where either form will do."""
+
     shapes: ShapePolicy = ShapePolicy()
     compiler: Compiler | None = None
     """What compiles a model's regions; None where nothing does."""

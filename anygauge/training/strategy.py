@@ -131,6 +131,7 @@ def check_strategy(
             ranks_run_here=ranks_run_here,
             quantised=run.model.quantise is not None,
             paged=run.train.optimizer.paged,
+            reentrant_only=backend.graph.reentrant_only,
         )
     )
     check_new_rows(run)

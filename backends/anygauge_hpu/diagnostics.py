@@ -15,6 +15,7 @@ from anygauge_hpu.probe import driver_version, probe
 from anygauge_hpu.software import (
     PLUGIN,
     RELEASES,
+    built_for,
     installed_version,
     is_fork,
     major_minor,
@@ -54,6 +55,7 @@ def checks(
             if PLUGIN in versions
             else (_skip("release"), _skip("driver release"))
         ),
+        _deepspeed(versions),
         _mode(environ, versions),
         _modules(environ, found.device_count, modules_here(look(root))),
         _kernels_path(environ, installed=PLUGIN in versions),
@@ -85,6 +87,33 @@ def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
         release_check,
         _warn("driver release", pair, "use driver and software of one release"),
     ]
+
+
+def _deepspeed(versions: Mapping[str, str]) -> Check:
+    """Intel's builds are of the device's release, and say so behind DeepSpeed's own version."""
+    name, version = "deepspeed", versions.get("deepspeed")
+    release = release_of(versions.get(PLUGIN))
+    install = (
+        f"pip install git+https://github.com/HabanaAI/DeepSpeed.git@{release.versions[name]}"
+        if release is not None
+        else "install Intel's build of DeepSpeed (HabanaAI/DeepSpeed) of the same release"
+    )
+    if PLUGIN not in versions:
+        return _skip(name)
+    if version is None:
+        return _warn(name, "deepspeed is not installed", f"strategy zero needs it: {install}")
+    built = built_for(version)
+    if built is None:
+        return _warn(
+            name,
+            f"deepspeed {version} is not Intel's build, whose version ends in +hpu.synapse.v...",
+            f"{install}; with another one, lazy mode needs strategy.reentrant: true",
+        )
+    wanted = None if release is None else release.versions[name]
+    seen = f"deepspeed {version}, Intel's build of release {built}"
+    if wanted is None or major_minor(built) == major_minor(wanted):
+        return Check(name=name, outcome=Outcome.PASS, seen=seen)
+    return _warn(name, f"{seen}; {PLUGIN} {versions[PLUGIN]} goes with {wanted}", install)
 
 
 def _mode(environ: Mapping[str, str], versions: Mapping[str, str]) -> Check:

@@ -12,6 +12,14 @@ COMPILER = "hpu_backend"
 """torch.compile's backend (gaudi-pytorch-bridge, dynamo/compile_backend/backends.py)."""
 
 
+_REENTRANT = (
+    "lazy mode has been run with the reentrant form alone: Intel's DeepSpeed and optimum-habana "
+    "recompute by a function of that form, which ends the graph before each layer"
+)
+"""Source: HabanaAI/DeepSpeed 1.21.0, activation_checkpointing/checkpointing.py; optimum-habana,
+trainer.py."""
+
+
 class HpuGraph(Graph):
     """Graphs of a mode. In lazy mode the limit itself is kept by Gaudi's library, which reads it
     from the environment."""
@@ -24,6 +32,7 @@ class HpuGraph(Graph):
         # Intel's DeepSpeed did this up to 1.15.1, as a workaround, and not since 1.16.0
         # (runtime/zero/partition_parameters.py, free_param): no release that runs here needs it.
         self.sync_on_release = bool(options.get("sync_on_release", False))
+        self.reentrant_only = _REENTRANT if mode is Mode.LAZY else ""
         # Every new shape is compiled anew, in each mode.
         self.shapes = ShapePolicy(
             kind=ShapeKind.BUCKETED, multiple=32, buckets=options.get("buckets", 8)

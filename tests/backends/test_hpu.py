@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -135,6 +136,11 @@ def test_weights_are_released_without_waiting_unless_that_is_asked_for(mode: Mod
 def test_mark_step_outside_lazy_mode_calls_nothing() -> None:
     for phase in Phase:  # the software is not installed here: a call would raise
         HpuBackend({"mode": "compile"}).graph.mark_step(phase)
+
+
+def test_layers_are_recomputed_by_one_form_in_lazy_mode() -> None:
+    assert "reentrant form alone" in HpuBackend(LAZY).graph.reentrant_only
+    assert not HpuBackend({"mode": "compile"}).graph.reentrant_only
 
 
 # -- options ---------------------------------------------------------------------------------
@@ -310,12 +316,11 @@ def test_a_loop_of_ones_own_takes_the_same_modules(
     assert {name: text.strip() for name, text in look(root).items()} == node.texts
     monkeypatch.setattr("anygauge_hpu.placement.look", lambda: look(root))
     for rank, module in ((1, "3"), (2, "6")):
-        for name in ("HLS_MODULE_ID", "HABANA_VISIBLE_MODULES", "PT_HPU_LAZY_MODE"):
-            monkeypatch.delenv(name, raising=False)
-        HpuBackend().placement._settle(rank)
-        assert os.environ["HLS_MODULE_ID"] == module
-    monkeypatch.delenv("HLS_MODULE_ID")
-    monkeypatch.delenv("PT_HPU_LAZY_MODE")
+        with mock.patch.dict(os.environ):
+            for name in ("HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"):
+                os.environ.pop(name, None)
+            HpuBackend().placement._settle(rank)
+            assert os.environ["HLS_MODULE_ID"] == module
 
 
 @pytest.mark.parametrize(
@@ -431,6 +436,7 @@ def test_a_sound_machine_passes(tmp_path: Path) -> None:
         {"GC_KERNEL_PATH": str(tmp_path)},
         habana_torch_plugin="1.20.0.543",
         torch="2.6.0+git1a2b3c",
+        deepspeed="0.16.1+hpu.synapse.v1.20.0",
     )
     assert set(found.values()) == {Outcome.PASS}, found
 
@@ -443,6 +449,11 @@ def test_a_sound_machine_passes(tmp_path: Path) -> None:
         ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.9.0"}, "release", Outcome.FAIL),
         ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.10.0a0+git1"}, "release", Outcome.PASS),
         ({}, {"habana_torch_plugin": "1.21.0"}, "driver release", Outcome.WARN),
+        ({}, {"deepspeed": "0.19.8"}, "deepspeed", Outcome.WARN),
+        ({}, {"deepspeed": "0.16.1+1a2b3c"}, "deepspeed", Outcome.WARN),
+        ({}, {"deepspeed": "0.16.1+hpu.synapse.v1.21.0"}, "deepspeed", Outcome.WARN),
+        ({}, {"deepspeed": "0.16.1+hpu.synapse.v1.20.0"}, "deepspeed", Outcome.PASS),
+        ({}, {}, "deepspeed", Outcome.WARN),
         ({"PT_HPU_LAZY_MODE": "1"}, {"torch": "2.6.0"}, "mode", Outcome.FAIL),
         ({"PT_HPU_LAZY_MODE": "0"}, {}, "mode", Outcome.WARN),
         ({"HABANA_VISIBLE_MODULES": "0;1"}, {}, "visible modules", Outcome.FAIL),
@@ -462,7 +473,7 @@ def test_each_fault_has_its_line(
 
 def test_what_cannot_be_looked_at_is_not_passed(tmp_path: Path) -> None:
     found = outcomes(tmp_path, {})
-    for name in ("release", "driver release", "kernel library"):
+    for name in ("release", "driver release", "deepspeed", "kernel library"):
         assert found[name] == Outcome.SKIP
     without_driver = outcomes(tmp_path, {}, habana_torch_plugin="1.20.0.543", torch="2.6.0+git1")
     assert without_driver["driver release"] == Outcome.SKIP

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.strategies.zero_versions import skips_non_finite
+from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
 from tests.helpers.gaudi import calls, standin_environment, standin_site
 from tests.helpers.runs import Run, merged, run_file, train
 
@@ -79,6 +79,8 @@ def trained(
             "gradient_checkpointing": True,
         },
     }
+    if "strategy" not in (changes or {}):
+        fields["strategy"] = {"name": "zero", "reentrant": True}
     path = run_file(folder, **merged(fields, changes or {}))
     run = train(path, environment=standin_environment(site, record))
     assert run.status == 0, run.out + run.err
@@ -288,6 +290,7 @@ def test_under_zero_the_library_updates_and_deepspeed_clips(lazy: Trained, folde
         folder,
         name="asked",
         backend="hpu",
+        strategy={"name": "zero", "reentrant": True},
         launch={"devices": RANKS},
         kernels={"clip_grad_norm": "gaudi_fused"},
     )
@@ -340,3 +343,15 @@ def test_stock_torch_is_refused_in_lazy_mode(folder: Path) -> None:
     assert run.status != 0
     assert "lazy mode needs Intel's build of torch" in run.err
     assert "Traceback" not in run.err
+
+
+@pytest.mark.skipif(needs_reentrant_checkpointing(), reason="this DeepSpeed is always reentrant")
+def test_another_recomputation_than_intels_is_refused_in_lazy_mode(folder: Path) -> None:
+    site = folder / "standin-1.20.0"
+    if not site.exists():
+        standin_site(folder)
+    path = run_file(folder, name="other", backend="hpu", launch={"devices": RANKS})
+    run = train(path, environment=standin_environment(site, folder / "none"))
+    assert run.status != 0 and "Traceback" not in run.err
+    assert "strategy.reentrant: false: with DeepSpeed" in run.err
+    assert "Set strategy.reentrant: true, or use the DeepSpeed" in run.err.replace("\n", " ")
