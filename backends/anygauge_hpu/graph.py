@@ -11,6 +11,14 @@ from anygauge_hpu.mode import Mode
 COMPILER = "hpu_backend"
 """torch.compile's backend (gaudi-pytorch-bridge, dynamo/compile_backend/backends.py)."""
 
+COUNTERS = (
+    ("compiled", "graph_compilation", "TotalNumber", 1),
+    ("compile_s", "graph_compilation", "TotalTime", 1e-6),  # given in microseconds
+    ("fallbacks", "cpu_fallback", "TotalNumber", 1),
+    ("reused", "recipe_cache", "TotalHit", 1),
+)
+"""Name of a counter -> the library's metric, its statistic, and what that is multiplied with."""
+
 
 _REENTRANT = (
     "lazy mode has been run with the reentrant form alone: Intel's DeepSpeed and optimum-habana "
@@ -53,11 +61,18 @@ class HpuGraph(Graph):
         mark_step()
 
     def counters(self) -> Mapping[str, float]:
-        """Graphs compiled so far, by Gaudi's own metric."""
+        """By Gaudi's own metrics: graphs compiled so far and the seconds that took, operators that
+        the host ran in the device's place, and graphs that a recipe was there for.
+
+        The last is counted only where ``PT_HPU_ENABLE_CACHE_METRICS=1`` is exported: the library
+        calls Python for every graph then (gaudi-pytorch-bridge, hpu/metrics/metrics.py).
+        """
         from habana_frameworks.torch.hpu.metrics import metric_global
 
-        metric = metric_global("graph_compilation")
-        if metric is None:
-            return {}
-        stats = dict(metric.stats())
-        return {"compiled": float(stats["TotalNumber"])}
+        found = {}
+        for key, metric_name, tag, unit in COUNTERS:
+            metric = metric_global(metric_name)
+            stats = {} if metric is None else dict(metric.stats())
+            if tag in stats:
+                found[key] = float(stats[tag]) * unit
+        return found

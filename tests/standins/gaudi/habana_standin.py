@@ -18,6 +18,7 @@ RECORD = "HABANA_STANDIN_RECORD"
 FORK = "git0standin"
 """Local part of the version that torch gets: lazy mode needs Intel's build."""
 
+_census: Any = None
 _file: Any = None
 _loaded = False
 
@@ -81,10 +82,16 @@ def cards() -> Any:
     return _C
 
 
-def operations() -> int:
-    """How many ran on the card since the process began."""
-    module = cards()
-    return int(module.counters(module.current_device())["kernels"])
+def census() -> Any:
+    """What is counted of this process's card: see `habana_census`."""
+    global _census
+    if _census is None:
+        from habana_frameworks.torch.utils.internal import is_lazy
+
+        from habana_census import Census
+
+        _census = Census(is_lazy())
+    return _census
 
 
 def cards_of_the_machine() -> int:

@@ -57,6 +57,8 @@ def init() -> None:
             ) from error
         habana_standin.record("acquire", os.environ.get(HLS_MODULE_ID_VAR))
         _initialized = True
+        # The thread that takes the card is the one that uses it, with its backward passes.
+        habana_standin.census().__enter__()
 
 
 def is_initialized() -> bool:
@@ -107,11 +109,9 @@ def is_bf16_supported():
 
 
 def synchronize() -> None:
-    from habana_frameworks.torch.core import step_closure
-
     init()
     habana_standin.record("synchronize")
-    step_closure._end_graph()  # the original marks a step before it waits
+    habana_standin.census().cut("synchronize")  # the original marks a step before it waits
 
 
 def set_device(device) -> None:

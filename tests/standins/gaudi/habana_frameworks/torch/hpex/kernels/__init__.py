@@ -45,8 +45,11 @@ class FusedSDPA(torch.autograd.Function):
         if scale is None:
             scale = 1.0 / math.sqrt(q.size(-1))
         ctx.set_materialize_grads(False)
+        given = [q, k, v, attn_mask, dropout_p, is_causal, scale, softmax_mode, recompute_mode]
+        census = habana_standin.census()
+        hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
         # A kernel keeps nothing inside, which a layer that recomputes would compute again.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        with census.whole("hpu::sdpa_fwd", given) as results, torch.enable_grad(), hooks:
             inputs = [each.detach().requires_grad_() for each in (q, k, v)]
             groups = q.shape[1] // k.shape[1]
             keys, values = (each.repeat_interleave(groups, dim=1) for each in inputs[1:])
@@ -60,10 +63,14 @@ class FusedSDPA(torch.autograd.Function):
             weights = torch.softmax(scores, dim=-1)
             weights = torch.nn.functional.dropout(weights, dropout_p)
             out = torch.matmul(weights, values)
+            results.append(out)
         ctx.inputs, ctx.out = inputs, out
         return out.detach()
 
     @staticmethod
     def backward(ctx, dout, *args):
-        grads = torch.autograd.grad(ctx.out, ctx.inputs, dout)
+        census = habana_standin.census()
+        with census.whole("hpu::sdpa_bwd", [dout, *ctx.inputs, ctx.out]) as results:
+            grads = torch.autograd.grad(ctx.out, ctx.inputs, dout)
+            results += grads
         return (*grads, *([None] * 10))

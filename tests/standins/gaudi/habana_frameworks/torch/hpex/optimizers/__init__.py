@@ -63,6 +63,15 @@ class FusedAdamW(Optimizer):
         size = group["lr"]
         if group["bias_correction"]:
             size *= math.sqrt(1.0 - beta2 ** group["step"]) / (1.0 - beta1 ** group["step"])
+        moments = [self.state[p][name] for p in held for name in ("exp_avg", "exp_avg_sq")]
+        given = [*(p.grad for p in held), *held, *moments, beta1, beta2, group["eps"]]
+        given.append(group["weight_decay"] * group["lr"] != 0)
+        # The size of a step and the decay are tensors of the card in the original.
+        with habana_standin.census().whole("hpu::optimizer_adamw", given):
+            self._arithmetic(group, held, size)
+
+    def _arithmetic(self, group, held, size):
+        beta1, beta2 = group["betas"]
         for p in held:
             state = self.state[p]
             state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1.0 - beta1)
