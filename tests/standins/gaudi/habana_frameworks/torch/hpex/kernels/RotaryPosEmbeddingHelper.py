@@ -25,8 +25,14 @@ class RotaryPosEmbeddingHelperV2(torch.autograd.Function):
             "RotaryPosEmbeddingHelperV2", *(list(each.shape) for each in (p, cos, position_ids))
         )
         ctx.save_for_backward(cos, sin, position_ids)
-        return _rotate(p, cos, sin, position_ids)
+        given = [p, sin, cos, position_ids]
+        with habana_standin.census().whole("hpu::rotary_pos_embedding", given) as results:
+            results.append(_rotate(p, cos, sin, position_ids))
+        return results[0]
 
     @staticmethod
     def backward(ctx, p_grad_in):
-        return _rotate(p_grad_in, *ctx.saved_tensors, sign=-1.0), None, None, None
+        given = [p_grad_in, *ctx.saved_tensors]
+        with habana_standin.census().whole("hpu::rotary_pos_embedding_backward", given) as results:
+            results.append(_rotate(p_grad_in, *ctx.saved_tensors, sign=-1.0))
+        return results[0], None, None, None
