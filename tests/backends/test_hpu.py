@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -492,3 +494,30 @@ def test_releases_are_found_by_version() -> None:
     assert all(release.source for release in RELEASES)
     assert is_fork("2.6.0+hpu_1.20.0-543.git4952fce") and is_fork("2.10.0a0+gitc1e5ed4")
     assert is_fork("2.6.0+git1a2b") and not is_fork("2.6.0") and not is_fork("2.6.0+cpu")
+
+
+class _Metric:
+    def __init__(self, **stats: Any) -> None:
+        self._stats = stats
+
+    def stats(self) -> list[tuple[str, Any]]:
+        return list(self._stats.items())
+
+
+def test_counters_are_the_librarys_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = {
+        "graph_compilation": _Metric(TotalNumber=7, TotalTime=2_500_000, AvgTime=357_142),
+        "cpu_fallback": _Metric(TotalNumber=2, FallbackOps={"aten::nonzero": 2}),
+    }
+    for name in ("", ".torch", ".torch.hpu", ".torch.hpu.metrics"):
+        monkeypatch.setitem(
+            sys.modules, f"habana_frameworks{name}", types.ModuleType(f"habana_frameworks{name}")
+        )
+    sys.modules["habana_frameworks.torch.hpu.metrics"].metric_global = metrics.get  # type: ignore[attr-defined]
+    graph = HpuBackend(LAZY).graph
+    assert graph.counters() == {"compiled": 7, "compile_s": 2.5, "fallbacks": 2}
+    # Only there where the user has asked the library to count.
+    metrics["recipe_cache"] = _Metric(TotalHit=40, TotalMiss=7)
+    assert graph.counters()["reused"] == 40
+    metrics.clear()
+    assert graph.counters() == {}

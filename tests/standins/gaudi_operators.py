@@ -5,7 +5,7 @@
 writes ``tests/standins/gaudi/habana_operators.tsv`` anew. One line is one operator of the card: its
 name, the types of each argument for which a list is published (Gaudi2), and the positions of
 numbers that become tensors of the card. What is not in the table is not served. Sources, below the
-checkout: ``scripts/ops_list/ops_table.csv`` (what is served) and ``scripts/hpu_op.yaml`` (the rest).
+checkout: ``scripts/ops_list/ops_table.csv`` (what is served), ``scripts/hpu_op.yaml`` (the rest).
 """
 
 from __future__ import annotations

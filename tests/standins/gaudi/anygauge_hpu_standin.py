@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 
-import anygauge_hpu
 import habana_standin
-from anygauge_hpu.graph import HpuGraph
+
+import anygauge_hpu
 from anygauge.interface import Finding, Probe, hookimpl
+from anygauge_hpu.graph import HpuGraph
 
 anygauge_provide_kernels = anygauge_hpu.anygauge_provide_kernels
 

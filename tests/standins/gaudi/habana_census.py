@@ -19,6 +19,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import habana_facts as facts
@@ -339,7 +340,7 @@ _ROOTS = {
 def _whose(file: str) -> str | None:
     for package, who in _ROOTS.items():
         origin = getattr(sys.modules.get(package), "__file__", None)
-        if origin and file.startswith(os.path.dirname(origin) + os.sep):
+        if origin and Path(file).is_relative_to(Path(origin).parent):
             return who
     return None
 
@@ -351,6 +352,6 @@ def _caller() -> tuple[str, str]:
         file = frame.f_code.co_filename
         who = _whose(file)
         if who is not None:
-            return who, f"{'/'.join(file.split(os.sep)[-3:])}:{frame.f_lineno}"
+            return who, f"{'/'.join(Path(file).parts[-3:])}:{frame.f_lineno}"
         frame = frame.f_back
     return "other", ""

@@ -78,7 +78,9 @@ def operators() -> dict[str, Operator]:
         found[name] = Operator(
             types={
                 argument: frozenset(_TYPES[each] for each in listed.split(","))
-                for argument, _, listed in (part.partition("=") for part in types.split(";") if part)
+                for argument, _, listed in (
+                    part.partition("=") for part in types.split(";") if part
+                )
             },
             numbers=frozenset(map(int, filter(None, numbers.split(",")))),
         )
@@ -115,9 +117,7 @@ def _line(func: Any) -> Operator | None:
 
 def _is_taken_apart(func: Any) -> bool:
     whole = func.name()
-    return any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(whole, key) for key in _DECOMPOSED
-    )
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(whole, key) for key in _DECOMPOSED)
 
 
 def verdict(func: Any, tensors: Sequence[tuple[str, torch.dtype]], result: Any) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-
 FEW = 2**16
 SMALL = 2**20
 REGION = 2**40
@@ -28,7 +27,8 @@ _region: Any = None
 def _is_exact(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all are whole numbers, and few."""
     return bool(tensors) and all(
-        not t.is_floating_point() and t.dtype is not torch.bool and t.numel() <= FEW for t in tensors
+        not t.is_floating_point() and t.dtype is not torch.bool and t.numel() <= FEW
+        for t in tensors
     )
 
 

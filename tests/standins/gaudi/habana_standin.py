@@ -86,9 +86,8 @@ def census() -> Any:
     """What is counted of this process's card: see `habana_census`."""
     global _census
     if _census is None:
-        from habana_frameworks.torch.utils.internal import is_lazy
-
         from habana_census import Census
+        from habana_frameworks.torch.utils.internal import is_lazy
 
         _census = Census(is_lazy())
     return _census

@@ -1,6 +1,7 @@
 """Registers torch.hpu, and replaces functions of torch as the original does."""
 
 import datetime
+import os
 from functools import wraps
 
 import habana_standin
@@ -60,6 +61,56 @@ def overwrite_torch_functions():
 
 
 overwrite_torch_functions()
+
+
+_names = []
+"""Of the modules that are in their forward pass, outermost first."""
+
+
+def _pre_fwd_hook(module, input):
+    _names.append(module.custom_name)
+
+
+def _post_fwd_hook(module, input, output):
+    if _names:
+        _names.pop()
+    for each in output if isinstance(output, (list, tuple)) else (output,):
+        if isinstance(each, torch.Tensor) and each.requires_grad:
+            each.register_hook(lambda gradient: gradient)
+
+
+def _name_module(module, name):
+    """Each module is named once, when another gets it, and keeps two hooks for good."""
+    if isinstance(module, torch.nn.Module) and not getattr(module, "names_hook", False):
+        module.custom_name = name
+        module.register_forward_pre_hook(_pre_fwd_hook)
+        module.register_forward_hook(_post_fwd_hook, always_call=True)
+        module.names_hook = True
+
+
+def _name_modules():
+    add_module, set_attribute = torch.nn.Module.add_module, torch.nn.Module.__setattr__
+
+    @wraps(add_module)
+    def wrap_add_module(self, name, module):
+        _name_module(module, name)
+        add_module(self, name, module)
+
+    @wraps(set_attribute)
+    def wrap_set_attr(self, name, value):
+        _name_module(value, name)
+        set_attribute(self, name, value)
+
+    torch.nn.Module.add_module = wrap_add_module
+    torch.nn.Module.__setattr__ = wrap_set_attr
+
+
+if is_lazy():
+    _name_modules()
+    if os.getenv("PT_HPU_WEIGHT_SHARING", "1").upper() in ("ON", "1", "YES", "TRUE", "Y"):
+        from .weight_sharing import enable_weight_sharing
+
+        enable_weight_sharing()
 
 if not is_lazy():
     import habana_frameworks.torch.dynamo.compile_backend

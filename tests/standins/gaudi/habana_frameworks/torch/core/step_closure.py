@@ -5,6 +5,8 @@ import habana_standin
 from habana_frameworks.torch.utils.internal import is_lazy, lazy_only
 
 _closures = []
+
+
 @lazy_only
 def add_step_closure(closure, args=()):
     _closures.append((closure, args))

@@ -49,7 +49,10 @@ class FusedClipNorm:
             return torch.tensor(0.0)
         habana_standin.record("FusedClipNorm", len(gradients))
         census = habana_standin.census()
-        with census.whole("hpu::fused_norm_", [*gradients, self.max_norm_t]) as results, torch.no_grad():
+        with (
+            census.whole("hpu::fused_norm_", [*gradients, self.max_norm_t]) as results,
+            torch.no_grad(),
+        ):
             total = torch.stack([g.pow(2).sum() for g in gradients]).sum().sqrt().reshape(1)
             factor = (self.max_norm_t / (total + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
