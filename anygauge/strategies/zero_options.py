@@ -30,8 +30,8 @@ class ZeroOptions(BaseModel):
     )
     reentrant: bool = Field(
         False,
-        description="Recompute layers by torch's reentrant form, also where DeepSpeed does not need "
-        "it. Some devices need it.",
+        description="Recompute layers by torch's reentrant form, also where DeepSpeed does not "
+        "need it. Some devices need it.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,

@@ -213,8 +213,8 @@ def _check_recomputation(run: StrategyRun) -> None:
     if run.activations.selective:
         raise UnsupportedError(
             f"train.gradient_checkpointing.selective: {why} torch's reentrant form, which can only "
-            f"recompute whole layers. DeepSpeed needs it no longer from {since} on. {remedy}, or use "
-            "strategy.name: fsdp"
+            f"recompute whole layers. DeepSpeed needs it no longer from {since} on. {remedy}, or "
+            "use strategy.name: fsdp"
         )
     if run.router_aux_loss and run.activations.every:
         raise UnsupportedError(
