@@ -100,9 +100,11 @@ def test_ratios_are_taken_within_a_round() -> None:
 @pytest.mark.slow
 def test_contenders_evaluate_and_save(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory_phases", "--classes", "5000", "--rounds", "1"]
-        + ["--contenders", "anygauge-fsdp,trainer", "--layers", "1", "--hidden", "32"]
-        + ["--length", "32", "--output", str(tmp_path / "out")],
+        [
+            *(sys.executable, "-m", "benchmarks.memory_phases", "--classes", "5000"),
+            *("--rounds", "1", "--contenders", "anygauge-fsdp,trainer", "--layers", "1"),
+            *("--hidden", "32", "--length", "32", "--output", str(tmp_path / "out")),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
