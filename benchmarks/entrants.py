@@ -214,9 +214,15 @@ def run_file(plan: Plan, strategy: Mapping[str, Any]) -> dict[str, Any]:
         "output": plan.output,
         "backend": plan.device,
         "model": {"name": plan.model},
-        "adapter": {"r": plan.lora_rank, "alpha": plan.lora_alpha, "targets": "all-linear"},
+        "adapter": {
+            "r": plan.lora_rank,
+            "alpha": plan.lora_alpha,
+            "targets": "all-linear",
+            "verify": plan.verifies,
+        },
         "data": {
             "train": source,
+            **({"eval": source} if plan.evaluates else {}),
             "max_length": plan.max_length,
             "packing": plan.layout == "packed",
             "group_by_length": plan.layout == "grouped",

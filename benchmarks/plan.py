@@ -32,6 +32,9 @@ class Plan:
         device: torch's name of the device type, which is also anygauge's name of the backend.
         deepspeed: whether a trainer shards with DeepSpeed's ZeRO-3.
         compiled: whether a trainer compiles the model with torch.compile.
+        evaluates: after training, evaluate on the same rows and save the adapter; the peak of each
+            phase is recorded (see `shim/benchmark_phases.py`).
+        verifies: anygauge checks the adapter that it saved.
         watched: last steps that are watched instead of measured (see `shim/benchmark_watch.py`).
         hostfile: of the machines where they are several, for anygauge's own launcher; else empty.
         nodes: machines, each with an equal part of `ranks`.
@@ -57,6 +60,8 @@ class Plan:
     device: str = "cpu"
     deepspeed: bool = True
     compiled: bool = False
+    evaluates: bool = False
+    verifies: bool = True
     watched: int = 0
     hostfile: str = ""
     nodes: int = 1

@@ -64,6 +64,8 @@ def shared_environment(plan: Plan, profile: Path | None = None) -> dict[str, str
     }
     if plan.watched:
         variables["ANYGAUGE_BENCHMARK_WATCH"] = f"{plan.steps - plan.watched}:{plan.watched // 2}"
+    if plan.evaluates:
+        variables["ANYGAUGE_BENCHMARK_PHASES"] = "1"
     if profile is not None:
         variables["ANYGAUGE_BENCHMARK_PROFILE"] = str(profile)
     return variables

@@ -154,7 +154,7 @@ def inspect_node(
     Args:
         rank: which machine of the job this is, from 0.
         root: the folder of /proc and /sys.
-        backend: its libraries, variables and files are looked at too.
+        backend: its libraries, variables, files and readings are looked at too.
         environ: the user's variables; None: this process's.
     """
     environ = os.environ if environ is None else environ
@@ -175,6 +175,7 @@ def inspect_node(
             if name in environ
         },
         files=_files(root, backend.files if backend else ()),
+        texts=_texts(root, backend.readings if backend else ()),
     )
 
 
@@ -257,6 +258,15 @@ def _files(root: Path, names: Iterable[str]) -> dict[str, str]:
         if path is not None:
             found[name] = name if absolute else str(path)
     return found
+
+
+def _texts(root: Path, patterns: Iterable[str]) -> dict[str, str]:
+    """Of the files that fit; a device's file is not opened."""
+    return {
+        f"/{path.relative_to(root)}": file_text(path) if path.is_file() else ""
+        for pattern in patterns
+        for path in sorted(root.glob(pattern.lstrip("/")))
+    }
 
 
 def _folders(parent: Path) -> Iterable[Path]:

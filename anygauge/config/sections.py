@@ -293,6 +293,11 @@ class TrainSection(Section):
         False, description="Evaluate before the first step too: with an adapter, the base model."
     )
     log_every: Positive = Field(1, description="Steps between lines of metrics.")
+    throughput_warmup_steps: NonNegative = Field(
+        3,
+        description="First steps, and first after resuming, that tokens_per_s of the summary "
+        "leaves out: a device may compile in them. Metrics of every step are kept.",
+    )
     system_every_s: NonNegativeNumber = Field(
         10.0, description="Seconds between samples of host, process and device; 0: none."
     )

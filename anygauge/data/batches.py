@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from anygauge.data.order import Order
 from anygauge.data.rows import Tokens
 from anygauge.data.streams import BlockOrder
-from anygauge.interface import RunFileError, ShapePolicy, Share
+from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
 
 if TYPE_CHECKING:
     import torch
@@ -72,15 +72,51 @@ class Layout:
     packing: bool = False
     shapes: ShapePolicy = field(default_factory=ShapePolicy)
 
-    def step(self, turns: Sequence[Sequence[Sequence[Tokens]]]) -> list[MicroBatch]:
-        """The tensors of a step's micro-batches."""
-        width = None
+    @property
+    def agrees(self) -> bool:
+        """Whether all ranks of a step, or of a round of evaluation, have one width.
+
+        Where each new shape is compiled, all would wait for a rank that has a shape of its own, as
+        one without rows has. A static shape is agreed on already.
+        """
+        return self.shapes.kind is ShapeKind.BUCKETED
+
+    def step(
+        self, turns: Sequence[Sequence[Sequence[Tokens]]], longest: Callable[[], int]
+    ) -> list[MicroBatch]:
+        """The tensors of a step's micro-batches.
+
+        Args:
+            longest: tokens of the longest sequence that any rank has in this step; with packing, in
+                any step. Called where ranks agree.
+        """
+        own = [max(map(tokens_of, sequences)) for sequences in turns]
+        widths = self.widths(own, longest)
+        return [self.batch(*each) for each in zip(turns, widths, strict=True)]
+
+    def widths(self, turns: Sequence[int], longest: Callable[[], int]) -> list[int]:
+        """Padded lengths of a step's micro-batches.
+
+        Args:
+            turns: tokens of the longest sequence of each; 0 where it has only dummies.
+            longest: see `step`.
+        """
+        if self.agrees:
+            width = self._width(longest())
+            if self.share.count > 1 or self.packing or self.share.one_width:
+                return [width] * len(turns)
+            # Nobody waits for this rank, but dummies must not have a shape of their own.
+            return [self._width(own) if own else width for own in turns]
         if self.share.one_width:
-            lengths = (tokens_of(sequence) for sequences in turns for sequence in sequences)
-            width = self.shapes.padded_length(max(1, *lengths), self.max_length)
+            return [self._width(max(turns))] * len(turns)
+        return [self._width(own) for own in turns]
+
+    def _width(self, longest: int) -> int:
+        width = self.shapes.padded_length(max(1, longest), self.max_length)
+        if self.share.one_width:
             rounded = math.ceil(width / self.share.one_width) * self.share.one_width
             width = max(width, min(rounded, self.max_length))
-        return [self.batch(sequences, width) for sequences in turns]
+        return width
 
     def batch(self, sequences: Sequence[Sequence[Tokens]], width: int | None = None) -> MicroBatch:
         """The tensors of one micro-batch; see `collate`."""

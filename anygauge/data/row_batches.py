@@ -8,6 +8,7 @@ position stays one number. What is given up: rows that share a pack stay togethe
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import threading
 from collections import OrderedDict
@@ -167,9 +168,13 @@ class _Sequences:
             for each in sequences
         ]
 
-    def batch(self, sequences: Sequence[int]) -> MicroBatch:
-        """The tensors of sequences."""
-        return self.layout.batch(self.documents(sequences))
+    def longest(self, sequences: NDArray[np.int64]) -> int:
+        """Tokens of the longest of some, int64 of shape (n,); of packs, of the longest of all.
+
+        Packs are as full as they can be: nearly all have one width, and then all may.
+        """
+        of = self.tokens if self.layout.packing else self.tokens[sequences[sequences != DUMMY]]
+        return int(of.max(initial=1))
 
 
 _KEPT_STEPS = 2 * STEPS_AHEAD + 2
@@ -196,7 +201,11 @@ class RowBatches(OrderedBatches):
         """See `Batches`."""
         items = self._items(index)[self._places()]
         documents = [self._sequences.documents(turn.tolist()) for turn in items]
-        return self.layout.step(documents)
+        return self.layout.step(documents, lambda: self.longest(index))
+
+    def longest(self, index: int) -> int:
+        """Tokens of the longest sequence of a step over all ranks; with packing, of all steps."""
+        return self._sequences.longest(self._items(index))
 
     def num_loss_tokens(self, index: int) -> int:
         """See `Batches`; needs no communication."""
@@ -279,11 +288,15 @@ class EvaluationBatches(Sequence[MicroBatch]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"evaluation batch {index} of {len(self)}")
         size, share = self._layout.micro_batch, self._layout.share
-        start = (index % len(self) * share.count + share.index) * size
-        count = len(self._sequences)
-        return self._sequences.batch(
-            [each if each < count else DUMMY for each in range(start, start + size)]
-        )
+        first = index % len(self) * share.count * size
+        of_all = np.arange(first, first + share.count * size)
+        of_all[of_all >= len(self._sequences)] = DUMMY
+        mine = of_all[share.index * size : (share.index + 1) * size]
+        documents = self._sequences.documents(mine.tolist())
+        if not self._layout.agrees:
+            return self._layout.batch(documents)
+        (batch,) = self._layout.step([documents], lambda: self._sequences.longest(of_all))
+        return batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,8 +333,11 @@ def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
     tokens = positions = sequences = 0
     for index in range(batches.steps):
         lengths = batches.sequence_tokens(index).reshape(-1, layout.micro_batch)
-        longest = np.maximum(lengths.max(axis=1), 1).tolist()
-        widths = [layout.shapes.padded_length(width, layout.max_length) for width in longest]
+        longest = lengths.max(axis=1).tolist()
+        if layout.agrees:
+            widths = layout.widths(longest, functools.partial(batches.longest, index))
+        else:
+            widths = [layout.shapes.padded_length(max(1, n), layout.max_length) for n in longest]
         tokens += int(lengths.sum())
         positions += sum(widths) * layout.micro_batch
         sequences += int(np.count_nonzero(lengths))

@@ -7,7 +7,8 @@ parses and tokenises its own rows.
 
 Without packing, a step is global_batch records and each rank tokenises its own; a record of which
 nothing is left makes a dummy, a long text loses all but its first part (it counts as truncated).
-Token counts of a step are summed over ranks, once a step.
+Token counts of a step are summed over ranks, once a step. Where ranks must agree on a width, each
+tokenises the records of all: a thread does it, and a thread must not communicate.
 
 With packing, steps are filled in blocks: a fixed number of records, found from the lengths of a
 first sample, is packed into the sequences of the block's steps. Every rank tokenises all records of
@@ -34,6 +35,7 @@ from anygauge.data.batches import (
     MicroBatch,
     OrderedBatches,
     Schedule,
+    tokens_of,
 )
 from anygauge.data.cache import key_of
 from anygauge.data.encode import Counts, RowEncoder
@@ -169,10 +171,15 @@ _COUNTED = tuple(field.name for field in fields(Counts) if field.type == "int")
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """This rank's sequences of a step, and what became of their rows."""
+    """This rank's sequences of a step, and what became of their rows.
+
+    Attributes:
+        longest: tokens of the longest sequence; of all ranks', where they agree on a width.
+    """
 
     sequences: list[list[Tokens]]
     counts: Counts
+    longest: int
 
 
 class StreamedBatches(OrderedBatches):
@@ -199,11 +206,11 @@ class StreamedBatches(OrderedBatches):
         Raises:
             DataError: a row cannot be used.
         """
-        sequences = self._ahead.get(self._checked(index)).sequences
+        step = self._ahead.get(self._checked(index))
         size = self.layout.micro_batch
-        return self.layout.step(
-            [sequences[at : at + size] for at in range(0, len(sequences), size)]
-        )
+        starts = range(0, len(step.sequences), size)
+        turns = [step.sequences[at : at + size] for at in starts]
+        return self.layout.step(turns, lambda: step.longest)
 
     def num_loss_tokens(self, index: int) -> int:
         """See `Batches`.
@@ -242,7 +249,16 @@ class StreamedBatches(OrderedBatches):
         sequences, counts = first_parts(*self._rows.encode(numbers))
         # Positions beyond the end of the run are the last ones of the last step.
         sequences += [[] for _ in range(len(places) - len(numbers))]
-        return _Step(sequences, counts)
+        return _Step(sequences, counts, self._longest(index, places, sequences))
+
+    def _longest(
+        self, index: int, places: NDArray[np.int64], mine: Sequence[Sequence[Tokens]]
+    ) -> int:
+        theirs: list[list[Tokens]] = []
+        if self.layout.agrees:
+            others = np.setdiff1d(np.arange(self.global_batch), places)
+            theirs, _ = first_parts(*self._rows.encode(self._numbers(index, others)))
+        return max(map(tokens_of, [*mine, *theirs]))
 
     def _sums(self, index: int) -> Counts:
         """The counts of a step over all ranks."""
@@ -296,7 +312,9 @@ class PackedStream(Batches):
             DataError: a row cannot be used, or no row of the step holds anything to learn.
         """
         sequences = self._sequences(index)
-        return self.layout.step([[sequences[at] for at in turn] for turn in self._places()])
+        turns = [[sequences[at] for at in turn] for turn in self._places()]
+        # Later packs are not known yet, and one that is full is as long as may be.
+        return self.layout.step(turns, lambda: self.layout.max_length)
 
     def num_loss_tokens(self, index: int) -> int:
         """See `Batches`."""

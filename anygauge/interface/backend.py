@@ -211,7 +211,7 @@ class BackendSpec:
 
 
 class Outcome:
-    """Verdicts of a diagnostic check; ``SKIP``: it could not be made, which is not a verdict."""
+    """Results of a diagnostic check; ``SKIP``: it could not be made, which is not a result."""
 
     PASS = "pass"
     SKIP = "skip"
@@ -236,11 +236,15 @@ CAPABILITIES: Mapping[str, str] = {
     "quantised_base": "products with weights of 4 bits (nf4) by bitsandbytes",
     "quantised_base_int8": "products with weights of 8 bits by bitsandbytes",
     "paged_memory": "bitsandbytes' memory that moves between the device and the host by itself",
+    "fused_adamw": "torch's fused AdamW by a kernel of the device's own; without it, torch's plain "
+    "one updates",
+    "adamw_8bit": "bitsandbytes' AdamW with 8-bit state, by a kernel of the device's own",
 }
 """Names of the capabilities that the core asks about, and what each means.
 
-All else is read off the facets: what `Graph.limit`, `Graph.compiler` or `Placement.peak_flops` has
-not got is None.
+A backend answers, not a trial: where a device hands to the host what it has no kernel for, a trial
+passes, and every update copies its tensors there and back. All else is read off the facets: what
+`Graph.limit`, `Graph.compiler` or `Placement.peak_flops` has not got is None.
 """
 
 
@@ -298,6 +302,10 @@ class Backend:
     files: tuple[str, ...] = ()
     """Files whose presence the rules read (`Node.files`): absolute paths, or bare names of shared
     libraries, which are looked for where the dynamic linker would find them."""
+
+    readings: tuple[str, ...] = ()
+    """Files whose text the rules read (`Node.texts`): absolute paths, in which ``*`` is any part of
+    a name. No device is opened: the text of a file that is not a regular one is empty."""
 
     known_options: tuple[str, ...] = ()
     """Names of the ``backend_options`` that this backend reads; any other is refused."""

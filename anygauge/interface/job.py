@@ -191,6 +191,8 @@ class Node:
             of `Backend.libraries`.
         variables: what the user has set of `Backend.variables`.
         files: as asked for -> path, of those of `Backend.files` that are here.
+        texts: path -> text of the files that fit `Backend.readings`; "" of one that is no regular
+            file, such as a device's.
     """
 
     rank: int = 0
@@ -203,6 +205,7 @@ class Node:
     libraries: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def loopback(self) -> NetworkInterface | None:

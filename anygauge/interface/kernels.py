@@ -4,6 +4,7 @@
 |---|---|
 | ``attention`` | an `AttentionKernel` |
 | ``rms_norm`` | (x (..., D), weight (D,), epsilon) -> weight * x / sqrt(mean(x²) + epsilon), as x |
+| ``rope`` | (query (B, H, T, D), key (B, G, T, D), cos (B or 1, T, D), sin), see below |
 | ``softmax`` | (x, dim=-1, mask=None, scale=1.0, *, causal_offset=None), see below |
 | ``lora_linear`` | a `LoraKernel` |
 | ``linear_cross_entropy`` | (hidden, weight, targets, *, ...), see below |
@@ -15,11 +16,16 @@ broadcast to x: boolean, True takes part; floating, added after the scale. With 
 r of the last two dimensions has columns up to r + offset. A row that the mask or the offset leaves
 empty is zero; x itself is finite.
 
+``rope``: returns query and key, each x * cos + rotate_half(x) * sin, as x; rotate_half of (a, b),
+the halves along D, is (-b, a).
+
 ``linear_cross_entropy``: sum of the cross entropies of hidden (N, D) @ weight.T (V, D) for targets
 (N,) int64, () float32, without holding N x V logits. By keyword, all with defaults: bias (V,);
 low_rank ((N, R), (V, R)), whose product is added; ignore_index -100; label_smoothing;
 logits = softcap * tanh(scale * logits / softcap); skip_ignored, that rows which do not count may be
-left out where shapes can follow values.
+left out where shapes can follow values. A kernel that also takes mark_step is given, on devices
+that compile each shape anew, a function without arguments that ends a graph: called between
+chunks that are all alike, it lets one graph serve all of them.
 
 ``adamw``: groups have ``params``, ``lr`` and ``weight_decay``, which is decoupled; the state of a
 parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run resumes on any device.
@@ -55,6 +61,9 @@ class AttentionKernel:
         mask: the library's attention whose masks it takes.
         drops: whether it drops attention weights when it is asked to.
         smallest_head: least D that it serves.
+        causal: without a mask, and with more than one query, it has each query see the keys up to
+            its own position. Then no mask is made where each token sees all before it: padding is
+            on the right, so that no token sees any, and what padding computes is not used.
     """
 
     name: str
@@ -63,6 +72,7 @@ class AttentionKernel:
     mask: str = "eager"
     drops: bool = True
     smallest_head: int = 1
+    causal: bool = False
 
     def __post_init__(self) -> None:
         for word in ("sdpa", "flash", "flex_attention"):

@@ -243,11 +243,19 @@ class Placement:
 
 
 class Phase(enum.Enum):
-    """The places in a step where a graph may be cut."""
+    """The places in a step where a graph may be cut.
+
+    ``FORWARD``, ``BACKWARD`` and ``UPDATE`` are at the end of each. ``RECOMPUTE`` is in backward,
+    before a layer computes its activations again; ``CHUNK`` is in forward, before and after each
+    chunk of the loss. Without these two, one graph would be as large as the model and hold what all
+    of its layers, or chunks, need at once.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
+    RECOMPUTE = "recompute"
+    CHUNK = "chunk"
 
 
 class ShapeKind(enum.Enum):
@@ -303,6 +311,10 @@ class Graph:
 
     sync_on_release: bool = False
     """Whether gathered parameters may be freed only after a synchronisation."""
+
+    reentrant_only: str = ""
+    """Why layers are to be recomputed in backward by torch's reentrant form here, in words; empty
+    where either form will do."""
 
     shapes: ShapePolicy = ShapePolicy()
     compiler: Compiler | None = None

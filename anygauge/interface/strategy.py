@@ -534,6 +534,7 @@ class StrategyRun:
         quantised: frozen linear layers hold codes, which cannot be cut like weights.
         paged: the optimizer's state is in memory that moves to the host by itself, which torch
             takes for the host's.
+        reentrant_only: see `Graph.reentrant_only`.
     """
 
     options: Any
@@ -547,6 +548,7 @@ class StrategyRun:
     ranks_run_here: bool = True
     quantised: bool = False
     paged: bool = False
+    reentrant_only: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,11 +22,12 @@ from anygauge.util.text import did_you_mean, listed
 
 ATTENTION = "attention"
 NORM = "rms_norm"
+ROPE = "rope"
 LORA = "lora_linear"
 LOSS = "linear_cross_entropy"
 ADAMW = "adamw"
 CLIP = "clip_grad_norm"
-CALLED = (ATTENTION, NORM, LORA, LOSS, ADAMW, CLIP)
+CALLED = (ATTENTION, NORM, ROPE, LORA, LOSS, ADAMW, CLIP)
 """What a run calls itself; all else is called by the kernels that use it."""
 REFERENCE = "reference"
 """The plain implementation of every operation; it runs on all devices."""

@@ -1,4 +1,4 @@
-"""Kernels in a model: its norms and LoRA layers; its loss is in `anygauge.kernels.loss`.
+"""Kernels in a model: its norms and LoRA layers; its loss and rotations have modules of their own.
 
 peft multiplies the second factor's output by the scale and adds it to the base's: three tensors of
 the output's size forward, one backward, for a product of a few columns. With dropout, each layer
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from anygauge.interface import LoraKernel
 from anygauge.kernels.loss import LossKernel, replace_forward, return_loss
+from anygauge.kernels.rope import RopeKernel, replace_rotations
 
 NormKernel = Callable[[Tensor, Tensor, float], Tensor]
 """(x (..., D), weight (D,), epsilon) -> (..., D), in x's type."""
@@ -28,11 +29,13 @@ class ModelKernels:
 
     Attributes:
         norm: computes the RMS norms that are plain.
+        rope: rotates queries and keys where that is plain.
         lora: makes the products of LoRA layers that are plain.
         loss: makes the loss where the logits would be; None: the loss is made of them.
     """
 
     norm: NormKernel | None = None
+    rope: RopeKernel | None = None
     lora: LoraKernel | None = None
     loss: LossKernel | None = None
 
@@ -41,6 +44,8 @@ def install(model: nn.Module, kernels: ModelKernels) -> None:
     """Put kernels into a model that has its adapter; with ``shift_labels`` it gives its loss."""
     if kernels.norm is not None:
         replace_norms(model, kernels.norm)
+    if kernels.rope is not None:
+        replace_rotations(model, kernels.rope)
     if kernels.lora is not None:
         fuse_lora(model, kernels.lora)
     return_loss(model, kernels.loss)

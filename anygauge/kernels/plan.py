@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -13,6 +14,8 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import (
     AttentionKernel,
     Backend,
+    Graph,
+    Phase,
     PluginError,
     ShapeKind,
     UnsupportedError,
@@ -33,11 +36,13 @@ from anygauge.kernels.choose import (
     LOSS,
     NORM,
     REFERENCE,
+    ROPE,
     KernelChoice,
     load_kernel,
 )
 from anygauge.kernels.install import ModelKernels, plain_lora, plain_norms
-from anygauge.kernels.loss import base_of, logits_rule
+from anygauge.kernels.loss import LossKernel, base_of, logits_rule
+from anygauge.kernels.rope import plain_rotations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +55,7 @@ class KernelPlan:
         model: what is put into the model.
         adamw: (groups, lr, betas, eps) -> AdamW by a kernel; None for torch's.
         clip_grad_norm: by a kernel or by torch.
-        norms, lora_layers: (served by the kernel, in all); (0, 0) without one.
+        norms, rotations, lora_layers: (served by the kernel, in all); (0, 0) without one.
     """
 
     choices: Mapping[str, KernelChoice]
@@ -59,6 +64,7 @@ class KernelPlan:
     adamw: Callable[..., Any] | None
     clip_grad_norm: Callable[..., Any]
     norms: tuple[int, int]
+    rotations: tuple[int, int]
     lora_layers: tuple[int, int]
 
     def describe(self) -> str:
@@ -66,6 +72,8 @@ class KernelPlan:
         parts = [f"attention {self.attention.describe()}"]
         if self.norms[1]:
             parts.append(f"{self.norms[0]} of {self.norms[1]} norms fused")
+        if self.rotations[1]:
+            parts.append(f"{self.rotations[0]} of {self.rotations[1]} rotations fused")
         if self.lora_layers[0]:
             parts.append(f"{self.lora_layers[0]} of {self.lora_layers[1]} LoRA layers fused")
         loss = "all logits held"
@@ -126,8 +134,9 @@ def plan_kernels(
             f"kernels.attention: {reason}; set model.attention: eager, and leave kernels.attention "
             "out"
         )
-    norm, lora, loss = kernels[NORM], kernels[LORA], kernels[LOSS]
+    norm, rope, lora, loss = (kernels[operation] for operation in (NORM, ROPE, LORA, LOSS))
     norms = _count(plain_norms(model)) if norm is not None else (0, 0)
+    rotations = _count(plain_rotations(model)) if rope is not None else (0, 0)
     layers = _count(plain_lora(model)) if lora is not None else (0, 0)
     if lora is not None and not layers[0]:
         problems[LORA] = f"none of the {layers[1]} adapted layers is plain LoRA"
@@ -138,22 +147,33 @@ def plan_kernels(
             problems[LOSS] = "the device compiles the whole model, its output layer with it"
         elif not served:
             problems[LOSS] = served.reason
-        # Leaving rows out makes a new shape of each batch.
-        fluid = backend.graph.shapes.kind is ShapeKind.DYNAMIC
-        loss = functools.partial(rule.bound(loss), skip_ignored=fluid)
+        loss = _on_graphs(rule.bound(loss), backend.graph)
     return KernelPlan(
         choices={**choices, **{op: _gives_way(run, choices[op], problems[op]) for op in problems}},
         attention=attention,
         model=ModelKernels(
             norm=norm,
+            rope=rope,
             lora=None if LORA in problems else lora,
             loss=None if LOSS in problems else loss,
         ),
         adamw=kernels[ADAMW],
         clip_grad_norm=kernels[CLIP] or nn.utils.clip_grad_norm_,
         norms=norms,
+        rotations=rotations,
         lora_layers=layers,
     )
+
+
+def _on_graphs(loss: LossKernel, graph: Graph) -> LossKernel:
+    """A loss kernel that knows what new shapes and graphs cost on its device."""
+    if graph.shapes.kind is ShapeKind.DYNAMIC:
+        return functools.partial(loss, skip_ignored=True)
+    # Leaving rows out would make a new shape of each batch.
+    fixed = functools.partial(loss, skip_ignored=False)
+    if "mark_step" not in inspect.signature(loss).parameters:
+        return fixed
+    return functools.partial(fixed, mark_step=functools.partial(graph.mark_step, Phase.CHUNK))
 
 
 def _attention(

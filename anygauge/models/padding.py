@@ -2,12 +2,12 @@
 
 For torch's fused attention it asks the mask, on the device, and waits for the answer in each
 forward: without padding it leaves the mask out, so that a faster kernel can serve. Who laid the
-batch out knows.
+batch out knows. A kernel that is causal by itself needs no mask of such batches at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,31 +18,38 @@ _current: list[bool | None] = [None]
 
 
 def state_padding(mask: Tensor, has_padding: bool) -> None:
-    """Note on a batch's attention mask, (B, T), what the host knows of it."""
+    """Note on a batch's attention mask, (B, T), what the host knows of it.
+
+    Padding, if there is any, is on the right.
+    """
     setattr(mask, _STATED, has_padding)
 
 
-def answer_from_host(model: nn.Module, attention: str) -> None:
+def answer_from_host(model: nn.Module, attention: str, *, causal: bool = False) -> None:
     """Have masks of a model made by what `state_padding` noted, where it did.
 
     Args:
         model: of transformers, adapted or not.
-        attention: the name that it was built with; its masks are those of ``sdpa``.
+        attention: the name that it was built with; its masks are those of ``sdpa``, unless it is
+            causal by itself.
+        causal: see `AttentionKernel`.
     """
     from transformers import PreTrainedModel
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     made = ALL_MASK_ATTENTION_FUNCTIONS[attention]
     if not hasattr(made, _STATED):
-        AttentionMaskInterface.register(attention, _unasked(made))
+        AttentionMaskInterface.register(attention, _unasked(made, causal))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
 
 
-def _unasked(made: Callable[..., Any]) -> Callable[..., Any]:
+def _unasked(made: Callable[..., Any], causal: bool) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
+        if causal and _current[0] is not None and _sees_all_before(kwargs):
+            return None
         if _current[0] is False:
             kwargs["attention_mask"] = None
         elif _current[0]:
@@ -51,6 +58,22 @@ def _unasked(made: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(mask, _STATED, True)
     return mask
+
+
+def _sees_all_before(asked: Mapping[str, Any]) -> bool:
+    """Whether the library asks for a mask in which a token sees itself and all before it.
+
+    Args:
+        asked: by keyword; versions before 5 give the queries' positions instead of their number.
+    """
+    queries = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
+    keys, window = asked["kv_length"], asked.get("local_size")
+    return bool(
+        asked.get("allow_is_causal_skip", True)
+        and queries == keys
+        and not asked.get("kv_offset", 0)
+        and (window is None or keys < window)
+    )
 
 
 def _enter(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:

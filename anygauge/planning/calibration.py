@@ -36,7 +36,7 @@ from anygauge.planning.counting import Counter, Seen
 from anygauge.planning.run import factory_of, rows_of
 from anygauge.planning.work import Work
 from anygauge.registry import Registry
-from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
 from anygauge.training.strategy import create_strategy, workload_of
 
 MODULE = "anygauge.planning.calibration"
@@ -310,7 +310,9 @@ def practised(
     engine = create_strategy(registry, run).build(
         BuildContext(
             factory=factory.having(kernels.attention.name, kernels.model),
-            optimizer=optimizer_factory(run.train.optimizer, kernels.adamw),
+            optimizer=optimizer_factory(
+                run.train.optimizer, kernels.adamw, fused=bool(backend.support(FUSED_ADAMW))
+            ),
             workload=workload,
             clip_grad_norm=kernels.clip_grad_norm,
         )

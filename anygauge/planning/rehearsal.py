@@ -86,6 +86,7 @@ class PlannedBackend(Backend):
         super().__init__()
         self.name = other.name
         self.graph: Graph = Graph()
+        self.graph.shapes = other.graph.shapes
         self.capabilities = other.capabilities
 
 

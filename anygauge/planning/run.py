@@ -44,7 +44,7 @@ from anygauge.planning.rehearsal import PlannedBackend, PlannedFactory, Rehearse
 from anygauge.planning.work import Work
 from anygauge.registry import Registry
 from anygauge.strategies.common import torch_dtype
-from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
 from anygauge.training.strategy import create_strategy, workload_of
 from anygauge.util.processes import tie_to_parent
 
@@ -410,14 +410,12 @@ def _plain(specs: dict[tuple[str, str], KernelSpec], operation: str) -> str:
 
 
 def planned_optimizer(run: RunFile, kernels: KernelPlan, backend: Backend) -> OptimizerFactory:
-    """torch's fused one where torch has it for the device, which only that device could tell.
+    """torch's fused one where the backend says that its device has it.
 
     Elsewhere torch takes all tensors at once, which it would not do by itself for tensors without
     values.
     """
-    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-
-    served = backend.device_type in _get_fused_kernels_supported_devices()
+    served = bool(backend.support(FUSED_ADAMW))
 
     def adamw(groups: Any, **options: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, fused=served, foreach=not served, **options)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anygauge.interface import Backend, Phase
+from anygauge.interface import Backend, Graph, Phase
 from anygauge.interface.strategy import DeviceBatch, LossFunction
 from anygauge.strategies.materialise import decoder_layers
 
@@ -72,3 +72,37 @@ def compile_regions(model: nn.Module, backend: Backend) -> int:
     for region in regions:
         region.compile(backend=compiler.backend)
     return len(regions)
+
+
+def mark_recomputation(model: nn.Module, graph: Graph) -> None:
+    """End the graph before each layer is computed again in backward, where graphs accumulate.
+
+    All layers' recomputation and backward would otherwise be one graph: it takes long to compile,
+    and may hold the activations of all layers at once. Cut, layers that are alike share a graph.
+
+    Args:
+        model: of transformers, whose layers already recompute as the run asks for.
+    """
+    if not graph.accumulates:
+        return
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer._gradient_checkpointing_func = _marking(layer._gradient_checkpointing_func, graph)
+
+
+def _marking(checkpoint: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
+    """torch's checkpointing, in either form, of a function whose second call is in backward."""
+
+    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ran = False
+
+        def marked(*inputs: Any, **named: Any) -> Any:
+            nonlocal ran
+            if ran:
+                graph.mark_step(Phase.RECOMPUTE)
+            ran = True
+            return function(*inputs, **named)
+
+        return checkpoint(marked, *args, **kwargs)
+
+    return checkpointed

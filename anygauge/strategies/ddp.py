@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Footprint, Workload
-from anygauge.strategies.common import compile_regions, floating, torch_dtype
+from anygauge.strategies.common import compile_regions, floating, mark_recomputation, torch_dtype
 from anygauge.strategies.context_parallel import (
     attention_bytes,
     divide_sequences,
@@ -141,6 +141,7 @@ class Ddp:
         for parameter in floating(model):
             parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
         factory.checkpoint_activations(model)
+        mark_recomputation(model, context.backend.graph)
         compile_regions(model, context.backend)
         parallel = divide_layers(model, self.options, mesh.get_group("tp"), device)
         fill(model, names, factory, device, cuts=parallel.division.cuts)

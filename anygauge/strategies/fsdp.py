@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from anygauge.interface import HOST_DEVICE, Setting, UnsupportedError
 from anygauge.interface.strategy import BuildContext, Footprint, Workload
-from anygauge.strategies.common import compile_regions, torch_dtype
+from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
 from anygauge.strategies.context_parallel import (
     attention_bytes,
     divide_sequences,
@@ -176,6 +176,7 @@ class Fsdp:
         model, names = factory.adapted_on_meta()
         set_types(model, precision)
         factory.checkpoint_activations(model)
+        mark_recomputation(model, context.backend.graph)
         compile_regions(model, context.backend)
         group = divide_sequences(model, self.options, context)
         parallel = None

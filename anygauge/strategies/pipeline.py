@@ -23,7 +23,13 @@ from anygauge.interface.strategy import (
     LossFunction,
     StepResult,
 )
-from anygauge.strategies.common import compile_regions, floating, torch_dtype, trained_parameters
+from anygauge.strategies.common import (
+    compile_regions,
+    floating,
+    mark_recomputation,
+    torch_dtype,
+    trained_parameters,
+)
 from anygauge.strategies.degrees import Degrees
 from anygauge.strategies.finite import scaled
 from anygauge.strategies.pipeline_cut import StagePart, rank_of_stage, stage_parts, stages_at
@@ -209,6 +215,7 @@ def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     for parameter in floating(model):
         parameter.data = parameter.data.to(torch_dtype(precision.param_dtype))
     factory.checkpoint_activations(model)
+    mark_recomputation(model, context.backend.graph)
     compile_regions(model, context.backend)
     pipeline = PipelineModel(model)
     stages = stage_parts(model, options)

@@ -13,7 +13,7 @@ from torch import nn
 
 from anygauge.interface import Setting
 from anygauge.interface.strategy import BuildContext, Footprint, Workload
-from anygauge.strategies.common import compile_regions, torch_dtype
+from anygauge.strategies.common import compile_regions, mark_recomputation, torch_dtype
 from anygauge.strategies.footprint import whole_model
 from anygauge.strategies.materialise import materialise
 from anygauge.strategies.torch_engine import TorchEngine
@@ -51,5 +51,6 @@ def build_whole(context: BuildContext) -> nn.Module:
     )
     model = context.factory.adapt(model)
     context.factory.checkpoint_activations(model)
+    mark_recomputation(model, context.backend.graph)
     compile_regions(model, context.backend)
     return model

@@ -32,6 +32,7 @@ from anygauge.interface.strategy import (
 from anygauge.strategies.common import (
     compile_regions,
     logits_of,
+    mark_recomputation,
     set_learning_rate,
     summed_losses,
     torch_dtype,
@@ -244,9 +245,12 @@ class Zero:
         for reader, parameter in factory.external_parameters(model) if sharded else ():
             # DeepSpeed gathers what a module owns; the rest must be registered with it.
             deepspeed.zero.register_external_parameter(reader, parameter)
-        factory.checkpoint_activations(model, reentrant=needs_reentrant_checkpointing())
+        factory.checkpoint_activations(
+            model, reentrant=self.options.reentrant or needs_reentrant_checkpointing()
+        )
         if sharded and self.options.gather == "layer":
             gather_by_block(model)
+        mark_recomputation(model, context.backend.graph)
         compile_regions(model, context.backend)
         buffers = buffers_of(model)
         trained = trained_parameters(model)

@@ -28,6 +28,11 @@ class ZeroOptions(BaseModel):
         description="With offload: optimizer in stage 3, a folder on a local disk of each machine "
         "to keep the optimizer in, instead of in the host's memory.",
     )
+    reentrant: bool = Field(
+        False,
+        description="Recompute layers by torch's reentrant form, also where DeepSpeed does not "
+        "need it. Some devices need it.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="Fields of DeepSpeed's zero_optimization that win over ours.",

@@ -11,6 +11,7 @@ from typing import Any
 
 from anygauge.interface import (
     API_VERSION,
+    FULL,
     AutoForm,
     Backend,
     Level,
@@ -69,24 +70,8 @@ def check(run: StrategyRun) -> None:
             f"{metadata.version(ENGINE)}. Leave it out to keep the optimizer in the host's memory"
         )
     check_nvme(run, os.environ)
-    if run.activations.selective and run.ranks_run_here and needs_reentrant_checkpointing():
-        raise UnsupportedError(
-            f"train.gradient_checkpointing.selective: DeepSpeed {metadata.version(ENGINE)} needs "
-            "torch's reentrant form, which can only recompute whole layers. This is no longer so "
-            f"from {'.'.join(map(str, NON_REENTRANT_SINCE))}. Leave it out, or use strategy.name: "
-            "fsdp"
-        )
-    if (
-        run.router_aux_loss
-        and run.activations.every
-        and run.ranks_run_here
-        and needs_reentrant_checkpointing()
-    ):
-        raise UnsupportedError(
-            f"train.router_aux_loss_coef: DeepSpeed {metadata.version(ENGINE)} needs torch's "
-            "reentrant form of recomputation, in which the routers' loss has no gradient. Set "
-            "train.gradient_checkpointing: false, or use strategy.name: fsdp"
-        )
+    if run.ranks_run_here:
+        _check_recomputation(run)
     if run.quantised and options.stage == 3 and run.ranks_run_here and not offloads_gradients():
         raise UnsupportedError(
             f"model.quantise: stage 3 of DeepSpeed {metadata.version(ENGINE)} gathers only weights "
@@ -112,9 +97,25 @@ def check(run: StrategyRun) -> None:
         check_stage_types(options.stage, run.precision)
 
 
-_BY_ITSELF = Support(
-    Level.NOT_WRITTEN_YET, "DeepSpeed clips and updates flattened parts of weights itself"
-)
+_CLIPS = Support(Level.NOT_WRITTEN_YET, "DeepSpeed clips flattened parts of gradients itself")
+
+
+def takes_update_kernel(options: Any) -> Support:
+    """See `StrategySpec.takes_update_kernel`: DeepSpeed steps the optimizer that it is given.
+
+    In stages 1 to 3 on flat float32 parts, one after another in stage 3.
+    """
+    if options.offload != "none":
+        return Support(
+            Level.NOT_WRITTEN_YET,
+            "strategy.offload: the optimizer's tensors lie in the host's memory",
+        )
+    if options.stage == 0:
+        return Support(
+            Level.NOT_WRITTEN_YET,
+            "strategy zero, stage 0: kernels were tested with the flat parts of other stages alone",
+        )
+    return FULL
 
 
 def load(backend: Backend) -> None:
@@ -135,8 +136,8 @@ ZERO = StrategySpec(
     engine=ENGINE,
     distributions=(ENGINE,),
     install="pip install 'anygauge[zero]'",
-    takes_clip_kernel=lambda options: _BY_ITSELF,
-    takes_update_kernel=lambda options: _BY_ITSELF,
+    takes_clip_kernel=lambda options: _CLIPS,
+    takes_update_kernel=takes_update_kernel,
     check=check,
     lighter=(
         ({"stage": 3}, "weights are gathered by layer"),
@@ -191,6 +192,36 @@ def zero_fields() -> set[str] | None:
                     if word.arg == "alias" and isinstance(word.value, ast.Constant):
                         found.add(str(word.value.value))
     return found or None
+
+
+def _check_recomputation(run: StrategyRun) -> None:
+    """Refuse what torch's reentrant form cannot do where it is used, or where it is not and must
+    be."""
+    needed, chosen = needs_reentrant_checkpointing(), run.options.reentrant
+    installed, since = metadata.version(ENGINE), ".".join(map(str, NON_REENTRANT_SINCE))
+    if run.reentrant_only and run.activations.every and not (needed or chosen):
+        raise UnsupportedError(
+            f"strategy.reentrant: false: with DeepSpeed {installed}, layers would be recomputed by "
+            f"torch's non-reentrant form, as from {since} on, but {run.reentrant_only}. Set "
+            "strategy.reentrant: true, or use the DeepSpeed that the device's vendor builds, which "
+            "`anygauge doctor` names"
+        )
+    if not (needed or chosen):
+        return
+    why = "strategy.reentrant asks for" if chosen else f"DeepSpeed {installed} needs"
+    remedy = "Leave strategy.reentrant out" if chosen and not needed else "Leave it out"
+    if run.activations.selective:
+        raise UnsupportedError(
+            f"train.gradient_checkpointing.selective: {why} torch's reentrant form, which can only "
+            f"recompute whole layers. DeepSpeed needs it no longer from {since} on. {remedy}, or "
+            "use strategy.name: fsdp"
+        )
+    if run.router_aux_loss and run.activations.every:
+        raise UnsupportedError(
+            f"train.router_aux_loss_coef: {why} torch's reentrant form of recomputation, in which "
+            "the routers' loss has no gradient. Set train.gradient_checkpointing: false, or use "
+            "strategy.name: fsdp"
+        )
 
 
 def _offloads(name: str, value: Any) -> bool:

@@ -222,7 +222,7 @@ def every_generator_is_saved(on: Opened) -> None:
 
 
 @check(
-    "a saved state is a copy, and a backend that was just made goes on from it alike",
+    "a saved state is a copy, and a backend that was just made continues from it alike",
     part="device",
     means="a run that is resumed in a new process would draw other numbers; look for states that "
     "live in the Python object or that change after they were handed out",

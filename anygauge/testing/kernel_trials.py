@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from anygauge.interface import HOST_DEVICE
+from anygauge.kernels.rope import rotated
 from anygauge.testing.check import TOLERANCE, Opened
 
 
@@ -120,17 +121,49 @@ def _rms_norm_trial(on: Opened, kernel: Any, name: str) -> None:
     _agrees(on, there.grad, here.grad, f"gradient of rms_norm {name}")
 
 
+def _rope_trial(on: Opened, kernel: Any, name: str) -> None:
+    """Positions of each row's own, and such as all rows share; both results and gradients."""
+    dtype = getattr(torch, _kernel_type(on))
+    generator = torch.Generator().manual_seed(7)
+    given = [torch.randn(2, heads, 9, 16, generator=generator).to(dtype) for heads in (4, 2)]
+    for rows in (2, 1):
+        angles = 3 * torch.randn(rows, 9, 8, generator=generator).repeat(1, 1, 2)
+        turns = (angles.cos().to(dtype), angles.sin().to(dtype))
+        there = [each.to(on.device, copy=True).requires_grad_() for each in given]
+        here = [each.double().requires_grad_() for each in given]
+        found = kernel(*there, *(turn.to(on.device) for turn in turns))
+        what = f"rope {name} of {rows} rows' positions"
+        for mine, x in zip(found, here, strict=True):
+            wanted = rotated(x, *(turn.double() for turn in turns))
+            upstream = torch.randn(wanted.shape, generator=generator)
+            (mine * upstream.to(on.device)).sum().backward()
+            (wanted * upstream.double()).sum().backward()
+            assert mine.dtype is dtype, f"{what}: {mine.dtype} of {dtype}"
+            _agrees(on, mine, wanted.detach(), what)
+        _gradients_agree(on, there, here, what)
+
+
 def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
-    """Grouped heads, a padded row, causal: forward and gradient of the query."""
+    """Grouped heads, a padded row, causal: forward and gradient of the query. One that says that it
+    is causal without a mask is tried without one, too."""
+    causal = torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9)
+    padded = causal.clone()
+    padded[1, :, 3:, 0] = False
+    _one_attention(on, kernel, f"attention {name}", padded, masked=True)
+    if kernel.causal:
+        what = f"attention {name} without a mask, which it says is causal,"
+        _one_attention(on, kernel, what, causal, masked=False)
+
+
+def _one_attention(on: Opened, kernel: Any, name: str, allowed: torch.Tensor, masked: bool) -> None:
     dtype = getattr(torch, _kernel_type(on))
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, heads, 9, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
-    allowed = torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9).clone()
-    allowed[1, :, 3:, 0] = False
     module = torch.nn.Module()
     module.train()
     there = q.to(on.device, copy=True).requires_grad_()
-    moved = (there, k.to(on.device), v.to(on.device), _mask(kernel.mask, allowed.to(on.device), q))
+    mask = _mask(kernel.mask, allowed.to(on.device), q) if masked else None
+    moved = (there, k.to(on.device), v.to(on.device), mask)
     out, _ = kernel.forward(module, *moved, scaling=0.25, dropout=0.0)
     out.float().pow(2).sum().backward()
     here = q.double().requires_grad_()
@@ -138,9 +171,9 @@ def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
     scores = (here @ keys.transpose(2, 3) * 0.25).masked_fill(~allowed, -torch.inf)
     wanted = (torch.softmax(scores, -1) @ values).transpose(1, 2)
     wanted.pow(2).sum().backward()
-    assert there.grad is not None and here.grad is not None, f"attention {name} has no gradient"
-    _agrees(on, out, wanted.detach(), f"attention {name}")
-    _agrees(on, there.grad, here.grad, f"gradient of attention {name}")
+    assert there.grad is not None and here.grad is not None, f"{name} has no gradient"
+    _agrees(on, out, wanted.detach(), name)
+    _agrees(on, there.grad, here.grad, f"gradient of {name}")
 
 
 def _mask(kind: str, allowed: torch.Tensor, q: torch.Tensor) -> Any:
@@ -251,6 +284,7 @@ KERNEL_TRIALS: Mapping[str, Callable[[Opened, Any, str], None]] = {
     "linear_cross_entropy": _loss_trial,
     "lora_linear": _lora_trial,
     "rms_norm": _rms_norm_trial,
+    "rope": _rope_trial,
     "softmax": _softmax_trial,
 }
 """How a kernel of each operation is tried; the operations of `anygauge.interface.kernels`."""

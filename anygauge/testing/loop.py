@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from anygauge.config.strategies import section_of
 from anygauge.interface import API_VERSION, HOST_DEVICE, Backend, BackendSpec, Probe, hookimpl
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
@@ -151,6 +152,14 @@ def _kernels_for_both(backend: Backend, *, adapter: bool) -> dict[str, str]:
     }
 
 
+def _strategy(name: str, backend: Backend, *, host: bool) -> dict[str, Any]:
+    """The section of a strategy; where it can choose how layers recompute, as the device needs."""
+    section: dict[str, Any] = {"name": name}
+    if backend.graph.reentrant_only and not host and "reentrant" in section_of(name).model_fields:
+        section["reentrant"] = True
+    return section
+
+
 def train(
     subject: Subject,
     folder: Path,
@@ -204,7 +213,7 @@ def train(
             **given.pop("train", {}),
         },
         "precision": {"param_dtype": dtype},
-        "strategy": {"name": strategy},
+        "strategy": _strategy(strategy, backend, host=host),
         "launch": {"devices": ranks},
         **given,
     }

@@ -179,7 +179,7 @@ def hardware_file_is_sound(paper: Paper) -> None:
 )
 def lists_are_lists(paper: Paper) -> None:
     backend = paper.backend()
-    for name in ("known_options", "libraries", "variables", "files"):
+    for name in ("known_options", "libraries", "variables", "files", "readings"):
         _texts(name, getattr(backend, name))
     for name in ("container_flags", "capabilities"):
         _texts(f"launch.{name}", getattr(backend.launch, name))
@@ -289,7 +289,7 @@ def _description(paper: Paper, backend: Backend) -> dict[str, str]:
     }
     for name in (
         *("options", "known_options", "launch", "kernels", "packed_kernels", "attention"),
-        *("unsupported_engines", "libraries", "variables", "files", "device_type"),
+        *("unsupported_engines", "libraries", "variables", "files", "readings", "device_type"),
     ):
         found[name] = getattr(backend, name)
     for name in ("limit", "accumulates", "shapes", "compiler"):

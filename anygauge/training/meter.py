@@ -10,12 +10,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from anygauge.interface import Backend, RunStatus
 from anygauge.models.flops import StepFlops
+from anygauge.training.history import History
 from anygauge.training.system import SystemSampler
 from anygauge.training.trackers.group import Trackers
 from anygauge.util.events import EventWriter
@@ -33,39 +34,6 @@ class StepTokens:
     tokens: int
     num_loss_tokens: int
     sequences: int
-
-
-@dataclass(kw_only=True, slots=True)
-class History:
-    """What the metrics of a run have come to; a resumed run continues from it.
-
-    Attributes:
-        step: steps done.
-        first_loss, last_loss: of the first and the latest step; nan before.
-        tokens: real tokens of all steps.
-        seconds: spent in steps.
-        evaluations: a record of each.
-    """
-
-    step: int = 0
-    first_loss: float = math.nan
-    last_loss: float = math.nan
-    tokens: int = 0
-    seconds: float = 0.0
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> History:
-        """What a checkpoint kept of it, where null stands for nan."""
-        evaluations = [
-            {**one, "eval_loss": _number(one["eval_loss"])} for one in record["evaluations"]
-        ]
-        losses = {name: _number(record[name]) for name in ("first_loss", "last_loss")}
-        return cls(**{**record, **losses, "evaluations": evaluations})
-
-    def evaluated(self, step: int) -> bool:
-        """Whether an evaluation was made after this step."""
-        return any(record["step"] == step for record in self.evaluations)
 
 
 class MetricsLogger:
@@ -88,6 +56,7 @@ class MetricsLogger:
         trackers: Trackers,
         system: SystemSampler | None = None,
         log_every: int,
+        warmup: int = 0,
         history: History | None = None,
     ) -> None:
         """Open the file and begin to count.
@@ -95,6 +64,7 @@ class MetricsLogger:
         Args:
             shapes: distinct shapes of micro-batches that this rank was given; it grows.
             peak_flops: of one device, operations per second; None where unknown.
+            warmup: first steps of this process that the run's speed leaves out.
             history: of the part of the run before this one.
         """
         if rank == 0:
@@ -112,6 +82,7 @@ class MetricsLogger:
         self._trackers = trackers
         self._system = system
         self._log_every = log_every
+        self._warmup = warmup
         self.history = history or History()
         self._peaks: dict[str, int] = {}
         self._see_memory("load")
@@ -133,13 +104,12 @@ class MetricsLogger:
         return {**predicted, "measured": dict(self._peaks), "counted": kind}
 
     def step_seconds(self, expected: float | None) -> dict[str, float | None]:
-        """What a step took on average, for the report.
+        """What a step took on average after the warm-up, for the report.
 
         Args:
             expected: what was planned; None where it was not.
         """
-        history = self.history
-        mean = history.seconds / history.step if history.step else None
+        mean = self.history.step_seconds()
         return {"measured": mean} if expected is None else {"predicted": expected, "measured": mean}
 
     def counted(self) -> dict[str, float]:
@@ -173,13 +143,10 @@ class MetricsLogger:
             counted: of `counted`, when the step was done.
         """
         volume = self._volume(index)
-        history = self.history
-        history.step = index + 1
-        history.tokens += volume.tokens
-        history.seconds += seconds
-        history.last_loss = loss
-        if index == 0:
-            history.first_loss = loss
+        self.history.add(
+            index, loss=loss, tokens=volume.tokens, seconds=seconds, timed=self._warmup == 0
+        )
+        self._warmup = max(0, self._warmup - 1)
         if self._file is None:
             return
         metrics: dict[str, Any] = {
@@ -205,7 +172,7 @@ class MetricsLogger:
                 "step",
                 step=index + 1,
                 steps=self._steps,
-                elapsed_s=history.seconds,
+                elapsed_s=self.history.seconds,
                 **finite(metrics),
             )
         self._trackers.log(index + 1, {f"train/{name}": v for name, v in metrics.items()})
@@ -264,16 +231,11 @@ class MetricsLogger:
             "first_loss": history.first_loss,
             "final_loss": history.last_loss,
             "tokens": history.tokens,
+            **history.speed(),
         }
-        if history.seconds:
-            result["tokens_per_s"] = history.tokens / history.seconds
         for record in history.evaluations:
             result[f"{record['name']}_loss"] = record["eval_loss"]
         return result
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anygauge.config.sections import OptimizerSection
-from anygauge.interface import RunFileError, UnsupportedError
+from anygauge.interface import HOST_DEVICE, RunFileError, UnsupportedError
 from anygauge.interface.strategy import OptimizerFactory
 from anygauge.training.undo import undone
 
@@ -27,16 +27,22 @@ SMALLEST = 4096
 """A tensor of fewer elements keeps its state in float32."""
 PAGED = 100_000
 """A tensor of fewer elements is never paged by bitsandbytes."""
+FUSED_ADAMW = "fused_adamw"
+"""The capability of a device that has a kernel for torch's fused AdamW."""
 Groups = list[dict[str, Any]]
 AdamW = Callable[..., Optimizer]
 """(groups, lr, betas, eps) -> AdamW by a device's own kernel."""
 
 
-def optimizer_factory(section: OptimizerSection, adamw: AdamW | None = None) -> OptimizerFactory:
+def optimizer_factory(
+    section: OptimizerSection, adamw: AdamW | None = None, *, fused: bool = False
+) -> OptimizerFactory:
     """A function that makes the run's optimizer from named parameters; it takes ``found_inf``.
 
     Args:
         adamw: makes the optimizer ``adamw`` in place of torch's.
+        fused: whether the run's device has a kernel for torch's fused AdamW, see `FUSED_ADAMW`.
+            The host has one in any case.
 
     Raises:
         RunFileError: from that function: the section does not fit these parameters, or a package
@@ -49,9 +55,10 @@ def optimizer_factory(section: OptimizerSection, adamw: AdamW | None = None) -> 
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> Optimizer:
         groups = parameter_groups(section, parameters, shapes)
-        if adamw is not None and section.name == "adamw":
-            return undone(adamw(groups, lr=section.lr, **_adam_options(section)))
-        return undone(_MAKERS[section.name](section, groups))
+        if section.name != "adamw":
+            return undone(_MAKERS[section.name](section, groups))
+        kernel = _adamw(fused) if adamw is None else adamw
+        return undone(kernel(groups, lr=section.lr, **_adam_options(section)))
 
     return make
 
@@ -104,30 +111,14 @@ def parameter_groups(
     return list(groups.values())
 
 
-def _adamw(section: OptimizerSection, groups: Groups) -> Optimizer:
-    # None, not False: with False torch does not choose its multi-tensor form.
-    first = groups[0]["params"]
-    fused = True if first and _has_fused_adamw(first[0].device) else None
-    return torch.optim.AdamW(groups, lr=section.lr, fused=fused, **_adam_options(section))
+def _adamw(fused: bool) -> AdamW:
+    def make(groups: Groups, **options: Any) -> Optimizer:
+        first = groups[0]["params"]
+        served = bool(first) and (fused or first[0].device.type == HOST_DEVICE)
+        # None, not False: with False torch does not choose its multi-tensor form.
+        return torch.optim.AdamW(groups, fused=served or None, **options)
 
-
-def _has_fused_adamw(device: torch.device) -> bool:
-    """Whether torch has a fused kernel there.
-
-    A step alone does not show it: a device that falls back to the host for what it lacks would copy
-    everything there and back. So the device's own kernel is looked up, and then a step is tried,
-    since torch refuses a device that it does not know in the step, not in the constructor.
-    """
-    key = torch._C._dispatch_key_for_device(device.type)
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key):
-        return False
-    trial = nn.Parameter(torch.zeros(1, device=device))
-    trial.grad = torch.zeros_like(trial)
-    try:
-        torch.optim.AdamW([trial], fused=True).step()
-    except RuntimeError:
-        return False
-    return True
+    return make
 
 
 def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
@@ -152,7 +143,7 @@ def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
         raise RunFileError(EIGHT_BIT_MISSING) from error
     paged = section.paged
     device = groups[0]["params"][0].device
-    # Which devices it supports depends on how it was built: only a trial shows that.
+    # `check_eight_bit` has asked the backend, but an installed build may lack the device's library.
     trial = nn.Parameter(torch.zeros(PAGED if paged else SMALLEST, device=device))
     trial.grad = torch.zeros_like(trial)
     tried = AdamW8bit([trial], is_paged=paged)
@@ -201,7 +192,6 @@ def _sgd(section: OptimizerSection, groups: Groups) -> Optimizer:
 
 
 _MAKERS: dict[str, Callable[[OptimizerSection, Groups], Optimizer]] = {
-    "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
     "adafactor": _adafactor,
     "lion": _lion,

@@ -127,9 +127,11 @@ def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: st
     def reload() -> Any:
         host = torch.device(HOST_DEVICE)
         if run.adapter is not None and run.model.name is None:
-            # No files hold random weights: seed and configuration make them again.
-            model: Any = prepared.factory.skeleton()
-            materialise(model, prepared.factory, device=host, dtype=dtype)
+            # No files hold random weights: seed and configuration make them again, for the host,
+            # where a device's attention may not run.
+            factory = prepared.factory.having("eager", None)
+            model: Any = factory.skeleton()
+            materialise(model, factory, device=host, dtype=dtype)
             return load_adapter(model, part).eval()
         adapter = None if run.adapter is None else part
         section = (
@@ -155,7 +157,7 @@ def _summary(
         "final_loss": history.last_loss,
         "evaluations": history.evaluations,
         "tokens": history.tokens,
-        "tokens_per_s": history.tokens / history.seconds if history.seconds else None,
+        **history.speed(),
         "memory": prepared.meter.memory(job.expected_memory),
         "step_s": prepared.meter.step_seconds(job.expected_step_s),
         "saved": str(folder),

@@ -59,10 +59,11 @@ from anygauge.training.checkpoints.manager import (
     check_resumed,
     find_checkpoint,
 )
+from anygauge.training.history import History
 from anygauge.training.loop import Loop
-from anygauge.training.meter import History, MetricsLogger, StepTokens
+from anygauge.training.meter import MetricsLogger, StepTokens
 from anygauge.training.moving import ToDevice
-from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
 from anygauge.training.progress import Progress
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
@@ -218,13 +219,16 @@ def prepare_run(
     engine = strategy.build(
         BuildContext(
             factory=factory if start is None else ResumedFactory(factory, start),
-            optimizer=optimizer_factory(run.train.optimizer, plan.adamw),
+            optimizer=optimizer_factory(
+                run.train.optimizer, plan.adamw, fused=bool(backend.support(FUSED_ADAMW))
+            ),
             workload=workload,
             clip_grad_norm=plan.clip_grad_norm,
         )
     )
-    if plan.attention.masks_of == "sdpa":
-        answer_from_host(engine.model, plan.attention.name)
+    causal = plan.attention.kernel is not None and plan.attention.kernel.causal
+    if causal or plan.attention.masks_of == "sdpa":
+        answer_from_host(engine.model, plan.attention.name, causal=causal)
     if run.train.activation_offloading:
         offload_activations(engine.model, backend.placement)
     if strategy.description != announced:
@@ -286,6 +290,7 @@ def prepare_run(
         if rank.index == 0
         else None,
         log_every=run.train.log_every,
+        warmup=run.train.throughput_warmup_steps,
         history=None if start is None else History.of_record(start.record["history"]),
     )
     manager = CheckpointManager(

@@ -25,6 +25,9 @@ from anygauge.training.quantised import check_quantised
 PAGED = "paged_memory"
 """The capability that ``train.optimizer.paged`` needs."""
 
+EIGHT_BIT = "adamw_8bit"
+"""The optimizer, and the capability that it needs."""
+
 STATE_BYTES = {
     "adamw": 8.0,
     "adamw_8bit": 2 + 2 * 4 / 256,  # two codes, and a scale for each block of 256
@@ -128,6 +131,7 @@ def check_strategy(
             ranks_run_here=ranks_run_here,
             quantised=run.model.quantise is not None,
             paged=run.train.optimizer.paged,
+            reentrant_only=backend.graph.reentrant_only,
         )
     )
     check_new_rows(run)
@@ -135,6 +139,7 @@ def check_strategy(
     check_backend(spec, backend)
     check_offloading(run, backend)
     check_paged(run, backend)
+    check_eight_bit(run, backend)
     check_quantised(run, backend, ranks_run_here=ranks_run_here)
 
 
@@ -180,6 +185,16 @@ def check_offloading(run: RunFile, backend: Backend) -> None:
         raise UnsupportedError(
             f"train.activation_offloading: backend {backend.name!r} {how}. Leave it out, and set "
             "train.gradient_checkpointing: true"
+        )
+
+
+def check_eight_bit(run: RunFile, backend: Backend) -> None:
+    """Raises: UnsupportedError: quotes the backend's reason for having no 8-bit update."""
+    support = backend.support(EIGHT_BIT)
+    if run.train.optimizer.name == EIGHT_BIT and not support:
+        raise UnsupportedError(
+            f"train.optimizer.name: {EIGHT_BIT}: backend {backend.name!r} lacks {EIGHT_BIT!r}: "
+            f"{support}. Use adamw, which keeps four times as many bytes, or lion"
         )
 
 

@@ -150,6 +150,7 @@ def run_rank(
             rank.log(str(done))
             return done.finished.summary
         quick.close()
+        start_s = time.time() - began
         for library in backend.collectives.limit(limit):
             rank.warn(
                 f"launch.collective_timeout_s: {library} cannot change the limit of its existing "
@@ -189,6 +190,7 @@ def run_rank(
             return Stopped(step, str(checkpoint_folder(Path(job.run_directory), step)))
     if prepared.meter.troubles:
         summary["trackers"] = "; ".join(prepared.meter.troubles)
+    summary["start_s"] = start_s
     summary["seconds"] = time.time() - began
     if index == 0:
         report = {**summary, "identity": prepared.identity, "settings": settings_of(run)}

@@ -77,6 +77,10 @@ class CpuBackend(Backend):
             Level.UNSUPPORTED_BY_HARDWARE,
             "there is no device to make room on: its tensors lie in the host's memory",
         ),
+        # Source: PyTorch, aten/src/ATen/native/cpu/FusedAdamKernel.cpp.
+        "fused_adamw": FULL,
+        # Source: bitsandbytes 0.50, backends/cpu/ops.py.
+        "adamw_8bit": FULL,
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

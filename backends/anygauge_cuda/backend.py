@@ -84,6 +84,10 @@ class CudaBackend(Backend):
         "quantised_base_int8": FULL,
         # Source: the same, functional.py: cget_managed_ptr is cudaMallocManaged.
         "paged_memory": FULL,
+        # Source: PyTorch, aten/src/ATen/native/cuda/FusedAdamWKernel.cu.
+        "fused_adamw": FULL,
+        # Source: bitsandbytes 0.50, backends/cuda/ops.py.
+        "adamw_8bit": FULL,
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

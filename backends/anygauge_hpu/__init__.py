@@ -43,11 +43,15 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
         )
         for operation, name, function in (
             ("attention", "gaudi_fused", "kernels:fused_attention"),
+            ("attention", "gaudi_fused_fast", "kernels:fused_attention_fast"),
+            ("attention", "gaudi_fused_recompute", "kernels:fused_attention_recompute"),
+            ("attention", "gaudi_fused_fast_recompute", "kernels:fused_attention_fast_recompute"),
             ("attention", "gaudi_softmax_bf16", "kernels:attention_with_softmax_in_bfloat16"),
             ("attention", "gaudi_softmax_fp32", "kernels:attention_with_softmax_in_float32"),
             ("softmax", "gaudi_bf16", "kernels:softmax_in_bfloat16"),
             ("softmax", "gaudi_fp32", "kernels:softmax_in_float32"),
             ("rms_norm", "gaudi_fused", "kernels:fused_rms_norm"),
+            ("rope", "gaudi_fused", "kernels:fused_rope"),
             ("adamw", "gaudi_fused", "updates:fused_adamw"),
             ("clip_grad_norm", "gaudi_fused", "updates:fused_clip_grad_norm"),
         )

@@ -22,7 +22,9 @@ from anygauge.interface import (
 from anygauge_hpu.diagnostics import checks
 from anygauge_hpu.environment import FABRICS, MODULES_VARIABLE, RULES, refuse_contradictions
 from anygauge_hpu.graph import HpuGraph
+from anygauge_hpu.kernels import fused_name
 from anygauge_hpu.mode import choose_mode
+from anygauge_hpu.modules import PATTERNS
 from anygauge_hpu.options import OPTIONS, check_options
 from anygauge_hpu.placement import HpuPlacement
 from anygauge_hpu.software import PLUGIN, RELEASES, installed_version
@@ -58,6 +60,7 @@ class HpuBackend(Backend):
     environment_rules = RULES
     libraries = (PLUGIN,)
     variables = (MODULES_VARIABLE,)
+    readings = PATTERNS
     launch = LaunchProfile(
         visibility_variable=MODULES_VARIABLE,
         image=own_image("hpu", RELEASES),
@@ -91,6 +94,18 @@ class HpuBackend(Backend):
         "paged_memory": Support(
             Level.UNSUPPORTED_BY_VERSION,
             "bitsandbytes 0.50 has such memory for CUDA, ROCm and XPU alone",
+        ),
+        # Source: gaudi-pytorch-bridge 1.19, scripts/ops_list/ops_table.csv: _fused_adamw_ is not an
+        # operation of the device; hpu_ops/cpu_fallback.cpp has the host compute those that are not.
+        "fused_adamw": Support(
+            Level.UNSUPPORTED_BY_VERSION,
+            "the last release with public sources, 1.19, has no such kernel; a run uses the "
+            "library's own fused AdamW",
+        ),
+        # Source: bitsandbytes 0.50, backends/hpu/ops.py.
+        "adamw_8bit": Support(
+            Level.UNSUPPORTED_BY_VERSION,
+            "bitsandbytes 0.50 has no optimizer for these cards",
         ),
     }
 
@@ -151,8 +166,16 @@ class HpuBackend(Backend):
         """Let optimum-habana replace transformers' models, where the run file asks for it.
 
         Raises:
-            UnsupportedError: it is not installed whole, or rows are packed.
+            UnsupportedError: it is not installed whole, or rows are packed, which it or the form of
+                fused attention does not serve.
         """
+        if packing and self.options.get("fast_softmax") and self.options.get("attention_recompute"):
+            raise UnsupportedError(
+                "backend_options.fast_softmax and attention_recompute: Gaudi's fused attention "
+                "trains with both only where each token sees all before it, and packed rows have a "
+                "mask (FusedSDPA.py, sdpa_fwd_wrapper). Remove one of them, or set data.packing: "
+                "false"
+            )
         if not self.options.get("optimum_habana"):
             return
         if packing:
@@ -183,12 +206,16 @@ def _preferred_kernels(options: Mapping[str, Any]) -> dict[str, str]:
     if options.get("optimum_habana"):
         return updates
     attention = options.get("attention", "fused")
+    fused = fused_name(
+        fast=bool(options.get("fast_softmax")), recompute=bool(options.get("attention_recompute"))
+    )
     in_float32 = options.get("softmax") == "float32"
     softmax = "gaudi_softmax_fp32" if in_float32 else "gaudi_softmax_bf16"
     norm = options.get("rms_norm", "fused")
     return {
-        "attention": "gaudi_fused" if attention == "fused" else softmax,
+        "attention": fused if attention == "fused" else softmax,
         "softmax": "gaudi_bf16" if options.get("softmax") == "bfloat16" else "gaudi_fp32",
         "rms_norm": "gaudi_fused" if norm == "fused" else "reference",
+        "rope": "gaudi_fused" if options.get("rope", "fused") == "fused" else "reference",
         **updates,
     }

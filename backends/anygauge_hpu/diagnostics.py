@@ -10,10 +10,12 @@ from pathlib import Path
 from anygauge.interface import Check, Outcome
 from anygauge_hpu.environment import MODULES_VARIABLE
 from anygauge_hpu.mode import LAZY_VARIABLE
+from anygauge_hpu.modules import look, modules_here
 from anygauge_hpu.probe import driver_version, probe
 from anygauge_hpu.software import (
     PLUGIN,
     RELEASES,
+    built_for,
     installed_version,
     is_fork,
     major_minor,
@@ -53,8 +55,9 @@ def checks(
             if PLUGIN in versions
             else (_skip("release"), _skip("driver release"))
         ),
+        _deepspeed(versions),
         _mode(environ, versions),
-        _modules(environ, found.device_count),
+        _modules(environ, found.device_count, modules_here(look(root))),
         _kernels_path(environ, installed=PLUGIN in versions),
     ]
 
@@ -86,6 +89,33 @@ def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     ]
 
 
+def _deepspeed(versions: Mapping[str, str]) -> Check:
+    """Intel's builds are of the device's release, and say so behind DeepSpeed's own version."""
+    name, version = "deepspeed", versions.get("deepspeed")
+    release = release_of(versions.get(PLUGIN))
+    install = (
+        f"pip install git+https://github.com/HabanaAI/DeepSpeed.git@{release.versions[name]}"
+        if release is not None
+        else "install Intel's build of DeepSpeed (HabanaAI/DeepSpeed) of the same release"
+    )
+    if PLUGIN not in versions:
+        return _skip(name)
+    if version is None:
+        return _warn(name, "deepspeed is not installed", f"strategy zero needs it: {install}")
+    built = built_for(version)
+    if built is None:
+        return _warn(
+            name,
+            f"deepspeed {version} is not Intel's build, whose version ends in +hpu.synapse.v...",
+            f"{install}; with another one, lazy mode needs strategy.reentrant: true",
+        )
+    wanted = None if release is None else release.versions[name]
+    seen = f"deepspeed {version}, Intel's build of release {built}"
+    if wanted is None or major_minor(built) == major_minor(wanted):
+        return Check(name=name, outcome=Outcome.PASS, seen=seen)
+    return _warn(name, f"{seen}; {PLUGIN} {versions[PLUGIN]} goes with {wanted}", install)
+
+
 def _mode(environ: Mapping[str, str], versions: Mapping[str, str]) -> Check:
     value, torch = environ.get(LAZY_VARIABLE), versions.get("torch", "")
     if value is None:
@@ -104,11 +134,13 @@ def _mode(environ: Mapping[str, str], versions: Mapping[str, str]) -> Check:
     return _warn("mode", seen, "unset it: a run file chooses with backend_options.mode")
 
 
-def _modules(environ: Mapping[str, str], cards: int | None) -> Check:
+def _modules(environ: Mapping[str, str], cards: int | None, here: Sequence[str] | None) -> Check:
     text = environ.get(MODULES_VARIABLE)
     name = "visible modules"
     if text is None:
-        return Check(name=name, outcome=Outcome.PASS, seen=f"{MODULES_VARIABLE} is unset: all")
+        stated = f" ({','.join(here)})" if here else ""
+        seen = f"{MODULES_VARIABLE} is unset: all{stated}"
+        return Check(name=name, outcome=Outcome.PASS, seen=seen)
     seen = f"{MODULES_VARIABLE}={text}"
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         remedy = "write module numbers with commas between them, such as 0,1,2,3"
@@ -117,6 +149,14 @@ def _modules(environ: Mapping[str, str], cards: int | None) -> Check:
     if len(set(numbers)) < len(numbers):
         return Check(
             name=name, outcome=Outcome.FAIL, seen=seen, remedy="name each module only once"
+        )
+    absent = [number for number in numbers if here is not None and str(number) not in here]
+    if absent:
+        return Check(
+            name=name,
+            outcome=Outcome.FAIL,
+            seen=f"{seen}, but the modules here are {','.join(here or ())}",
+            remedy=f"name modules that are here, or unset {MODULES_VARIABLE}",
         )
     if cards is not None and len(numbers) > cards:
         return _warn(name, f"{seen}, but {cards} cards are here", "name as many as there are")

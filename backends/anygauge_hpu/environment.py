@@ -21,7 +21,7 @@ from anygauge.interface import (
     others_up,
 )
 from anygauge_hpu.mode import LAZY_VARIABLE, Mode, choose_mode
-from anygauge_hpu.software import PLUGIN
+from anygauge_hpu.modules import modules_here
 
 MODULES_VARIABLE = "HABANA_VISIBLE_MODULES"
 """Module numbers that a process may take, as in ``0,1``; the position is the local rank."""
@@ -61,15 +61,6 @@ def _graph_limit_sync(context: RuleContext) -> Setting | Skip:
     return context.set_to("1", "backend_options.graph_limit_sync: the host waits for a cut graph")
 
 
-def _sync_on_release(context: RuleContext) -> Setting | Skip:
-    version = context.version(PLUGIN)
-    if version == (0, 0) or version >= (1, 16):
-        return Skip("nothing reads it from release 1.16 on: anygauge synchronises by itself")
-    if not context.options.get("sync_on_release", True):
-        return Skip("backend_options.sync_on_release is false")
-    return context.set_to("1", "DeepSpeed forks up to 1.15 synchronise before they free a weight")
-
-
 def _engine_default(name: str, what: str) -> EnvironmentRule:
     def decide(context: RuleContext) -> Setting | Skip:
         if context.job.strategy != "zero":
@@ -102,16 +93,32 @@ def modules(context: RuleContext) -> tuple[str, ...] | None:
 
 
 def _module(context: RuleContext) -> Setting | Skip:
-    rank, allowed = context.local_rank, modules(context)
+    rank, allowed, here = context.local_rank, modules(context), modules_here(context.node.texts)
     assert rank is not None
     if allowed is None:
         if context.job.launch.devices == 1:
             return Skip("a single rank takes any card that is free")
-        return context.set_to(str(rank), f"no {MODULES_VARIABLE}: the module of the local rank")
+        if here is None:
+            return context.set_to(
+                str(rank), f"the local rank: neither {MODULES_VARIABLE} nor the driver says more"
+            )
+        if rank >= len(here):
+            raise RunFileError(
+                f"{context.node.hostname} has device files of {len(here)} Gaudi cards (modules "
+                f"{','.join(here)}), but local rank {rank} wants one more: ask for at most "
+                f"--devices {len(here)}, or hand the container more cards"
+            )
+        return context.set_to(here[rank], f"place {rank} of the modules here: {','.join(here)}")
     if rank >= len(allowed):
         raise RunFileError(
             f"{MODULES_VARIABLE}={','.join(allowed)} allows {len(allowed)} cards, but local rank "
             f"{rank} wants one more: ask for at most --devices {len(allowed)}, or allow more"
+        )
+    if here is not None and allowed[rank] not in here:
+        raise RunFileError(
+            f"{MODULES_VARIABLE}={','.join(allowed)} names module {allowed[rank]}, but "
+            f"{context.node.hostname} has modules {','.join(here)}: name some of these, or unset "
+            "the variable"
         )
     return context.set_to(allowed[rank], f"place {rank} of {MODULES_VARIABLE}={','.join(allowed)}")
 
@@ -203,14 +210,6 @@ RULES = (
         source=f"{_BRIDGE}, habana_lazy/hpu_stage_submission.cpp",
         decide=_graph_limit_sync,
     ),
-    EnvironmentRule(
-        name="DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED",
-        value="1 with releases up to 1.15",
-        scope=Scope.JOB,
-        reason="a running graph may still read a weight that ZeRO-3 frees",
-        source="HabanaAI/DeepSpeed 1.13.0 to 1.15.1, accelerator/hpu_accelerator.py",
-        decide=_sync_on_release,
-    ),
     _engine_default("PT_HPU_LAZY_ACC_PAR_MODE", "parallel accumulation of lazy graphs"),
     _engine_default("PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES", "dynamic shapes"),
     EnvironmentRule(
@@ -257,10 +256,11 @@ RULES = (
     _efa("FI_EFA_USE_DEVICE_RDMA"),
     EnvironmentRule(
         name=MODULE_VARIABLE,
-        value=f"entry LOCAL_RANK of {MODULES_VARIABLE}; without that variable, the local rank",
+        value=f"entry LOCAL_RANK of {MODULES_VARIABLE}; without that variable, of the modules of "
+        "the cards that are here; without a driver that says them, the local rank",
         scope=Scope.RANK,
         reason="a process drives one card; ranks that choose for themselves may take the same",
-        source=f"{_BRIDGE}, torch/distributed/hccl/__init__.py",
+        source=f"{_BRIDGE}, torch/distributed/hccl/__init__.py; Linux, sysfs-driver-habanalabs",
         decide=_module,
     ),
     THREADS,

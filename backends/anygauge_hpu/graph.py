@@ -20,6 +20,14 @@ COUNTERS = (
 """Name of a counter -> the library's metric, its statistic, and what that is multiplied with."""
 
 
+_REENTRANT = (
+    "lazy mode has been run with the reentrant form alone: Intel's DeepSpeed and optimum-habana "
+    "recompute by a function of that form, which ends the graph before each layer"
+)
+"""Source: HabanaAI/DeepSpeed 1.21.0, activation_checkpointing/checkpointing.py; optimum-habana,
+trainer.py."""
+
+
 class HpuGraph(Graph):
     """Graphs of a mode. In lazy mode the limit itself is kept by Gaudi's library, which reads it
     from the environment."""
@@ -29,7 +37,10 @@ class HpuGraph(Graph):
         self._between = bool(options.get("split_forward_backward", False))
         self.accumulates = mode is Mode.LAZY
         self.limit = options.get("graph_limit") if mode is Mode.LAZY else None
-        self.sync_on_release = bool(options.get("sync_on_release", mode is Mode.LAZY))
+        # Intel's DeepSpeed did this up to 1.15.1, as a workaround, and not since 1.16.0
+        # (runtime/zero/partition_parameters.py, free_param): no release that runs here needs it.
+        self.sync_on_release = bool(options.get("sync_on_release", False))
+        self.reentrant_only = _REENTRANT if mode is Mode.LAZY else ""
         # Every new shape is compiled anew, in each mode.
         self.shapes = ShapePolicy(
             kind=ShapeKind.BUCKETED, multiple=32, buckets=options.get("buckets", 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def fused_attention() -> AttentionKernel:
-    """Attention in one kernel. Its softmax is its own: no softmax setting reaches it."""
+def fused_attention(*, fast: bool = False, recompute: bool = False) -> AttentionKernel:
+    """Attention in one kernel. Its softmax is its own: no softmax setting reaches it.
+
+    Args:
+        fast: with the library's fast softmax.
+        recompute: the kernel keeps no scores for backward and computes them again there.
+    """
     from habana_frameworks.torch.hpex.kernels import FusedSDPA
 
     def forward(
@@ -33,6 +39,14 @@ def fused_attention() -> AttentionKernel:
                 f"{type(module).__name__} caps its attention scores, which Gaudi's fused attention "
                 "does not: set backend_options.attention: softmax"
             )
+        if fast and recompute and attention_mask is not None and query.requires_grad:
+            # The library asserts it (FusedSDPA.py, sdpa_fwd_wrapper).
+            raise UnsupportedError(
+                f"{type(module).__name__} needs a mask of its own, and Gaudi's fused attention "
+                "trains with a fast softmax and recomputation only where each token sees all "
+                "before it: remove backend_options.fast_softmax or "
+                "backend_options.attention_recompute"
+            )
         # By position: autograd functions take no keywords.
         output = FusedSDPA.apply(
             query,
@@ -42,15 +56,29 @@ def fused_attention() -> AttentionKernel:
             dropout if module.training else 0.0,
             attention_mask is None and query.shape[2] > 1,
             scaling,
-            "None",
-            # Not recomputed inside: gradient checkpointing recomputes the whole layer.
-            False,
+            "fast" if fast else "None",
+            # Named: None would ask a switch of the library's, which anything may have set.
+            recompute,
         )
         return output.transpose(1, 2).contiguous(), None
 
+    parts = ["fused", *["fast softmax"] * fast, *["scores recomputed in backward"] * recompute]
     return AttentionKernel(
-        name="gaudi_fused", forward=forward, describe="fused; its softmax is the kernel's own"
+        name=fused_name(fast=fast, recompute=recompute),
+        forward=forward,
+        describe=f"{', '.join(parts)}; its softmax is the kernel's own",
+        causal=True,
     )
+
+
+def fused_name(*, fast: bool, recompute: bool) -> str:
+    """Under which a form of fused attention is registered."""
+    return "gaudi_fused" + "_fast" * fast + "_recompute" * recompute
+
+
+fused_attention_fast = functools.partial(fused_attention, fast=True)
+fused_attention_recompute = functools.partial(fused_attention, recompute=True)
+fused_attention_fast_recompute = functools.partial(fused_attention, fast=True, recompute=True)
 
 
 def attention_with_softmax_in_bfloat16() -> AttentionKernel:
@@ -149,8 +177,8 @@ def _softmax(inner: Callable[[Tensor], torch.dtype]) -> Callable[..., Tensor]:
         elif mask is not None:
             scores = scores + mask.to(scores.dtype)
         if causal_offset is not None:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device)
-            scores = torch.where(seen.tril(causal_offset), scores, -torch.inf)
+            rows, columns = (torch.arange(n, device=x.device) for n in scores.shape[-2:])
+            scores = torch.where(columns <= rows[:, None] + causal_offset, scores, -torch.inf)
         # The type is named: autocast on this device would choose bfloat16 by itself.
         if mask is None and causal_offset is None:
             return torch.softmax(scores, dim=dim, dtype=scores.dtype).to(x.dtype)
@@ -161,11 +189,41 @@ def _softmax(inner: Callable[[Tensor], torch.dtype]) -> Callable[..., Tensor]:
     return softmax
 
 
+def fused_rope() -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(query (B, H, T, D), key (B, G, T, D), cos, sin (B or 1, T, D)) -> both, rotated by halves.
+
+    As optimum-habana's models call it in training (modeling_all_models.py,
+    apply_customized_rope_module): the kernel reads rows of a table (1, 1, S, D) by their numbers
+    (B, T). Rows that each position has of its own are such a table, one after another.
+    """
+    import torch
+    from habana_frameworks.torch.hpex.kernels import RotaryPosEmbeddingHelperV2
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rows, length = query.shape[0], query.shape[2]
+        tables = [turn.reshape(1, 1, -1, turn.shape[-1]) for turn in (cos, sin)]
+        numbers = torch.arange(tables[0].shape[2], device=query.device).reshape(cos.shape[:2])
+        numbers = numbers.expand(rows, length).contiguous()
+        rotated = [RotaryPosEmbeddingHelperV2.apply(x, *tables, numbers) for x in (query, key)]
+        return rotated[0], rotated[1]
+
+    return rotate
+
+
 def fused_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor]:
-    """(x (..., D), weight (D,), epsilon) -> weight * x / rms(x), in one kernel."""
+    """(x (..., D), weight (D,), epsilon) -> weight * x / rms(x), in one kernel, as x.
+
+    The kernel gets both in one type: optimum-habana's models (modeling_llama.py,
+    gaudi_llama_rmsnorm_forward) say that mixed types are not good for it. That type is the wider of
+    the two; theirs is the weight's.
+    """
+    import torch
     from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 
     def apply(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return FusedRMSNorm.apply(x, weight, epsilon)
+        if x.dtype == weight.dtype:
+            return FusedRMSNorm.apply(x, weight, epsilon)
+        both = torch.promote_types(x.dtype, weight.dtype)
+        return FusedRMSNorm.apply(x.to(both), weight.to(both), epsilon).to(x.dtype)
 
     return apply

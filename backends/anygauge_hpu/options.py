@@ -54,12 +54,13 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "split_forward_backward": Option(
         meaning="also cut the graph between forward and backward, so that the host traces one "
-        "while the device runs the other",
+        "while the device runs the other; sync_on_release leaves nothing of that",
         lazy_only=True,
         **_SWITCH,
     ),
     "sync_on_release": Option(
-        meaning="synchronise before ZeRO-3 releases a gathered weight; by default in lazy mode",
+        meaning="the host waits for the device before ZeRO-3 releases a gathered weight, as "
+        "Intel's DeepSpeed did before release 1.16 (default false)",
         **_SWITCH,
     ),
     "recipe_cache": Option(
@@ -81,8 +82,23 @@ OPTIONS: Mapping[str, Option] = {
         "bfloat16)",
         **_one_of("bfloat16", "float32"),
     ),
+    "fast_softmax": Option(
+        meaning="the optimised softmax of fused attention, as optimum-habana's "
+        "flash_attention_fast_softmax (default false)",
+        **_SWITCH,
+    ),
+    "attention_recompute": Option(
+        meaning="fused attention keeps no scores for backward and computes them again there, as "
+        "optimum-habana's flash_attention_recompute (default false)",
+        **_SWITCH,
+    ),
     "rms_norm": Option(
         meaning="fused: one kernel; reference: the model's own (default fused)",
+        **_one_of("fused", "reference"),
+    ),
+    "rope": Option(
+        meaning="rotary position embeddings; fused: one kernel, as optimum-habana has it; "
+        "reference: the model's own (default fused)",
         **_one_of("fused", "reference"),
     ),
     "optimum_habana": Option(
@@ -123,8 +139,16 @@ def check_options(options: Mapping[str, Any], mode: Mode) -> None:
             "backend_options.softmax: fused attention has a softmax of its own, which this does "
             "not reach; set backend_options.attention: softmax, or remove it"
         )
-    if options.get("optimum_habana") and ({"attention", "rms_norm"} & set(options)):
+    for name in ("fast_softmax", "attention_recompute"):
+        if options.get(name) and (
+            options.get("attention", "fused") != "fused" or options.get("optimum_habana")
+        ):
+            raise RunFileError(
+                f"backend_options.{name}: it is a property of fused attention, which this run does "
+                f"not use; set backend_options.attention: fused, or remove {name}"
+            )
+    if options.get("optimum_habana") and ({"attention", "rms_norm", "rope"} & set(options)):
         raise RunFileError(
-            "backend_options.optimum_habana: its models bring their own attention and norms; "
-            "remove attention and rms_norm, or optimum_habana"
+            "backend_options.optimum_habana: its models bring their own attention, norms and "
+            "rotary embeddings; remove attention, rms_norm and rope, or optimum_habana"
         )

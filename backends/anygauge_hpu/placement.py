@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.interface import MemoryStats, NotAvailableError, Placement
 from anygauge_hpu.environment import MODULE_VARIABLE, MODULES_VARIABLE
 from anygauge_hpu.mode import LAZY_VARIABLE, Mode
+from anygauge_hpu.modules import look, modules_here
 from anygauge_hpu.software import PACKAGE, is_fork, why_missing
 
 if TYPE_CHECKING:
@@ -110,7 +111,9 @@ class HpuPlacement(Placement):
             and MODULE_VARIABLE not in os.environ
         )
         if named:
-            os.environ[MODULE_VARIABLE] = str(local_rank)
+            here = modules_here(look()) or ()
+            inside = local_rank < len(here)
+            os.environ[MODULE_VARIABLE] = here[local_rank] if inside else str(local_rank)
         return named
 
     # -- memory ----------------------------------------------------------------------------

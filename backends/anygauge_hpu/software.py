@@ -53,6 +53,15 @@ def major_minor(version: str | None) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def built_for(deepspeed: str) -> str | None:
+    """The release that a build of DeepSpeed is Intel's for; None for a build that is not Intel's.
+
+    Intel's builds are versions such as ``0.16.1+hpu.synapse.v1.21.0``.
+    """
+    match = re.search(r"\+hpu\.synapse\.v(\d+\.\d+\.\d+)", deepspeed)
+    return match[1] if match else None
+
+
 def is_fork(torch_version: str) -> bool:
     """Whether a torch is Intel's own build, which lazy mode needs: its local part says so.
 

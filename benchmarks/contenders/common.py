@@ -194,6 +194,9 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
+        "per_device_eval_batch_size": plan.micro_batch,
+        # As anygauge evaluates: without it, a trainer gathers the logits of all rows.
+        "prediction_loss_only": True,
         "report_to": "none",
         "disable_tqdm": True,
         "seed": plan.seed,
@@ -214,6 +217,13 @@ def join_ranks_for_trainers(plan: Plan) -> None:
     if plan.deepspeed:
         skip_inference_kernel()
     PartialState(**({"backend": "gloo"} if plan.device == "cpu" else {}))
+
+
+def finish(plan: Plan, trainer: Any) -> None:
+    """What comes after training, where the plan asks for it."""
+    if plan.evaluates:
+        trainer.evaluate()
+        trainer.save_model(str(Path(plan.output) / "adapter"))
 
 
 def trainer_callback(recorder: Recorder) -> Any:

@@ -16,6 +16,7 @@ from transformers import (
 from benchmarks.contenders.common import (
     adapter,
     dtype,
+    finish,
     join_ranks_for_trainers,
     start,
     tokenised_rows,
@@ -36,14 +37,17 @@ def main() -> None:
     model = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
     recorder.watch(model)
     rows: Any = tokenised_rows(plan, tokenizer)
-    Trainer(
+    trainer = Trainer(
         model=model,
         args=arguments,
         train_dataset=rows,
+        eval_dataset=rows if plan.evaluates else None,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
         callbacks=[trainer_callback(recorder)],
-    ).train()
+    )
+    trainer.train()
+    finish(plan, trainer)
 
 
 if __name__ == "__main__":

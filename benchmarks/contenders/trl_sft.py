@@ -17,6 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.contenders.common import (
     adapter,
     dtype,
+    finish,
     join_ranks_for_trainers,
     raw_rows,
     start,
@@ -34,16 +35,19 @@ def main() -> None:
         **trainer_arguments(plan), max_length=plan.max_length, packing=packed, dataset_num_proc=None
     )
     model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
+    rows = Dataset.from_list(raw_rows(plan))
     trainer = SFTTrainer(
         model=model,
         args=arguments,
-        train_dataset=Dataset.from_list(raw_rows(plan)),
+        train_dataset=rows,
+        eval_dataset=rows if plan.evaluates else None,
         processing_class=AutoTokenizer.from_pretrained(plan.model),
         peft_config=adapter(plan),
         callbacks=[trainer_callback(recorder)],
     )
     recorder.watch(trainer.model)
     trainer.train()
+    finish(plan, trainer)
     if packed:
         recorder.note(documents_isolated=documents_isolated(trainer))
 

@@ -25,6 +25,8 @@ TRACE, PROFILE = "ANYGAUGE_BENCHMARK_TRACE", "ANYGAUGE_BENCHMARK_PROFILE"
 """Folder for ``traffic-rank{r}.json``; file for rank 0's profile."""
 WATCH = "ANYGAUGE_BENCHMARK_WATCH"
 """Steps before those that are watched, and their number: ``10:2`` (see `benchmark_watch`)."""
+PHASES = "ANYGAUGE_BENCHMARK_PHASES"
+"""Set: the folder of the trace also gets the peak of each phase (see `benchmark_phases`)."""
 
 
 def _bytes(value: Any) -> int:
@@ -198,6 +200,14 @@ def _start_watching(path: Path) -> Callable[[Any], None]:
     return lambda module: Steps(watch.after).watch(sys.modules["torch.autograd"], module)
 
 
+def _start_phases(path: Path) -> dict[str, Callable[[Any], None]]:
+    from benchmark_phases import Phases
+
+    phases = Phases()
+    atexit.register(phases.write, path)
+    return phases.hooks()
+
+
 def _main() -> None:
     rank = os.environ.get("RANK")
     if rank is None:
@@ -210,6 +220,8 @@ def _main() -> None:
         after.append(lambda module: module.register_optimizer_step_post_hook(_Peak.see))
         if WATCH in os.environ:
             after.append(_start_watching(folder / f"watched-rank{rank}.json"))
+        if PHASES in os.environ:
+            hooks |= _start_phases(folder / f"phases-rank{rank}.json")
     if PROFILE in os.environ and rank == "0":
         after.append(_start_profiling(Path(os.environ[PROFILE])))
     if after:

@@ -86,7 +86,9 @@ def _with_sinks(
     """Masked scores (B, H, T, S) and a column (H,) that always takes part: (B, H, T, S + 1)."""
     batch, heads, length, seen = scores.shape
     if causal_offset is not None:
-        mask = torch.ones(length, seen, dtype=torch.bool, device=scores.device).tril(causal_offset)
+        # By position: not every device has a triangle of truths.
+        rows, columns = (torch.arange(n, device=scores.device) for n in (length, seen))
+        mask = columns <= rows[:, None] + causal_offset
     if mask is not None and mask.dtype is torch.bool:
         scores = scores.masked_fill(~mask, -torch.inf)
     elif mask is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ ChunkLoss = Callable[[Tensor, Tensor, Options, bool], tuple[Tensor, Tensor | Non
 AT_MOST = 4
 """Times `CHUNK_BYTES` of logits that are held where the weight is trained."""
 
+COMPILED = 8
+"""Times `CHUNK_BYTES` of logits that are held where chunks are graphs: each takes the host as long
+to hand over, however many rows it has, and devices that compile have room for half a GiB."""
+
 LIFT = 1024.0
 """Factor of float16 gradients by rows until the loss's own gradient is known: probabilities below
 6e-8 would be zero without it, and of a large vocabulary they are many."""
@@ -53,6 +57,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     scale: float = 1.0,
     skip_ignored: bool = False,
+    mark_step: Callable[[], None] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     chunk: ChunkLoss | None = None,
 ) -> Tensor:
@@ -75,23 +80,29 @@ def linear_cross_entropy(
         scale: factor of the logits, before the cap.
         skip_ignored: leave out rows that do not count, before anything is computed. How many are
             left is then known only at run time, which a device with fixed shapes cannot have.
-        chunk_bytes: of float32 logits at once.
+        mark_step: given where each new graph, or shape, is compiled. It ends a graph, and is called
+            before each chunk and after the last, so that one graph serves all of them.
+        chunk_bytes: of float32 logits at once; with `mark_step`, `COMPILED` times as many.
         chunk: computes the loss of one chunk; None: in plain torch.
 
     Returns:
         () float32, or float64 for float64.
     """
     options = Options(ignore_index, label_smoothing, softcap, scale)
-    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
+    least = max(1, chunk_bytes // (4 * weight.shape[0]))
+    rows = least if mark_step is None else COMPILED * least
     if weight.requires_grad and torch.is_grad_enabled():
         # Each chunk adds to the whole weight's gradient, which takes as long as a product with as
         # many rows as the weight has columns: fewer and larger chunks, within bounds.
-        rows = max(rows, min(hidden.shape[1], AT_MOST * rows))
+        rows = max(rows, min(hidden.shape[1], AT_MOST * least))
     if skip_ignored:
         kept = (targets != options.ignore_index).nonzero().squeeze(1)
         hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
         if low_rank is not None:
             low_rank = (low_rank[0].index_select(0, kept), low_rank[1])
+    count = hidden.shape[0]
+    # As many chunks, but alike: the last is not much shorter than the others.
+    rows = max(1, -(-count // max(1, -(-count // rows))))
     total: Tensor = _LinearCrossEntropy.apply(
         hidden,
         weight,
@@ -100,10 +111,94 @@ def linear_cross_entropy(
         targets,
         chunk or plain_chunk,
         options,
-        rows,
+        _Views(count, rows)
+        if mark_step is None
+        else _Copies(count, rows, hidden.device, mark_step),
         torch.is_grad_enabled(),
     )
     return total
+
+
+class _Views:
+    """Chunks of rows as views, which cost nothing where each operation runs as it comes.
+
+    The last may have fewer rows.
+    """
+
+    def __init__(self, count: int, rows: int) -> None:
+        self._count, self._rows = count, rows
+        self._part = slice(0)
+
+    def __iter__(self) -> Iterator[None]:
+        """Go from chunk to chunk; the other methods are about the one at hand."""
+        for start in range(0, self._count, self._rows):
+            self._part = slice(start, start + self._rows)
+            yield
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """A tensor's rows."""
+        return tensor[self._part]
+
+    def targets(self, tensor: Tensor, ignore_index: int) -> Tensor:
+        """Targets of the rows."""
+        return tensor[self._part]
+
+    def begin(self, like: Tensor) -> list[Tensor]:
+        """What keeps results of the size of `like`, chunk by chunk."""
+        return [torch.empty_like(like)]
+
+    def keep(self, results: list[Tensor], rows: Tensor) -> None:
+        """Add the results of this chunk."""
+        # Not by a product's `out`: what a view is given may be lost where tensors are lazy.
+        results[0][self._part] = rows
+
+    def whole(self, results: list[Tensor]) -> Tensor:
+        """The results of all chunks."""
+        return results[0]
+
+
+class _Copies(_Views):
+    """Chunks of equally many rows, copied by number: the same operations on the same shapes.
+
+    Where a view begins and ends would be part of a graph: each chunk's were another, and compiled.
+    The last chunk is filled up with copies of the last row, which do not count.
+    """
+
+    def __init__(
+        self, count: int, rows: int, device: torch.device, mark_step: Callable[[], None]
+    ) -> None:
+        super().__init__(count, rows)
+        self._mark_step = mark_step
+        self._numbers = torch.arange(rows, device=device)
+        self._even = count % rows == 0
+        self._last = count - 1
+
+    def __iter__(self) -> Iterator[None]:
+        for _ in range(0, self._count, self._rows):
+            self._mark_step()
+            yield
+            self._numbers = self._numbers + self._rows
+        self._mark_step()
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        numbers = self._numbers if self._even else self._numbers.clamp(max=self._last)
+        return tensor.index_select(0, numbers)
+
+    def targets(self, tensor: Tensor, ignore_index: int) -> Tensor:
+        found = self.rows(tensor)
+        if self._even:
+            return found
+        return found.where(self._numbers <= self._last, found.new_full((), ignore_index))
+
+    def begin(self, like: Tensor) -> list[Tensor]:
+        return []
+
+    def keep(self, results: list[Tensor], rows: Tensor) -> None:
+        results.append(rows)
+
+    def whole(self, results: list[Tensor]) -> Tensor:
+        joined = torch.cat(results)
+        return joined if self._even else joined[: self._count]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -118,28 +213,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk: ChunkLoss,
         options: Options,
-        rows: int,
+        parts: _Views,
         with_gradients: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         given: Any = (hidden, weight, bias, low, low_weight)
         wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:5]]
         # Rows are written once; what all rows share is summed over chunks, in float32.
-        by_hidden, by_weight, by_bias, by_low, by_low_weight = (
-            None if each is None or not need else torch.zeros_like(each, dtype=kind)
-            for each, need, kind in zip(
-                given, wanted, (hidden.dtype, wide, wide, hidden.dtype, wide), strict=True
-            )
+        of_hidden, of_low = (
+            parts.begin(each) if each is not None and need else None
+            for each, need in ((hidden, wanted[0]), (low, wanted[3]))
+        )
+        by_weight, by_bias, by_low_weight = (
+            torch.zeros_like(each, dtype=wide) if each is not None and need else None
+            for each, need in ((weight, wanted[1]), (bias, wanted[2]), (low_weight, wanted[4]))
         )
         lift = LIFT if hidden.dtype is torch.float16 else 1.0
         ctx.lifts = (lift, 1.0, 1.0, lift, 1.0)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+        for _ in parts:
+            rows = parts.rows(hidden)
+            logits = torch.nn.functional.linear(rows, weight, bias)
+            low_rows = None
             if low is not None and low_weight is not None:
-                logits.addmm_(low[part], low_weight.t())
-            losses, gradient = chunk(logits, targets[part], options, any(wanted))
+                low_rows = parts.rows(low)
+                logits.addmm_(low_rows, low_weight.t())
+            aims = parts.targets(targets, options.ignore_index)
+            losses, gradient = chunk(logits, aims, options, any(wanted))
             del logits
             total += losses
             if gradient is None:
@@ -148,20 +248,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 by_bias += gradient.sum(0, dtype=wide)
             narrow = gradient.to(hidden.dtype)
             products: Any = (
-                (hidden, weight, by_hidden, by_weight),
-                (low, low_weight, by_low, by_low_weight),
+                (rows, weight, of_hidden, by_weight),
+                (low_rows, low_weight, of_low, by_low_weight),
             )
-            for rows_of, shared, by_rows, by_shared in products:
-                if by_rows is not None:
+            for factor, shared, of_rows, by_shared in products:
+                if of_rows is not None:
                     lifted = narrow if lift == 1.0 else (gradient * lift).to(hidden.dtype)
-                    torch.mm(lifted, shared, out=by_rows[part])
+                    parts.keep(of_rows, torch.mm(lifted, shared))
                 if by_shared is None:
                     continue
                 if hidden.dtype in (wide, torch.float16):
                     # A sum over tokens has no room in float16, nor have its smallest parts.
-                    by_shared.addmm_(gradient.to(wide).t(), rows_of[part].to(wide))
+                    by_shared.addmm_(gradient.to(wide).t(), factor.to(wide))
                 else:
-                    by_shared += narrow.t() @ rows_of[part]
+                    by_shared += narrow.t() @ factor
+        by_hidden, by_low = (
+            None if results is None else parts.whole(results) for results in (of_hidden, of_low)
+        )
         ctx.save_for_backward(by_hidden, by_weight, by_bias, by_low, by_low_weight)
         ctx.dtypes = tuple(None if each is None else each.dtype for each in given)
         return total
@@ -202,9 +305,8 @@ def plain_chunk(
     gradient = logits.sub_(normaliser).exp_()
     if options.smoothing:
         gradient.sub_(share)
-    gradient.scatter_add_(
-        1, targets, gradient.new_full((), options.smoothing - 1).expand_as(targets)
-    )
+    # Not added by `scatter_add_`, whose deterministic form may sort: a row has one target.
+    gradient.scatter_(1, targets, gradient.gather(1, targets) - (1 - options.smoothing))
     gradient.mul_(counts.unsqueeze(1))
     if slope is not None:
         gradient.mul_(slope)

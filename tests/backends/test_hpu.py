@@ -9,14 +9,17 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from anygauge.agent.environment import inspect_node
 from anygauge.interface import Outcome, Phase, RdmaDevice, RunFileError, Scope, UnsupportedError
 from anygauge_hpu.backend import HpuBackend
 from anygauge_hpu.diagnostics import checks
 from anygauge_hpu.environment import RULES
 from anygauge_hpu.mode import Mode, choose_mode
+from anygauge_hpu.modules import look, modules_here
 from anygauge_hpu.options import OPTIONS
 from anygauge_hpu.probe import probe
 from anygauge_hpu.software import PLUGIN, RELEASES, is_fork, release_of
@@ -123,13 +126,23 @@ def test_graphs_follow_the_mode() -> None:
         "hpu_backend",
         "layer",
     )
-    assert lazy.graph.sync_on_release and not compiled.graph.sync_on_release
-    assert HpuBackend({"mode": "compile", "sync_on_release": True}).graph.sync_on_release
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_weights_are_released_without_waiting_unless_that_is_asked_for(mode: Mode) -> None:
+    # Intel's DeepSpeed waits up to release 1.15.1; anygauge takes releases from 1.20 on.
+    assert not HpuBackend({"mode": mode.value}).graph.sync_on_release
+    assert HpuBackend({"mode": mode.value, "sync_on_release": True}).graph.sync_on_release
 
 
 def test_mark_step_outside_lazy_mode_calls_nothing() -> None:
     for phase in Phase:  # the software is not installed here: a call would raise
         HpuBackend({"mode": "compile"}).graph.mark_step(phase)
+
+
+def test_layers_are_recomputed_by_one_form_in_lazy_mode() -> None:
+    assert "reentrant form alone" in HpuBackend(LAZY).graph.reentrant_only
+    assert not HpuBackend({"mode": "compile"}).graph.reentrant_only
 
 
 # -- options ---------------------------------------------------------------------------------
@@ -161,6 +174,7 @@ def test_kernels_follow_the_options() -> None:
         "attention": "gaudi_fused",
         "softmax": "gaudi_fp32",
         "rms_norm": "gaudi_fused",
+        "rope": "gaudi_fused",
         **update,
     }
     softmax = HpuBackend({"attention": "softmax", "rms_norm": "reference"})
@@ -168,6 +182,7 @@ def test_kernels_follow_the_options() -> None:
         "attention": "gaudi_softmax_bf16",
         "softmax": "gaudi_fp32",
         "rms_norm": "reference",
+        "rope": "gaudi_fused",
         **update,
     }
     exact = HpuBackend({"attention": "softmax", "softmax": "float32"})
@@ -231,13 +246,83 @@ def test_the_module_is_the_place_among_the_visible_ones() -> None:
     )
 
 
+CONTAINER = {
+    **{f"dev/accel/accel{number}": "" for number in range(4)},
+    # A container sees every card of the machine here, whichever were handed to it.
+    **{
+        f"sys/class/accel/accel{number}/device/module_id": f"{module}\n"
+        for number, module in enumerate((6, 2, 7, 3, 0, 1, 4, 5))
+    },
+}
+"""Four of eight cards; the kernel numbers them in another order than their modules."""
+
+
+def test_ranks_take_the_modules_of_the_cards_that_are_here(tmp_path: Path) -> None:
+    backend = HpuBackend()
+    node = inspect_node(root=write_tree(tmp_path, CONTAINER), backend=backend, environ={})
+    the_job = job(devices=4)
+    found = [
+        by_name(backend.environment(the_job, node, rank))["HLS_MODULE_ID"] for rank in range(4)
+    ]
+    assert [setting.value for setting in found] == ["2", "3", "6", "7"]
+    assert "the modules here: 2,3,6,7" in found[0].reason
+    with pytest.raises(RunFileError, match=r"has device files of 4 Gaudi cards \(modules 2,3,6,7"):
+        backend.environment(job(devices=8), node, 4)
+
+
+def test_visible_modules_must_be_here(tmp_path: Path) -> None:
+    backend, root = HpuBackend(), write_tree(tmp_path, CONTAINER)
+
+    def modules(text: str) -> list[str | None]:
+        environ = {"HABANA_VISIBLE_MODULES": text}
+        node = inspect_node(root=root, backend=backend, environ=environ)
+        the_job = job(devices=2)
+        return [
+            by_name(backend.environment(the_job, node, rank))["HLS_MODULE_ID"].value
+            for rank in range(2)
+        ]
+
+    assert modules("7,2") == ["7", "2"]
+    with pytest.raises(RunFileError, match=r"names module 0, but .* has modules 2,3,6,7"):
+        modules("7,0")
+    name = "visible modules"
+    assert outcomes(root, {"HABANA_VISIBLE_MODULES": "2,3"})[name] != Outcome.FAIL
+    assert outcomes(root, {"HABANA_VISIBLE_MODULES": "2,0"})[name] == Outcome.FAIL
+
+
 @pytest.mark.parametrize(
-    ("version", "is_set"), [("1.15.1", True), ("1.16.0", False), ("1.23.0", False), (None, False)]
+    "changes",
+    [
+        {"sys/class/accel/accel0/device/module_id": "3\n"},
+        dict.fromkeys((name for name in CONTAINER if name.endswith("module_id")), "\n"),
+    ],
+    ids=["one module twice", "a driver that does not say"],
 )
-def test_the_dead_variable_is_for_the_old_forks(version: str | None, is_set: bool) -> None:
-    node = machine(libraries={PLUGIN: version} if version else {})
-    found = by_name(HpuBackend(LAZY).environment(job(backend_options=LAZY), node, None))
-    assert ("DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED" in found) is is_set
+def test_without_sound_module_numbers_the_local_rank_is_taken(
+    changes: dict[str, str], tmp_path: Path
+) -> None:
+    tree = write_tree(tmp_path, CONTAINER | changes)
+    assert modules_here(look(tree)) is None
+    node = inspect_node(root=tree, backend=HpuBackend(), environ={})
+    (setting,) = (
+        s for s in HpuBackend().environment(job(devices=4), node, 3) if s.name == "HLS_MODULE_ID"
+    )
+    assert setting.value == "3" and "nor the driver says more" in setting.reason
+
+
+def test_a_loop_of_ones_own_takes_the_same_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_tree(tmp_path, CONTAINER)
+    node = inspect_node(root=root, backend=HpuBackend(), environ={})
+    assert {name: text.strip() for name, text in look(root).items()} == node.texts
+    monkeypatch.setattr("anygauge_hpu.placement.look", lambda: look(root))
+    for rank, module in ((1, "3"), (2, "6")):
+        with mock.patch.dict(os.environ):
+            for name in ("HLS_MODULE_ID", "HABANA_VISIBLE_MODULES"):
+                os.environ.pop(name, None)
+            HpuBackend().placement._settle(rank)
+            assert os.environ["HLS_MODULE_ID"] == module
 
 
 @pytest.mark.parametrize(
@@ -353,6 +438,7 @@ def test_a_sound_machine_passes(tmp_path: Path) -> None:
         {"GC_KERNEL_PATH": str(tmp_path)},
         habana_torch_plugin="1.20.0.543",
         torch="2.6.0+git1a2b3c",
+        deepspeed="0.16.1+hpu.synapse.v1.20.0",
     )
     assert set(found.values()) == {Outcome.PASS}, found
 
@@ -365,6 +451,11 @@ def test_a_sound_machine_passes(tmp_path: Path) -> None:
         ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.9.0"}, "release", Outcome.FAIL),
         ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.10.0a0+git1"}, "release", Outcome.PASS),
         ({}, {"habana_torch_plugin": "1.21.0"}, "driver release", Outcome.WARN),
+        ({}, {"deepspeed": "0.19.8"}, "deepspeed", Outcome.WARN),
+        ({}, {"deepspeed": "0.16.1+1a2b3c"}, "deepspeed", Outcome.WARN),
+        ({}, {"deepspeed": "0.16.1+hpu.synapse.v1.21.0"}, "deepspeed", Outcome.WARN),
+        ({}, {"deepspeed": "0.16.1+hpu.synapse.v1.20.0"}, "deepspeed", Outcome.PASS),
+        ({}, {}, "deepspeed", Outcome.WARN),
         ({"PT_HPU_LAZY_MODE": "1"}, {"torch": "2.6.0"}, "mode", Outcome.FAIL),
         ({"PT_HPU_LAZY_MODE": "0"}, {}, "mode", Outcome.WARN),
         ({"HABANA_VISIBLE_MODULES": "0;1"}, {}, "visible modules", Outcome.FAIL),
@@ -384,7 +475,7 @@ def test_each_fault_has_its_line(
 
 def test_what_cannot_be_looked_at_is_not_passed(tmp_path: Path) -> None:
     found = outcomes(tmp_path, {})
-    for name in ("release", "driver release", "kernel library"):
+    for name in ("release", "driver release", "deepspeed", "kernel library"):
         assert found[name] == Outcome.SKIP
     without_driver = outcomes(tmp_path, {}, habana_torch_plugin="1.20.0.543", torch="2.6.0+git1")
     assert without_driver["driver release"] == Outcome.SKIP

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.strategies.zero_versions import skips_non_finite
+from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
 from tests.helpers.gaudi import calls, standin_environment, standin_site
 from tests.helpers.runs import Run, merged, run_file, train
 
@@ -29,6 +29,11 @@ pytestmark = pytest.mark.skipif(
 STEPS = 2
 ACCUMULATION = 2
 RANKS = 2
+IN_A_MICRO_STEP = 2 + 2
+"""Marks before its backward ends: around the loss's one chunk, and before each of the two layers is
+computed again."""
+IN_AN_UPDATE = 2
+"""Marks of the library's own AdamW, around its one group."""
 
 
 class Trained:
@@ -76,6 +81,8 @@ def trained(
             "gradient_checkpointing": True,
         },
     }
+    if "strategy" not in (changes or {}):
+        fields["strategy"] = {"name": "zero", "reentrant": True}
     path = run_file(folder, **merged(fields, changes or {}))
     run = train(path, environment={**standin_environment(site, record), **(variables or {})})
     assert run.status == 0, run.out + run.err
@@ -89,17 +96,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lazy(folder: Path) -> Iterator[Trained]:
-    yield trained(folder, "lazy", attention="softmax")
+    yield trained(folder, "lazy", attention="softmax", sync_on_release=True)
 
 
 def test_graphs_end_after_each_backward_and_update(lazy: Trained) -> None:
-    assert lazy.count("mark_step") == [STEPS * (ACCUMULATION + 1)] * RANKS
+    marks = ACCUMULATION * (IN_A_MICRO_STEP + 1) + IN_AN_UPDATE + 1
+    assert lazy.count("mark_step") == [STEPS * marks] * RANKS
     assert lazy.count("refused") == [0] * RANKS
 
 
 def test_a_step_calls_in_order(lazy: Trained) -> None:
-    """Gradients are reduced in backward; the graph ends after it; weights are released after a
-    synchronisation; the norm is reduced over ranks in the update, whose graph ends last."""
+    """Graphs end around the loss and before each layer's recomputation; gradients are reduced in
+    backward, after which the graph ends; weights are released after a synchronisation; the norm is
+    reduced over ranks in the update, whose graph ends last."""
     for each in lazy.calls:
         names = [call[0] if call[0] != "collective" else call[1] for call in each]
         order = [
@@ -107,10 +116,11 @@ def test_a_step_calls_in_order(lazy: Trained) -> None:
             for name, _ in itertools.groupby(names)
             if name in ("reduce_scatter_tensor", "mark_step", "all_reduce")
         ]
-        micro_step = ["reduce_scatter_tensor", "mark_step"]
+        micro_step = [*["mark_step"] * IN_A_MICRO_STEP, "reduce_scatter_tensor", "mark_step"]
         # Older releases of DeepSpeed do not look whether the gradient is finite; then we do.
-        update = [*["all_reduce"] * (1 if skips_non_finite() else 2), "mark_step"]
-        found = order[order.index("reduce_scatter_tensor") :]
+        reduced = ["all_reduce"] * (1 if skips_non_finite() else 2)
+        update = [*reduced, *["mark_step"] * IN_AN_UPDATE, "mark_step"]
+        found = order[order.index("mark_step") :]
         step = [*micro_step * ACCUMULATION, *update]
         assert found[: len(step)] == step
 
@@ -148,17 +158,16 @@ def test_what_the_model_library_replaces_would_be_recorded(folder: Path) -> None
 
 def test_norms_are_fused_and_attention_is_not(lazy: Trained) -> None:
     assert min(lazy.count("FusedRMSNorm")) > 0
+    assert min(lazy.count("RotaryPosEmbeddingHelperV2")) > 0
     assert lazy.count("FusedSDPA") == [0] * RANKS
     assert "gaudi_softmax_bf16" in lazy.run.out
-    assert "; 5 of 5 norms fused" in lazy.run.out
+    assert "; 5 of 5 norms fused; 2 of 2 rotations fused" in lazy.run.out
     assert lazy.run.steps("graph_compiled")[-1] > 0
 
 
 @pytest.mark.slow
-def test_without_synchronised_release_there_are_only_the_meters(
-    lazy: Trained, folder: Path
-) -> None:
-    other = trained(folder, "unsynchronised", attention="softmax", sync_on_release=False)
+def test_by_default_only_the_meters_wait_for_the_device(lazy: Trained, folder: Path) -> None:
+    other = trained(folder, "unsynchronised", attention="softmax")
     assert min(lazy.count("synchronize")) > 10 * max(other.count("synchronize"))
     assert other.run.steps("loss") == lazy.run.steps("loss")
 
@@ -167,8 +176,12 @@ def test_without_synchronised_release_there_are_only_the_meters(
 def test_forward_and_backward_apart(lazy: Trained, folder: Path) -> None:
     other = trained(folder, "split", attention="fused", split_forward_backward=True)
     # And once after the forward that proves the saved adapter.
-    assert other.count("mark_step") == [STEPS * (2 * ACCUMULATION + 1) + 1] * RANKS
+    marks = ACCUMULATION * (IN_A_MICRO_STEP + 2) + IN_AN_UPDATE + 1
+    assert other.count("mark_step") == [STEPS * marks + 1] * RANKS
     assert min(other.count("FusedSDPA")) > 0
+    # Rows are padded on the right: the kernel is causal alone, without a mask.
+    found = {tuple(c[2:]) for each in other.calls for c in each if c[0] == "FusedSDPA"}
+    assert found == {(False, 0.0, True, "none", False)}
     assert other.run.steps("loss") == pytest.approx(lazy.run.steps("loss"), rel=1e-3)
 
 
@@ -228,11 +241,16 @@ def test_a_limit_may_wait_for_what_it_cuts(limited: Trained, folder: Path) -> No
 
 
 @pytest.mark.slow
-def test_shapes_are_counted_and_fewer_buckets_make_fewer(lazy: Trained, folder: Path) -> None:
-    """The longest row has 96 tokens; buckets are whole multiples of 32."""
-    one = trained(folder, "bucket", attention="softmax", buckets=1)
-    assert one.run.steps("shapes") == [1] * STEPS
-    seen = lazy.run.steps("shapes")
+def test_shapes_are_counted_and_fewer_buckets_make_fewer(folder: Path) -> None:
+    """The longest row has 96 tokens; buckets are whole multiples of 32. A rank that is alone has a
+    width for each micro-batch, several have one for each step."""
+    steps = {"train": {"steps": 6}}
+    one, several = (
+        trained(folder, f"buckets-{n}", ranks=1, attention="softmax", changes=steps, buckets=n)
+        for n in (1, 8)
+    )
+    assert one.run.steps("shapes") == [1] * 6
+    seen = several.run.steps("shapes")
     assert seen == sorted(seen) and 1 < seen[-1] <= 3
 
 
@@ -290,18 +308,28 @@ def test_updates_by_the_library_are_torchs(fused: Trained, folder: Path) -> None
     assert fused.run.steps("loss") == pytest.approx(plain.run.steps("loss"), rel=1e-5)
 
 
-def test_updates_under_zero_are_its_own(lazy: Trained, folder: Path) -> None:
-    assert lazy.count("FusedAdamW") == lazy.count("FusedClipNorm") == [0] * RANKS
+def test_under_zero_the_library_updates_and_deepspeed_clips(lazy: Trained, folder: Path) -> None:
+    assert lazy.count("FusedAdamW") == [STEPS] * RANKS
+    assert lazy.count("FusedClipNorm") == [0] * RANKS
     path = run_file(
         folder,
         name="asked",
         backend="hpu",
+        strategy={"name": "zero", "reentrant": True},
         launch={"devices": RANKS},
-        kernels={"adamw": "gaudi_fused"},
+        kernels={"clip_grad_norm": "gaudi_fused"},
     )
     run = train(path, environment=standin_environment(folder / "standin-1.20.0", folder / "none"))
     assert run.status != 0 and "Traceback" not in run.err
-    assert "kernels.adamw: 'gaudi_fused' would never be called: DeepSpeed clips" in run.err
+    assert "kernels.clip_grad_norm: 'gaudi_fused' would never be called: DeepSpeed" in run.err
+
+
+@pytest.mark.slow
+def test_the_librarys_update_under_zero_is_torchs(lazy: Trained, folder: Path) -> None:
+    named = {"kernels": {"adamw": "reference"}}
+    plain = trained(folder, "plain-zero", attention="softmax", changes=named)
+    assert plain.count("FusedAdamW") == [0] * RANKS
+    assert lazy.run.steps("loss") == pytest.approx(plain.run.steps("loss"), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -311,7 +339,8 @@ def test_eight_cards_in_lazy_mode(folder: Path) -> None:
     assert [[c[1] for c in each if c[0] == "acquire"] for each in eight.calls] == [
         [str(card)] for card in range(8)
     ]
-    assert eight.count("mark_step") == [STEPS * (ACCUMULATION + 1)] * 8
+    marks = ACCUMULATION * (IN_A_MICRO_STEP + 1) + IN_AN_UPDATE + 1
+    assert eight.count("mark_step") == [STEPS * marks] * 8
     assert eight.count("refused") == [0] * 8
     collectives = [[c[1] for c in each if c[0] == "collective"] for each in eight.calls]
     assert all(each == collectives[0] for each in collectives)
@@ -339,3 +368,15 @@ def test_stock_torch_is_refused_in_lazy_mode(folder: Path) -> None:
     assert run.status != 0
     assert "lazy mode needs Intel's build of torch" in run.err
     assert "Traceback" not in run.err
+
+
+@pytest.mark.skipif(needs_reentrant_checkpointing(), reason="this DeepSpeed is always reentrant")
+def test_another_recomputation_than_intels_is_refused_in_lazy_mode(folder: Path) -> None:
+    site = folder / "standin-1.20.0"
+    if not site.exists():
+        standin_site(folder)
+    path = run_file(folder, name="other", backend="hpu", launch={"devices": RANKS})
+    run = train(path, environment=standin_environment(site, folder / "none"))
+    assert run.status != 0 and "Traceback" not in run.err
+    assert "strategy.reentrant: false: with DeepSpeed" in run.err
+    assert "Set strategy.reentrant: true, or use the DeepSpeed" in run.err.replace("\n", " ")

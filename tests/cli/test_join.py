@@ -260,7 +260,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
         process.wait(timeout=30)
         deadline = time.monotonic() + 30
         while any(map(alive, ranks.values())):
-            assert time.monotonic() < deadline, "a rank goes on alone"
+            assert time.monotonic() < deadline, "a rank continues alone"
             time.sleep(0.1)
 
 

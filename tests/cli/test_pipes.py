@@ -66,7 +66,7 @@ def test_another_pipe_that_breaks_is_told(
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(cli, "run", broken)
-    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)  # pytest's own output goes on
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)  # pytest's own output continues
     with pytest.raises(SystemExit):
         cli.main()
     assert "a helper process ended while anygauge wrote to it" in capfd.readouterr().err

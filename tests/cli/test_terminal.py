@@ -211,7 +211,7 @@ def test_an_error_of_the_launcher_is_not_swallowed() -> None:
 
 
 class Elsewhere(Played):
-    """A job that goes on by itself, and ends only if it is asked to."""
+    """A job that continues by itself, and ends only if it is asked to."""
 
     record = {"job": 7}
 

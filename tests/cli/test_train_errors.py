@@ -60,7 +60,7 @@ def test_backend_without_a_device(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_no_gaudi_card(tmp_path: Path) -> None:
-    """Refused before anything heavy is imported; what needs no card goes on working."""
+    """Refused before anything heavy is imported; what needs no card still works."""
     if Path("/sys/module/habanalabs").exists():
         pytest.skip("this machine has Gaudi's driver")
     path, every_import = run_file(tmp_path), {"PYTHONPROFILEIMPORTTIME": "1"}

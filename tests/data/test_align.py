@@ -1,4 +1,4 @@
-"""Where the border of a learned stretch falls inside a token, and tokenizers that move spaces."""
+"""Where a stretch of loss tokens begins inside a token, and tokenizers that move spaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = (FIXTURES / "text.txt").read_text(encoding="utf-8")
 
 
 def aligned(tokenizer, text, *spans):
-    """The texts of learned and other tokens, in their order."""
+    """The texts of loss tokens and of other tokens, in their order."""
     [(ids, loss_mask)] = Aligner(tokenizer).align([text], [spans])
     edges = [0, *(n for n in range(1, len(ids)) if loss_mask[n] != loss_mask[n - 1]), len(ids)]
     return [(bool(loss_mask[a]), text_of(tokenizer, ids[a:b].tolist())) for a, b in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""Which tokens of a chat are learned, for templates of three families."""
+"""Which tokens of a chat are loss tokens, for templates of three families."""
 
 from __future__ import annotations
 

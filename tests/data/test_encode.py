@@ -63,7 +63,7 @@ def test_a_tokenizer_that_adds_no_start_token(tmp_path):
     tokenizer = make_tokenizer(tmp_path, adds_bos=False)
     sequences, counts = pairs(tokenizer, ("a", "b"), ("", "bc"))
     assert sequences[0].ids.tolist() == [*ids(tokenizer, "a"), *ids(tokenizer, "b"), 1]
-    # Nothing stands before the first token of row 2, so it cannot be learned.
+    # Nothing stands before the first token of row 2, so it cannot be a loss token.
     assert [one.loss_mask.tolist()[:2] for one in sequences] == [[False, True]] * 2
     assert counts.num_loss_tokens == 2 + len(ids(tokenizer, "bc"))
 

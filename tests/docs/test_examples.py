@@ -223,7 +223,7 @@ def test_the_plugin_trains(mine: Path, desk: Path, monkeypatch: pytest.MonkeyPat
     assert (folder / "adapter/adapter_model.safetensors").is_file()
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
-    assert losses[2] < losses[0] - 0.01, "it learned"
+    assert losses[2] < losses[0] - 0.01, "the loss falls"
     check_metrics_page(records)
     check_run_directory_page(folder)
 

@@ -101,6 +101,6 @@ def on_one_rank(context: BuildContext) -> BuildContext:
 
 
 def batch_of(ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> DeviceBatch:
-    """A micro-batch of (B, T) tokens, all of them learned unless `labels` says otherwise."""
+    """A micro-batch of (B, T) tokens, all of them loss tokens unless `labels` says otherwise."""
     targets = shift_labels(ids if labels is None else labels)
     return DeviceBatch({"input_ids": ids, "shift_labels": targets, "use_cache": False, **inputs})

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 STANDIN = Path(__file__).parents[1] / "standins/gaudi"
 
@@ -35,7 +40,8 @@ def standin_site(folder: Path, version: str = "1.20.0") -> Path:
 def standin_environment(site: Path, record: Path) -> dict[str, str]:
     """Variables of a process that is to find the stand-in, and write its calls to `record`.RANK."""
     return {
-        "PYTHONPATH": str(site),
+        # What finds the sources under test stays there.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))),
         # The shipped announcement of the same backend, whose probe finds no card here.
         "ANYGAUGE_BLOCK_PLUGINS": "hpu",
         "ANYGAUGE_SIM_LOCKS": "",
@@ -47,3 +53,21 @@ def calls(record: Path, rank: int) -> list[list[Any]]:
     """What a rank called, in order: name and values."""
     text = Path(f"{record}.{rank}").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def library_adamw() -> Callable[..., Any]:
+    """The backend's kernel ``adamw`` over the stand-in's, on tensors of any device."""
+    name = "habana_frameworks.torch.hpex.optimizers"
+    spec = importlib.util.spec_from_file_location(
+        name, STANDIN / Path(*name.split(".")) / "__init__.py"
+    )
+    assert spec is not None and spec.loader is not None
+    optimizers = importlib.util.module_from_spec(spec)
+    outside = dict.fromkeys(
+        ("habana_standin", "habana_frameworks", "habana_frameworks.torch.core"), mock.MagicMock()
+    )
+    with mock.patch.dict(sys.modules, {**outside, name: optimizers}):
+        spec.loader.exec_module(optimizers)
+        from anygauge_hpu.updates import fused_adamw
+
+        return fused_adamw()

@@ -1,4 +1,4 @@
-"""Sequences of tokens as text, with the learned stretches between ⟦ and ⟧."""
+"""Sequences of tokens as text, with the stretches of loss tokens between ⟦ and ⟧."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def encode(
 
 
 def stretches(tokenizer: Any, sequence: Encoded) -> list[tuple[bool, str]]:
-    """The texts of neighbouring tokens that are all learned, or all not."""
+    """The texts of neighbouring tokens that are all loss tokens, or all not."""
     pairs = zip(sequence.loss_mask.tolist(), sequence.ids.tolist(), strict=True)
     groups = groupby(pairs, key=lambda pair: pair[0])
     return [
@@ -39,7 +39,7 @@ def text_of(tokenizer: Any, ids: list[int]) -> str:
 
 
 def marked(tokenizer: Any, sequence: Encoded) -> str:
-    """The whole text with its learned stretches between ⟦ and ⟧."""
+    """The whole text with its stretches of loss tokens between ⟦ and ⟧."""
     return "".join(
         f"⟦{text}⟧" if has_loss else text for has_loss, text in stretches(tokenizer, sequence)
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
+from tests.helpers.operations import VIEW, Operations
 
 ROWS, WIDTH, CLASSES = 37, 16, 51
 
@@ -224,3 +225,109 @@ def test_rows_that_do_not_count_are_never_computed() -> None:
         linear_cross_entropy(**given, skip_ignored=True)
     counted = int((given["targets"] != -100).sum())
     assert seen.elements == counted * CLASSES
+
+
+CASES = [
+    {},
+    {"trained": True, "bias": True},
+    {"low_rank": True, "dtype": torch.bfloat16},
+    {"learns": False},
+    {"label_smoothing": 0.1, "softcap": 5.0, "scale": 0.5},
+]
+
+
+def of_chunks(
+    count: int,
+    *,
+    trained: bool = False,
+    learns: bool = True,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = False,
+    low_rank: bool = False,
+    **options: Any,
+) -> Operations:
+    """What a loss of chunks of 8 rows dispatches where each new graph is compiled.
+
+    Loss and gradients are those of chunks that are views.
+    """
+    width, classes = 16, 40
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    hidden, weight = normal(count, width), normal(classes, width)
+    targets = torch.randint(0, classes, (count,), generator=generator)
+    targets[::3] = -100
+    given = (
+        hidden.requires_grad_(learns),
+        weight.requires_grad_(trained),
+        targets,
+    )
+    options["bias"] = normal(classes).requires_grad_(trained) if bias else None
+    options["low_rank"] = (
+        (normal(count, 4).requires_grad_(), normal(classes, 4).requires_grad_())
+        if low_rank
+        else None
+    )
+    bytes_of_one = 4 * classes
+    with Operations() as seen:
+        loss = linear_cross_entropy(
+            *given, mark_step=seen.mark_step, chunk_bytes=bytes_of_one, **options
+        )
+    with_views = linear_cross_entropy(*given, chunk_bytes=3 * bytes_of_one, **options)
+    torch.testing.assert_close(loss, with_views)
+    if learns:
+        learnt = [given[0], *(options["low_rank"] or ()), *([given[1]] if trained else [])]
+        for found, wanted in zip(
+            torch.autograd.grad(loss, learnt), torch.autograd.grad(with_views, learnt), strict=True
+        ):
+            near = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}
+            torch.testing.assert_close(found, wanted, **near)
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("count", [32, 29])
+def test_one_graph_serves_all_chunks(case: dict[str, Any], count: int) -> None:
+    seen = of_chunks(count, **case)
+    before, *chunks, after = seen.graphs
+    assert len(chunks) == 4
+    assert all(chunk == chunks[0] for chunk in chunks), "each chunk would be compiled"
+    assert not any(name.startswith(VIEW) for name, _ in chunks[0])
+    assert max(len(before), len(after)) < len(chunks[0]), "all is in the first chunk, or the last"
+
+
+def test_the_last_chunk_is_filled_up_with_rows_that_do_not_count() -> None:
+    even, uneven = (of_chunks(count).graphs[1] for count in (32, 29))
+    products = [[args for name, args in chunk if name == "aten::mm"] for chunk in (even, uneven)]
+    assert products[0] == products[1]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_no_product_writes_into_a_view(graphs: bool) -> None:
+    """A lazy device may lose what an operation's `out` is a view of."""
+    seen = Operations()
+    hidden = torch.randn(20, 8, requires_grad=True)
+    weight = torch.randn(30, 8, requires_grad=True)
+    low = torch.randn(20, 2, requires_grad=True), torch.randn(30, 2, requires_grad=True)
+    with seen:
+        linear_cross_entropy(
+            hidden,
+            weight,
+            torch.arange(20),
+            low_rank=low,
+            chunk_bytes=4 * 30 * 6,
+            mark_step=seen.mark_step if graphs else None,
+        )
+    names = [name for graph in seen.graphs for name, _ in graph]
+    assert "aten::mm" in names
+    assert not any(name.endswith(("out", "_out")) for name in names)
+
+
+def test_targets_are_subtracted_without_a_scattered_sum() -> None:
+    """Its deterministic form costs a sort on some devices."""
+    with Operations() as seen:
+        linear_cross_entropy(**inputs(), label_smoothing=0.1)
+    assert not seen.names() & {"aten::scatter_add_", "aten::scatter_add", "aten::index_put_"}
+    assert "aten::scatter_" in seen.names()

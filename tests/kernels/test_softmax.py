@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from anygauge_kernels.attention import _with_sinks
 from anygauge_kernels.softmax import softmax
+from tests.helpers.operations import TRIANGLES, Operations
 
 EPSILON = {"float64": 1e-14, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-3}
 """Half a unit in the last place of the largest output, with room for the sum's order."""
@@ -126,3 +128,28 @@ def test_input_is_left_as_it_was() -> None:
     before = x.clone()
     softmax(x, scale=0.5, mask=torch.ones(4, 5, dtype=torch.bool))
     assert torch.equal(x, before)
+
+
+def test_causal_masks_are_made_by_comparing_positions() -> None:
+    """Not every device has a kernel for a triangle of truths."""
+    from anygauge_hpu.kernels import softmax_in_float32
+
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    reaching = torch.ones(3, 5, dtype=torch.bool).tril(1)
+    wanted = torch.softmax(x.masked_fill(~reaching, -torch.inf), -1)
+    for kernel in (softmax, softmax_in_float32()):
+        with Operations() as seen:
+            found = kernel(x, causal_offset=1)
+        torch.testing.assert_close(found, wanted)
+        assert not seen.names() & TRIANGLES
+
+
+def test_sinks_are_beside_scores_that_positions_hide() -> None:
+    scores = torch.zeros(1, 2, 2, 3)
+    sinks = torch.tensor([1.0, 2.0])
+    with Operations() as seen:
+        found = _with_sinks(scores, None, sinks, causal_offset=1)
+    assert not seen.names() & TRIANGLES
+    hidden = -torch.inf
+    assert found[0, :, 0].tolist() == [[0, 0, hidden, 1], [0, 0, hidden, 2]]
+    assert found[0, :, 1].tolist() == [[0, 0, 0, 1], [0, 0, 0, 2]]

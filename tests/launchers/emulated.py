@@ -121,7 +121,7 @@ class Machines:
         """Pull a node's cable: nothing arrives, and nobody is told."""
         _run("ip", "link", "set", self._cable(name), "down")
 
-    def mend(self, name: str) -> None:
+    def reconnect(self, name: str) -> None:
         """Put the cable back."""
         _run("ip", "link", "set", self._cable(name), "up")
 

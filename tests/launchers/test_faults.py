@@ -194,7 +194,7 @@ def test_a_link_is_cut(up: Target, node: str) -> None:
         seconds = hit.ends(own=up.name == "slurm")
         status, err = hit.said()
     finally:
-        up.machines.mend(node)
+        up.machines.reconnect(node)
     kept(up, f"cable of {node} cut", seconds, err)
     assert status == LOST, err
     who = {"node1": ("the coordinator is lost",), "node2": ("node 1 (node2) is lost",)}
@@ -212,7 +212,7 @@ def test_the_command_line_ends(up: Target, fault: str, signum: int) -> None:
     hit = Hit(up, fault.replace(" ", "-"))
     os.killpg(hit.command.pid, signum)
     if up.name == "slurm":
-        # The job is Slurm's: it goes on, and can be ended.
+        # The job is Slurm's: it continues, and can be ended.
         hit.command.communicate(timeout=ENDS_WITHIN_S)
         before = len((hit.folder / "metrics.jsonl").read_text().splitlines())
         until(

@@ -13,6 +13,7 @@ from anygauge.data import EvaluationBatches, Layout, TokenizedRows, prepare
 from anygauge.interface import UnsupportedError
 from anygauge.models.inputs import model_inputs
 from anygauge.models.masks import MaskPlan, block_mask, plan_masks, visible
+from tests.helpers.operations import TRIANGLES, Operations
 from tests.helpers.runs import TINY
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 
@@ -84,6 +85,17 @@ def test_the_mask_lets_a_token_see_its_own_past_only() -> None:
         [False, False, True, True, False],
         [False, False, False, False, True],
     ]
+
+
+@pytest.mark.parametrize("form", ["additive", "boolean"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_masks_are_made_by_comparing_positions(form: str, window: int | None) -> None:
+    """Not every device has a kernel for a triangle or a diagonal of truths."""
+    segments = torch.tensor([[1, 1, 2, 2, 2, 0]])
+    with Operations() as seen:
+        MaskPlan(form=form, windows=(("", window),)).masks(segments, torch.float32)
+    assert "aten::arange" in seen.names()
+    assert not seen.names() & TRIANGLES
 
 
 def test_a_window_counts_the_token_itself() -> None:

@@ -60,8 +60,8 @@ def test_what_is_added_is_transformers_own(family: str, tmp_path: Path) -> None:
     routed, _ = made(folder, COEFFICIENT)
     upstream: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     aux = upstream(input_ids=IDS, attention_mask=TOKENS, output_router_logits=True).aux_loss
-    learned = int((targets() != -100).sum())
-    expected = loss(plain) + COEFFICIENT * learned * aux
+    loss_tokens = int((targets() != -100).sum())
+    expected = loss(plain) + COEFFICIENT * loss_tokens * aux
     torch.testing.assert_close(loss(routed, tokens=TOKENS), expected)
     assert aux > 0.1
 

@@ -284,13 +284,11 @@ def measured(case: Case, rank: int, rendezvous: Path) -> dict[str, Any]:
             peaks = live.take_peaks("cpu")
             watch.enter(UPDATE)
             engine.update(1e-4, workload.max_norm)
-            # The first step creates what later ones have.
-            found |= least(found if step == 2 else {}, peaks | live.take_peaks("cpu"))
             work = live.counter.taken()
-        for _ in range(3):
             watch.enter(EVALUATION)
             engine.evaluate(map(case.batch, [backend.placement.device]), model_loss)
-            found |= least(found, live.take_peaks("cpu"))
+            # The first step creates what later ones have.
+            found |= least(found if step == 2 else {}, peaks | live.take_peaks("cpu"))
         for _ in range(3):
             watch.enter(SAVE)
             save(engine)
@@ -354,7 +352,7 @@ def row(case: Case, folder: Path) -> str:
 def main(folder: Path, *names: str) -> None:
     print(
         "| "
-        + " | ".join(("case", "strategy", "ranks", "trained", "besides", "bytes", *PHASES))
+        + " | ".join(("case", "strategy", "ranks", "trained", "other settings", "bytes", *PHASES))
         + " |"
     )
     print("|---|---|---:|---|---|---:|---:|---:|---:|---:|")

@@ -24,6 +24,6 @@ def test_whether_all_of_a_mask_is_set(question: str, padded: bool) -> None:
     with without_values(padded=padded) as answers, LiveBytes("cpu") as live:
         live.answers = answers
         mask = torch.ones(2, 5000, dtype=torch.long).bool()
-        for _ in range(2):  # the second time it may have been learned
+        for _ in range(2):  # the second time it may be known
             assert bool(QUESTIONS[question](mask)) is not padded
         assert not bool(mask.sum() == mask.numel() - 1), "that is another question"

@@ -19,7 +19,7 @@ from anygauge.interface import Backend, Share
 from anygauge.interface.strategy import Counters, Engine
 from anygauge.kernels.loss import model_loss
 from anygauge.registry import Registry
-from tests.strategies.parity_rank import CONFIG, Case, built, micro_batches, supervised
+from tests.strategies.parity_rank import CONFIG, Case, built, micro_batches, num_loss_tokens
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """Each rank has megabytes of masters: of less than one, DeepSpeed leaves all in memory."""
@@ -43,7 +43,7 @@ def steps(case: Case, engine: Engine, share: Share, first: int, backend: Backend
     found = []
     for step in (first, first + 1):
         batches = list(micro_batches(case, step, share, backend.placement.device))
-        result = engine.run_step(batches, model_loss, supervised(case, step))
+        result = engine.run_step(batches, model_loss, num_loss_tokens(case, step))
         norm = engine.update(1e-2, 1.0).grad_norm
         found += [*map(float, result.loss_sums), float(norm)]
     return found

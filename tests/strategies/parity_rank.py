@@ -239,7 +239,7 @@ def trained(case: Case, backend: Backend, rank: int, world: int) -> dict[str, An
     losses, norms = [], []
     counter = CollectiveBytes()
     for step in range(case.steps):
-        tokens = supervised(case, step)
+        tokens = num_loss_tokens(case, step)
         counter = CollectiveBytes()
         with counter:
             batches = list(micro_batches(case, step, share, device))
@@ -274,7 +274,7 @@ def trained(case: Case, backend: Backend, rank: int, world: int) -> dict[str, An
     return found
 
 
-def supervised(case: Case, step: int) -> int:
+def num_loss_tokens(case: Case, step: int) -> int:
     """Tokens to learn in a step."""
     whole = placed(case, *rows(step), Share(0, 1), torch.device("cpu"))
     return int((whole.inputs["shift_labels"] != -100).sum())

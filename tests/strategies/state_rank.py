@@ -35,6 +35,7 @@ from anygauge.strategies.single import Single
 from anygauge.strategies.zero import Zero
 from anygauge.strategies.zero_options import ZeroOptions
 from tests.helpers.build import batch_of, build_context
+from tests.helpers.gaudi import library_adamw
 
 CONFIG = {
     "model_type": "llama",
@@ -57,6 +58,7 @@ EVEN = {
 """What two ranks can divide."""
 
 UPDATES = 7
+KERNEL = "adamw-kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,12 @@ CASES = (
         Case(strategy=name, ranks=ranks, optimizer="adamw_8bit")
         for name, ranks in (("single", 1), ("zero2", 3), ("zero3", 3), ("fsdp", 3))
     ),
+    # A device's own AdamW, which counts the steps of a group, not of a parameter.
+    *(
+        Case(strategy=f"zero{stage}", ranks=3, optimizer=KERNEL, all_weights=True)
+        for stage in (1, 2, 3)
+    ),
+    Case(strategy="zero1", ranks=3, optimizer=KERNEL, param_dtype="bfloat16"),
 )
 
 
@@ -162,7 +170,9 @@ def work(case: Case, rank: int, folder: Path) -> None:
     engine = case.make().build(
         build_context(
             factory=factory,
-            optimizer=optimizer_factory(OptimizerSection(name=case.optimizer)),
+            optimizer=optimizer_factory(OptimizerSection(), library_adamw())
+            if case.optimizer == KERNEL
+            else optimizer_factory(OptimizerSection(name=case.optimizer)),
             precision=Precision(param_dtype=case.param_dtype, reduce_dtype="float32"),
             backend=backend,
             rank=rank,
@@ -208,12 +218,21 @@ def work(case: Case, rank: int, folder: Path) -> None:
     result = engine.run_step([batch_of(ids)], model_loss, 8 * case.ranks)
     engine.update(1e-3, 1.0)
     found["goes_on"] = bool(torch.stack(list(result.loss_sums)).isfinite().all())
+    third = exported(engine)
+    found["updates_after"] = engine.counters().updates
+    engine.run_step([batch_of(ids)], lambda outputs: model_loss(outputs) * torch.inf, 8)
+    engine.update(1e-3, 1.0)
+    fourth = exported(engine)
     if rank == 0:
         found["not_stable"] = compare(second, first, torch.equal)
-        found["moved"] = compare(exported(engine), second, torch.equal)
+        found["moved"] = compare(third, second, torch.equal)
+        weights = [
+            {key: value for key, value in each.items() if key[1] == "parameter"}
+            for each in (third, fourth)
+        ]
+        found["moved_by_infinity"] = compare(weights[1], weights[0], torch.equal)
+        torch.save(third, folder / f"{case.name}.moved.pt")
         (folder / f"{case.name}.json").write_text(json.dumps(found))
-    else:
-        exported(engine)
     engine.close()
     backend.close()
 
@@ -221,6 +240,7 @@ def work(case: Case, rank: int, folder: Path) -> None:
 def keys_of(optimizer: str) -> Sequence[str]:
     return {
         "adamw": ("exp_avg", "exp_avg_sq"),
+        KERNEL: ("exp_avg", "exp_avg_sq"),
         "lion": ("exp_avg",),
         "adamw_8bit": ("state1", "state2"),
     }[optimizer]

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.ranks import run_ranks
-from tests.strategies.state_rank import CASES, UPDATES, Case
+from tests.strategies.state_rank import CASES, KERNEL, UPDATES, Case
 
 NEEDS = {"adamw_8bit": "bitsandbytes"}
 
@@ -72,4 +73,22 @@ def test_what_went_in_comes_out(case: Case, folder: Folder) -> None:
         assert found["updates"] == (0 if case.optimizer == "lion" else UPDATES)
     assert found["not_stable"] == []
     assert found["goes_on"]
+    assert found["moved_by_infinity"] == []
+    counted = 0 if case.optimizer == "lion" else UPDATES + 1
+    assert case.optimizer == "adamw_8bit" or found["updates_after"] == counted
     assert len(found["moved"]) >= 0.9 * found["tensors"], "a step was made from there"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_devices_own_update_is_torchs(stage: int, folder: Folder) -> None:
+    """From the same made-up state, in parts of flat vectors; but for where epsilon is added."""
+    of_torch, of_kernel = (
+        Case(strategy=f"zero{stage}", ranks=3, optimizer=optimizer, all_weights=True)
+        for optimizer in ("adamw", KERNEL)
+    )
+    moved = [
+        torch.load(folder(case) / f"{case.name}.moved.pt", weights_only=True)
+        for case in (of_torch, of_kernel)
+    ]
+    for key, wanted in moved[0].items():
+        torch.testing.assert_close(moved[1][key], wanted, rtol=1e-4, atol=1e-6)

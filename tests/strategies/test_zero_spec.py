@@ -19,6 +19,8 @@ def check(
     optimizer: str = "adamw",
     precision: Precision | None = None,
     activations: Activations = Activations(),  # noqa: B008
+    router_aux_loss: bool = False,
+    reentrant_only: str = "",
     **fields: Any,
 ) -> None:
     ZERO.check(
@@ -28,6 +30,8 @@ def check(
             optimizer=optimizer,
             precision=precision,
             activations=activations,
+            router_aux_loss=router_aux_loss,
+            reentrant_only=reentrant_only,
         )
     )
 
@@ -86,7 +90,7 @@ def test_a_version_that_recomputes_whole_layers_alone(
     if can:
         check(activations=selective)
     else:
-        with pytest.raises(UnsupportedError, match=r"0\.16\.9 needs .*no longer so from 0\.19\.6"):
+        with pytest.raises(UnsupportedError, match=r"0\.16\.9 needs .*no longer from 0\.19\.6"):
             check(activations=selective)
 
 
@@ -131,3 +135,67 @@ def test_this_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_devices_own_update_is_called_in_the_stages_that_were_tried() -> None:
+    for stage in (1, 2, 3):
+        assert ZERO.takes_update_kernel(ZeroOptions(stage=stage))
+    assert "stage 0" in ZERO.takes_update_kernel(ZeroOptions(stage=0)).reason
+    for options in (ZeroOptions(stage=2, offload="optimizer"), ZeroOptions(offload="both")):
+        assert "host" in ZERO.takes_update_kernel(options).reason
+    assert "clips" in ZERO.takes_clip_kernel(ZeroOptions()).reason
+
+
+RECOMPUTED = Activations(every=1)
+
+
+@pytest.mark.parametrize(
+    ("version", "reentrant", "every", "refused"),
+    [
+        ("0.19.8", False, 1, True),
+        ("0.19.8", True, 1, False),
+        ("0.19.8", False, 0, False),
+        ("0.19.5", False, 1, False),
+        ("0.16.1+hpu.synapse.v1.21.0", False, 1, False),
+    ],
+)
+def test_a_device_that_recomputes_by_one_form_alone_gets_no_other(
+    version: str, reentrant: bool, every: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero_versions.metadata, "version", lambda package: version)
+
+    def asked() -> None:
+        check(
+            reentrant=reentrant,
+            reentrant_only="nobody has tried the other",
+            activations=Activations(every=every),
+        )
+
+    check(reentrant=reentrant, activations=Activations(every=every))
+    if not refused:
+        asked()
+        return
+    said = (
+        r"reentrant: false: with DeepSpeed 0\.19\.8.*nobody has tried the other\. Set strategy\.r"
+    )
+    with pytest.raises(UnsupportedError, match=said):
+        asked()
+
+
+@pytest.mark.parametrize(
+    ("version", "why", "remedy"),
+    [
+        ("0.19.8", "strategy.reentrant asks for", "Leave strategy.reentrant out"),
+        ("0.16.9", "DeepSpeed 0.16.9 needs", "Leave it out"),
+    ],
+)
+def test_what_the_reentrant_form_cannot_is_refused_with_who_asked_for_it(
+    version: str, why: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero_versions.metadata, "version", lambda package: version)
+    selective = Activations(every=1, selective=True)
+    with pytest.raises(UnsupportedError) as error:
+        check(reentrant=version == "0.19.8", activations=selective)
+    assert why in str(error.value) and remedy in str(error.value)
+    with pytest.raises(UnsupportedError, match=r"router_aux_loss_coef"):
+        check(reentrant=True, activations=RECOMPUTED, router_aux_loss=True)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from anygauge.interface import LoraKernel
+from anygauge.interface import AttentionKernel, LoraKernel
+from anygauge.kernels.rope import rotated
 from anygauge.testing.check import Opened
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge_cpu.backend import CpuBackend
@@ -231,3 +232,52 @@ def test_wrong_lora_is_found(on: Opened, wrong: dict[str, Any]) -> None:
     kernel = LoraKernel(**{"down": down, "up": up, **wrong})
     with pytest.raises(AssertionError, match="lora_linear wrong"):
         KERNEL_TRIALS["lora_linear"](on, kernel, "wrong")
+
+
+def attention(*, causal: bool) -> AttentionKernel:
+    """Torch's, which is or is not causal where there is no mask."""
+
+    def forward(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        out = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            is_causal=causal and mask is None,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2), None
+
+    return AttentionKernel(name="tried", forward=forward, describe="for tests", causal=True)
+
+
+def test_an_attention_that_says_it_is_causal_is_tried_without_a_mask(on: Opened) -> None:
+    KERNEL_TRIALS["attention"](on, attention(causal=True), "right")
+    with pytest.raises(AssertionError, match="attention wrong without a mask, which it says"):
+        KERNEL_TRIALS["attention"](on, attention(causal=False), "wrong")
+
+
+def test_rotations_are_tried_with_positions_of_each_row_and_of_all(on: Opened) -> None:
+    def right(query: Any, key: Any, cos: Any, sin: Any) -> Any:
+        return rotated(query, cos, sin), rotated(key, cos, sin)
+
+    def of_the_first_row(query: Any, key: Any, cos: Any, sin: Any) -> Any:
+        return right(query, key, cos[:1], sin[:1])
+
+    def backwards(query: Any, key: Any, cos: Any, sin: Any) -> Any:
+        return right(query, key, cos, -sin)
+
+    def key_left(query: Any, key: Any, cos: Any, sin: Any) -> Any:
+        return rotated(query, cos, sin), key
+
+    def without_gradient(query: Any, key: Any, cos: Any, sin: Any) -> Any:
+        found = rotated(key.detach(), cos, sin)
+        return rotated(query, cos, sin), found + 0 * key
+
+    KERNEL_TRIALS["rope"](on, right, "right")
+    for wrong in (of_the_first_row, backwards, key_left, without_gradient):
+        with pytest.raises(AssertionError, match="rope wrong"):
+            KERNEL_TRIALS["rope"](on, wrong, "wrong")

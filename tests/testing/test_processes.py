@@ -31,7 +31,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Odd:
 
 
 def results(part: str, answers: PartAnswers) -> dict[str, tuple[str, str]]:
-    """Verdicts of a part's checks by name, but for those of what is left after closing."""
+    """Results of a part's checks by name, but for those of what is left after closing."""
     return {
         name: verdict(answers.of(check))
         for name, check in CHECKS.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from anygauge.config.schema import RunFile
 from anygauge.config.sections import OptimizerSection
-from anygauge.interface import RunFileError, UnsupportedError
+from anygauge.interface import Backend, RunFileError, UnsupportedError
 from anygauge.registry import Registry
 from anygauge.strategies.common import set_learning_rate
 from anygauge.training import checks
@@ -19,6 +18,7 @@ from anygauge.training.optimizer import PAGED as PAGED_FROM
 from anygauge.training.optimizer import optimizer_factory, parameter_groups
 from anygauge.training.strategy import check_strategy
 from anygauge_cpu.backend import CpuBackend
+from tests.helpers.operations import Operations
 
 
 def run(**fields: object) -> RunFile:
@@ -216,26 +216,46 @@ def test_paged_state_steps_like_any_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(map(torch.equal, *results))
 
 
-def test_adamw_is_fused_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = optimizer_factory(OptimizerSection())(named("x"))
-    assert made.param_groups[0]["fused"]
-    check = sys.modules["torch.optim.optimizer"]
-    monkeypatch.setattr(check, "_get_fused_kernels_supported_devices", lambda: [])
-    made = optimizer_factory(OptimizerSection())(named("x"))
-    assert isinstance(made, torch.optim.AdamW) and not made.param_groups[0]["fused"]
+@pytest.mark.parametrize("fused", [False, True])
+def test_adamw_is_fused_where_the_backend_says_so(fused: bool) -> None:
+    """Without a trial, which passes where a device hands to the host what it cannot compute."""
+    there = [("x", nn.Parameter(torch.empty(2, 3, device="meta")))]
+    with Operations() as seen:
+        made = optimizer_factory(OptimizerSection(), fused=fused)(there)
+    assert bool(made.param_groups[0]["fused"]) is fused
+    assert not seen.names(), "something was tried"
 
 
-def test_a_device_that_leaves_the_fused_step_to_the_host_is_not_taken_for_one_that_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # The step itself succeeds here, as it does on a device with a fallback to the host.
-    asked: list[tuple[str, str]] = []
+def test_the_hosts_own_tensors_have_a_fused_update_on_every_device() -> None:
+    assert optimizer_factory(OptimizerSection(), fused=False)(named("x")).param_groups[0]["fused"]
 
-    def has_kernel(operation: str, key: str) -> bool:
-        asked.append((operation, key))
-        return False
 
-    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", has_kernel)
-    made = optimizer_factory(OptimizerSection())(named("x"))
-    assert not made.param_groups[0]["fused"]
-    assert asked == [("aten::_fused_adamw_", "CPU")]
+def test_a_kernel_for_updates_comes_before_both() -> None:
+    def kernel(groups: Any, *, lr: float, betas: Any, eps: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=lr)
+
+    for fused in (False, True):
+        made = optimizer_factory(OptimizerSection(), kernel, fused=fused)(named("x"))
+        assert isinstance(made, torch.optim.SGD)
+    other = optimizer_factory(OptimizerSection(name="lion"), kernel)(named("x"))
+    assert not isinstance(other, torch.optim.SGD)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "hpu", "unknown"])
+def test_eight_bits_need_a_kernel_of_the_device(device: str) -> None:
+    """A trial of bitsandbytes would pass where the host computes what the device does not."""
+    registry = Registry.load()
+    asked = run(strategy={"name": "single"}, train={"optimizer": {"name": "adamw_8bit"}})
+    backend: Backend = Unknown() if device == "unknown" else registry.create_backend(device)
+    if device in ("cpu", "cuda"):
+        check_strategy(asked, registry, backend, 1)
+        return
+    said = {"hpu": "no optimizer for these cards", "unknown": "does not mention it"}[device]
+    with pytest.raises(UnsupportedError, match=f"adamw_8bit: backend '{device}' lacks.*{said}"):
+        check_strategy(asked, registry, backend, 1)
+
+
+class Unknown(Backend):
+    """A device of which nothing is said."""
+
+    name, device_type = "unknown", "cpu"

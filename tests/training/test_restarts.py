@@ -1,4 +1,4 @@
-"""A rank is killed, and the run goes on by itself from the newest checkpoint."""
+"""A rank is killed, and the run resumes by itself from the newest checkpoint."""
 
 from __future__ import annotations
 

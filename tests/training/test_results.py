@@ -122,6 +122,11 @@ def test_the_run_directory_tells_all(base: Run, adapted: Run) -> None:
     report = json.loads((adapted.folder / "report.json").read_text())
     assert report["steps"] == 4
     assert report["final_loss"] == adapted.steps("loss")[-1]
+    # Three of its four steps are the warm-up.
+    assert report["timed_steps"] == 1
+    assert report["tokens_per_s"] == pytest.approx(adapted.steps("tokens_per_s")[-1])
+    assert report["warmup_s"] == pytest.approx(sum(adapted.steps("seconds")[:3]))
+    assert 0 < report["start_s"] < report["seconds"]
     assert report["memory"]["counted"].startswith("process")
     # The evaluation after the last step is part of training, and may take more than any step.
     assert report["memory"]["measured"]["training"] >= max(adapted.steps("peak_memory"))

@@ -1,4 +1,4 @@
-"""A run that ends early goes on as if it had not: on other ranks, another strategy, after any kill.
+"""A run that ends early resumes as if it had not: on other ranks, another strategy, after any kill.
 
 Every loss is compared with that of a run that nobody disturbed. The schedule is constant where the
 parts of a run are of different length, because a schedule knows the length of its run.

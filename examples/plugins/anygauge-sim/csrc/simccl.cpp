@@ -26,8 +26,12 @@ using WorkPtr = c10::intrusive_ptr<Work>;
 // Work of the host's backend, and what is left to do once it has ended.
 class CardWork final : public Work {
  public:
-  CardWork(std::vector<WorkPtr> parts, std::function<void()> finish, Tensors results)
-      : parts_(std::move(parts)), finish_(std::move(finish)), results_(std::move(results)) {}
+  // of_host: the parts are works of the host's backend, which nobody else has.
+  CardWork(
+      std::vector<WorkPtr> parts, std::function<void()> finish, Tensors results,
+      bool of_host = false)
+      : parts_(std::move(parts)), finish_(std::move(finish)), results_(std::move(results)),
+        of_host_(of_host) {}
 
   bool isCompleted() override {
     const std::unique_lock<std::mutex> guard(mutex_, std::try_to_lock);
@@ -63,13 +67,29 @@ class CardWork final : public Work {
   void end(std::chrono::milliseconds timeout) {
     for (const WorkPtr& part : parts_) part->wait(timeout);
     if (finish_) finish_();
+    finish_ = nullptr;
+    await_release();
     ended_ = true;
+  }
+
+  // The host backend's thread holds its work, and so the tensors, for a moment after it has ended. A
+  // card's library does not: what is freed after a wait must be free, or peaks differ by chance.
+  void await_release() {
+    if (!of_host_) return;
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    for (const WorkPtr& part : parts_) {
+      while (part.use_count() > 1 && std::chrono::steady_clock::now() < limit) {
+        std::this_thread::yield();
+      }
+    }
+    parts_.clear();
   }
 
   std::mutex mutex_;
   std::vector<WorkPtr> parts_;
   std::function<void()> finish_;
   Tensors results_;
+  bool of_host_;
   std::atomic<bool> ended_{false};
 };
 
@@ -364,7 +384,7 @@ class SimCCL final : public c10d::Backend {
         ? WorkPtr(c10::make_intrusive<HungWork>(name, timeout_))
         : start();
     WorkPtr work = c10::make_intrusive<CardWork>(
-        std::vector<WorkPtr>{std::move(part)}, std::move(finish), results);
+        std::vector<WorkPtr>{std::move(part)}, std::move(finish), results, /*of_host=*/true);
     if (coalescing_) waiting_.push_back(work);
     return work;
   }

@@ -5,6 +5,12 @@ import math
 import habana_standin
 import torch
 
+from .RotaryPosEmbeddingHelper import RotaryPosEmbeddingHelperV2
+
+
+def _same(tensor):
+    return tensor
+
 
 class FusedSDPA(torch.autograd.Function):
     @staticmethod
@@ -24,9 +30,15 @@ class FusedSDPA(torch.autograd.Function):
         return_dropout_mask=False,
         return_attn_probs=False,
     ):
-        softmax_mode.lower()
+        softmax_mode = softmax_mode.lower()
         habana_standin.record(
-            "FusedSDPA", list(q.shape), attn_mask is not None, dropout_p, is_causal, softmax_mode
+            "FusedSDPA",
+            list(q.shape),
+            attn_mask is not None,
+            dropout_p,
+            is_causal,
+            softmax_mode,
+            recompute_mode,
         )
         if recompute_mode and q.requires_grad and softmax_mode == "fast":
             assert is_causal
@@ -35,7 +47,9 @@ class FusedSDPA(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         given = [q, k, v, attn_mask, dropout_p, is_causal, scale, softmax_mode, recompute_mode]
         census = habana_standin.census()
-        with census.whole("hpu::sdpa_fwd", given) as results, torch.enable_grad():
+        hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        # A kernel keeps nothing inside, which a layer that recomputes would compute again.
+        with census.whole("hpu::sdpa_fwd", given) as results, torch.enable_grad(), hooks:
             inputs = [each.detach().requires_grad_() for each in (q, k, v)]
             groups = q.shape[1] // k.shape[1]
             keys, values = (each.repeat_interleave(groups, dim=1) for each in inputs[1:])

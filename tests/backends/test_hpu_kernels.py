@@ -1,0 +1,224 @@
+"""Gaudi's kernels: what the library is given, by position, beside its published signatures."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from anygauge.interface import RunFileError, UnsupportedError
+from anygauge.kernels.rope import rotated
+from anygauge.registry import Registry
+from anygauge.registry.registry import load_factory
+from anygauge_hpu.backend import HpuBackend
+from anygauge_hpu.kernels import fused_attention, fused_rms_norm, fused_rope
+
+SOURCE = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
+"""A checkout of HabanaAI/gaudi-pytorch-bridge of release 1.19."""
+KERNELS = "habana_frameworks.torch.hpex.kernels"
+NORMS = "habana_frameworks.torch.hpex.normalization"
+
+PUBLISHED = {
+    ("hpex/kernels/FusedSDPA.py", "FusedSDPA", "forward"): [
+        *("ctx", "q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "softmax_mode"),
+        *("recompute_mode", "valid_seq_len", "seq_padding_type", "return_dropout_mask"),
+        "return_attn_probs",
+    ],
+    ("hpex/kernels/RotaryPosEmbeddingHelper.py", "RotaryPosEmbeddingHelperV2", "forward"): [
+        *("ctx", "p", "cos", "sin", "position_ids"),
+    ],
+    ("hpex/normalization/FusedRMSNorm.py", "FusedRMSNorm", "forward"): [
+        *("ctx", "data_in", "gamma", "eps", "use_stages", "bwd_mode", "fast_math"),
+    ],
+}
+"""(file, class, method) -> names of its arguments, in release 1.19."""
+
+
+@pytest.mark.skipif(not SOURCE, reason="ANYGAUGE_GAUDI_SOURCE names no gaudi-pytorch-bridge")
+@pytest.mark.parametrize("place", PUBLISHED, ids=lambda place: place[1])
+def test_the_names_below_are_the_published_ones(place: tuple[str, str, str]) -> None:
+    assert SOURCE
+    file, kind, method = place
+    path = Path(SOURCE) / "python_packages/habana_frameworks/torch" / file
+    (found,) = (
+        function
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == kind
+        for function in node.body
+        if isinstance(function, ast.FunctionDef) and function.name == method
+    )
+    assert [argument.arg for argument in found.args.args] == PUBLISHED[place]
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
+    """Let a module of Gaudi's library be importable, with these names alone."""
+    parts = module.split(".")
+    for at in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:at]), ModuleType(".".join(parts[:at])))
+    for name, value in names.items():
+        setattr(sys.modules[module], name, value)
+
+
+def recorder(file: str, kind: str, calls: list[dict[str, Any]], result: Any) -> Any:
+    """A function of the library's: takes arguments by position, and notes each under its name."""
+    names = PUBLISHED[file, kind, "forward"][1:]
+
+    def apply(*args: Any) -> Any:
+        calls.append(dict(zip(names, args, strict=False)))
+        return result(*args)
+
+    return SimpleNamespace(apply=apply)
+
+
+@pytest.fixture
+def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    fake = recorder("hpex/kernels/FusedSDPA.py", "FusedSDPA", calls, lambda q, *_: q)
+    offer(monkeypatch, KERNELS, FusedSDPA=fake)
+    return calls
+
+
+MODULE = SimpleNamespace(training=True)
+QUERY, KEY = torch.randn(2, 4, 6, 8, requires_grad=True), torch.randn(2, 2, 6, 8)
+MASK = torch.zeros(2, 1, 6, 6)
+
+
+@pytest.mark.parametrize(("fast", "softmax"), [(False, "None"), (True, "fast")])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_without_a_mask_is_causal_in_the_library(
+    fast: bool, softmax: str, recompute: bool, attention_calls: list[dict[str, Any]]
+) -> None:
+    kernel = fused_attention(fast=fast, recompute=recompute)
+    output, weights = kernel.forward(MODULE, QUERY, KEY, KEY, None, 0.125, dropout=0.1)
+    assert output.shape == (2, 6, 4, 8) and weights is None
+    (call,) = attention_calls
+    assert call.pop("q") is QUERY and call.pop("k") is KEY and call.pop("v") is KEY
+    assert call == {
+        "attn_mask": None,
+        "dropout_p": 0.1,
+        "is_causal": True,
+        "scale": 0.125,
+        "softmax_mode": softmax,
+        "recompute_mode": recompute,
+    }
+    assert kernel.causal
+
+
+def test_attention_with_a_mask_is_not_causal_and_one_query_sees_all_keys(
+    attention_calls: list[dict[str, Any]],
+) -> None:
+    kernel = fused_attention()
+    kernel.forward(MODULE, QUERY, KEY, KEY, MASK, 0.125)
+    kernel.forward(SimpleNamespace(training=False), QUERY[:, :, :1], KEY, KEY, None, dropout=0.1)
+    masked, single = attention_calls
+    assert (masked["attn_mask"] is MASK, masked["is_causal"]) == (True, False)
+    assert (single["is_causal"], single["dropout_p"]) == (False, 0.0)
+
+
+def test_what_the_library_asserts_is_refused_with_a_way_out(
+    attention_calls: list[dict[str, Any]],
+) -> None:
+    both = fused_attention(fast=True, recompute=True)
+    with pytest.raises(UnsupportedError, match=r"remove backend_options\.fast_softmax or"):
+        both.forward(MODULE, QUERY, KEY, KEY, MASK, 0.125)
+    both.forward(MODULE, QUERY.detach(), KEY, KEY, MASK, 0.125)  # without backward it serves
+    fused_attention(fast=True).forward(MODULE, QUERY, KEY, KEY, MASK, 0.125)
+    assert len(attention_calls) == 2
+    with pytest.raises(UnsupportedError, match="caps its attention scores"):
+        both.forward(MODULE, QUERY, KEY, KEY, None, 0.125, softcap=30.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "described"),
+    [
+        ({}, "gaudi_fused", "fused; its softmax"),
+        ({"fast_softmax": True}, "gaudi_fused_fast", "fused, fast softmax; its"),
+        ({"attention_recompute": True}, "gaudi_fused_recompute", "scores recomputed in backward;"),
+        (
+            {"fast_softmax": True, "attention_recompute": True},
+            "gaudi_fused_fast_recompute",
+            "fused, fast softmax, scores recomputed in backward;",
+        ),
+    ],
+)
+def test_options_choose_the_form_of_fused_attention(
+    options: dict[str, Any],
+    name: str,
+    described: str,
+    attention_calls: list[dict[str, Any]],
+) -> None:
+    assert HpuBackend(options).kernels["attention"] == name
+    (provided,) = (
+        p for p in Registry.load().kernels if (p.spec.operation, p.spec.name) == ("attention", name)
+    )
+    kernel = load_factory(provided, "kernel")()
+    assert kernel.name == name and described in kernel.describe
+
+
+@pytest.mark.parametrize("name", ["fast_softmax", "attention_recompute"])
+@pytest.mark.parametrize("other", [{"attention": "softmax"}, {"optimum_habana": True}])
+def test_forms_of_fused_attention_need_fused_attention(name: str, other: dict[str, Any]) -> None:
+    with pytest.raises(RunFileError, match=rf"{name}: it is a property of fused attention"):
+        HpuBackend({name: True, **other})
+    HpuBackend({name: False, **other})
+
+
+def test_both_forms_at_once_are_refused_with_packed_rows() -> None:
+    both = HpuBackend({"fast_softmax": True, "attention_recompute": True})
+    with pytest.raises(UnsupportedError, match=r"packed rows have a mask"):
+        both.adapt_models(packing=True)
+    both.adapt_models(packing=False)
+    HpuBackend({"fast_softmax": True}).adapt_models(packing=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "inside"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+    ],
+)
+def test_the_fused_norm_gets_one_type_and_gives_that_of_its_input(
+    x: torch.dtype, weight: torch.dtype, inside: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    fake = recorder(
+        "hpex/normalization/FusedRMSNorm.py", "FusedRMSNorm", calls, lambda a, b, eps: a * b
+    )
+    offer(monkeypatch, NORMS, FusedRMSNorm=fake)
+    found = fused_rms_norm()(torch.ones(3, 4, dtype=x), torch.ones(4, dtype=weight), 1e-5)
+    (call,) = calls
+    assert (call["data_in"].dtype, call["gamma"].dtype, call["eps"]) == (inside, inside, 1e-5)
+    assert found.dtype == x
+
+
+@pytest.mark.parametrize("rows", [2, 1], ids=["rows of their own", "one for all"])
+def test_the_fused_rotation_reads_its_rows_from_a_table(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def published(p: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
+        """As the bridge's own test has it (apply_rotary_pos_emb_v2_ref)."""
+        turns = [table.squeeze(1).squeeze(0)[position_ids] for table in (cos, sin)]
+        return rotated(p, *turns)
+
+    calls: list[dict[str, Any]] = []
+    file = "hpex/kernels/RotaryPosEmbeddingHelper.py"
+    fake = recorder(file, "RotaryPosEmbeddingHelperV2", calls, published)
+    offer(monkeypatch, KERNELS, RotaryPosEmbeddingHelperV2=fake)
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    angles = torch.randn(rows, 6, 8)
+    found = fused_rope()(query, key, angles.cos(), angles.sin())
+    for x, one in zip((query, key), found, strict=True):
+        assert torch.equal(one, rotated(x, angles.cos(), angles.sin()))
+    assert [call["p"] is x for call, x in zip(calls, (query, key), strict=True)] == [True, True]
+    for call in calls:
+        assert call["cos"].shape == call["sin"].shape == (1, 1, rows * 6, 8)
+        assert (call["position_ids"].shape, call["position_ids"].dtype) == ((2, 6), torch.int64)
+        assert call["position_ids"].is_contiguous()

@@ -1,0 +1,121 @@
+"""Peaks by phase: what the shim sees of a run, the table, and two contenders for real."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.memory_phases import MIB, Peaks, table
+from benchmarks.processes import ROOT, SHIM, shared_environment
+from tests.benchmarks.test_measure import plan
+
+sys.path.insert(0, str(SHIM))
+from benchmark_phases import Phases, peak, reset
+
+sys.path.remove(str(SHIM))
+
+
+class Memory:
+    """Of a process, as the kernel counts it."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 10
+
+    def hold(self, size: int) -> None:
+        self.now = size
+        self.most = max(self.most, size)
+
+    def reset(self) -> None:
+        self.most = self.now
+
+
+def test_a_peak_belongs_to_its_phase() -> None:
+    memory = Memory()
+    phases = Phases(lambda: memory.most, memory.reset)
+
+    class Loop:
+        def run(self) -> str:
+            memory.hold(50)
+            memory.hold(30)
+            self.evaluate()
+            memory.hold(35)
+            return "done"
+
+        def evaluate(self) -> None:
+            memory.hold(40)
+            memory.hold(30)
+
+    def save() -> None:
+        memory.hold(45)
+
+    module = SimpleNamespace(Loop=Loop)
+    saver = SimpleNamespace(save=save)
+    hooks = phases.hooks()
+    hooks["anygauge.training.loop"](module)
+    hooks["anygauge.training.save"](saver)
+    memory.hold(20)
+    assert Loop().run() == "done"
+    saver.save()
+    assert phases.taken() == {"load": 20, "training": 50, "evaluation": 40, "save": 45}
+
+
+def test_the_kernel_begins_a_new_peak() -> None:
+    held = bytearray(b"x" * 2**27)
+    assert peak() > 2**27
+    before = peak()
+    del held
+    try:
+        reset()
+    except OSError as error:
+        pytest.skip(f"this kernel begins no new peak: {error}")
+    assert peak() < before - 2**26
+
+
+def test_phases_are_seen_only_where_the_plan_evaluates(tmp_path: Path) -> None:
+    asked = plan(tmp_path, evaluates=True)
+    assert "ANYGAUGE_BENCHMARK_PHASES" in shared_environment(asked)
+    other = dataclasses.replace(asked, evaluates=False)
+    assert "ANYGAUGE_BENCHMARK_PHASES" not in shared_environment(other)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    def run(name: str, round_: int, size: int) -> Peaks:
+        phases = dict.fromkeys(("load", "training", "evaluation", "save"), size * MIB)
+        return Peaks(name=name, classes=1000, round=round_, phases=phases, of_ranks=())
+
+    found = [run("anygauge-fsdp", r, 100 * r) for r in (1, 2, 3)]
+    found += [run("trainer", r, 200 * r + 100 * (r == 3)) for r in (1, 2, 3)]
+    ours, theirs = table(found).splitlines()[2:]
+    assert ours == "| 1,000 | anygauge, fsdp |" + " 200 (1.00) |" * 4
+    assert theirs == "| 1,000 | HF Trainer + DeepSpeed |" + " 400 (2.00) |" * 4
+
+
+@pytest.mark.slow
+def test_contenders_evaluate_and_save(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.memory_phases", "--classes", "5000"),
+            *("--rounds", "1", "--contenders", "anygauge-fsdp,trainer", "--layers", "1"),
+            *("--hidden", "32", "--length", "32", "--output", str(tmp_path / "out")),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={name: v for name, v in os.environ.items() if name != "ANYGAUGE_DATA"},
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [run["name"] for run in record["runs"]] == ["anygauge-fsdp", "trainer"]
+    for run in record["runs"]:
+        assert len(run["of_ranks"]) == 2
+        assert min(run["phases"].values()) > 2**27
+    assert "| 5,000 | HF Trainer + DeepSpeed |" in (tmp_path / "out" / "table.md").read_text()

@@ -1,0 +1,165 @@
+"""Where each new shape is compiled, all ranks of a step have one width, and dummies have none of
+their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config.schema import DataSection, SourceSection, TrainSection
+from anygauge.data import (
+    Batches,
+    EvaluationBatches,
+    Layout,
+    MicroBatch,
+    Schedule,
+    TokenizedRows,
+    prepare,
+    training_batches,
+)
+from anygauge.data.row_batches import measure
+from anygauge.interface import ShapeKind, ShapePolicy, Share
+
+MAX = 64
+BUCKETED = ShapePolicy(kind=ShapeKind.BUCKETED, buckets=8)
+"""Buckets of 8, 16, ... 64 tokens; the 23 rows have about 10 to 64."""
+RANKS = 3
+Make = Callable[..., list[Batches]]
+
+
+def layouts(ranks: int, **changes: Any) -> Iterator[Layout]:
+    for rank in range(ranks):
+        given = {"micro_batch": 2, "shapes": BUCKETED, "share": Share(rank, ranks), **changes}
+        yield Layout(max_length=MAX, pad_id=2, **given)
+
+
+@pytest.fixture
+def make(tokenizer: Any, counting: Path) -> Make:
+    """The training batches of each rank."""
+
+    def made(ranks: int = RANKS, streaming: bool = False, **changes: Any) -> list[Batches]:
+        data = DataSection(
+            train=SourceSection(path=str(counting)),
+            max_length=MAX,
+            packing=changes.get("packing", False),
+            streaming=streaming,
+            cache="off",
+        )
+        train = TrainSection(global_batch_size=4 * ranks, seed=5)
+        return [
+            training_batches(
+                prepare(data, tokenizer, seed=5).train, data, train, layout, lambda values: values
+            )
+            for layout in layouts(ranks, **changes)
+        ]
+
+    return made
+
+
+def width(batch: MicroBatch) -> int:
+    return int(batch.input_ids.shape[1])
+
+
+def steps(of_ranks: list[Batches]) -> list[list[MicroBatch]]:
+    """The micro-batches of each step, of all ranks."""
+    return [
+        [batch for batches in of_ranks for batch in batches.step(index)]
+        for index in range(of_ranks[0].steps)
+    ]
+
+
+def dummies(batches: list[MicroBatch]) -> list[MicroBatch]:
+    return [batch for batch in batches if not batch.tokens]
+
+
+def longest_of(batches: list[MicroBatch]) -> int:
+    return max(int(batch.attention_mask.sum(dim=1).max()) for batch in batches)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_all_ranks_of_a_step_have_the_bucket_of_its_longest_row(
+    make: Make, streaming: bool
+) -> None:
+    every = steps(make(streaming=streaming))
+    assert len(every) == 2
+    for batches in every:
+        assert {width(batch) for batch in batches} == {-(-longest_of(batches) // 8) * 8}
+    # 23 rows in steps of 12.
+    assert not dummies(every[0]) and len(every[1]) == 6
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_rank_without_rows_has_the_width_of_the_others(make: Make, streaming: bool) -> None:
+    *_, last = steps(make(ranks=5, streaming=streaming, micro_batch=1))
+    assert len(dummies(last)) == 17
+    assert {width(batch) for batch in last} == {-(-longest_of(last) // 8) * 8}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_packs_have_one_width_in_the_whole_run(make: Make, streaming: bool) -> None:
+    every = steps(make(streaming=streaming, packing=True))
+    assert any(dummies(batches) for batches in every)
+    assert {width(batch) for batches in every for batch in batches} == {MAX}
+
+
+def test_a_rank_alone_pads_each_micro_batch_to_its_own_bucket(make: Make) -> None:
+    every = steps(make(ranks=1, micro_batch=1))
+    for batches in every:
+        for batch in batches:
+            of = batches if not batch.tokens else [batch]
+            assert width(batch) == -(-longest_of(of) // 8) * 8
+    assert any(len({width(batch) for batch in batches}) > 1 for batches in every)
+    assert len(dummies(every[-1])) == 1
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_all_ranks_of_a_round_of_evaluation_have_one_width(
+    tokenized: TokenizedRows, packing: bool
+) -> None:
+    ranks = 4 if packing else 5  # with which the last has none
+    of_ranks = [EvaluationBatches(tokenized, each) for each in layouts(ranks, packing=packing)]
+    every = [[batches[index] for batches in of_ranks] for index in range(len(of_ranks[0]))]
+    assert dummies(every[-1])
+    widths = [{width(batch) for batch in batches} for batches in every]
+    if packing:
+        assert set.union(*widths) == {MAX}
+    else:
+        assert widths == [{-(-longest_of(batches) // 8) * 8} for batches in every]
+
+
+def test_where_shapes_cost_nothing_each_micro_batch_is_as_narrow_as_it_can_be(
+    make: Make, tokenized: TokenizedRows
+) -> None:
+    for batches in steps(make(ranks=5, micro_batch=1, shapes=ShapePolicy())):
+        assert all(width(batch) == longest_of([batch]) for batch in batches)
+    held_out = [EvaluationBatches(tokenized, each) for each in layouts(5, shapes=ShapePolicy())]
+    assert {width(batch) for batches in held_out for batch in dummies(list(batches))} == {1}
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_padding_is_measured_as_it_is_laid_out(
+    make: Make, tokenized: TokenizedRows, packing: bool, ranks: int
+) -> None:
+    every = steps(make(ranks=ranks, packing=packing))
+    (layout, *_) = layouts(ranks, packing=packing)
+    found = measure(tokenized, Schedule(seed=5, global_batch=4 * ranks), layout)
+    assert found.positions == sum(batch.input_ids.numel() for batches in every for batch in batches)
+
+
+def test_nothing_is_read_of_other_ranks_where_shapes_cost_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    (batches, *_) = make(streaming=True, shapes=ShapePolicy())
+    encode = batches._rows.encode  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        batches._rows,  # type: ignore[attr-defined]
+        "encode",
+        lambda numbers: read.append(len(numbers)) or encode(numbers),
+    )
+    batches.step(0)
+    assert set(read) <= {4, 0}, "a step has twelve rows, a rank four"

@@ -1,0 +1,105 @@
+"""Evaluating and saving never need more of a device than training, counted by its allocator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.forked import Part, finished
+from tests.helpers.runs import TINY, run_file
+
+CONFIG = {**TINY, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2000}
+ALL: Mapping[str, Any] = {"adapter": None}
+
+
+def _case(ranks: int, strategy: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"strategy": dict(strategy), "launch": {"devices": ranks}, **changes}
+
+
+USUAL = {
+    "single": _case(1, {"name": "single"}),
+    **{name: _case(2, {"name": name}) for name in ("ddp", "fsdp", "zero")},
+    "fsdp-all": _case(2, {"name": "fsdp"}, **ALL),
+}
+MORE = {
+    "single-all": _case(1, {"name": "single"}, **ALL),
+    "single-wide": _case(
+        1,
+        {"name": "single"},
+        model={"config": {**CONFIG, "vocab_size": 30_000}},
+    ),
+    "ddp-all": _case(2, {"name": "ddp"}, **ALL),
+    "tp": _case(2, {"name": "ddp", "tp": 2}),
+    "tp-all": _case(2, {"name": "ddp", "tp": 2}, **ALL),
+    "pp": _case(2, {"name": "ddp", "pp": 2}),
+    "pp-all": _case(2, {"name": "ddp", "pp": 2}, **ALL),
+    "cp": _case(2, {"name": "ddp", "cp": 2}),
+    "fsdp-once": _case(2, {"name": "fsdp", "gather": "step"}),
+    "fsdp-offload": _case(2, {"name": "fsdp", "offload": "both"}, **ALL),
+    "hsdp": _case(4, {"name": "fsdp", "dp_replicate": 2}, **ALL),
+    **{f"zero{n}": _case(2, {"name": "zero", "stage": n}) for n in (1, 2)},
+    **{f"zero{n}-all": _case(2, {"name": "zero", "stage": n}, **ALL) for n in (1, 2, 3)},
+    "zero-offload": _case(2, {"name": "zero", "offload": "optimizer"}, **ALL),
+}
+Found = Mapping[str, Sequence[Mapping[str, int]]]
+
+
+def peaks(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> Found:
+    """Train each case on simulated cards: case -> rank -> phase -> bytes."""
+    pytest.importorskip("anygauge_sim", reason="needs `make plugins`")
+    rows = folder / "rows.jsonl"
+    text = "a row of plain words, each of which is learned, and no place is left over " * 20
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(8)))
+    parts = []
+    for name, case in cases.items():
+        section = {
+            "config": CONFIG,
+            "tokenizer": str(folder / "tokenizer"),
+            **case.get("model", {}),
+        }
+        file = run_file(
+            folder,
+            name=name,
+            backend="sim",
+            data={"train": {"path": str(rows)}, "eval": {"path": str(rows)}, "packing": True},
+            train={"steps": 3},
+            **{**case, "model": section},
+        )
+        parts.append(Part(file=str(file)))
+    runs = finished(parts, timeout_s=1800, module="tests.training.memory_ranks")
+    return {
+        name: [json.loads(each.read_text()) for each in sorted(run.folder.glob("phases*.json"))]
+        for name, run in zip(cases, runs, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return peaks(tmp_path_factory.mktemp("usual"), USUAL)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return peaks(tmp_path_factory.mktemp("more"), MORE)
+
+
+def is_within_training(of_ranks: Sequence[Mapping[str, int]], ranks: int) -> None:
+    assert len(of_ranks) == ranks
+    for found in of_ranks:
+        assert found["evaluation"] <= found["training"], found
+        assert found["save"] <= found["training"], found
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_evaluation_and_saving_need_no_more_than_training(name: str, usual: Found) -> None:
+    is_within_training(usual[name], USUAL[name]["launch"]["devices"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_nor_in_any_other_strategy(name: str, more: Found) -> None:
+    is_within_training(more[name], MORE[name]["launch"]["devices"])
