@@ -21,8 +21,10 @@ OWN = frozenset(
         "habana_frameworks.torch.utils.experimental:synDeviceType.synDeviceGaudi",
         "habana_frameworks.torch.utils.experimental:synDeviceType.synDeviceGaudi2",
         "habana_frameworks.torch.utils.experimental:synDeviceType.synDeviceGaudi3",
-        # The original keeps this class in a module that the stand-in does not need.
+        # The original keeps these classes in a module that the stand-in does not need.
         "habana_frameworks.torch.hpu.metrics:GraphCompilationMetric",
+        "habana_frameworks.torch.hpu.metrics:CpuFallbackMetric",
+        "habana_frameworks.torch.hpu.metrics:RecipeCacheMetric",
     }
 )
 """Names of the stand-in that the source does not have at this place, each with its reason above."""

@@ -108,9 +108,9 @@ def _name_modules():
 if is_lazy():
     _name_modules()
     if os.getenv("PT_HPU_WEIGHT_SHARING", "1").upper() in ("ON", "1", "YES", "TRUE", "Y"):
-        from .weight_sharing import enable_weight_sharing
+        from . import weight_sharing as _weight_sharing
 
-        enable_weight_sharing()
+        _weight_sharing.enable_weight_sharing()
 
 if not is_lazy():
     import habana_frameworks.torch.dynamo.compile_backend

@@ -14,8 +14,8 @@ def hpu_backend(graph_module: torch.fx.GraphModule, example_inputs, **kwargs):
     habana_standin.record("compile", len(list(graph_module.graph.nodes)))
     census = habana_standin.census()
 
-    def run(*inputs):
+    def _run(*inputs):
         with census.compiled(id(graph_module), inputs):
             return graph_module.forward(*inputs)
 
-    return run
+    return _run
