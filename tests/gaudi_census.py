@@ -58,17 +58,20 @@ LORA: dict[str, Any] = {
     "train": {"micro_batch_size": 4, "gradient_checkpointing": True},
     "precision": {"param_dtype": "bfloat16"},
 }
+PACKED = {"data": {"packing": True}}
+ZERO = {"strategy": {"name": "zero", "stage": 3, "reentrant": True}}
+"""Lazy mode takes the reentrant form of recomputation alone."""
 
 SCENARIOS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "70b": (LLAMA_70B, {}),
-    "8b": (LLAMA_8B, {**LORA, "strategy": {"name": "zero", "stage": 3}}),
+    "8b": (LLAMA_8B, merged(LORA, ZERO)),
     "8b-packed": (
         LLAMA_8B,
-        merged(LORA, {"data": {"packing": True}, "strategy": {"name": "zero", "stage": 3}}),
+        merged(merged(LORA, ZERO), PACKED),
     ),
     "single": (
         LLAMA_8B,
-        merged(LORA, {"data": {"packing": True}, "strategy": {"name": "single"}}),
+        merged(merged(LORA, PACKED), {"strategy": {"name": "single"}}),
     ),
 }
 """Name -> sizes of the model, and what stands in the run file; the 70B run's is the example."""
@@ -117,42 +120,24 @@ HEAD = ("part", "new", "reused", "copies: ours", "DeepSpeed's", "fallbacks", "un
 def parts(record: Sequence[Sequence[Any]]) -> list[Part]:
     """A rank's record, cut into steps and evaluations.
 
-    What leads to the first forward pass is part of step 1. An evaluation is what ends in a forward
-    pass that no backward pass follows, with the copies of its losses.
+    What leads to the first forward pass is part of step 1, and what is between two parts, of the
+    second.
     """
-    phases = [(at, call[1]) for at, call in enumerate(record) if call[0] == "phase"]
-    names = [name for _, name in phases]
-    evaluates = [
-        name == "forward" and names[index + 1 : index + 2] != ["backward"]
-        for index, name in enumerate(names)
-    ]
     found: list[Part] = []
     begun = step = evaluation = 0
-    for index, (at, phase) in enumerate(phases):
-        if phase == "update":
+    for at, call in enumerate(record):
+        if call[:2] == ["phase", "update"]:
             step += 1
-            title, end = f"step {step}", at
-        elif evaluates[index] and not any(evaluates[index + 1 : index + 2]):
+            title = f"step {step}"
+        elif call == ["evaluation", "ends"]:
             evaluation += 1
-            title, end = f"evaluation {evaluation}", _read_by(record, at)
+            title = f"evaluation {evaluation}"
         else:
             continue
-        found.append(_part(title, record[begun:end]))
-        begun = end
+        found.append(_part(title, record[begun:at]))
+        begun = at
     found.append(_part("end", record[begun:]))
     return found
-
-
-def _read_by(record: Sequence[Sequence[Any]], at: int) -> int:
-    """Where the copies that follow at once have ended."""
-    end = at + 1
-    while end < len(record) and (
-        record[end][0] == "host_copy"
-        or (record[end][0] == "graph" and record[end][3] in ("copy", "item"))
-        or record[end][0] in ("mark_step", "synchronize", "collective")
-    ):
-        end += 1
-    return end
 
 
 def _part(name: str, record: Sequence[Sequence[Any]]) -> Part:

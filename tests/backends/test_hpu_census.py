@@ -169,7 +169,7 @@ def test_parts_of_a_record() -> None:
     graph, copy = ["graph", 3, "new", "limit", False], ["host_copy", "anygauge", "copy", "a.py:1"]
     phase = {name: ["phase", name] for name in ("forward", "backward", "update")}
     step = [graph, phase["forward"], graph, phase["backward"], graph, phase["update"]]
-    evaluation = [graph, phase["forward"], graph, phase["forward"], copy]
+    evaluation = [graph, phase["forward"], graph, phase["forward"], copy, ["evaluation", "ends"]]
     found = parts([*step, *step, *evaluation, *step, copy])
     assert [part.name for part in found] == ["step 1", "step 2", "evaluation 1", "step 3", "end"]
     assert [part.new for part in found] == [3, 3, 2, 3, 0]

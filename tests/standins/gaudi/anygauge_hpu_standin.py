@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import habana_standin
 
@@ -23,8 +24,28 @@ mark_step = HpuGraph.mark_step
 @functools.wraps(mark_step)
 def told(self, phase):
     """Write down, in every mode, where a step's parts end: a census is read step by step."""
+    tell_of_evaluations()
     mark_step(self, phase)
     habana_standin.record("phase", phase.value)
+
+
+@functools.cache
+def tell_of_evaluations():
+    """Write down where an evaluation begins and ends: its forward passes look like a step's."""
+    loop = getattr(sys.modules.get("anygauge.training.loop"), "Loop", None)
+    if loop is None:
+        return
+    evaluate = loop.evaluate
+
+    @functools.wraps(evaluate)
+    def told_of(self, done):
+        habana_standin.record("evaluation", "begins")
+        try:
+            return evaluate(self, done)
+        finally:
+            habana_standin.record("evaluation", "ends")
+
+    loop.evaluate = told_of
 
 
 HpuGraph.mark_step = told

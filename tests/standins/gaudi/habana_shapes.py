@@ -2,8 +2,8 @@
 
 An operation runs on torch's "meta" device, which computes shapes and types; what it makes is memory
 of the card that nobody writes, so that it costs the machine no pages. What comes to the host are
-ones: a loss, a norm and a flag for "finite" that let a run go on. Few whole numbers are computed,
-for ranks compare them.
+ones: a loss, a norm and a flag for "finite" that let a run go on. Few whole numbers do move, for
+ranks compare some that come from the host.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 FEW = 2**16
+_MOVES = ("aten::copy_", "aten::_to_copy", "aten::_local_scalar_dense")
 SMALL = 2**20
 REGION = 2**40
 MAP_NORESERVE = 0x4000
@@ -67,11 +68,11 @@ def run(
         tensors: all that are among its arguments.
         asked_by: whose code runs it, where a number of it comes to the host.
     """
-    if _is_exact(tensors):
+    name = func._schema.name
+    if (func.namespace == "c10d" or name in _MOVES) and _is_exact(tensors):
         return func(*args, **kwargs)
     if func.namespace == "c10d":
         return _collective(func, args)
-    name = func._schema.name
     if name == "aten::_local_scalar_dense":
         return _number(args[0].dtype, asked_by)
     if name == "aten::equal":

@@ -32,7 +32,8 @@ class RotaryPosEmbeddingHelperV2(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, p_grad_in):
+        # Once: recomputation gives each saved tensor a single time.
         given = [p_grad_in, *ctx.saved_tensors]
         with habana_standin.census().whole("hpu::rotary_pos_embedding_backward", given) as results:
-            results.append(_rotate(p_grad_in, *ctx.saved_tensors, sign=-1.0))
+            results.append(_rotate(*given, sign=-1.0))
         return results[0], None, None, None
