@@ -25,7 +25,9 @@ def scaled(loss: Tensor, factor: float) -> Tensor:
     A loss can be infinite and its gradient finite: that of a token whose logit is -inf is.
     """
     value = loss.detach()
-    return loss * (torch.full_like(value, factor) + (value - value))
+    # A number that is added is no part of a device's graph; one that fills a tensor is, and the
+    # factor is another in every step.
+    return loss * ((value - value) + factor)
 
 
 class FiniteSteps:
