@@ -166,7 +166,8 @@ def test_a_limit_ends_a_graph(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_record() -> None:
-    graph, copy = ["graph", 3, "new", "limit", False], ["host_copy", "anygauge", "copy", "a.py:1"]
+    graph: list[Any] = ["graph", 3, "new", "limit", False]
+    copy: list[Any] = ["host_copy", "anygauge", "copy", "a.py:1"]
     phase = {name: ["phase", name] for name in ("forward", "backward", "update")}
     step = [graph, phase["forward"], graph, phase["backward"], graph, phase["update"]]
     evaluation = [graph, phase["forward"], graph, phase["forward"], copy, ["evaluation", "ends"]]
