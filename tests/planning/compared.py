@@ -285,10 +285,11 @@ def measured(case: Case, rank: int, rendezvous: Path) -> dict[str, Any]:
             watch.enter(UPDATE)
             engine.update(1e-4, workload.max_norm)
             work = live.counter.taken()
-            watch.enter(EVALUATION)
-            engine.evaluate(map(case.batch, [backend.placement.device]), model_loss)
             # The first step creates what later ones have.
             found |= least(found if step == 2 else {}, peaks | live.take_peaks("cpu"))
+        watch.enter(EVALUATION)
+        engine.evaluate(map(case.batch, [backend.placement.device]), model_loss)
+        found |= live.take_peaks("cpu")
         for _ in range(3):
             watch.enter(SAVE)
             save(engine)
