@@ -64,6 +64,8 @@ class AttentionKernel:
         causal: without a mask, and with more than one query, it has each query see the keys up to
             its own position. Then no mask is made where each token sees all before it: padding is
             on the right, so that no token sees any, and what padding computes is not used.
+        trains_with_mask: whether it takes a mask where gradients are wanted; one that does not
+            raises `UnsupportedError`, and is `causal`.
     """
 
     name: str
@@ -73,6 +75,7 @@ class AttentionKernel:
     drops: bool = True
     smallest_head: int = 1
     causal: bool = False
+    trains_with_mask: bool = True
 
     def __post_init__(self) -> None:
         for word in ("sdpa", "flash", "flex_attention"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from anygauge.interface import HOST_DEVICE
+from anygauge.interface import HOST_DEVICE, UnsupportedError
 from anygauge.kernels.rope import rotated
 from anygauge.testing.check import TOLERANCE, Opened
 
@@ -149,7 +150,13 @@ def _attention_trial(on: Opened, kernel: Any, name: str) -> None:
     causal = torch.ones(9, 9).tril().bool().expand(2, 1, 9, 9)
     padded = causal.clone()
     padded[1, :, 3:, 0] = False
-    _one_attention(on, kernel, f"attention {name}", padded, masked=True)
+    if kernel.trains_with_mask:
+        _one_attention(on, kernel, f"attention {name}", padded, masked=True)
+    else:
+        assert kernel.causal, f"attention {name} says that it trains neither with a mask nor causal"
+        with contextlib.suppress(UnsupportedError):
+            _one_attention(on, kernel, f"attention {name}", padded, masked=True)
+            raise AssertionError(f"attention {name} says that it takes no mask, and took one")
     if kernel.causal:
         what = f"attention {name} without a mask, which it says is causal,"
         _one_attention(on, kernel, what, causal, masked=False)

@@ -68,6 +68,7 @@ def fused_attention(*, fast: bool = False, recompute: bool = False) -> Attention
         forward=forward,
         describe=f"{', '.join(parts)}; its softmax is the kernel's own",
         causal=True,
+        trains_with_mask=not (fast and recompute),
     )
 
 

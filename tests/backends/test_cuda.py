@@ -565,5 +565,6 @@ def test_no_kernel_that_no_card_has_run_is_a_default(
         "linear_cross_entropy": "chunked",
         "lora_linear": "reference",
         "rms_norm": "reference",
+        "rope": "reference",
         "softmax": "reference",
     }

@@ -32,7 +32,7 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
         (
             "strategy: {stag: 2}",
             "run.yaml:3: strategy.stag: strategy 'zero' has no such field; did you mean 'stage'? "
-            "valid here: name, stage, gather, offload, nvme, options",
+            "valid here: name, stage, gather, offload, nvme, reentrant, options",
         ),
         (
             "strategy: {stage: 9}",
