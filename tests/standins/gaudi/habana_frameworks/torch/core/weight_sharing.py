@@ -42,6 +42,15 @@ def _model():
         return found
 
     torch.nn.Module.__getattr__ = wrapped__getattr__
+    make = torch.nn.Parameter.__new__
+
+    def wrapped__new__(cls, data=None, requires_grad=True):
+        # torch refuses to make one of a class whose `detach` gives a plain tensor.
+        if type(data) is HabanaParameterWrapper:
+            return torch.Tensor._make_subclass(cls, data, requires_grad)
+        return make(cls, data, requires_grad)
+
+    torch.nn.Parameter.__new__ = wrapped__new__
 
 
 def enable_weight_sharing():
