@@ -55,7 +55,7 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
         (
             "strategy: [zero]",
             "run.yaml:3: strategy: got a list of 1, expected a mapping of name, stage, gather, "
-            "offload, nvme, options",
+            "offload, nvme, reentrant, options",
         ),
     ],
 )
