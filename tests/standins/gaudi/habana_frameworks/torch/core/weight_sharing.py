@@ -53,10 +53,19 @@ def _model():
     torch.nn.Parameter.__new__ = wrapped__new__
 
 
+def _keep_data_of_a_device():
+    # A tensor of the card cannot take the place of a parameter's on the host, as the comment of the
+    # bridge's file says: a module that moves gets new parameters. The simulated cards would let it.
+    compatible = torch._has_compatible_shallow_copy_type
+
+    def of_one_device(input, from_):  # the names that torch expects of it
+        return input.device.type == from_.device.type and compatible(input, from_)
+
+    torch._has_compatible_shallow_copy_type = of_one_device
+
+
 def enable_weight_sharing():
-    # A tensor of the card cannot take the place of a parameter's on the host, as its comment says;
-    # the simulated cards would let it, so torch is told to make new parameters.
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    _keep_data_of_a_device()
     checkout = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
     if not checkout:
         return _model()
