@@ -2,12 +2,13 @@
 
 With the unit roundoff u of the compute type (2^-24 in float32, 2^-8 in bfloat16) and n operations
 in series whose results are rounded, by 0.4 u each (root of the mean square), a value in the forward
-is off by about ``e = 0.4 sqrt(n) u`` relative to its size. Sums of K terms that are kept in float32
-add ``sqrt(K) 2^-24``.
+is off by ``0.4 sqrt(n) u`` relative to its size. The host's is off by as much, in another way: both
+differ by about ``e = 0.4 sqrt(2 n) u``. Sums of K terms that are kept in float32 add ``sqrt(K)
+2^-24``.
 
 - The loss of a step is a mean over M tokens, whose errors are mostly independent: ``e / sqrt(M)``.
   It is itself kept in float32, so a rounding of that is added.
-- Weights differ after an update. The error of a gradient is about ``g = 0.4 sqrt(2 n) u``, plus
+- Weights differ after an update. The error of a gradient is about ``g = 0.4 sqrt(4 n) u``, plus
   that of sums, relative to its size. Adam moves each element by about ``lr``, and by as much more
   or less, relatively, as its gradient is off: independent errors of all elements change later
   losses by ``g lr |gradient|``, with the norm that the host's run recorded. Elements whose gradient
@@ -37,6 +38,8 @@ TERMS = 384
 """Of the longest sum: the softmax over the vocabulary."""
 TYPICAL = 0.4
 """Root of the mean square of a rounding's error, in unit roundoffs."""
+RUNS = 2
+"""Whose roundings are independent: the device's and the host's."""
 MARGIN = 6.0
 """For the tail of what is typical, and for functions such as exp that are off by some roundings."""
 
@@ -49,8 +52,8 @@ def roundings(layers: int = LAYERS) -> float:
 
 
 def error_of_values(dtype: str, *, passes: int = 1) -> float:
-    """Typical relative error of values in the forward, or of gradients with two passes."""
-    rounded = TYPICAL * (passes * roundings()) ** 0.5 * UNIT_ROUNDOFF[dtype]
+    """Typical relative difference of values in the forward, or of gradients with two passes."""
+    rounded = TYPICAL * (RUNS * passes * roundings()) ** 0.5 * UNIT_ROUNDOFF[dtype]
     return float(rounded + TERMS**0.5 * UNIT_ROUNDOFF["float32"])
 
 
