@@ -24,6 +24,9 @@ EXPERTS = "moe_tp_experts"
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 """Names of what every token passes beside experts; some plans leave them out."""
 
+VOCABULARY = "embedding_rowwise"
+"""The style of an embedding of which a rank has some rows; one before the layers stays whole."""
+
 LOCAL = "local_params"
 """The style of a module that uses parameters of its own, such as sinks; these have a style too."""
 
@@ -84,6 +87,8 @@ def plan_of(config: Any) -> Mapping[str, str]:
     found = {}
     for layer, style in plan.items():
         path, _, name = layer.rpartition(".")
+        if style == VOCABULARY and "*" not in layer:
+            continue
         if path in mixtures and style in _OF_EXPERTS:
             continue
         what = NOT_WRITTEN.get(style)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoConfig
 
 from anygauge.interface import RunFileError, UnsupportedError
 from anygauge.strategies.degrees import Degrees, check_model, share
+from anygauge.strategies.tensor_plans import plan_of
 from tests.strategies.matrix import ALL, SGD, WITHOUT_SP, Matrix
 from tests.strategies.parity_rank import Case
 from tests.strategies.test_matrix import is_the_references, sends_what_it_says
@@ -141,6 +143,7 @@ if int(version("transformers").split(".")[0]) < 5:
         ({"model_type": "phi3"}, "outputs every rank needs whole"),
         *FUSED_EXPERTS,
         ({"model_type": "gpt2"}, "describes how to divide the layers of gpt2 models"),
+        ({"model_type": "doge"}, "doge models have layers"),
         (
             {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3},
             "3 key-value",
@@ -159,6 +162,20 @@ def test_what_cannot_be_divided_is_refused(fields: dict[str, Any], said: str) ->
 
 def test_degree_one_asks_nothing_of_a_model() -> None:
     check_model(Degrees(), AutoConfig.for_model("gpt2"))
+
+
+def test_an_embedding_before_the_layers_stays_whole_and_one_within_them_is_refused() -> None:
+    def plan(layer: str) -> Any:
+        config = SimpleNamespace(
+            model_type="made-up",
+            base_model_tp_plan={layer: "embedding_rowwise", "h.*.up": "colwise"},
+        )
+        config.get_text_config = lambda: config
+        return plan_of(config)
+
+    assert plan("wte") == {"h.*.up": "colwise"}
+    with pytest.raises(UnsupportedError, match=r"h\.\*\.down_embed, .* as embedding_rowwise"):
+        plan("h.*.down_embed")
 
 
 def test_ranks_of_a_group_read_the_same_rows() -> None:

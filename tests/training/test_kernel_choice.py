@@ -26,10 +26,11 @@ from anygauge_kernels import why_no_compiler
 from tests.helpers.runs import TINY
 
 LLAMA = {"model_type": "llama"}
-GPTJ = {"model_type": "gptj"}
+OWN_ATTENTION = {"model_type": "bloom"}
+"""An architecture that computes attention itself, in all allowed releases of transformers."""
 SMALL: dict[str, dict[str, Any]] = {
     "llama": TINY,
-    "gptj": {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 4},
 }
 
 
@@ -108,15 +109,15 @@ def attention_of(run: RunFile, config: dict[str, Any], backend: Any = None) -> A
 def test_auto_is_the_backend_s_or_what_the_architecture_has() -> None:
     choice = attention_of(run_file(), LLAMA)
     assert choice.name == "sdpa" and "fused operation" in choice.describe()
-    choice = attention_of(run_file(), GPTJ)
+    choice = attention_of(run_file(), OWN_ATTENTION)
     assert (choice.name, choice.why) == ("eager", "this architecture has no sdpa")
 
 
 def test_an_architecture_that_no_kernel_reaches_is_refused_with_the_way_out() -> None:
     run = run_file(kernels={"attention": "softmax"})
     with pytest.raises(UnsupportedError) as refused:
-        attention_of(run, GPTJ)
-    for part in ("GPTJForCausalLM computes attention itself", "Leave it out: the model's own"):
+        attention_of(run, OWN_ATTENTION)
+    for part in ("BloomForCausalLM computes attention itself", "Leave it out: the model's own"):
         assert part in str(refused.value)
 
 
@@ -141,7 +142,7 @@ def test_packed_rows_may_prefer_another_kernel() -> None:
     assert attention_of(run_file(), LLAMA, Blocks()).name == "sdpa"
     assert attention_of(run_file(data=data), LLAMA, Blocks()).name == "anygauge_softmax"
     # Preferred, not asked for: it gives way.
-    choice = attention_of(run_file(data=data), GPTJ, Blocks())
+    choice = attention_of(run_file(data=data), OWN_ATTENTION, Blocks())
     assert choice.name == "eager"
 
 
