@@ -62,4 +62,5 @@ def _keep_data_of_a_device():
 def enable_weight_sharing():
     _keep_data_of_a_device()
     theirs = habana_standin.of_the_bridge(__name__)
+    habana_standin.record("weight_sharing", "model" if theirs is None else "bridge")
     return _model() if theirs is None else theirs.enable_weight_sharing()
