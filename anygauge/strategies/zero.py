@@ -44,6 +44,7 @@ from anygauge.strategies.zero_footprint import zero_footprint
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge.strategies.zero_runtime import (
+    destroy,
     gather_by_block,
     gathered_by_peft,
     gradients_finite,
@@ -173,7 +174,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Take hooks off and free DeepSpeed's buffers."""
         self._undo_release()
-        self._engine.destroy()
+        destroy(self._engine)
         if self._swapped is not None:
             self._swapped.cleanup()
 

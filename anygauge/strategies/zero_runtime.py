@@ -78,6 +78,18 @@ def refuse_unserved_type(compute: str) -> None:
         )
 
 
+def destroy(engine: Any) -> None:
+    """Take an engine's hooks off and free its buffers.
+
+    In 0.16.1, ZeRO-3 ends with a ``del`` of a buffer that it made for contiguous gradients alone
+    (stage3.py, ``destroy``); later versions look first.
+    """
+    optimizer = engine.optimizer
+    if type(optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3":
+        vars(optimizer).setdefault("_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer", None)
+    engine.destroy()
+
+
 def _version() -> Version:
     return Version(metadata.version(ENGINE))
 

@@ -189,21 +189,21 @@ def test_forward_and_backward_apart(lazy: Trained, folder: Path) -> None:
 @pytest.mark.parametrize("source", ["model", "bridge"])
 def test_the_librarys_class_of_parameters_changes_no_loss(folder: Path, source: str) -> None:
     """Its module hooks and its weight sharing, on by default in lazy mode; once as the stand-in
-    models the class, once by the bridge's own file."""
+    models them, once by the bridge's own files, which replace more of torch."""
     checkout = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
     if source == "bridge" and not checkout:
         pytest.skip("ANYGAUGE_GAUDI_SOURCE names no checkout of gaudi-pytorch-bridge")
+    neither = {"ANYGAUGE_GAUDI_SOURCE": "", "PT_HPU_WEIGHT_SHARING": "0"}
     given = {"ANYGAUGE_GAUDI_SOURCE": checkout or "" if source == "bridge" else ""}
     without, shared = (
-        trained(
-            folder,
-            f"sharing-{source}-{on}",
-            attention="softmax",
-            variables={**given, "PT_HPU_WEIGHT_SHARING": on},
-        ).run.steps("loss")
-        for on in ("0", "1")
+        trained(folder, f"sharing-{source}-{name}", attention="softmax", variables=variables)
+        for name, variables in (("off", neither), ("on", {**given, "PT_HPU_WEIGHT_SHARING": "1"}))
     )
-    assert [f"{loss:.4f}" for loss in shared] == [f"{loss:.4f}" for loss in without]
+    printed = [[f"{loss:.4f}" for loss in each.run.steps("loss")] for each in (without, shared)]
+    assert printed[0] == printed[1] and len(printed[0]) == STEPS
+    loaded = {tuple(c) for each in shared.calls for c in each if c[0].startswith(("over", "weig"))}
+    assert loaded == {("overwrites", source), ("weight_sharing", source)}
+    assert without.count("weight_sharing") == [0] * RANKS
 
 
 LIMIT = 10

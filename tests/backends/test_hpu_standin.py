@@ -2,17 +2,73 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.gaudi import STANDIN
+from tests.helpers.gaudi import STANDIN, calls, standin_environment, standin_site
 from tests.standins.signatures import differences
 
 SOURCE = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
 """A checkout of HabanaAI/gaudi-pytorch-bridge of release 1.19."""
+
+needs_cards = pytest.mark.skipif(
+    importlib.util.find_spec("anygauge_sim") is None,
+    reason="the stand-in's tensors live on simulated cards (make plugins)",
+)
+
+OPTIMIZERS = """
+import json, torch
+import habana_frameworks.torch.hpu as hpu
+import habana_standin
+from torch.utils import _foreach_utils as lists
+from anygauge.config.sections import OptimizerSection
+from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
+from anygauge_hpu.backend import HpuBackend
+
+hpu.init()
+found = {
+    "fused": "hpu" in lists._get_fused_kernels_supported_devices(),
+    "several": "hpu" in lists._get_foreach_kernels_supported_devices(),
+}
+
+def left_to_the_host(make):
+    before = habana_standin.census().fallbacks.copy()
+    weight = torch.nn.Parameter(torch.ones(4, 4, device="hpu"))
+    weight.grad = torch.ones_like(weight)
+    optimizer = make(weight)
+    optimizer.step()
+    return dict(habana_standin.census().fallbacks - before), float(weight.detach()[0, 0])
+
+fused = bool(HpuBackend({}).support(FUSED_ADAMW))
+found["trial"], _ = left_to_the_host(lambda w: torch.optim.AdamW([w], lr=0.5, fused=True))
+section = OptimizerSection(lr=0.5)
+found["ours"], found["weight"] = left_to_the_host(
+    lambda w: optimizer_factory(section, fused=fused)([("weight", w)])
+)
+print(json.dumps(found))
+"""
+
+OVERWRITTEN = """
+import torch
+import habana_frameworks.torch.core
+from habana_frameworks.torch.utils.internal import is_lazy
+
+changed = [torch.manual_seed, torch.distributed.new_group, torch.distributed.init_process_group]
+if is_lazy():
+    changed += [torch.nn.Module.add_module, torch.nn.Module.__setattr__]
+theirs = [torch.seed, torch.random.fork_rng, torch.Tensor.record_stream]
+for functions in (changed, theirs):
+    codes = [getattr(f, "__code__", None) for f in functions]
+    print([getattr(code, "co_filename", "") for code in codes])
+"""
 
 CHANGES = {
     "an argument more": (
@@ -40,10 +96,10 @@ CHANGES = {
         "habana_frameworks.torch.hpu.memory.empty_cache: there is no such function",
     ),
     "a wrapper of torch": (
-        "torch/core/__init__.py",
+        "torch/core/torch_overwrites.py",
         "backend=None, pg_options=None)",
         "backend=None, pg_options=None, group_desc=None)",
-        "habana_frameworks.torch.core.wrap_new_group:",
+        "habana_frameworks.torch.core.torch_overwrites.wrap_new_group:",
     ),
 }
 
@@ -69,3 +125,44 @@ def test_a_difference_is_found(source: Path, tmp_path: Path, case: str) -> None:
     file.write_text(text.replace(before, after), encoding="utf-8")
     found = differences(tmp_path / "changed", source)
     assert [line for line in found if said in line], found
+
+
+def printed(script: str, folder: Path, **variables: str) -> list[str]:
+    """The lines that a process with the stand-in prints; its calls are in ``folder/record.0``."""
+    environment = {
+        **os.environ,
+        **standin_environment(standin_site(folder), folder / "record"),
+        **{"PT_HPU_LAZY_MODE": "1", **variables},
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@needs_cards
+def test_a_trial_of_the_fused_optimizer_cannot_fail_and_none_is_made(tmp_path: Path) -> None:
+    """torch lists the device and the host computes what it has no kernel for: only the backend's
+    word tells that the update would leave the card."""
+    found: dict[str, Any] = json.loads(printed(OPTIMIZERS, tmp_path)[-1])
+    assert found["fused"] and not found["several"]
+    assert found["trial"] == {"_fused_adamw_": 1}
+    assert found["ours"] == {}
+    assert found["weight"] == pytest.approx(0.5)
+
+
+@needs_cards
+@pytest.mark.parametrize("mode", ["1", "0"])
+@pytest.mark.parametrize("by", ["model", "bridge"])
+def test_functions_of_torch_are_replaced(tmp_path: Path, by: str, mode: str) -> None:
+    if by == "bridge" and not SOURCE:
+        pytest.skip("ANYGAUGE_GAUDI_SOURCE names no checkout of gaudi-pytorch-bridge")
+    given = {"ANYGAUGE_GAUDI_SOURCE": SOURCE or "" if by == "bridge" else ""}
+    lines = printed(OVERWRITTEN, tmp_path, PT_HPU_LAZY_MODE=mode, **given)
+    changed, theirs = map(json.loads, (line.replace("'", '"') for line in lines[-2:]))
+    end = "habana_frameworks/torch/core/torch_overwrites.py"
+    place = Path(SOURCE or "", "python_packages") if by == "bridge" else tmp_path
+    assert all(name.startswith(str(place)) and name.endswith(end) for name in changed)
+    assert all(name.startswith(str(place)) == (by == "bridge") for name in theirs)
+    assert ["overwrites", by] in calls(tmp_path / "record", 0)

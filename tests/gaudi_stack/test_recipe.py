@@ -5,8 +5,6 @@ Every difference is a row of docs/gaudi.md, with its reason; a row without a dif
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,14 +15,10 @@ from typing import Any
 
 import pytest
 
-import anygauge_hpu
 from anygauge.agent.rank import rank_numbers
 from anygauge.cli.env import rank_environments
 from anygauge.cli.intent import Intent, read_intent
 from anygauge.cli.preflight import preflight
-from anygauge.config.load import load_run_file
-from anygauge.strategies.zero_options import ZeroOptions
-from anygauge_hpu.backend import HpuBackend
 from tests.gaudi_stack import needs_optimum_habana
 from tests.helpers.gaudi import standin_environment, standin_site
 from tests.helpers.runs import FIXTURES, anygauge
@@ -176,85 +170,6 @@ def test_eight_processes_see_the_same_variables(intent: Intent, tmp_path: Path) 
             for name, pair in rows.items()
         }
         assert_documented(differences(ours, other), expected)
-
-
-COMMAND = {
-    "attn_implementation": "gaudi_fused_sdpa",
-    "fp8": True,
-    "dataset_concatenation": True,
-    "per_device_eval_batch_size": 1,
-    "use_zero3_leaf_promotion": False,
-}
-"""Of its README's command for 8 cards, and a default of its arguments."""
-
-
-def test_a_step_does_what_the_table_says() -> None:
-    run = load_run_file(RECIPE).run
-    backend = HpuBackend(run.backend_options)
-    kernels = (Path(anygauge_hpu.__file__).with_name("kernels.py")).read_text(encoding="utf-8")
-    updates = (Path(anygauge_hpu.__file__).with_name("updates.py")).read_text(encoding="utf-8")
-    assert backend.kernels["rope"] == backend.kernels["rms_norm"] == "gaudi_fused"
-    assert backend.kernels["adamw"] == "gaudi_fused"
-    assert isinstance(run.strategy, ZeroOptions)
-    ours = {
-        "attention": run.backend_options["attention"],
-        "rope": imported(kernels, "habana_frameworks.torch.hpex.kernels", "Rotary"),
-        "norm": imported(kernels, "habana_frameworks.torch.hpex.normalization", "FusedRMS"),
-        "optimizer kernel": imported(updates, "habana_frameworks.torch.hpex.optimizers", "Fused"),
-        "recomputation": "reentrant" if run.strategy.reentrant else "non-reentrant",
-        "gathered unit": run.strategy.gather,
-        "mark before the first layer": any(
-            "mark_step" in path.read_text(encoding="utf-8")
-            for path in (ROOT / "anygauge/models").glob("*.py")
-        ),
-        "FP8 products": any("fp8" in name for name in type(run.precision).model_fields),
-        "packed rows": "isolated" if run.data.packing else "padded",
-        "evaluation batch": run.train.micro_batch_size,
-    }
-    package = importlib.util.find_spec("optimum.habana")
-    assert package is not None and package.origin is not None
-    folder = Path(package.origin).parent / "transformers"
-
-    def text(name: str) -> str:
-        return (folder / name).read_text(encoding="utf-8")
-
-    trainer, llama = text("trainer.py"), text("models/llama/modeling_llama.py")
-    assert "torch.utils.checkpoint.checkpoint = hpu_deepspeed_checkpointing" in trainer
-    assert "use_zero3_leaf_promotion: Optional[bool] = field(\n        default=False" in text(
-        "training_args.py"
-    )
-    # Of the model's forward, up to the loop over its layers.
-    before_layers = llama.partition("in enumerate(self.layers")[0].rpartition("def forward(")[2]
-    assert before_layers
-    reentrant = "if use_reentrant is None:\n                        use_reentrant = True" in trainer
-    other = {
-        "attention": COMMAND["attn_implementation"],
-        "rope": imported(
-            text("models/modeling_all_models.py"), "habana_frameworks.torch.hpex.kernels", "Rotary"
-        ),
-        "norm": "FusedRMSNorm" if '"habana_frameworks.torch.hpex.normalization"' in llama else "",
-        "optimizer kernel": imported(trainer, "habana_frameworks.torch.hpex.optimizers", "Fused"),
-        "recomputation": "reentrant" if reentrant else "non-reentrant",
-        "gathered unit": "layer" if COMMAND["use_zero3_leaf_promotion"] else "module",
-        "mark before the first layer": "htcore.mark_step()" in before_layers,
-        "FP8 products": COMMAND["fp8"],
-        "packed rows": "concatenated" if COMMAND["dataset_concatenation"] else "padded",
-        "evaluation batch": COMMAND["per_device_eval_batch_size"],
-    }
-    found = {name: (told(ours[name]), told(other[name])) for name in ours}
-    assert found == documented("What a step does")
-
-
-def imported(source: str, module: str, begins: str) -> str:
-    """The name that a source imports from a module of Gaudi's library."""
-    (name,) = {
-        alias.name
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and node.module == module
-        for alias in node.names
-        if alias.name.startswith(begins)
-    }
-    return name
 
 
 def test_the_dry_run_prints_what_was_compared(overrides: list[str], intent: Intent) -> None:

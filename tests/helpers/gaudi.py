@@ -71,3 +71,42 @@ def library_adamw() -> Callable[..., Any]:
         from anygauge_hpu.updates import fused_adamw
 
         return fused_adamw()
+
+
+def intels_deepspeed(folder: Path, checkout: Path, release: str) -> Path:
+    """A folder for ``PYTHONPATH`` that holds a checkout of Intel's DeepSpeed as if installed.
+
+    Everything is Python but its operators, which are compiled when they are first asked for. The
+    checkout is only read: what its ``setup.py`` would write into it, its version and that no
+    operator was built ahead, is written into the copy.
+
+    Args:
+        release: the release of Gaudi's software that the build is for, such as ``1.21.0``.
+    """
+    site = folder / f"intels-deepspeed-{release}"
+    # Links to folders beside it, such as the accelerators', become folders.
+    shutil.copytree(
+        checkout / "deepspeed",
+        site / "deepspeed",
+        ignore=shutil.ignore_patterns("__pycache__", "csrc"),
+    )
+    number = (checkout / "version.txt").read_text(encoding="utf-8").strip()
+    version = f"{number}+hpu.synapse.v{release}"
+    torch_info = dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0")
+    written = {
+        "version": version,
+        "git_hash": "unknown",
+        "git_branch": "unknown",
+        "installed_ops": {},
+        "accelerator_name": "hpu",
+        "torch_info": {**torch_info, "bf16_support": False},
+    }
+    (site / "deepspeed/git_version_info_installed.py").write_text(
+        "".join(f"{name} = {value!r}\n" for name, value in written.items()), encoding="utf-8"
+    )
+    info = site / f"deepspeed-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n", encoding="utf-8"
+    )
+    return site

@@ -21,6 +21,8 @@ OWN = frozenset(
         "habana_frameworks.torch.utils.experimental:synDeviceType.synDeviceGaudi",
         "habana_frameworks.torch.utils.experimental:synDeviceType.synDeviceGaudi2",
         "habana_frameworks.torch.utils.experimental:synDeviceType.synDeviceGaudi3",
+        "habana_frameworks.torch.utils._debug_eager_C:join_pending_pipeline_threads",
+        "habana_frameworks.torch.dynamo.compile_backend._recipe_compiler_C:reset_seeds",
         # The original keeps these classes in a module that the stand-in does not need.
         "habana_frameworks.torch.hpu.metrics:GraphCompilationMetric",
         "habana_frameworks.torch.hpu.metrics:CpuFallbackMetric",

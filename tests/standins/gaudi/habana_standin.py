@@ -9,6 +9,8 @@ written to the file that `HABANA_STANDIN_RECORD` names, one JSON list a line, in
 from __future__ import annotations
 
 import atexit
+import importlib
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -62,6 +64,19 @@ def pretend_fork(torch: Any) -> None:
         )
 
 
+def of_the_bridge(name: str) -> Any:
+    """A module of the original by its own file, from the checkout of gaudi-pytorch-bridge that
+    `ANYGAUGE_GAUDI_SOURCE` names; None without one."""
+    checkout = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
+    if not checkout:
+        return None
+    file = Path(checkout, "python_packages", *name.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(f"{name}_of_the_bridge", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def cards() -> Any:
     """The simulated cards, known to torch as "hpu"; the module of `anygauge_sim`'s C++.
 
@@ -76,10 +91,24 @@ def cards() -> Any:
         # Its own device module is registered under the name and then replaced by the stand-in's.
         device.load("hpu")
         del torch.hpu
+        _list_as_the_card()
         _loaded = True
     from anygauge_sim import _C
 
     return _C
+
+
+def _list_as_the_card() -> None:
+    """Let torch list the card where it lists Gaudi's: "hpu" is among the devices with fused
+    optimizers by its name, since torch 2.8, and not among those with multi-tensor functions, where
+    torch puts the key that the simulated cards have."""
+    from torch.utils import _foreach_utils
+
+    name = "_get_foreach_kernels_supported_devices"
+    devices = [each for each in getattr(_foreach_utils, name)() if each != "hpu"]
+    # Those that use it have a name of their own for it.
+    for module in ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.optim.swa_utils"):
+        setattr(importlib.import_module(module), name, lambda: list(devices))
 
 
 def census() -> Any:

@@ -5,13 +5,8 @@ model has what a training run meets: another class of parameters, whose attribut
 all pass through Python.
 """
 
-import importlib.util
-import os
-from pathlib import Path
-
+import habana_standin
 import torch
-
-_FILE = "python_packages/habana_frameworks/torch/core/weight_sharing.py"
 
 
 class HabanaParameterWrapper(torch.nn.Parameter):
@@ -58,19 +53,14 @@ def _keep_data_of_a_device():
     # bridge's file says: a module that moves gets new parameters. The simulated cards would let it.
     compatible = torch._has_compatible_shallow_copy_type
 
-    def of_one_device(input, from_):  # the names that torch expects of it
+    def _of_one_device(input, from_):  # the names that torch expects of it
         return input.device.type == from_.device.type and compatible(input, from_)
 
-    torch._has_compatible_shallow_copy_type = of_one_device
+    torch._has_compatible_shallow_copy_type = _of_one_device
 
 
 def enable_weight_sharing():
     _keep_data_of_a_device()
-    checkout = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
-    if not checkout:
-        return _model()
-    name = "habana_frameworks.torch.core.weight_sharing_of_the_bridge"
-    spec = importlib.util.spec_from_file_location(name, Path(checkout) / _FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.enable_weight_sharing()
+    theirs = habana_standin.of_the_bridge(__name__)
+    habana_standin.record("weight_sharing", "model" if theirs is None else "bridge")
+    return _model() if theirs is None else theirs.enable_weight_sharing()

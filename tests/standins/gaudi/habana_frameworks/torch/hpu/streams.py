@@ -1,7 +1,9 @@
 """Streams of the card."""
 
 import habana_standin
+import torch
 
+_record_stream = torch.Tensor.record_stream
 _functions = habana_standin.cards() and habana_standin.card_functions()
 
 _Base = _functions["Stream"]
@@ -31,3 +33,7 @@ def default_stream(device=None):
 
 def set_stream(stream):
     return _functions["set_stream"](stream)
+
+
+def record_stream(self, stream):
+    return _record_stream(self, stream)

@@ -1,0 +1,5 @@
+"""Made by the original's C++."""
+
+
+def join_pending_pipeline_threads():
+    pass
