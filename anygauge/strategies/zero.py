@@ -50,6 +50,7 @@ from anygauge.strategies.zero_runtime import (
     import_deepspeed,
     one_partition_group,
     refuse_unserved_type,
+    release_gathered,
     share_buffers,
     synchronise_before_release,
 )
@@ -140,7 +141,10 @@ class ZeroEngine:
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
-        return summed_losses(self._engine, self._backend, batches, loss_function)
+        sums = summed_losses(self._engine, self._backend, batches, loss_function)
+        if self._stage == 3:
+            release_gathered(self.model)
+        return sums
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""

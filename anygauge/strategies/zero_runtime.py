@@ -222,6 +222,21 @@ def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], 
     return undo
 
 
+def release_gathered(model: nn.Module) -> None:
+    """Free what a forward pass without a backward has left gathered.
+
+    After each layer DeepSpeed keeps what its trace of a training step says is needed soon: of the
+    last layers, the weights for their recomputation. An evaluation ends there. The next step would
+    find them gathered and gather the others in other pieces than every other step does, which a
+    device that compiles graphs would compile anew.
+    """
+    for parameter in model.parameters():
+        state: Any = parameter
+        # What a prefetch has under way, DeepSpeed frees when the next pass begins.
+        if state.ds_status.name == "AVAILABLE" and not state.ds_persist:
+            state.partition()
+
+
 def gradients_finite(optimizer: Any) -> bool:
     """Whether all ranks' gradients are, for versions that look at it in float16 alone; waits.
 
