@@ -48,9 +48,9 @@ from anygauge.strategies.zero_runtime import (
     gathered_by_peft,
     gradients_finite,
     import_deepspeed,
+    leave_as_a_step_does,
     one_partition_group,
     refuse_unserved_type,
-    release_gathered,
     share_buffers,
     synchronise_before_release,
 )
@@ -143,7 +143,7 @@ class ZeroEngine:
         """See `Engine.evaluate`."""
         sums = summed_losses(self._engine, self._backend, batches, loss_function)
         if self._stage == 3:
-            release_gathered(self.model)
+            leave_as_a_step_does(self.model)
         return sums
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
