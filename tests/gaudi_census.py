@@ -31,7 +31,9 @@ from tests.helpers.tokenizer import make_tokenizer
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "examples/llama2-70b-lora-gaudi2.yaml"
 STEPS = 4
-"""Of each run; the last has too few rows for all ranks."""
+MORE_STEPS = 8
+"""Of each run, and of one whose steps have several widths; the last has too few rows for all
+ranks."""
 
 LLAMA_70B = {
     "model_type": "llama",
@@ -82,6 +84,7 @@ class Part:
     """A step or an evaluation of one rank."""
 
     name: str
+    widths: set[int] = field(default_factory=set)
     new: int = 0
     reused: int = 0
     copies: Counter[str] = field(default_factory=Counter)
@@ -92,7 +95,9 @@ class Part:
     def add(self, call: Sequence[Any]) -> None:
         """Count one line of the stand-in's record."""
         kind = call[0]
-        if kind == "graph":
+        if kind == "rows":
+            self.widths.add(call[2])
+        elif kind == "graph":
             self.new += call[2] == "new"
             self.reused += call[2] == "reused"
         elif kind == "host_copy":
@@ -109,12 +114,13 @@ class Part:
         """As a row of the table."""
         return [
             self.name,
+            ", ".join(map(str, sorted(self.widths))),
             *map(str, (self.new, self.reused, self.copies["anygauge"])),
             *map(str, (self.copies["deepspeed"], self.fallbacks, self.unproven)),
         ]
 
 
-HEAD = ("part", "new", "reused", "copies: ours", "DeepSpeed's", "fallbacks", "unproven")
+HEAD = ("part", "width", "new", "reused", "copies: ours", "DeepSpeed's", "fallbacks", "unproven")
 
 
 def parts(record: Sequence[Sequence[Any]]) -> list[Part]:
@@ -178,9 +184,10 @@ def run_file(folder: Path, name: str, mode: str, *, layers: int, devices: int) -
     ranks = 1 if fields.get("strategy", {}).get("name") == "single" else devices
     micro = fields["train"]["micro_batch_size"]
     # The last step has a row for the first rank alone; of long rows two fill a sequence.
-    sequences = (STEPS - 1) * ranks * micro + 1
+    packed = fields["data"].get("packing")
+    sequences = ((STEPS if packed else MORE_STEPS) - 1) * ranks * micro + 1
     held_out = 3
-    if fields["data"].get("packing"):
+    if packed:
         texts = rows(folder, 2 * (sequences + held_out), 750, 950)
         held_out *= 2
     else:

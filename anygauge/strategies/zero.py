@@ -49,6 +49,7 @@ from anygauge.strategies.zero_runtime import (
     gathered_by_peft,
     gradients_finite,
     import_deepspeed,
+    leave_as_a_step_does,
     one_partition_group,
     refuse_unserved_type,
     share_buffers,
@@ -141,7 +142,10 @@ class ZeroEngine:
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
-        return summed_losses(self._engine, self._backend, batches, loss_function)
+        sums = summed_losses(self._engine, self._backend, batches, loss_function)
+        if self._stage == 3:
+            leave_as_a_step_does(self.model)
+        return sums
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""

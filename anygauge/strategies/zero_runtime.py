@@ -234,6 +234,25 @@ def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], 
     return undo
 
 
+def leave_as_a_step_does(model: nn.Module) -> None:
+    """After an evaluation, gather and free weights so that the next step finds what any step does.
+
+    DeepSpeed keeps after each layer what its trace of a training step says is needed soon: of the
+    last layers, the weights for their recomputation. An evaluation ends there. And where it
+    records a trace of its own, as Intel's releases do, it frees the small weights that stay
+    gathered in training. The next step would gather other pieces than every other step does, which
+    a device that compiles graphs would compile anew.
+    """
+    parameters: list[Any] = list(model.parameters())
+    for each in parameters:
+        # What a prefetch has under way, DeepSpeed frees when the next pass begins.
+        if each.ds_status.name == "AVAILABLE" and not each.ds_persist:
+            each.partition()
+    freed = [p for p in parameters if p.ds_persist and p.ds_status.name == "NOT_AVAILABLE"]
+    if freed:
+        freed[0].all_gather(freed)
+
+
 def gradients_finite(optimizer: Any) -> bool:
     """Whether all ranks' gradients are, for versions that look at it in float16 alone; waits.
 

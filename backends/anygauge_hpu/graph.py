@@ -50,9 +50,12 @@ class HpuGraph(Graph):
         )
 
     def mark_step(self, phase: Phase) -> None:
-        """Cut the graph after backward and update, and after forward if that was asked for.
+        """Cut the graph at each place that a phase names, after forward only if that was asked for.
 
-        Called in lazy mode alone: in the others it would do nothing but warn.
+        Engines call it after forward, backward and update (also forward in an evaluation),
+        recomputation before a layer computes its activations again, and the loss before and after
+        each of its chunks. Cuts in lazy mode alone: in the others, the library's function does
+        nothing but warn.
         """
         if self._mode is not Mode.LAZY or (phase is Phase.FORWARD and not self._between):
             return

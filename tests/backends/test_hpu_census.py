@@ -171,8 +171,10 @@ def test_parts_of_a_record() -> None:
     phase = {name: ["phase", name] for name in ("forward", "backward", "update")}
     step = [graph, phase["forward"], graph, phase["backward"], graph, phase["update"]]
     evaluation = [graph, phase["forward"], graph, phase["forward"], copy, ["evaluation", "ends"]]
-    found = parts([*step, *step, *evaluation, *step, copy])
+    rows: list[Any] = ["rows", 4, 96]
+    found = parts([rows, rows, *step, ["rows", 4, 64], *step, *evaluation, rows, *step, copy])
     assert [part.name for part in found] == ["step 1", "step 2", "evaluation 1", "step 3", "end"]
+    assert [part.widths for part in found] == [{96}, {64}, set(), {96}, set()]
     assert [part.new for part in found] == [3, 3, 2, 3, 0]
     assert [part.copies["anygauge"] for part in found] == [0, 0, 1, 0, 1]
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from anygauge.config.schema import AdapterSection, ModelSection
 from anygauge.config.sections import OptimizerSection
-from anygauge.interface.strategy import BuildContext, Precision
+from anygauge.interface.strategy import BuildContext, Engine, Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
@@ -59,13 +59,15 @@ FUNCTIONS = (
 
 
 class Counters:
-    """Calls and elements by function, while `on`; a function that calls another counts once."""
+    """Calls and elements by function, and the elements of each gather in the order of calls, while
+    `on`; a function that calls another counts once."""
 
     def __init__(self) -> None:
         self.on = False
         self._depth = 0
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
+        self.gathers: list[int] = []
 
     def install(self) -> None:
         for module in (dist, dist.distributed_c10d):
@@ -83,7 +85,10 @@ class Counters:
                 first = args[0] if args else next(iter(kwargs.values()))
                 tensors = first if isinstance(first, list) else [first]
                 self.calls[known] += 1
-                self.elements[known] += sum(t.numel() for t in tensors)
+                elements = sum(t.numel() for t in tensors)
+                self.elements[known] += elements
+                if known == "all_gather_into_tensor":
+                    self.gathers.append(elements)
             self._depth += 1
             try:
                 return function(*args, **kwargs)
@@ -119,18 +124,28 @@ def main(way: str, output: Path) -> None:
     )
     options = json.loads(os.environ.get("ZERO_OPTIONS", "{}"))
     strategy = Zero(ZeroOptions(options=options))
-    step = (anygauge_step if way == "anygauge" else by_hand_step)(strategy, context)
+    if way == "anygauge":
+        engine = strategy.build(context)
+        step = anygauge_step(engine, context)
+    else:
+        step = by_hand_step(strategy, context)
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(0, CONFIG["vocab_size"], (STEPS, 1, LENGTH), generator=generator)
     losses = []
     for index in range(STEPS):
         counters.on = index == STEPS - 1
         losses.append(step(ids[index]))
-    counters.on = False
+    found: dict[str, Any] = {"calls": dict(counters.calls), "elements": dict(counters.elements)}
+    found["gathers"] = counters.gathers
+    if way == "anygauge":
+        counters.on = False
+        engine.evaluate([batch_of(ids[0])], model_loss)
+        counters.on, counters.gathers = True, []
+        step(ids[0])
+        found["gathers after an evaluation"] = counters.gathers
     skeleton = factory.skeleton()
     result = {
-        "calls": counters.calls,
-        "elements": counters.elements,
+        **found,
         "losses": losses,
         "parameters": sum(p.numel() for p in skeleton.parameters()),
     }
@@ -138,9 +153,7 @@ def main(way: str, output: Path) -> None:
     backend.close()
 
 
-def anygauge_step(strategy: Zero, context: BuildContext) -> Callable[[torch.Tensor], float]:
-    engine = strategy.build(context)
-
+def anygauge_step(engine: Engine, context: BuildContext) -> Callable[[torch.Tensor], float]:
     def step(ids: torch.Tensor) -> float:
         batch = batch_of(ids)
         tokens = context.workload.world_size * (LENGTH - 1)

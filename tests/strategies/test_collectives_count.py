@@ -64,6 +64,12 @@ def test_as_many_elements_as_a_hand_written_loop_in_fewer_calls(
     assert ours["losses"] == pytest.approx(by_hand["losses"], rel=1e-5)
 
 
+def test_a_step_after_an_evaluation_gathers_in_the_same_pieces(ours: dict[str, Any]) -> None:
+    # A device that compiles graphs would compile other pieces anew.
+    assert len(ours["gathers"]) > 4
+    assert ours["gathers after an evaluation"] == ours["gathers"]
+
+
 @pytest.mark.slow
 def test_a_setting_that_peers_ship_gathers_more(ours: dict[str, Any], tmp_path: Path) -> None:
     worse = counted("anygauge", tmp_path, stage3_max_live_parameters=0, stage3_max_reuse_distance=0)

@@ -26,9 +26,9 @@ _region: Any = None
 
 
 def _is_exact(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all are whole numbers, and few."""
+    """Whether all are whole numbers, and few; bytes are flags, which nobody has computed."""
     return bool(tensors) and all(
-        not t.is_floating_point() and t.dtype is not torch.bool and t.numel() <= FEW
+        not t.is_floating_point() and t.dtype not in (torch.bool, torch.uint8) and t.numel() <= FEW
         for t in tensors
     )
 
@@ -53,7 +53,8 @@ def _address() -> int:
 
 
 def _number(dtype: torch.dtype, asked_by: str) -> Any:
-    """Flags that DeepSpeed reads say that something overflowed, others that all is finite."""
+    """Flags that DeepSpeed reads say that something overflowed, others that all is finite. Older
+    releases of it read a byte."""
     if dtype is torch.bool:
         return asked_by != "deepspeed"
     return 0.0 if dtype.is_floating_point else 0
