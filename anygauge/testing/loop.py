@@ -15,7 +15,7 @@ import yaml
 
 from anygauge.config.strategies import section_of
 from anygauge.interface import API_VERSION, HOST_DEVICE, Backend, BackendSpec, Probe, hookimpl
-from anygauge.kernels.choose import choose_kernels
+from anygauge.kernels.choose import ADAMW, choose_kernels
 from anygauge.registry import Registry
 from anygauge.testing.check import COLLECTIVE_TIMEOUT_S
 from anygauge.testing.noise import Bounds
@@ -142,14 +142,18 @@ def prepare(folder: Path) -> None:
 
 
 def _kernels_for_both(backend: Backend, *, adapter: bool) -> dict[str, str]:
-    """What the host must compute with to round as the subject does."""
+    """What the host must compute with to round as the subject does, and by the same formulas."""
     operations = ("linear_cross_entropy", *(["lora_linear"] if adapter else []))
     choices = choose_kernels(Registry.load(), backend, {})
-    return {
+    shared = {
         name: choice.name
         for name, choice in choices.items()
         if name in operations and (choice.provided is None or not choice.provided.spec.device_types)
     }
+    updates = choices.get(ADAMW)
+    if updates is not None and updates.provided and updates.provided.spec.counterpart:
+        shared[ADAMW] = updates.provided.spec.counterpart
+    return shared
 
 
 def _strategy(name: str, backend: Backend, *, host: bool) -> dict[str, Any]:
