@@ -47,10 +47,11 @@ def recorded(run: PreparedRun, step: Callable[[PreparedRun, int], None]) -> Reco
     found = Recorded()
     model = run.engine.model
     masks: list[Tensor] = []
+    usual = run.loop.to_device
 
     def to_device(batch: Any) -> Any:
         masks.append(batch.attention_mask)
-        return run.loop.to_device(batch)
+        return usual(batch)
 
     run = replace(run, loop=replace(run.loop, to_device=cast("Any", to_device)))
     handles = [
