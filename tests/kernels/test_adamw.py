@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from anygauge.registry import Registry
 from anygauge_kernels.adamw import early_epsilon
 
 
-def stepped(make: type[torch.optim.Optimizer], steps: int, **options: float) -> torch.Tensor:
+def stepped(
+    make: Callable[..., torch.optim.Optimizer], steps: int, **options: float
+) -> torch.Tensor:
     parameter = torch.nn.Parameter(torch.linspace(-1, 2, 7).double())
     groups = [{"params": [parameter], "lr": 0.01, "weight_decay": 0.1}]
     optimizer = make(groups, lr=0.01, betas=(0.9, 0.99), **options)
