@@ -279,8 +279,8 @@ class Backend:
     """How far each of `CAPABILITIES` reaches; `open` settles what depends on the device."""
 
     unsupported_engines: Mapping[str, str] = {}
-    """Engines that this device cannot run, such as ``deepspeed``, and why. Those that are not named
-    are taken to run."""
+    """Engines that this device cannot run, such as ``deepspeed`` or ``fsdp2``, and why. Those that
+    are not named are taken to run."""
 
     sums_vary: str = ""
     """Why the same operations on the same values may differ in their last bits from one time to the

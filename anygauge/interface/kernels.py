@@ -28,7 +28,9 @@ that compile each shape anew, a function without arguments that ends a graph: ca
 chunks that are all alike, it lets one graph serve all of them.
 
 ``adamw``: groups have ``params``, ``lr`` and ``weight_decay``, which is decoupled; the state of a
-parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run resumes on any device.
+parameter is ``exp_avg``, ``exp_avg_sq`` and ``step``, from which a run resumes on any device. eps
+is added after the second moment's bias is corrected, as torch does; a kernel that adds it before
+says so with `KernelSpec.counterpart`: ``early_epsilon``.
 ``clip_grad_norm``: in place; the norm is a tensor, of the gradients before; max_norm is above 0.
 """
 

@@ -256,6 +256,9 @@ class KernelSpec:
         plain: of a kernel for some devices: the one of the same operation for all devices that
             holds as much memory, with which a run is planned; "" where it holds no more than the
             operation's default or reference, and of attention no scores.
+        counterpart: of a kernel that computes by another formula than the reference: the one of the
+            same operation for all devices that has its formula, which may be the kernel itself. The
+            conformance kit holds both the kernel and its runs against that.
     """
 
     operation: str
@@ -267,6 +270,7 @@ class KernelSpec:
     missing: Callable[[], str | None] = lambda: None
     uses: tuple[str, ...] = ()
     plain: str = ""
+    counterpart: str = ""
 
 
 RunStatus = Literal["finished", "failed", "stopped"]

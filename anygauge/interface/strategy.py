@@ -585,7 +585,7 @@ class StrategySpec:
         needs_process_group: whether ranks must have joined one before `Strategy.build`; a rank
             that is alone joins one, too.
         needs: what it asks of a device, with reasons; on one rank as well.
-        engine: a name by which `Backend.unsupported_engines` may refuse it; empty: torch alone.
+        engine: a name by which `Backend.unsupported_engines` may refuse it; empty: none may.
         distributions: packages that it needs beside those of anygauge, by the names that pip has;
             their versions are recorded.
         install: the command that installs them; empty: ``pip install`` and their names.

@@ -84,6 +84,7 @@ FSDP = StrategySpec(
     options="anygauge.strategies.fsdp_options:FsdpOptions",
     default=20,
     needs=(Requirement(capability="collectives", because="FSDP gathers weights from all ranks"),),
+    engine="fsdp2",
     share=share,
     takes_clip_kernel=lambda options: IN_PARTS,
     takes_update_kernel=lambda options: FULL if options.offload == "none" else ON_THE_HOST,

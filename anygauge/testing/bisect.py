@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from anygauge.training.setup import PreparedRun
 
 TIMEOUT_S = 300.0
+ALONE_S = 15.0
+"""How long the other ranks may take once one has ended without having searched."""
+POLL_S = 0.1
 NOT_FOUND = "the cause was not found"
 
 
@@ -85,8 +88,11 @@ def cause_of_ranks(
         "exchanged": str(base),
     }
     trouble = _asked(subject, folder, base.name, request, ranks=ranks)
-    if trouble:
-        return trouble
+    # A rank that could not search says why; the others then wait for it in vain.
+    answers = [_read(folder / f"{base.name}.{rank}.json") for rank in range(ranks)]
+    failed = [f"{said} (rank {rank})" for rank, said in enumerate(answers) if _is_none(said)]
+    if failed or trouble:
+        return failed[0] if failed else trouble
     request = {"question": "exchanged", "exchanged": str(base), "ranks": ranks}
     return _answer(subject, folder, f"{base.name}-exchanged", request)
 
@@ -96,7 +102,16 @@ def _answer(subject: Subject, folder: Path, name: str, request: Mapping[str, Any
     trouble = _asked(subject, folder, name, request)
     if trouble:
         return trouble
-    return str(json.loads((folder / f"{name}.0.json").read_text(encoding="utf-8"))["cause"])
+    return _read(folder / f"{name}.0.json")
+
+
+def _read(answer: Path) -> str:
+    """What a process answered; empty where it did not."""
+    return str(json.loads(answer.read_text(encoding="utf-8"))["cause"]) if answer.exists() else ""
+
+
+def _is_none(cause: str) -> bool:
+    return cause.startswith(NOT_FOUND)
 
 
 def _asked(
@@ -124,16 +139,23 @@ def _asked(
             process.stdin.close()
             processes.append(process)
         troubles = []
-        deadline = time.monotonic() + TIMEOUT_S
+        begun = time.monotonic()
+        deadline = begun + TIMEOUT_S
+        while any(process.poll() is None for process in processes):
+            ended = [a for a, p in zip(answers, processes, strict=True) if p.poll() is not None]
+            if any(not answer.exists() or _is_none(_read(answer)) for answer in ended):
+                deadline = min(deadline, time.monotonic() + ALONE_S)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
         for answer, process in zip(answers, processes, strict=True):
-            try:
-                status = process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            status = process.poll()
+            if status is None:
                 process.kill()
                 process.wait()
-                troubles.append(f"{NOT_FOUND} within {TIMEOUT_S:.0f} s")
-                continue
-            if not answer.exists():
+                took = time.monotonic() - begun
+                troubles.append(f"{NOT_FOUND} within {took:.0f} s")
+            elif not answer.exists():
                 said = last_lines(answer.with_suffix(".log"))
                 troubles.append(f"{NOT_FOUND}: the search ended with status {status}: {said}")
     except Exception as error:  # the failure that is explained must be reported all the same
@@ -237,9 +259,12 @@ def _training(request: Mapping[str, Any]) -> str:
         return place
     from anygauge.testing.compare import first_difference, recorded
 
-    mine = recorded(prepared(folder, "compared", backend=backend), one_step)
-    theirs = recorded(prepared(Path(request["wanted"]), "compared"), one_step)
-    return first_difference(mine, theirs, request["dtype"]) or f"{NOT_FOUND}: {seen}"
+    mine = prepared(folder, "compared", backend=backend)
+    theirs = prepared(Path(request["wanted"]), "compared")
+    # The host pads rows as the device does, so that each value has one of the host's beside it.
+    theirs = replace(theirs, loop=replace(theirs.loop, batches=mine.loop.batches))
+    here, there = recorded(mine, one_step), recorded(theirs, one_step)
+    return first_difference(here, there, request["dtype"]) or f"{NOT_FOUND}: {seen}"
 
 
 def first_operation(run: PreparedRun, device_type: str, steps: int) -> tuple[str, str]:

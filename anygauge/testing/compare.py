@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class Recorded:
     """Of the first step, in float64 on the host.
 
     Attributes:
-        outputs: (module, output) in the order of forwards.
+        outputs: (module, output) in the order of forwards; zero where rows are padding.
         gradients: of trained parameters, in the order of backward; summed over micro-batches.
         moved: what the update changed, by parameter.
     """
@@ -45,8 +46,16 @@ def recorded(run: PreparedRun, step: Callable[[PreparedRun, int], None]) -> Reco
     """Train the first step."""
     found = Recorded()
     model = run.engine.model
+    masks: list[Tensor] = []
+    usual = run.loop.to_device
+
+    def to_device(batch: Any) -> Any:
+        masks.append(batch.attention_mask)
+        return usual(batch)
+
+    run = replace(run, loop=replace(run.loop, to_device=cast("Any", to_device)))
     handles = [
-        module.register_forward_hook(_output_into(found.outputs, name))
+        module.register_forward_hook(_output_into(found.outputs, name, masks))
         for name, module in model.named_modules()
     ]
     handles += [
@@ -67,7 +76,12 @@ def first_difference(found: Recorded, wanted: Recorded, dtype: str) -> str:
     """What of the step leaves the host first, in words; empty if nothing does."""
     u = torch.finfo(getattr(torch, dtype)).eps / 2
     allowed = SURELY * roundings() ** 0.5 * u
-    for (name, here), (_, there) in zip(found.outputs, wanted.outputs, strict=False):
+    for name, here, there in _pairs(found.outputs, wanted.outputs):
+        if here.shape != there.shape:
+            return (
+                f"the device leaves the host first in the output of {_short(name) or 'the model'}, "
+                f"step 1: its shape is {tuple(here.shape)}, on the host {tuple(there.shape)}"
+            )
         if distance(here, there) > allowed:
             return (
                 f"the device leaves the host first in the output of {_short(name) or 'the model'}, "
@@ -75,6 +89,8 @@ def first_difference(found: Recorded, wanted: Recorded, dtype: str) -> str:
                 f"{allowed:.1e}"
             )
     for name, here in found.gradients.items():
+        if name not in wanted.gradients:
+            return f"on the host {_short(name)} has no gradient, step 1"
         if distance(here, wanted.gradients[name]) > allowed:
             return (
                 f"the device leaves the host first in the gradient of {_short(name)}, step 1: "
@@ -87,6 +103,18 @@ def first_difference(found: Recorded, wanted: Recorded, dtype: str) -> str:
         if float((here - there).abs().mean()) > max(UPDATED_OTHERWISE, allowed) * way:
             return f"the device leaves the host first in the update of {_short(name)}, step 1"
     return ""
+
+
+def _pairs(
+    found: Sequence[tuple[str, Tensor]], wanted: Sequence[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Outputs of the same call of a module: a kernel may have made calls of others needless."""
+    there: dict[str, deque[Tensor]] = defaultdict(deque)
+    for name, output in wanted:
+        there[name].append(output)
+    for name, output in found:
+        if there[name]:
+            yield name, output, there[name].popleft()
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -107,11 +135,24 @@ def _wide(value: Tensor) -> Tensor:
     return value.detach().to(HOST_DEVICE).double()
 
 
-def _output_into(outputs: list[tuple[str, Tensor]], name: str) -> Callable[..., None]:
+def without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
+    """An output whose padding is zero: what is computed there is used by nothing, and may differ.
+
+    Args:
+        mask: (B, T), 0 for padding; of outputs (B, T, ...).
+    """
+    if mask is None or output.shape[:2] != mask.shape:
+        return output
+    return output.masked_fill((mask == 0).reshape(*mask.shape, *[1] * (output.dim() - 2)), 0.0)
+
+
+def _output_into(
+    outputs: list[tuple[str, Tensor]], name: str, masks: Sequence[Tensor]
+) -> Callable[..., None]:
     def hook(module: Any, inputs: Any, output: Any) -> None:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                outputs.append((name, _wide(leaf)))
+                outputs.append((name, without_padding(_wide(leaf), masks[-1] if masks else None)))
                 return
 
     return hook

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from anygauge.interface import Support
+from anygauge.interface import StrategySpec, Support
 from anygauge.registry import Registry
 from anygauge.testing import basic as _basic  # noqa: F401  (for its checks, as the next ones)
 from anygauge.testing import device as _device  # noqa: F401
@@ -30,7 +30,14 @@ from anygauge.testing import ranks as _ranks  # noqa: F401
 from anygauge.testing.check import CHECKS, CHOSEN, DECLARED, NOT_ASKED, ConformanceCheck, verdict
 from anygauge.testing.loop import RunFailed, prepare, run_when_overruled
 from anygauge.testing.process import PartAnswers, Subject, ask
-from anygauge.testing.trials import Trials, default, every, others, ranks_of
+from anygauge.testing.trials import (
+    Trials,
+    default,
+    every,
+    others,
+    ranks_of,
+    refused_engines,
+)
 
 BEST_FIRST = ("passed", "skipped", "declared", "failed")
 
@@ -206,7 +213,7 @@ class BackendContract:
             most = min(ranks, devices, max(self.rank_counts))
             tried = max(count for count in (1, 2, 4) if count <= most)  # they divide the batch
             if tried not in refusals:
-                refusals[tried] = self._wrong_refusal(subject, runs, tried)
+                refusals[tried] = self._wrong_refusal(subject, runs, default(), tried)
             if refusals[tried]:
                 pytest.fail(refusals[tried], pytrace=False)
             pytest.skip(f"{DECLARED}{declared}")
@@ -220,11 +227,17 @@ class BackendContract:
     def test_every_strategy_trains_as_one_process_does(
         self, subject: Subject, runs: Trials, devices: int
     ) -> None:
-        """Each other installed strategy whose needs the device meets: the losses of one process."""
+        """Each other installed strategy whose needs the device meets: the losses of one process.
+        One whose engine is refused does not work."""
         specs, refused = others(subject)
+        ranks = self._ranks(devices)
+        why = every(
+            refused_engines(subject),
+            lambda spec: self._wrong_refusal(subject, runs, spec, ranks_of(spec, ranks)),
+        )
+        assert not why, why
         if not specs and refused:
             pytest.skip(DECLARED + "; ".join(f"{name}: {why}" for name, why in refused.items()))
-        ranks = self._ranks(devices)
         why = every(specs, lambda spec: runs.spread(spec, ranks_of(spec, ranks)))
         assert not why, why
         if ranks < 2:
@@ -253,20 +266,20 @@ class BackendContract:
         """How many ranks a strategy is tried on."""
         return min((n for n in (2, 4) if n in self.rank_counts and n <= devices), default=1)
 
-    def _wrong_refusal(self, subject: Subject, runs: Trials, ranks: int) -> str:
-        """Why ZeRO must not be refused as it is; empty if it may."""
-        declared = _refused_engine(subject)
+    def _wrong_refusal(self, subject: Subject, runs: Trials, spec: StrategySpec, ranks: int) -> str:
+        """Why a strategy must not be refused as it is; empty if it may."""
+        declared = _refused_engine(subject, spec)
         try:
-            refused = runs.run("spread", "float32", strategy=default().name, ranks=ranks)
+            refused = runs.run("spread", "float32", strategy=spec.name, ranks=ranks)
         except RunFailed as error:
             if declared not in str(error):
                 return f"a refusal must give the declared reason; it says: {error}"
         else:
             return f"refused ({declared}), but the run was not: {refused.folder}"
-        # ZeRO stands on collectives; whether those are missing is a question of its own.
+        # It stands on collectives; whether those are missing is a question of its own.
         if not _declared(subject, "collectives"):
             return ""
-        made = run_when_overruled(subject, runs.folder, default().name, ranks)
+        made = run_when_overruled(subject, runs.folder, spec.name, ranks)
         if made is None or runs.compared("spread", "float32", made, "overruled", spread=True):
             return ""
         return (
@@ -298,12 +311,13 @@ def _declared(subject: Subject, capability: str) -> Support:
     return Registry.load().create_backend(subject.name, subject.options).support(capability)
 
 
-def _refused_engine(subject: Subject) -> str:
-    """Why ZeRO cannot run on it, in the backend's words; empty where it can."""
+def _refused_engine(subject: Subject, spec: StrategySpec | None = None) -> str:
+    """Why a strategy, or the default one, cannot run on it, in the backend's words; empty where it
+    can."""
     backend = Registry.load().create_backend(subject.name, subject.options)
     collectives = backend.support("collectives")
     missing = "" if collectives else collectives.reason
-    return backend.unsupported_engines.get(default().engine, missing)
+    return backend.unsupported_engines.get((spec or default()).engine, missing)
 
 
 if CHOSEN in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file

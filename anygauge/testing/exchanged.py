@@ -65,26 +65,44 @@ _TENSORS: Mapping[str, tuple[int, int]] = {
     "all_gather_single": (1, 0),  # new names of these two
     "reduce_scatter_single": (1, 0),
 }
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    # Torch's own, for a vendor's function in its place that shows none.
+    "all_reduce": ("tensor", "op", "group"),
+    "broadcast": ("tensor", "src", "group", "async_op", "group_src"),
+    "all_gather_into_tensor": ("output_tensor", "input_tensor", "group"),
+    "reduce_scatter_tensor": ("output", "input", "op", "group"),
+    "all_gather_single": ("output_tensor", "input_tensor", "group"),
+    "reduce_scatter_single": ("output", "input", "op", "group"),
+}
+
+
+def _given(name: str, usual: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name, in the order of torch's."""
+    signature = inspect.signature(usual)
+    if "group" in signature.parameters:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+    passed = dict(zip(_ARGUMENTS[name], args, strict=False)) | kwargs
+    usually = {"op": dist.ReduceOp.SUM}
+    return {each: passed.get(each, usually.get(each)) for each in _ARGUMENTS[name]}
 
 
 def _noting(name: str, usual: Callable[..., Any], found: list[Exchange]) -> Callable[..., Any]:
-    signature = inspect.signature(usual)
-
     @functools.wraps(usual)
     def function(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        values = list(given.arguments.values())
+        given = _given(name, usual, args, kwargs)
+        values = list(given.values())
         source, target = (values[at] for at in _TENSORS[name])
         before = on_host(source)
         work = usual(*args, **kwargs)
         if work is not None:
             work.wait()
-        ranks = tuple(dist.get_process_group_ranks(given.arguments.get("group")))
-        how = given.arguments.get("op", "")
+        ranks = tuple(dist.get_process_group_ranks(given.get("group")))
+        how = given.get("op", "")
         if name == "broadcast":
-            of_group = given.arguments.get("group_src")
-            how = given.arguments["src"] if of_group is None else ranks[of_group]
+            of_group = given.get("group_src")
+            how = given["src"] if of_group is None else ranks[of_group]
         how = str(getattr(how, "op", how)).rpartition(".")[2]
         found.append(Exchange(name, ranks, how, before, on_host(target)))
         return work

@@ -10,6 +10,8 @@ import torch
 
 from anygauge.interface import HOST_DEVICE, UnsupportedError
 from anygauge.kernels.rope import rotated
+from anygauge.registry import Registry
+from anygauge.registry.registry import load_factory
 from anygauge.testing.check import TOLERANCE, Opened
 
 
@@ -229,8 +231,13 @@ def _lora_trial(on: Opened, kernel: Any, name: str) -> None:
 
 
 def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
-    """Three steps of two groups, one with decay, and three more from the state alone."""
-    rates, betas, eps = (1e-2, 5e-3), (0.9, 0.99), 1e-8
+    """Three steps of two groups, one with decay, and three more from the state alone.
+
+    Epsilon is as large as the smallest gradients: it must be added where torch does, or where the
+    kernel's counterpart does.
+    """
+    rates, betas, eps = (1e-2, 5e-3), (0.9, 0.99), 1e-2
+    host = _same_formula("adamw", name) or torch.optim.AdamW
     here = [torch.linspace(-1, 2, 12).double().reshape(3, 4), torch.linspace(1, 2, 5).double()]
     there = [torch.nn.Parameter(p.float().to(on.device)) for p in here]
     here = [torch.nn.Parameter(p) for p in here]
@@ -250,7 +257,7 @@ def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
 
-    wanted = torch.optim.AdamW(groups(here), lr=rates[0], betas=betas, eps=eps)
+    wanted = host(groups(here), lr=rates[0], betas=betas, eps=eps)
     found = kernel(groups(there), lr=rates[0], betas=betas, eps=eps)
     steps(wanted, found)
     first = {p: dict(found.state[p]) for p in there}
@@ -266,6 +273,18 @@ def _adamw_trial(on: Opened, kernel: Any, name: str) -> None:
     for mine, its in zip(there, here, strict=True):
         _agrees(on, mine, its.detach(), f"adamw {name}", "float32")
         assert int(resumed.state[mine]["step"]) == 6, f"adamw {name}: it forgot its first 3 steps"
+
+
+def _same_formula(operation: str, name: str) -> Any:
+    """The kernel for all devices that has a kernel's formula; None for the reference's."""
+    kernels = [p for p in Registry.load().kernels if p.spec.operation == operation]
+    provided = {each.spec.name: each for each in kernels}
+    counterpart = provided[name].spec.counterpart if name in provided else ""
+    if not counterpart:
+        return None
+    served = counterpart in provided and not provided[counterpart].spec.device_types
+    assert served, f"{operation} {name}: its counterpart {counterpart} is none for all devices"
+    return load_factory(provided[counterpart], "kernel")()
 
 
 def _clip_trial(on: Opened, kernel: Any, name: str) -> None:

@@ -18,6 +18,7 @@ from anygauge.interface import API_VERSION, HOST_DEVICE, Backend, BackendSpec, P
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
 from anygauge.testing.check import COLLECTIVE_TIMEOUT_S
+from anygauge.testing.counterparts import counterparts
 from anygauge.testing.noise import Bounds
 from anygauge.testing.process import Subject
 
@@ -141,15 +142,16 @@ def prepare(folder: Path) -> None:
                 rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
-def _kernels_for_both(backend: Backend, *, adapter: bool) -> dict[str, str]:
-    """What the host must compute with to round as the subject does."""
+def _kernels_for_both(subject: Subject, backend: Backend, *, adapter: bool) -> dict[str, str]:
+    """What the host must compute with to round as the subject does, and by the same formulas."""
     operations = ("linear_cross_entropy", *(["lora_linear"] if adapter else []))
     choices = choose_kernels(Registry.load(), backend, {})
-    return {
+    shared = {
         name: choice.name
         for name, choice in choices.items()
         if name in operations and (choice.provided is None or not choice.provided.spec.device_types)
     }
+    return shared | counterparts(subject)
 
 
 def _strategy(name: str, backend: Backend, *, host: bool) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def train(
         **given,
     }
     if host:
-        run["kernels"] = _kernels_for_both(backend, adapter=run["adapter"] is not None)
+        run["kernels"] = _kernels_for_both(subject, backend, adapter=run["adapter"] is not None)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
     done = subprocess.run(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from anygauge.interface import HOST_DEVICE, Backend
+from anygauge.registry import Registry
 from anygauge.testing.check import NotAsked, check
 
 BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
@@ -185,9 +186,10 @@ class Together:
             raise NotAsked(f"the library refuses {what}: {refused}")
 
     def asked_by_engines(self) -> None:
-        """Raises: NotAsked: this backend does not run the engines that call it."""
-        for engine, reason in self.backend.unsupported_engines.items():
-            raise NotAsked(f"it cannot run {engine}: {reason}")
+        """Raises: NotAsked: this backend does not run the default engine that shards."""
+        engine = Registry.load().default_strategy().spec.engine
+        if engine in self.backend.unsupported_engines:
+            raise NotAsked(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")
 
 
 def _drawn(shape: Shape, rank: int, salt: int, span: int) -> torch.Tensor:

@@ -257,6 +257,20 @@ def others(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
     return found, refused
 
 
+def refused_engines(subject: Subject) -> list[StrategySpec]:
+    """Those of the others that are refused for their engine alone."""
+    backend = Registry.load().create_backend(subject.name, subject.options)
+    specs = [plugin.spec for plugin in Registry.load().strategies]
+    return [
+        spec
+        for spec in specs
+        if spec.engine in backend.unsupported_engines
+        and spec.name not in (default().name, AUTO)
+        and not missing_of(spec)
+        and all(backend.support(need.capability) for need in spec.needs)
+    ]
+
+
 def every(specs: Sequence[StrategySpec], trial: Callable[[StrategySpec], str]) -> str:
     """What is wrong with each strategy, in words; empty if nothing is."""
     found = []

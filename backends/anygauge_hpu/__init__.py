@@ -40,6 +40,8 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             device_types=frozenset({"hpu"}),
             missing=why_missing,
             plain="softmax" if name.startswith("gaudi_softmax") else "",
+            # Source: gaudi-pytorch-bridge 1.19, hpu_ops/backend/optimizer_adamw_gen.cpp.
+            counterpart="early_epsilon" if operation == "adamw" else "",
         )
         for operation, name, function in (
             ("attention", "gaudi_fused", "kernels:fused_attention"),

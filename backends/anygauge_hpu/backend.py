@@ -23,7 +23,7 @@ from anygauge_hpu.diagnostics import checks
 from anygauge_hpu.environment import FABRICS, MODULES_VARIABLE, RULES, refuse_contradictions
 from anygauge_hpu.graph import HpuGraph
 from anygauge_hpu.kernels import fused_name
-from anygauge_hpu.mode import choose_mode
+from anygauge_hpu.mode import Mode, choose_mode
 from anygauge_hpu.modules import PATTERNS
 from anygauge_hpu.options import OPTIONS, check_options
 from anygauge_hpu.placement import HpuPlacement
@@ -36,6 +36,14 @@ _CONTAINER = (
     "--cap-add=sys_nice",
     "--net=host",
     "--ipc=host",
+)
+# Sources: gaudi-pytorch-bridge 1.19, habana_frameworks/torch/core/weight_sharing.py
+# (DevicePlacementChanger), torch/distributed/fsdp/_fully_shard (_move_states_to_device); the
+# README of optimum-habana's examples/language-modeling, multi-card fine-tuning with FSDP.
+NO_FSDP_IN_LAZY_MODE = (
+    "in lazy mode Gaudi's software puts another object in a parameter's place when it moves to the "
+    "card, which FSDP2 then does not find in its module; optimum-habana runs FSDP outside of lazy "
+    "mode alone. Set backend_options.mode: compile, or another strategy"
 )
 
 
@@ -129,6 +137,8 @@ class HpuBackend(Backend):
         check_options(self.options, self.mode)
         self.placement.mode = self.mode
         self.graph = HpuGraph(self.mode, self.options)
+        if self.mode is Mode.LAZY:
+            self.unsupported_engines = {"fsdp2": NO_FSDP_IN_LAZY_MODE}
         self.kernels = _preferred_kernels(self.options)
 
     def check_environment(self, environ: Mapping[str, str]) -> None:

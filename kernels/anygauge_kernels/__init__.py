@@ -1,4 +1,4 @@
-"""Kernels that no vendor's library has to bring: softmax, attention around it, the loss."""
+"""Kernels that no vendor's library has to bring: softmax, attention around it, loss, an update."""
 
 from __future__ import annotations
 
@@ -83,5 +83,12 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
             factory="anygauge_kernels.linear_cross_entropy:chunked",
             api_version=WRITTEN_FOR,
             default=True,
+        ),
+        KernelSpec(
+            operation="adamw",
+            name="early_epsilon",
+            factory="anygauge_kernels.adamw:early_epsilon",
+            api_version=WRITTEN_FOR,
+            counterpart="early_epsilon",
         ),
     ]

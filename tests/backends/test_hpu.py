@@ -15,6 +15,8 @@ import pytest
 
 from anygauge.agent.environment import inspect_node
 from anygauge.interface import Outcome, Phase, RdmaDevice, RunFileError, Scope, UnsupportedError
+from anygauge.registry import Registry
+from anygauge.training.strategy import check_backend
 from anygauge_hpu.backend import HpuBackend
 from anygauge_hpu.diagnostics import checks
 from anygauge_hpu.environment import RULES
@@ -191,6 +193,16 @@ def test_kernels_follow_the_options() -> None:
     narrow = HpuBackend({"attention": "softmax", "softmax": "bfloat16"})
     assert narrow.kernels["softmax"] == "gaudi_bf16"
     assert HpuBackend({"optimum_habana": True}).kernels == update
+
+
+def test_fsdp_is_refused_in_lazy_mode_alone() -> None:
+    fsdp = Registry.load().find_strategy("fsdp").spec
+    with pytest.raises(UnsupportedError, match=r"'fsdp2'.*backend_options\.mode: compile"):
+        check_backend(fsdp, HpuBackend({"mode": "lazy"}))
+    for mode in ("compile", "eager"):
+        check_backend(fsdp, HpuBackend({"mode": mode}))
+    for other in ("single", "ddp", "zero"):
+        check_backend(Registry.load().find_strategy(other).spec, HpuBackend({"mode": "lazy"}))
 
 
 def test_adapted_models_are_refused_with_packed_rows() -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from anygauge.testing import BackendContract
+from anygauge.testing.counterparts import counterparts
 from anygauge.testing.process import Subject
 from tests.helpers.gaudi import standin_environment, standin_site
 
@@ -18,6 +19,16 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("anygauge_sim") is None,
     reason="the stand-in's tensors live on simulated cards (make plugins)",
 )
+
+
+def test_the_host_updates_by_the_formula_of_its_kernel(tmp_path: Path) -> None:
+    """Which is chosen where the stand-in is on the path, and only there."""
+    environment = standin_environment(standin_site(tmp_path), tmp_path / "record")
+    there = Subject(name="hpu", environment=environment)
+    assert counterparts(there) == {"adamw": "early_epsilon"}
+    assert counterparts(Subject(name="cpu")) == {}
+    with pytest.raises(AssertionError, match=r"backend's kernels failed: .*anygauge backends"):
+        counterparts(Subject(name="nobody"))
 
 
 class OnStandIn(BackendContract):

@@ -15,6 +15,7 @@ from anygauge.testing.check import Opened
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.kernels import softmax_in_bfloat16, softmax_in_float32
+from anygauge_kernels.adamw import early_epsilon
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm, down, up
 from anygauge_kernels.softmax import softmax
@@ -94,11 +95,18 @@ def test_torchs_adamw_is_right(on: Opened) -> None:
         (Uncounted, "lacks step"),
         (CountedByGroup, "step is 0 after 3"),
         (Forgetful, "differs by|forgot its first 3 steps"),
+        (early_epsilon(), "differs by"),  # and nobody has said so
     ],
 )
 def test_a_wrong_adamw_is_found(on: Opened, wrong: Any, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         KERNEL_TRIALS["adamw"](on, wrong, "wrong")
+
+
+def test_an_adamw_of_another_formula_must_have_it(on: Opened) -> None:
+    KERNEL_TRIALS["adamw"](on, early_epsilon(), "early_epsilon")
+    with pytest.raises(AssertionError, match="differs by"):
+        KERNEL_TRIALS["adamw"](on, torch.optim.AdamW, "early_epsilon")
 
 
 def each_alone(parameters: Sequence[nn.Parameter], limit: float) -> torch.Tensor:

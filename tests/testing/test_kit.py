@@ -164,17 +164,26 @@ def test_without_a_device_the_contract_is_not_fully_tried(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_engine_that_works_though_refused_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("odd", "tried", "said"),
+    [
+        ("an engine declared missing", "zero_trains", ""),
+        ("another engine declared missing", "every_strategy", "fsdp: "),
+    ],
+)
+def test_an_engine_that_works_though_refused_fails(
+    tmp_path: Path, odd: str, tried: str, said: str
+) -> None:
     done = kit(
         tmp_path,
-        *("--anygauge-backend", "odd", "--anygauge-report", "page.json", "-k", "zero_trains"),
+        *("--anygauge-backend", "odd", "--anygauge-report", "page.json", "-k", tried),
         PYTHONPATH=str(odd_site(tmp_path)),
-        ANYGAUGE_ODD="an engine declared missing",
+        ANYGAUGE_ODD=odd,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     for line in asked_for(tmp_path)["checks"]:
         assert line["result"] == "failed"
-        assert line["why"].startswith("refused (so it says), but it works")
+        assert line["why"].startswith(f"{said}refused (so it says), but it works")
 
 
 # -- what is reported -----------------------------------------------------------------------------
