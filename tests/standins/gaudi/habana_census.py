@@ -26,6 +26,7 @@ import habana_facts as facts
 import habana_shapes
 import habana_standin
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LIMIT = int(os.environ.get("PT_HPU_MAX_COMPOUND_OP_SIZE") or 2**63 - 1)
@@ -142,8 +143,10 @@ class Census(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(each, FakeTensor) for each in types):
+            return func(*args, **kwargs)  # torch has its mode of fake tensors below all others
         if any(hasattr(each, "__torch_dispatch__") and _is_own(each) for each in types):
-            return NotImplemented  # fake and distributed tensors know their parts
+            return NotImplemented  # distributed tensors know their parts
         tensors = list(_tensors(func, args, kwargs))
         on_card = [(name, each) for name, each in tensors if each.device.type == "hpu"]
         device = kwargs.get("device")
