@@ -1,7 +1,8 @@
 """Which drawn defects the kit finds: ``python -m tests.testing.second_proof SEED [FILE.json]``.
 
 Each is tried on the checks of its part, in forks: on a device until one fails. It prints a line for
-each, then how many were found that the kit had not found before its checks were written.
+each, then how many were found of those that count: that the kit had not found before its checks
+were written, and that change something.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from anygauge.testing.check import verdict
 from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import PartAnswers
-from tests.testing.drawn import SEEDS, Defect, drawn
+from tests.testing.drawn import SEEDS, Defect, drawn, without_effect
 from tests.testing.mutation_forks import FIRST_FAILURE, answers_of
 from tests.testing.test_mutations import mutant_site
 
@@ -51,11 +52,21 @@ def found(drawn_ones: Iterable[Defect], folder: Path) -> dict[str, list[str]]:
 def main(seed: str = str(SEEDS[-1]), output: str | None = None) -> None:
     """All that a seed draws."""
     before = set(json.loads(BEFORE.read_text(encoding="utf-8")))
+    new = [one for one in drawn(int(seed)) if one.name not in before]
+    counted = [one for one in new if without_effect(one) is None]
     with tempfile.TemporaryDirectory() as folder:
-        results = found((one for one in drawn(int(seed)) if one.name not in before), Path(folder))
+        results = found(counted, Path(folder))
     for name, checks in results.items():
         print(f"{name}: {', '.join(checks[:4]) or 'NOT FOUND'}")
-    print(f"{sum(map(bool, results.values()))} of {len(results)} found")
+    for one in new:
+        if one not in counted:
+            print(f"{one.name}: does not count; {without_effect(one)}")
+    drawn_ones = len(drawn(int(seed)))
+    print(
+        f"{drawn_ones} drawn, {drawn_ones - len(new)} found before, "
+        f"{len(new) - len(counted)} without effect; {sum(map(bool, results.values()))} of the "
+        f"other {len(results)} found"
+    )
     if output is not None:
         Path(output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
