@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.plan import Layout, Plan
+from benchmarks.plan import ContenderPlan, Layout
 from benchmarks.processes import SHARED, Processes, identities
 
 
@@ -23,7 +23,7 @@ class Entrant:
         module: script of its ranks; None is anygauge's own command.
         independent: its ranks share nothing, so each has a speed of its own.
         alone: it runs on one rank.
-        deepspeed, compiled: see `Plan`.
+        deepspeed, compiled: see `ContenderPlan`.
         strategy: of anygauge's own command.
     """
 
@@ -176,7 +176,7 @@ ENTRANTS: Mapping[str, Entrant] = {
 }
 
 
-def processes(entrant: Entrant, plan: Plan, environment: Mapping[str, str]) -> Processes:
+def processes(entrant: Entrant, plan: ContenderPlan, environment: Mapping[str, str]) -> Processes:
     """What to start for one run of a contender; writes the file that tells it what to do.
 
     Args:
@@ -202,7 +202,7 @@ def processes(entrant: Entrant, plan: Plan, environment: Mapping[str, str]) -> P
     )
 
 
-def run_file(plan: Plan, strategy: Mapping[str, Any]) -> dict[str, Any]:
+def run_file(plan: ContenderPlan, strategy: Mapping[str, Any]) -> dict[str, Any]:
     """The plan as a run file; what is not named has its default."""
     source: dict[str, Any] = {"path": plan.rows}
     if plan.has_prompts:
@@ -244,7 +244,7 @@ def run_file(plan: Plan, strategy: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def launch(plan: Plan) -> dict[str, Any]:
+def launch(plan: ContenderPlan) -> dict[str, Any]:
     """The ranks of this machine, or of all that the host file lists."""
     found: dict[str, Any] = {"nodes": plan.nodes, "devices": plan.ranks // plan.nodes}
     if plan.hostfile:

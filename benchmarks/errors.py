@@ -15,5 +15,5 @@ class RowsError(BenchmarkError):
     """The workload cannot give as many rows as were asked for."""
 
 
-class ModelError(BenchmarkError):
+class ModelNotMadeError(BenchmarkError):
     """The model that is to be trained could not be made."""

@@ -51,7 +51,7 @@ WAITING = "waiting for the other nodes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Growth:
+class AgentGrowth:
     """What one number of agents costs the coordinator.
 
     Attributes:
@@ -196,7 +196,7 @@ def coordinator(
         head.communicate()
 
 
-def measured(agents: int, idle_s: float, open_files: int) -> Growth:
+def measured(agents: int, idle_s: float, open_files: int) -> AgentGrowth:
     """Join, be idle for some seconds, and end.
 
     Args:
@@ -229,7 +229,7 @@ def measured(agents: int, idle_s: float, open_files: int) -> Growth:
             until(nodes, head, asked + PATIENCE_S)
             if head.poll() is None:
                 raise BenchmarkError(f"the coordinator has not ended in {PATIENCE_S:g} s")
-            return Growth(
+            return AgentGrowth(
                 agents=agents,
                 join_s=join_s,
                 join_cpu_s=after.cpu_s - before.cpu_s,

@@ -47,7 +47,7 @@ COLLECTIVE = re.compile(r"^\d+ simccl::\w+ (\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Growth:
+class CardGrowth:
     """One strategy on one number of cards; all figures but `peak` per rank and step.
 
     Attributes:
@@ -119,11 +119,11 @@ def exchanged(log: Path) -> tuple[int, int]:
 
 def measured(
     folder: Path, strategy: str, cards: int, steps: int, given: tuple[Path, Path]
-) -> Growth:
+) -> CardGrowth:
     """The difference of two runs, one of them with three times the steps."""
     short, long = (trained(folder, strategy, cards, n, given) for n in (steps, 3 * steps))
     more = 2 * steps
-    return Growth(
+    return CardGrowth(
         strategy=strategy,
         cards=cards,
         cpu_s=(long.cpu_s - short.cpu_s) / more / cards,

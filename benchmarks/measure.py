@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.entrants import Entrant
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 
 LAST_STEPS = 5
 """Steps whose mean is reported as the final loss: one step's depends on its few rows."""
@@ -26,7 +26,7 @@ class MeasureError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Steps:
+class StepCounts:
     """What every step took part in.
 
     Attributes:
@@ -61,7 +61,7 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RunOutcome:
     """One run of one contender.
 
     Attributes:
@@ -97,8 +97,8 @@ class Outcome:
 
 
 def outcome(
-    entrant: Entrant, plan: Plan, *, round_: int, warmup: int, expected: int, wall_s: float
-) -> Outcome:
+    entrant: Entrant, plan: ContenderPlan, *, round_: int, warmup: int, expected: int, wall_s: float
+) -> RunOutcome:
     """Read what a run that ended well wrote into ``plan.output``.
 
     Args:
@@ -130,7 +130,7 @@ def outcome(
         raise MeasureError("no collective in any measured step: each rank trained by itself")
     measured = until - warmup
     watched = folder / "watched-rank0.json"
-    return Outcome(
+    return RunOutcome(
         name=entrant.name,
         round=round_,
         status="ok",
@@ -151,7 +151,7 @@ def outcome(
     )
 
 
-def anygauge_steps(folder: Path) -> Steps:
+def anygauge_steps(folder: Path) -> StepCounts:
     """Steps from ``metrics.jsonl``.
 
     Raises:
@@ -163,7 +163,7 @@ def anygauge_steps(folder: Path) -> Steps:
     records = [record for record in _lines(path) if "loss" in record and "seconds" in record]
     if any("time" not in record for record in records):
         raise MeasureError(f"{path}: steps carry no 'time', the end of the step")
-    return Steps(
+    return StepCounts(
         times=[record["time"] for record in records],
         tokens=[record["tokens"] for record in records],
         losses=[(record["loss"], 1) for record in records],
@@ -171,7 +171,7 @@ def anygauge_steps(folder: Path) -> Steps:
     )
 
 
-def contender_steps(folder: Path, rank: int) -> Steps:
+def contender_steps(folder: Path, rank: int) -> StepCounts:
     """Steps that a contender's rank recorded.
 
     Raises:
@@ -193,10 +193,10 @@ def contender_steps(folder: Path, rank: int) -> Steps:
             losses.append((record["loss"], 1))
         else:
             notes |= record["note"]
-    return Steps(times=times, tokens=tokens, losses=losses, slots=slots, notes=notes)
+    return StepCounts(times=times, tokens=tokens, losses=losses, slots=slots, notes=notes)
 
 
-def merged(ranks: Sequence[Steps]) -> Steps:
+def merged(ranks: Sequence[StepCounts]) -> StepCounts:
     """Steps of all ranks together, on the first rank's clock."""
     if len(ranks) == 1:
         return ranks[0]
@@ -206,7 +206,7 @@ def merged(ranks: Sequence[Steps]) -> Steps:
         (sum(total for total, _ in step), sum(loss_tokens for _, loss_tokens in step))
         for step in zip(*told, strict=True)
     ]
-    return Steps(
+    return StepCounts(
         times=ranks[0].times,
         tokens=[sum(step) for step in zip(*(steps.tokens for steps in ranks), strict=True)],
         losses=losses,

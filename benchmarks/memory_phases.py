@@ -25,10 +25,10 @@ import typer
 from anygauge.util.files import write_text
 from benchmarks.entrants import ENTRANTS, Entrant
 from benchmarks.errors import BenchmarkError
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 from benchmarks.ratios import rotated
-from benchmarks.rows import Rows
-from benchmarks.session import Settings, conditions, prepare, run_once
+from benchmarks.rows import WrittenRows
+from benchmarks.session import SessionSettings, conditions, prepare, run_once
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer", "trl")
 PHASES = ("load", "training", "evaluation", "save")
@@ -53,7 +53,12 @@ class Peaks:
 
 
 def peaks(
-    entrant: Entrant, plan: Plan, rows: Rows, settings: Settings, folder: Path, round_: int
+    entrant: Entrant,
+    plan: ContenderPlan,
+    rows: WrittenRows,
+    settings: SessionSettings,
+    folder: Path,
+    round_: int,
 ) -> Peaks:
     """Run a contender once.
 
@@ -105,7 +110,9 @@ def table(found: Sequence[Peaks]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure(settings: Settings, names: Sequence[str], verify: bool, found: list[Peaks]) -> None:
+def measure(
+    settings: SessionSettings, names: Sequence[str], verify: bool, found: list[Peaks]
+) -> None:
     """All rounds at one size of the vocabulary; `found` grows with every run.
 
     Raises:
@@ -142,7 +149,7 @@ def main(
     asked = names.split(",")
     if unknown := [name for name in asked if name not in ENTRANTS]:
         raise typer.BadParameter(f"{unknown[0]!r}: choose from {', '.join(ENTRANTS)}")
-    settings = Settings(
+    settings = SessionSettings(
         rounds=rounds,
         steps=steps,
         warmup=1,

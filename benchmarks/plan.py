@@ -16,7 +16,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ContenderPlan:
     """One run of one contender.
 
     Attributes:
@@ -76,6 +76,6 @@ class Plan:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path | str) -> Plan:
+    def load(cls, path: Path | str) -> ContenderPlan:
         """Read what `save` wrote."""
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIM = Path(__file__).resolve().parent / "shim"
@@ -47,7 +47,7 @@ SHARED = ("PYTHONPATH", "ANYGAUGE_BENCHMARK_TRACE", "ANYGAUGE_BENCHMARK_WATCH")
 """Those of `shared_environment` by which ranks of another machine are measured."""
 
 
-def shared_environment(plan: Plan, profile: Path | None = None) -> dict[str, str]:
+def shared_environment(plan: ContenderPlan, profile: Path | None = None) -> dict[str, str]:
     """Variables that are the same for every contender; what ranks record is in ``plan.output``."""
     trace = Path(plan.output)
     path = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -71,7 +71,7 @@ def shared_environment(plan: Plan, profile: Path | None = None) -> dict[str, str
     return variables
 
 
-def identities(plan: Plan) -> list[dict[str, str]]:
+def identities(plan: ContenderPlan) -> list[dict[str, str]]:
     """The variables by which launchers tell ranks of one machine who they are."""
     port, ranks = free_port(), plan.ranks
     # Never "use the CPU", which Accelerate's own launcher says: it then leaves DeepSpeed out. The

@@ -27,7 +27,7 @@ _CHUNK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class WrittenRows:
     """What was written.
 
     Attributes:
@@ -56,7 +56,7 @@ def write_rows(
     length: int,
     vocabulary: int,
     seed: int,
-) -> Rows:
+) -> WrittenRows:
     """Train the tokenizer into `folder`/model and write the rows beside it.
 
     Args:
@@ -84,7 +84,7 @@ def write_rows(
         )
     exact = sized[:count]
     mean = fmean(size for _, size in exact)
-    result = Rows(
+    result = WrittenRows(
         exact=folder / "rows.jsonl",
         pool=folder / "pool.jsonl",
         has_prompts=workload != "full",

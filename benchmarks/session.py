@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.entrants import Entrant, processes
-from benchmarks.errors import ModelError
-from benchmarks.measure import MeasureError, Outcome, outcome
-from benchmarks.plan import Dtype, Plan
+from benchmarks.errors import ModelNotMadeError
+from benchmarks.measure import MeasureError, RunOutcome, outcome
+from benchmarks.plan import ContenderPlan, Dtype
 from benchmarks.processes import ROOT, last_lines, run, shared_environment
-from benchmarks.rows import Rows, write_rows
+from benchmarks.rows import WrittenRows, write_rows
 from benchmarks.texts import source
 
 PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "trl", "datasets")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class SessionSettings:
     """What the command line asks for; see its help.
 
     Attributes:
         stored: type of the model's file.
-        device, watched, hostfile, nodes: see `Plan`.
+        device, watched, hostfile, nodes: see `ContenderPlan`.
     """
 
     rounds: int
@@ -60,7 +60,7 @@ class Settings:
     nodes: int = 1
 
 
-def prepare(workload: str, settings: Settings) -> tuple[Rows, Plan, str]:
+def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, ContenderPlan, str]:
     """Write rows, tokenizer and model of a workload; returns rows, a plan on them, and words.
 
     Raises:
@@ -98,14 +98,14 @@ def prepare(workload: str, settings: Settings) -> tuple[Rows, Plan, str]:
         stdin=subprocess.DEVNULL,
     )
     if made.returncode:
-        raise ModelError(f"the model could not be made:\n{made.stderr[-2000:]}")
+        raise ModelNotMadeError(f"the model could not be made:\n{made.stderr[-2000:]}")
     fewest, mean, most = rows.lengths
     about = (
         f"{workload}: {source(workload, settings.data)}; {fewest} to {most} tokens a row, mean "
         f"{mean:.0f}; {rows.dropped} longer rows left out; model of "
         f"{int(made.stdout.split()[-1]):,} parameters"
     )
-    plan = Plan(
+    plan = ContenderPlan(
         model=str(model),
         rows=str(rows.exact),
         has_prompts=rows.has_prompts,
@@ -129,18 +129,18 @@ def prepare(workload: str, settings: Settings) -> tuple[Rows, Plan, str]:
 
 def run_once(
     entrant: Entrant,
-    plan: Plan,
-    rows: Rows,
-    settings: Settings,
+    plan: ContenderPlan,
+    rows: WrittenRows,
+    settings: SessionSettings,
     *,
     folder: Path,
     round_: int,
     profile: Path | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Run one contender once; what goes wrong is part of the outcome."""
     if entrant.missing:
         remedy = f"not installed: {', '.join(entrant.missing)}; pip install 'anygauge[bench]'"
-        return Outcome(name=entrant.name, round=round_, status="missing", problem=remedy)
+        return RunOutcome(name=entrant.name, round=round_, status="missing", problem=remedy)
     folder.mkdir(parents=True)
     plan = replace(
         plan,
@@ -164,7 +164,7 @@ def run_once(
             )
         except MeasureError as error:
             problem = str(error)
-    return Outcome(
+    return RunOutcome(
         name=entrant.name,
         round=round_,
         status="failed",
@@ -174,7 +174,7 @@ def run_once(
     )
 
 
-def conditions(settings: Settings) -> dict[str, Any]:
+def conditions(settings: SessionSettings) -> dict[str, Any]:
     """Machine, versions and settings, for the record."""
     versions = {}
     for package in ("anygauge", *PACKAGES):

@@ -25,10 +25,10 @@ from rich.console import Console
 
 from anygauge.util.files import write_text
 from benchmarks.entrants import run_file
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 from benchmarks.processes import ROOT
 from benchmarks.ratios import rotated
-from benchmarks.session import Settings, prepare
+from benchmarks.session import SessionSettings, prepare
 
 HELD_OUT = 64
 
@@ -56,7 +56,7 @@ def main(
         raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
     data = os.environ.get("ANYGAUGE_DATA")
     workload = "gsm8k" if data else "generated"
-    settings = Settings(
+    settings = SessionSettings(
         rounds=1, steps=steps, warmup=1, ranks=1, layers=layers, hidden=hidden,
         intermediate=hidden * 3, heads=6, vocabulary=vocabulary, classes=0, length=max_length,
         max_length=max_length, micro_batch=batch, accumulation=1, dtype="bfloat16",
@@ -84,7 +84,7 @@ def main(
         console.print(line, soft_wrap=True)
 
 
-def final_loss(plan: Plan, way: Mapping[str, Any], held_out: Path, folder: Path) -> float:
+def final_loss(plan: ContenderPlan, way: Mapping[str, Any], held_out: Path, folder: Path) -> float:
     """Train once; returns the mean loss per token of the held-out rows, in nats."""
     folder.mkdir(parents=True)
     run = run_file(plan, {"name": "zero", "stage": 3})

@@ -26,10 +26,10 @@ from anygauge.util.files import write_text
 from benchmarks.entrants import ENTRANTS, Entrant
 from benchmarks.errors import BenchmarkError
 from benchmarks.measure import anygauge_steps, contender_steps
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 from benchmarks.ratios import rotated
-from benchmarks.rows import Rows
-from benchmarks.session import Settings, prepare, run_once
+from benchmarks.rows import WrittenRows
+from benchmarks.session import SessionSettings, prepare, run_once
 
 CONTENDERS = ("anygauge-fsdp", "anygauge", "trainer")
 OF_A_CHECKOUT = ("", "kernels", "backends", "launchers")
@@ -68,7 +68,12 @@ def _code_of(checkout: Path | None) -> Iterator[None]:
 
 
 def start(
-    name: str, entrant: Entrant, plan: Plan, rows: Rows, settings: Settings, folder: Path
+    name: str,
+    entrant: Entrant,
+    plan: ContenderPlan,
+    rows: WrittenRows,
+    settings: SessionSettings,
+    folder: Path,
 ) -> StartUp:
     """Run a contender once.
 
@@ -135,7 +140,7 @@ def main(
     if output.exists() and any(output.iterdir()):
         raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
     asked = contenders(names, before)
-    settings = Settings(
+    settings = SessionSettings(
         rounds=rounds,
         steps=2,
         warmup=1,

@@ -13,14 +13,14 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.entrants import ENTRANTS
-from benchmarks.measure import LAST_STEPS, Outcome
+from benchmarks.measure import LAST_STEPS, RunOutcome
 from benchmarks.ratios import CONFIDENCE, Ratio, paired
 
 MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ContenderRow:
     """A contender over all rounds: medians, and anygauge's speed as a multiple of its speed.
 
     Attributes:
@@ -42,7 +42,7 @@ class Row:
     problem: str = ""
 
 
-def summarise(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[Row]:
+def summarise(outcomes: Sequence[RunOutcome], names: Sequence[str]) -> list[ContenderRow]:
     """One row for each name that has been run, in the order of `names`."""
     good = {(o.name, o.round): o for o in outcomes if o.status == "ok"}
     ours = [name for name in names if ENTRANTS[name].module is None]
@@ -64,7 +64,7 @@ def summarise(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[Row]:
             if pairs and variant != name:
                 ratios[variant] = paired([a for a, _ in pairs], [b for _, b in pairs])
         rows.append(
-            Row(
+            ContenderRow(
                 name=name,
                 layout=ENTRANTS[name].layout,
                 rounds=len(done),
@@ -87,7 +87,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def columns(rows: Sequence[ContenderRow]) -> tuple[list[str], list[list[str]]]:
     """(headings, cells of each row) as text."""
     ours = list(dict.fromkeys(variant for row in rows for variant in row.ratios))
     headings = ["contender", "tokens/s", *(f"{variant} / this" for variant in ours)]
@@ -133,7 +133,7 @@ LEGEND = (
 )
 
 
-def remarks(rows: Sequence[Row]) -> list[str]:
+def remarks(rows: Sequence[ContenderRow]) -> list[str]:
     """What the table cannot say: notes and problems."""
     found = []
     for row in rows:
@@ -146,7 +146,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def rich_table(title: str, rows: Sequence[Row]) -> Table:
+def rich_table(title: str, rows: Sequence[ContenderRow]) -> Table:
     """For the terminal."""
     headings, cells = columns(rows)
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
@@ -157,7 +157,7 @@ def rich_table(title: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def markdown(title: str, rows: Sequence[Row]) -> str:
+def markdown(title: str, rows: Sequence[ContenderRow]) -> str:
     """A section with the table, its legend and remarks."""
     headings, cells = columns(rows)
     lines = [f"### {title}", "", _line(headings), _line(["---", *["---:"] * (len(headings) - 1)])]
@@ -170,7 +170,7 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def as_json(conditions: Mapping[str, Any], results: Mapping[str, Sequence[Outcome]]) -> str:
+def as_json(conditions: Mapping[str, Any], results: Mapping[str, Sequence[RunOutcome]]) -> str:
     """Everything that was measured.
 
     Args:

@@ -22,16 +22,16 @@ from rich.console import Console
 from anygauge.util.files import write_text
 from benchmarks.entrants import ENTRANTS
 from benchmarks.errors import BenchmarkError
-from benchmarks.measure import Outcome
+from benchmarks.measure import RunOutcome
 from benchmarks.ratios import rotated
-from benchmarks.session import Settings, conditions, prepare, run_once
+from benchmarks.session import SessionSettings, conditions, prepare, run_once
 from benchmarks.table import LEGEND, as_json, markdown, remarks, rich_table, summarise
 from benchmarks.texts import WORKLOADS
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
-def title(workload: str, settings: Settings) -> str:
+def title(workload: str, settings: SessionSettings) -> str:
     """What a table is about."""
     classes = f"{settings.classes:,} classes, " if settings.classes else ""
     return (
@@ -43,7 +43,7 @@ def title(workload: str, settings: Settings) -> str:
     )
 
 
-def save(settings: Settings, results: Mapping[str, Sequence[Outcome]]) -> None:
+def save(settings: SessionSettings, results: Mapping[str, Sequence[RunOutcome]]) -> None:
     """Write ``results.json`` and ``table.md``, after every run anew."""
     write_text(settings.output / "results.json", as_json(conditions(settings), results))
     sections = [
@@ -53,7 +53,7 @@ def save(settings: Settings, results: Mapping[str, Sequence[Outcome]]) -> None:
     write_text(settings.output / "table.md", "\n".join(sections))
 
 
-def measure(workload: str, names: Sequence[str], settings: Settings, results: Any) -> None:
+def measure(workload: str, names: Sequence[str], settings: SessionSettings, results: Any) -> None:
     """All rounds of one workload; `results` grows with every run."""
     rows, plan, about = prepare(workload, settings)
     console.print(about, markup=False)
@@ -161,7 +161,7 @@ def main(
     if output.exists() and any(output.iterdir()):
         raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
     data = os.environ.get("ANYGAUGE_DATA")
-    settings = Settings(
+    settings = SessionSettings(
         rounds=rounds,
         steps=steps,
         warmup=warmup,
@@ -189,7 +189,7 @@ def main(
         if profile is not None:
             profile_once(profile, workloads[0], settings)
             return
-        results: dict[str, list[Outcome]] = {}
+        results: dict[str, list[RunOutcome]] = {}
         for each in workloads:
             measure(each, chosen_contenders(contenders, each), settings, results)
     except BenchmarkError as error:
@@ -200,7 +200,7 @@ def main(
         raise typer.Exit(1)
 
 
-def profile_once(name: str, workload: str, settings: Settings) -> None:
+def profile_once(name: str, workload: str, settings: SessionSettings) -> None:
     """One run of one contender under cProfile, from rank 0's second step on."""
     if name not in ENTRANTS:
         raise typer.BadParameter(f"--profile {name!r}: choose from {', '.join(ENTRANTS)}")

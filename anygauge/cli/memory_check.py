@@ -113,7 +113,7 @@ def rehearsing(intent: Intent, asked: bool | None) -> Iterator[Rehearsal]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _CheckedRun:
     """A run that was rehearsed, how it fits, and how long a step takes; None: not known."""
 
     run: RunFile
@@ -136,7 +136,7 @@ class Rehearsal:
         self._runs: list[RunFile] = []
         self._patience_s = PATIENCE_S
         self._until = 0.0
-        self._trials: list[_Trial] = []
+        self._trials: list[_CheckedRun] = []
         self._left_out: list[str] = []
         model = intent.run.model
         fetched = model.name is None or not names_hub(model.name)
@@ -236,7 +236,7 @@ class Rehearsal:
                 continue
             fits = None if card is None else fit(found, card, job.world_size, job.launch.devices)
             time = timed(run, found, target, self._intent.registry)[0]
-            self._trials.append(_Trial(run, found, fits, time))
+            self._trials.append(_CheckedRun(run, found, fits, time))
             if fits is None or fits.left >= 0:
                 if time is None or len(self._fitting) == AMONG:
                     return
@@ -276,7 +276,7 @@ class Rehearsal:
             "changes; --force starts the run anyway"
         )
 
-    def _why(self, taken: _Trial) -> str:
+    def _why(self, taken: _CheckedRun) -> str:
         if taken.fits is not None and taken.fits.left < 0:
             return f"no strategy fits, and this one needs least; {'; '.join(self._left_out)}"
         reasons = list(self._left_out)
@@ -287,7 +287,7 @@ class Rehearsal:
         return "; ".join(reasons) or "the fastest that fits"
 
     @property
-    def _fitting(self) -> list[_Trial]:
+    def _fitting(self) -> list[_CheckedRun]:
         return [one for one in self._trials if one.fits is None or one.fits.left >= 0]
 
     def _unknown(self) -> str:

@@ -40,7 +40,7 @@ from anygauge.planning.valueless import (
     with_values,
     without_values,
 )
-from anygauge.planning.watch import Watch
+from anygauge.planning.watch import EngineWatch
 from anygauge.planning.work import Work
 
 STEPS = 4
@@ -252,7 +252,7 @@ def rehearse(
     kind = backend.device_type
     live = LiveBytes(*{kind, HOST})
     live.counter = counter = Counter(kind)
-    watch = Watch(live, adapted=factory.adapter is not None)
+    watch = EngineWatch(live, adapted=factory.adapter is not None)
     parts: list[Work] = []
     device: dict[str, Peak] = {}
     host: dict[str, Peak] = {}

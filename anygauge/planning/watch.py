@@ -27,7 +27,7 @@ from anygauge.planning.memory import (
 )
 
 
-class Watch:
+class EngineWatch:
     """Of one engine, from before it is built.
 
     Args:

@@ -31,7 +31,7 @@ from anygauge.testing.check import CHECKS, CHOSEN, DECLARED, NOT_ASKED, Conforma
 from anygauge.testing.loop import RunFailed, prepare, run_when_overruled
 from anygauge.testing.process import PartAnswers, Subject, ask
 from anygauge.testing.trials import (
-    Trials,
+    LoopTrials,
     default,
     every,
     others,
@@ -128,10 +128,10 @@ class BackendContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def runs(cls, subject: Subject, folder: Path, devices: int) -> Trials:
+    def runs(cls, subject: Subject, folder: Path, devices: int) -> LoopTrials:
         """Runs, each made once."""
         prepare(folder)
-        return Trials(subject=subject, folder=folder, stated=cls.loss_noise)
+        return LoopTrials(subject=subject, folder=folder, stated=cls.loss_noise)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -171,7 +171,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_trains_as_the_host_does(
-        self, dtype: str, runs: Trials, on_device: PartAnswers
+        self, dtype: str, runs: LoopTrials, on_device: PartAnswers
     ) -> None:
         """One process: the losses of every step and evaluation are the host's, within the noise."""
         _ask_type(dtype, on_device)
@@ -179,7 +179,7 @@ class BackendContract:
         losses = runs.run("adapter", dtype).losses
         assert losses[-1] < losses[0], "the loss did not fall"
 
-    def test_trains_packed_rows_as_the_host_does(self, runs: Trials) -> None:
+    def test_trains_packed_rows_as_the_host_does(self, runs: LoopTrials) -> None:
         """Packed rows of an odd length: the host's losses, and those of each document alone."""
         runs.as_the_host("packed", "float32")
         packed, alone = runs.run("packed", "float32"), runs.run("adapter", "float32")
@@ -192,7 +192,7 @@ class BackendContract:
         )
 
     def test_trains_all_weights_as_the_host_does(
-        self, runs: Trials, on_device: PartAnswers
+        self, runs: LoopTrials, on_device: PartAnswers
     ) -> None:
         """All weights in bfloat16, without an adapter: the losses are the host's."""
         _ask_type("bfloat16", on_device)
@@ -203,7 +203,7 @@ class BackendContract:
         self,
         ranks: int,
         subject: Subject,
-        runs: Trials,
+        runs: LoopTrials,
         refusals: dict[int, str],
         devices: int,
     ) -> None:
@@ -225,7 +225,7 @@ class BackendContract:
         assert not why, why
 
     def test_every_strategy_trains_as_one_process_does(
-        self, subject: Subject, runs: Trials, devices: int
+        self, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
         """Each other installed strategy whose needs the device meets: the losses of one process.
         One whose engine is refused does not work."""
@@ -243,12 +243,12 @@ class BackendContract:
         if ranks < 2:
             pytest.skip("tried on one rank alone: there is one device, or rank_counts asks for it")
 
-    def test_a_resumed_run_goes_on_where_it_was(self, runs: Trials) -> None:
+    def test_a_resumed_run_goes_on_where_it_was(self, runs: LoopTrials) -> None:
         """From a checkpoint in the middle, with dropout: the undisturbed run, to the last digit."""
         runs.resumed()
 
     def test_a_run_is_resumed_on_other_ranks(
-        self, subject: Subject, runs: Trials, devices: int
+        self, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
         """From a checkpoint of one rank, on two with another strategy: the same losses."""
         specs, _ = others(subject)
@@ -266,7 +266,9 @@ class BackendContract:
         """How many ranks a strategy is tried on."""
         return min((n for n in (2, 4) if n in self.rank_counts and n <= devices), default=1)
 
-    def _wrong_refusal(self, subject: Subject, runs: Trials, spec: StrategySpec, ranks: int) -> str:
+    def _wrong_refusal(
+        self, subject: Subject, runs: LoopTrials, spec: StrategySpec, ranks: int
+    ) -> str:
         """Why a strategy must not be refused as it is; empty if it may."""
         declared = _refused_engine(subject, spec)
         try:

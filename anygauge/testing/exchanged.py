@@ -27,7 +27,7 @@ REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(slots=True)
-class Exchange:
+class ExchangeRecord:
     """One collective of one rank, with what it held, on the host.
 
     Attributes:
@@ -43,9 +43,9 @@ class Exchange:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Exchange]]:
+def recorded() -> Iterator[list[ExchangeRecord]]:
     """Every collective of this process while it lasts; each is waited for."""
-    found: list[Exchange] = []
+    found: list[ExchangeRecord] = []
     usual = {name: getattr(dist, name) for name in _TENSORS if hasattr(dist, name)}
     for name, function in usual.items():
         setattr(dist, name, _noting(name, function, found))
@@ -88,7 +88,9 @@ def _given(name: str, usual: Callable[..., Any], args: Any, kwargs: Any) -> dict
     return {each: passed.get(each, usually.get(each)) for each in _ARGUMENTS[name]}
 
 
-def _noting(name: str, usual: Callable[..., Any], found: list[Exchange]) -> Callable[..., Any]:
+def _noting(
+    name: str, usual: Callable[..., Any], found: list[ExchangeRecord]
+) -> Callable[..., Any]:
     @functools.wraps(usual)
     def function(*args: Any, **kwargs: Any) -> Any:
         given = _given(name, usual, args, kwargs)
@@ -104,19 +106,19 @@ def _noting(name: str, usual: Callable[..., Any], found: list[Exchange]) -> Call
             of_group = given.get("group_src")
             how = given["src"] if of_group is None else ranks[of_group]
         how = str(getattr(how, "op", how)).rpartition(".")[2]
-        found.append(Exchange(name, ranks, how, before, on_host(target)))
+        found.append(ExchangeRecord(name, ranks, how, before, on_host(target)))
         return work
 
     return function
 
 
-def first_wrong(ranks: Sequence[Sequence[Exchange]]) -> tuple[int, str]:
+def first_wrong(ranks: Sequence[Sequence[ExchangeRecord]]) -> tuple[int, str]:
     """(How many collectives of rank 0 were right before it, the first wrong one in words).
 
     Args:
         ranks: of each rank, in its order.
     """
-    members: dict[tuple[int, ...], list[list[Exchange]]] = defaultdict(list)
+    members: dict[tuple[int, ...], list[list[ExchangeRecord]]] = defaultdict(list)
     for group in {each.ranks for exchanges in ranks for each in exchanges}:
         members[group] = [[e for e in ranks[rank] if e.ranks == group] for rank in group]
     numbers = {id(each): at for at, each in enumerate(ranks[0])}
@@ -130,7 +132,7 @@ def first_wrong(ranks: Sequence[Sequence[Exchange]]) -> tuple[int, str]:
     return min(wrong, default=(len(ranks[0]), ""))
 
 
-def _wrong(group: Sequence[int], together: Sequence[Exchange]) -> str:
+def _wrong(group: Sequence[int], together: Sequence[ExchangeRecord]) -> str:
     """Why a collective is wrong, from what each rank gave and got; empty if it is right."""
     first = together[0]
     kinds = {(each.name, each.how) for each in together}

@@ -29,7 +29,7 @@ MADE = "values of views"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ViewCase:
     """How the tensors of a call lie, and how many elements they have.
 
     Attributes:
@@ -43,15 +43,15 @@ class Case:
 
 
 CASES = (
-    Case(WITHIN, 7),
-    Case(WITHIN, 64, waits=True),
-    Case(WITHIN, 1),
-    Case(ROWS, 5, waits=True),
-    Case(WHOLE, 48),
-    Case(WITHIN, 2**16 + 3),
-    Case(WHOLE, 2**17, waits=True),
+    ViewCase(WITHIN, 7),
+    ViewCase(WITHIN, 64, waits=True),
+    ViewCase(WITHIN, 1),
+    ViewCase(ROWS, 5, waits=True),
+    ViewCase(WHOLE, 48),
+    ViewCase(WITHIN, 2**16 + 3),
+    ViewCase(WHOLE, 2**17, waits=True),
 )
-GAPPED = (Case(GAPS, 7), Case(GAPS, 2**10, waits=True))
+GAPPED = (ViewCase(GAPS, 7), ViewCase(GAPS, 2**10, waits=True))
 """For functions that every known library either refuses or does right."""
 
 
@@ -75,7 +75,7 @@ class Call:
     """
 
     on: Together
-    case: Case
+    case: ViewCase
     dtype: torch.dtype
     root: int
     what: str
@@ -280,7 +280,7 @@ def _try(on: Together, functions: Sequence[Function]) -> None:
         on.kept.pop(MADE, None)
 
 
-def _call(on: Together, function: Function, case: Case, dtype: torch.dtype, root: int) -> None:
+def _call(on: Together, function: Function, case: ViewCase, dtype: torch.dtype, root: int) -> None:
     how = ", waited for" if case.waits else ""
     what = f"{function.name} of {case.size} x {dtype} for each rank, {case.layout}{how}"
     call = Call(on, case, dtype, root, what)

@@ -38,7 +38,7 @@ from anygauge.testing.watch import (
     ENDING,
     OPENING,
     Answers,
-    Watch,
+    ProcessWatch,
     lines,
     wait,
 )
@@ -165,7 +165,7 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartAns
         pipe.close()
     files = [folder / f"{part}{ranks}.rank{rank}.json" for rank in range(ranks)]
     limits = {each.name: each.limit_s for each in CHECKS.values()}
-    watch = Watch(files, [process.pid for process in processes], limits)
+    watch = ProcessWatch(files, [process.pid for process in processes], limits)
     running = {rank: process.poll for rank, process in enumerate(processes)}
     ended, late = wait(running, watch, TIMEOUTS_S[part])
     if late:

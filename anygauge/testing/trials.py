@@ -46,7 +46,7 @@ have no checkpoints."""
 
 
 @dataclass(slots=True)
-class Trials:
+class LoopTrials:
     """The runs of one backend; each is made once.
 
     Attributes:

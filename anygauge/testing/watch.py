@@ -70,7 +70,7 @@ def begun(path: Path) -> str:
     return found[-1].get(BEGUN, "") if found else ""
 
 
-class Watch:
+class ProcessWatch:
     """Watches several processes.
 
     Args:
@@ -147,7 +147,7 @@ def where(process: int, answers: Path) -> str:
 
 
 def wait(
-    running: Mapping[int, Callable[[], int | None]], watch: Watch, limit_s: float
+    running: Mapping[int, Callable[[], int | None]], watch: ProcessWatch, limit_s: float
 ) -> tuple[dict[int, int], str]:
     """Wait until all processes have ended, or one hangs.
 

@@ -19,7 +19,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from benchmarks.contenders.zero3 import documented
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 
 IGNORED = -100
 
@@ -30,7 +30,7 @@ class Recorder:
     Where tokens are counted on a device, steps are written at the end: nobody waits for a count.
     """
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: ContenderPlan, rank: int) -> None:
         self._file = (Path(plan.output) / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8")
         self._tokens: list[Tensor | int] = []
         self._slots = 0
@@ -84,9 +84,9 @@ class Recorder:
         self._file.flush()
 
 
-def start() -> tuple[Plan, int, int, Recorder]:
+def start() -> tuple[ContenderPlan, int, int, Recorder]:
     """(plan, rank, number of ranks, recorder) of this process."""
-    plan = Plan.load(sys.argv[1])
+    plan = ContenderPlan.load(sys.argv[1])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return plan, rank, ranks, Recorder(plan, rank)
 
@@ -98,7 +98,7 @@ def skip_inference_kernel() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def adapter(plan: Plan) -> LoraConfig:
+def adapter(plan: ContenderPlan) -> LoraConfig:
     """LoRA on every linear layer."""
     return LoraConfig(
         r=plan.lora_rank,
@@ -110,18 +110,18 @@ def adapter(plan: Plan) -> LoraConfig:
     )
 
 
-def dtype(plan: Plan) -> torch.dtype:
+def dtype(plan: ContenderPlan) -> torch.dtype:
     """The type of weights and arithmetic."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[plan.dtype]
 
 
-def raw_rows(plan: Plan) -> list[dict[str, str]]:
+def raw_rows(plan: ContenderPlan) -> list[dict[str, str]]:
     """The rows as they stand in the file."""
     with Path(plan.rows).open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
-def tokenised_rows(plan: Plan, tokenizer: Any) -> list[dict[str, list[int]]]:
+def tokenised_rows(plan: ContenderPlan, tokenizer: Any) -> list[dict[str, list[int]]]:
     """Rows as `input_ids` and `labels`: the end token has a loss, a prompt has none."""
     rows = []
     for row in raw_rows(plan):
@@ -162,7 +162,7 @@ def count_loss_tokens(labels: Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
-def take_device(plan: Plan) -> torch.device:
+def take_device(plan: ContenderPlan) -> torch.device:
     """This rank's device, which is then the current one."""
     if plan.device == "cpu":
         return torch.device("cpu")
@@ -176,7 +176,7 @@ def on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
     return {name: each.to(device, non_blocking=True) for name, each in batch.items()}
 
 
-def trainer_arguments(plan: Plan) -> dict[str, Any]:
+def trainer_arguments(plan: ContenderPlan) -> dict[str, Any]:
     """Arguments that transformers' and TRL's trainers share."""
     return {
         "output_dir": str(Path(plan.output) / "trainer"),
@@ -206,7 +206,7 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
     }
 
 
-def join_ranks_for_trainers(plan: Plan) -> None:
+def join_ranks_for_trainers(plan: ContenderPlan) -> None:
     """Join the process group before a trainer does.
 
     Where there is no other device than the host, a trainer's own choice is not a process group at
@@ -219,7 +219,7 @@ def join_ranks_for_trainers(plan: Plan) -> None:
     PartialState(**({"backend": "gloo"} if plan.device == "cpu" else {}))
 
 
-def finish(plan: Plan, trainer: Any) -> None:
+def finish(plan: ContenderPlan, trainer: Any) -> None:
     """What comes after training, where the plan asks for it."""
     if plan.evaluates:
         trainer.evaluate()

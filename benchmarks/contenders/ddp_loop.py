@@ -10,10 +10,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contenders.torch_loop import Sync, train
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 
 
-def wrap(plan: Plan, model: Any) -> tuple[nn.Module, Sync]:
+def wrap(plan: ContenderPlan, model: Any) -> tuple[nn.Module, Sync]:
     """The model in DDP."""
     wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # What DDP does by itself, where it is counted: its own sum never passes through Python.

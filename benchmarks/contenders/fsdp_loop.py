@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.contenders.torch_loop import Sync, train
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 
 
-def wrap(plan: Plan, model: Any) -> tuple[nn.Module, Sync]:
+def wrap(plan: ContenderPlan, model: Any) -> tuple[nn.Module, Sync]:
     """The model in shards of its layers."""
     for layer in model.get_base_model().model.layers:
         fully_shard(layer)

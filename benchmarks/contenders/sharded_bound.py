@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.contenders.common import take_device
 from benchmarks.contenders.unsharded import train
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 
 
 class Gathers:
@@ -82,7 +82,7 @@ def _at_backward(gathers: Gathers) -> Any:
 
 def main() -> None:
     """Train one process by itself, between gathers of all."""
-    device = take_device(Plan.load(sys.argv[1]))
+    device = take_device(ContenderPlan.load(sys.argv[1]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     gathers: list[Gathers] = []
     train(lambda plan, model: gathers.append(watched(model, recomputed=plan.checkpointing)))

@@ -26,13 +26,13 @@ from benchmarks.contenders.common import (
     take_device,
     tokenised_rows,
 )
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 
 Sync = Callable[[bool], contextlib.AbstractContextManager[Any]]
 """(Whether a micro-batch is the step's last) -> what is around its forward and backward."""
 
 
-def train(wrap: Callable[[Plan, Any], tuple[nn.Module, Sync]]) -> None:
+def train(wrap: Callable[[ContenderPlan, Any], tuple[nn.Module, Sync]]) -> None:
     """Train one rank.
 
     Args:

@@ -23,10 +23,10 @@ from benchmarks.contenders.common import (
     take_device,
     tokenised_rows,
 )
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 
 
-def train(watch: Callable[[Plan, Any], object] = lambda plan, model: None) -> None:
+def train(watch: Callable[[ContenderPlan, Any], object] = lambda plan, model: None) -> None:
     """Train one process by itself.
 
     Args:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 
 PREFETCH = 500_000_000
 DEFAULT_LIVE = 1_000_000_000
@@ -43,7 +43,7 @@ def documented() -> dict[str, Any]:
     }
 
 
-def by_hand(plan: Plan) -> dict[str, Any]:
+def by_hand(plan: ContenderPlan) -> dict[str, Any]:
     """What ``anygauge train --dry-run`` shows for the same model; a test compares the two.
 
     Differences in speed to this contender are then of loops and data, not of settings. Only

@@ -14,7 +14,7 @@ from benchmarks import cross_entropy, kernel_timing
 from benchmarks import lora as lora_timing
 from benchmarks import softmax as softmax_timing
 from benchmarks.gpu.context import Clock, Context
-from benchmarks.gpu.result import Report, Row
+from benchmarks.gpu.result import Report, TableRow
 from benchmarks.kernel_timing import Timed, chosen_kernel, kernel_names
 
 TOTAL = "forward + backward, ms"
@@ -49,7 +49,7 @@ def _add(report: Report, case: str, timed: Sequence[Timed], **more: Any) -> None
     """A row for each contender; the first is ours."""
     for each in timed:
         if each.forward is None or each.backward is None or each.peak is None:
-            report.add(Row(case=case, name=each.name, note=each.problem))
+            report.add(TableRow(case=case, name=each.name, note=each.problem))
             continue
         figures: dict[str, Any] = {
             "forward, ms": each.forward * 1e3,
@@ -61,7 +61,7 @@ def _add(report: Report, case: str, timed: Sequence[Timed], **more: Any) -> None
         if more:
             figures["of copy, forward"] = more["forward_bytes"] / each.forward / more["copy"]
             figures["of copy, backward"] = more["backward_bytes"] / each.backward / more["copy"]
-        report.add(Row(case=case, name=each.name, figures=figures))
+        report.add(TableRow(case=case, name=each.name, figures=figures))
 
 
 def _say_liger(report: Report) -> None:
@@ -166,7 +166,7 @@ def accuracy(context: Context, report: Report) -> None:
                         errors = exact(kernel, size, getattr(torch, dtype), device)
                     except Exception as error:  # one that cannot be compiled leaves the others
                         said = (str(error).splitlines() or [type(error).__name__])[0]
-                        report.add(Row(case=case, name=name, note=said))
+                        report.add(TableRow(case=case, name=name, note=said))
                         worst.append(f"{name}, {case}: {said}")
                         continue
                     figures = {
@@ -175,7 +175,7 @@ def accuracy(context: Context, report: Report) -> None:
                         "largest error": max(errors),
                         "allowed": EPSILON[dtype],
                     }
-                    report.add(Row(case=case, name=name, figures=figures))
+                    report.add(TableRow(case=case, name=name, figures=figures))
                     if not max(errors) <= EPSILON[dtype]:
                         worst.append(f"{name}, {case}: {max(errors):.1e}")
     report.note("Errors are relative to the largest value of float64's result.")

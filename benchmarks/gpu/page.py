@@ -9,7 +9,7 @@ from typing import Any
 
 from anygauge.util.files import write_text
 from benchmarks.gpu.pictures import bars
-from benchmarks.gpu.result import OK, Figure, Result, Row
+from benchmarks.gpu.result import OK, Figure, Result, TableRow
 
 FORMS: Mapping[str, str] = {
     "MFU": ".1%",
@@ -60,7 +60,7 @@ def page(folder: Path, machine: Mapping[str, Any], results: Sequence[Result]) ->
     return "\n".join(lines) + "\n"
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[TableRow]) -> list[str]:
     """Rows as Markdown; beside a figure that somebody predicted stands what was planned."""
     if not rows:
         return ["Nothing was found."]

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from benchmarks.gpu.context import Clock, Context
-from benchmarks.gpu.result import Report, Row
+from benchmarks.gpu.result import Report, TableRow
 from benchmarks.rows import write_rows
 
 STEPS = 6
@@ -46,7 +46,7 @@ def run(context: Context, report: Report) -> None:
                 abs(a[figure] / b[figure] - 1) for a, b in zip(mine, found["cpu"], strict=True)
             )
             report.add(
-                Row(
+                TableRow(
                     case=dtype,
                     name=figure,
                     figures={

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from benchmarks.gpu.result import Row
+from benchmarks.gpu.result import TableRow
 
 WIDTH, LABEL, BAR, GAP, HEAD = 860, 330, 18, 6, 40
 COLOURS = ("#1b7f79", "#8a8f98")
@@ -14,7 +14,7 @@ MARK = "#c2410c"
 OURS = "anygauge"
 
 
-def bars(title: str, heading: str, rows: Sequence[Row]) -> str:
+def bars(title: str, heading: str, rows: Sequence[TableRow]) -> str:
     """A bar for each row that has the figure; a line across it is what was predicted.
 
     Returns:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.result import Report, Row, SkipPartError
+from benchmarks.gpu.result import Report, SkipPartError, TableRow
 from benchmarks.processes import ROOT
 
 INTERRUPTED = 2
@@ -48,10 +48,10 @@ def kit(context: Context, report: Report) -> None:
     for check in found["checks"]:
         parts.setdefault(check["part"], Counter())[check["result"]] += 1
     for part, counts in parts.items():
-        report.add(Row(case="checks", name=part, figures=dict(counts)))
+        report.add(TableRow(case="checks", name=part, figures=dict(counts)))
     for check in found["checks"]:
         if check["result"] == "failed":
-            report.add(Row(case="failed", name=check["title"], note=check["why"][:300]))
+            report.add(TableRow(case="failed", name=check["title"], note=check["why"][:300]))
     report.note(f"The whole report is `{context.path.name}/{pages[0].name}`.")
     if found["not_tried"]:
         report.note(f"{len(found['not_tried'])} checks were not tried.")
@@ -83,7 +83,7 @@ def kernels(context: Context, report: Report) -> None:
         raise RuntimeError(f"pytest ended with status {status} and wrote no results")
     counts = outcomes(results)
     for name, count in counts.items():
-        report.add(Row(case="tests/kernels/test_triton.py", name=name, figures=dict(count)))
+        report.add(TableRow(case="tests/kernels/test_triton.py", name=name, figures=dict(count)))
     if context.device == "cpu":
         report.note("On a host, Triton's interpreter runs the kernels: nothing was compiled.")
     if status == INTERRUPTED:

@@ -20,7 +20,7 @@ class SkipPartError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TableRow:
     """One line of a part's table.
 
     Attributes:
@@ -54,7 +54,7 @@ class Result:
     status: str
     seconds: float
     allowed: float
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TableRow, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
     chart: str = ""
@@ -73,10 +73,10 @@ class Report:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.rows: list[Row] = []
+        self.rows: list[TableRow] = []
         self.notes: list[str] = []
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TableRow) -> None:
         """One more row."""
         self.rows.append(row)
         self._write()
@@ -92,9 +92,9 @@ class Report:
         write_text(self._path, json.dumps(record, indent=2) + "\n")
 
 
-def read_report(path: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+def read_report(path: Path) -> tuple[tuple[TableRow, ...], tuple[str, ...]]:
     """(rows, notes) of a part's file; none where it wrote nothing."""
     if not path.is_file():
         return (), ()
     record = json.loads(path.read_text(encoding="utf-8"))
-    return tuple(Row(**row) for row in record["rows"]), tuple(record["notes"])
+    return tuple(TableRow(**row) for row in record["rows"]), tuple(record["notes"])

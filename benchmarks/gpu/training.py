@@ -11,11 +11,11 @@ from typing import Any
 from benchmarks.entrants import ENTRANTS, run_file
 from benchmarks.gpu.context import Clock, Context
 from benchmarks.gpu.predict import Prediction, predict
-from benchmarks.gpu.result import Figure, Report, Row, SkipPartError
-from benchmarks.measure import Outcome
-from benchmarks.plan import Dtype, Plan
+from benchmarks.gpu.result import Figure, Report, SkipPartError, TableRow
+from benchmarks.measure import RunOutcome
+from benchmarks.plan import ContenderPlan, Dtype
 from benchmarks.ratios import paired, rotated
-from benchmarks.session import Settings, prepare, run_once
+from benchmarks.session import SessionSettings, prepare, run_once
 
 Groups = Mapping[str, Sequence[str]]
 
@@ -167,7 +167,7 @@ def compare(
         return
     rows, plan, about = prepare(workload, settings)
     report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
-    outcomes: list[Outcome] = []
+    outcomes: list[RunOutcome] = []
     predictions = {
         name: predict(context, our_run(name, replace(plan, output=context.folder)))
         for name in names
@@ -200,9 +200,9 @@ def compare(
         raise RuntimeError("; ".join(f"{o.name}: {o.problem}" for o in failed))
 
 
-def foresee(context: Context, report: Report, groups: Groups, settings: Settings) -> None:
+def foresee(context: Context, report: Report, groups: Groups, settings: SessionSettings) -> None:
     """What the planner predicts of our contenders on a machine that is not at hand."""
-    plan = Plan(
+    plan = ContenderPlan(
         model="",
         rows="rows.jsonl",
         has_prompts=False,
@@ -233,13 +233,13 @@ def foresee(context: Context, report: Report, groups: Groups, settings: Settings
             run = {**our_run(name, plan), "model": {"config": config, "tokenizer": "none"}}
             found = predict(context, run)
             title = ENTRANTS[name].title
-            report.add(Row(case=case, name=title, predicted=found.figures, note=found.problem))
+            report.add(TableRow(case=case, name=title, predicted=found.figures, note=found.problem))
 
 
-def settings_of(context: Context, size: Size, ranks: int) -> Settings:
+def settings_of(context: Context, size: Size, ranks: int) -> SessionSettings:
     """What `benchmarks.session` is asked for."""
     dtype: Dtype = "float32" if context.tiny else "bfloat16"
-    return Settings(
+    return SessionSettings(
         rounds=1,
         steps=size.steps,
         warmup=size.warmup,
@@ -269,15 +269,15 @@ def settings_of(context: Context, size: Size, ranks: int) -> Settings:
     )
 
 
-def our_run(name: str, plan: Plan) -> dict[str, Any]:
+def our_run(name: str, plan: ContenderPlan) -> dict[str, Any]:
     """The run file of a contender of ours."""
     entrant = ENTRANTS[name]
     return run_file(replace(plan, layout=entrant.layout), entrant.strategy)
 
 
 def table(
-    groups: Groups, outcomes: Sequence[Outcome], predictions: Mapping[str, Prediction]
-) -> list[Row]:
+    groups: Groups, outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]
+) -> list[TableRow]:
     """A row for each contender that has run: medians of its rounds."""
     rows = []
     counted = [each for each in predictions.values() if each.flops_per_token and each.peak]
@@ -292,7 +292,7 @@ def table(
                 first = [o for o in outcomes if o.name == names[0] and o.tokens_per_s]
                 figures = _figures(done, first, counted[0] if counted else None)
             rows.append(
-                Row(
+                TableRow(
                     case=case,
                     name=ENTRANTS[name].title,
                     figures=figures,
@@ -304,7 +304,7 @@ def table(
 
 
 def _figures(
-    done: Sequence[Outcome], first: Sequence[Outcome], counted: Prediction | None
+    done: Sequence[RunOutcome], first: Sequence[RunOutcome], counted: Prediction | None
 ) -> dict[str, Figure]:
     """Of a contender's rounds, beside those of its group's first."""
     speeds = {o.round: o.tokens_per_s or 0.0 for o in done}
@@ -327,7 +327,7 @@ def _figures(
     }
 
 
-def _note(runs: Sequence[Outcome]) -> str:
+def _note(runs: Sequence[RunOutcome]) -> str:
     """What went wrong first: with a run, or with watching it."""
     problems = [o.problem for o in runs if o.status != "ok"]
     for each in runs:

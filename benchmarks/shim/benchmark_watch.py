@@ -32,7 +32,7 @@ WAITING_CALLS = (
 """Of CUDA's runtime, as the profiler names them."""
 
 
-class Steps:
+class StepCounter:
     """Counts optimizer steps of this process, and calls back after each."""
 
     def __init__(self, after: Callable[[int], None]) -> None:
@@ -59,7 +59,7 @@ class Steps:
             self._after(self.done)
 
 
-class Watch:
+class StepWatch:
     """What happens after each step: see the module's text."""
 
     def __init__(self, path: Path, first: int, count: int) -> None:

@@ -193,11 +193,11 @@ def _start_profiling(path: Path) -> Callable[[Any], None]:
 
 
 def _start_watching(path: Path) -> Callable[[Any], None]:
-    from benchmark_watch import Steps, Watch
+    from benchmark_watch import StepCounter, StepWatch
 
     first, count = map(int, os.environ[WATCH].split(":"))
-    watch = Watch(path, first, count)
-    return lambda module: Steps(watch.after).watch(sys.modules["torch.autograd"], module)
+    watch = StepWatch(path, first, count)
+    return lambda module: StepCounter(watch.after).watch(sys.modules["torch.autograd"], module)
 
 
 def _start_phases(path: Path) -> dict[str, Callable[[Any], None]]:

@@ -62,8 +62,8 @@ class Documented:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """The three sets; `Rows.check` says what must hold between them."""
+class DocstringRows:
+    """The three sets; `DocstringRows.check` says what must hold between them."""
 
     pretrain: list[str]
     train: list[Documented]
@@ -112,7 +112,7 @@ def documented(root: Path, *, files: int | None = None) -> Iterator[Documented]:
         yield from _of_body(tree.body, module, text.splitlines())
 
 
-def split(found: Iterable[Documented]) -> Rows:
+def split(found: Iterable[Documented]) -> DocstringRows:
     """Divide what was found; rows with the same answer always fall on the same side.
 
     The side is decided by a hash of the answer. A held-out row whose answer occurs inside any
@@ -126,10 +126,10 @@ def split(found: Iterable[Documented]) -> Rows:
     pretrain = list(dict.fromkeys(item.snippet for item in train))
     seen = _one_line(pretrain + [text for row in train for text in _texts(row)])
     held_out = [row for row in wanted if row.summary not in seen]
-    return Rows(pretrain=pretrain, train=train, held_out=held_out)
+    return DocstringRows(pretrain=pretrain, train=train, held_out=held_out)
 
 
-def write(rows: Rows, folder: Path) -> dict[str, int]:
+def write(rows: DocstringRows, folder: Path) -> dict[str, int]:
     """Write the three files to `folder`; returns file name -> number of rows."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = {"train.jsonl": rows.train, "heldout.jsonl": rows.held_out}

@@ -32,7 +32,7 @@ from tests.agent.fakes import (
 from tests.helpers.jobs import make_job
 
 
-class Run:
+class AgentRun:
     """One agent and what it reported."""
 
     def __init__(self, folder: Path) -> None:
@@ -100,15 +100,15 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    one = Run(tmp_path)
+def run(tmp_path: Path) -> Iterator[AgentRun]:
+    one = AgentRun(tmp_path)
     yield one
     if one.agent is not None and one.agent.poll() is None:
         one.agent.kill()
         one.agent.wait()
 
 
-def test_all_ranks_finish(run: Run) -> None:
+def test_all_ranks_finish(run: AgentRun) -> None:
     ended = run({0: [sends("step", step=1, loss=2.5), FINISHED], 1: [FINISHED]})
     assert (ended["state"], ended["exit_status"], ended["cause"]) == ("ok", 0, None)
     assert [run.result(rank)["state"] for rank in (0, 1)] == ["ok", "ok"]
@@ -116,7 +116,7 @@ def test_all_ranks_finish(run: Run) -> None:
     assert [(step["rank"], step["loss"]) for step in steps] == [(0, 2.5)]
 
 
-def test_the_events_of_a_rank_keep_their_order_among_those_of_others(run: Run) -> None:
+def test_the_events_of_a_rank_keep_their_order_among_those_of_others(run: AgentRun) -> None:
     count = 300
     actions = [sends("step", step=step) for step in range(count)]
     run({rank: [*actions, FINISHED] for rank in range(3)})
@@ -125,13 +125,13 @@ def test_the_events_of_a_rank_keep_their_order_among_those_of_others(run: Run) -
         assert own == list(range(count))
 
 
-def test_what_a_rank_prints_is_in_its_log_alone(run: Run) -> None:
+def test_what_a_rank_prints_is_in_its_log_alone(run: AgentRun) -> None:
     run({0: [["print", "chatter"], FINISHED]})
     assert (run.directory / "logs" / "rank0.log").read_text() == "chatter\n"
     assert "chatter" not in json.dumps(run.events)
 
 
-def test_lines_that_are_no_events_are_kept_from_the_stream(run: Run) -> None:
+def test_lines_that_are_no_events_are_kept_from_the_stream(run: AgentRun) -> None:
     agent = run.start({0: [["raw", "oops\n[1]\n"], sends("message", text="hello"), FINISHED]})
     out, err = agent.communicate(timeout=PATIENCE_S)
     assert [json.loads(line)["event"] for line in out.splitlines()] == [
@@ -140,13 +140,13 @@ def test_lines_that_are_no_events_are_kept_from_the_stream(run: Run) -> None:
     assert "oops" in err
 
 
-def test_a_line_of_brackets_does_not_end_the_agent(run: Run) -> None:
+def test_a_line_of_brackets_does_not_end_the_agent(run: AgentRun) -> None:
     deep = "[" * 200_000 + "\n"
     run({0: [["raw", deep], ["raw", '{"event":' * 60_000 + "\n"], FINISHED]})
     assert run.events[-1]["state"] == "ok"
 
 
-def test_a_rank_knows_who_it_is_and_nothing_of_another_launcher(run: Run) -> None:
+def test_a_rank_knows_who_it_is_and_nothing_of_another_launcher(run: AgentRun) -> None:
     stale = {
         "RANK": "17",
         "MASTER_ADDR": "elsewhere",
@@ -163,7 +163,7 @@ def test_a_rank_knows_who_it_is_and_nothing_of_another_launcher(run: Run) -> Non
     assert not set(stale) & set(seen) - {"RANK", "KEPT"}
 
 
-def test_a_rank_that_exits_takes_the_others_along_and_is_named(run: Run) -> None:
+def test_a_rank_that_exits_takes_the_others_along_and_is_named(run: AgentRun) -> None:
     ended = run({0: [FOREVER], 1: [["print", "last words"], ["wait", "pid0"], ["exit", 7]]})
     assert (ended["state"], ended["exit_status"]) == ("failed", 1)
     assert "rank 1" in ended["cause"]
@@ -175,21 +175,21 @@ def test_a_rank_that_exits_takes_the_others_along_and_is_named(run: Run) -> None
     assert not alive(run.pid("pid0"))
 
 
-def test_a_rank_that_exits_with_0_before_its_work_is_done_has_failed(run: Run) -> None:
+def test_a_rank_that_exits_with_0_before_its_work_is_done_has_failed(run: AgentRun) -> None:
     ended = run({0: [FOREVER], 1: [["exit", 0]]})
     assert ended["state"] == "failed"
     assert "rank 1" in ended["cause"]
     assert "not finished" in ended["cause"]
 
 
-def test_a_crash_after_the_work_is_a_failure(run: Run) -> None:
+def test_a_crash_after_the_work_is_a_failure(run: AgentRun) -> None:
     ended = run({0: [FINISHED, ["die", signal.SIGSEGV]]})
     assert ended["state"] == "failed"
     assert "SIGSEGV" in ended["cause"]
     assert "after it had finished" in ended["cause"]
 
 
-def test_a_killed_rank_wins_over_a_peer_that_reports_the_broken_connection(run: Run) -> None:
+def test_a_killed_rank_wins_over_a_peer_that_reports_the_broken_connection(run: AgentRun) -> None:
     os.mkfifo(run.folder / "connection")
     ended = run(
         {
@@ -206,7 +206,7 @@ def test_a_killed_rank_wins_over_a_peer_that_reports_the_broken_connection(run: 
     assert "signal 9" in ended["cause"]
 
 
-def test_the_rank_that_reports_first_wins_over_one_that_aborts_after_it(run: Run) -> None:
+def test_the_rank_that_reports_first_wins_over_one_that_aborts_after_it(run: AgentRun) -> None:
     ended = run(
         {
             0: [["wait", "reported"], ["die", signal.SIGABRT]],
@@ -222,7 +222,7 @@ def test_the_rank_that_reports_first_wins_over_one_that_aborts_after_it(run: Run
     assert "ValueError: bad row" in ended["cause"]
 
 
-def test_of_two_reports_the_earlier_is_named_whatever_order_they_arrive_in(run: Run) -> None:
+def test_of_two_reports_the_earlier_is_named_whatever_order_they_arrive_in(run: AgentRun) -> None:
     ended = run(
         {
             0: [sends("failed", error="Late", message="x", time=2000.0), ["exit", 1]],
@@ -235,7 +235,7 @@ def test_of_two_reports_the_earlier_is_named_whatever_order_they_arrive_in(run: 
     assert f"rank {max(reported)}" in ended["cause"]
 
 
-def test_an_error_for_the_user_is_shown_as_it_is_with_its_exit_status(run: Run) -> None:
+def test_an_error_for_the_user_is_shown_as_it_is_with_its_exit_status(run: AgentRun) -> None:
     failed = sends(
         "failed", error="DataError", message="row 3 is empty", for_user=True, exit_status=2
     )
@@ -243,7 +243,7 @@ def test_an_error_for_the_user_is_shown_as_it_is_with_its_exit_status(run: Run) 
     assert (ended["cause"], ended["exit_status"]) == ("row 3 is empty", 2)
 
 
-def test_a_rank_that_does_not_end_at_once_is_killed(run: Run) -> None:
+def test_a_rank_that_does_not_end_at_once_is_killed(run: AgentRun) -> None:
     ended = run(
         {
             0: [["ignore", END_AT_ONCE], ["touch", "deaf"], FOREVER],
@@ -255,20 +255,20 @@ def test_a_rank_that_does_not_end_at_once_is_killed(run: Run) -> None:
     assert (run.result(0)["state"], run.result(0)["signal"]) == ("stopped", signal.SIGKILL)
 
 
-def test_a_rank_that_reported_its_failure_but_hangs_is_killed(run: Run) -> None:
+def test_a_rank_that_reported_its_failure_but_hangs_is_killed(run: AgentRun) -> None:
     failed = sends("failed", error="RuntimeError", message="hung teardown")
     ended = run({0: [failed, FOREVER]}, grace=0.3)
     assert "hung teardown" in ended["cause"]
     assert run.result(0)["signal"] == signal.SIGKILL
 
 
-def test_helpers_of_a_rank_end_with_it(run: Run) -> None:
+def test_helpers_of_a_rank_end_with_it(run: AgentRun) -> None:
     run({0: [["helper", "helper0"], FINISHED], 1: [["helper", "helper1"], ["wait", "helper0"]]})
     until(lambda: not alive(run.pid("helper0")), "the end of the helper of a finished rank")
     until(lambda: not alive(run.pid("helper1")), "the end of the helper of a failed rank")
 
 
-def test_a_rank_that_stays_behind_is_ended_after_the_collective_timeout(run: Run) -> None:
+def test_a_rank_that_stays_behind_is_ended_after_the_collective_timeout(run: AgentRun) -> None:
     ended = run({0: [FINISHED], 1: [FOREVER]}, timeout=0.4, grace=0.2)
     assert ended["state"] == "failed"
     assert "rank 1" in ended["cause"]
@@ -280,7 +280,7 @@ def at(doing: str) -> list[Any]:
     return sends("progress", doing=doing)
 
 
-def test_a_stopped_rank_ends_the_run_and_each_ranks_doing_is_named(run: Run) -> None:
+def test_a_stopped_rank_ends_the_run_and_each_ranks_doing_is_named(run: AgentRun) -> None:
     ended = run(
         {0: [at("step 3, update"), FOREVER], 1: [at("step 2, update"), ["die", signal.SIGSTOP]]},
         timeout=2.8,
@@ -296,7 +296,7 @@ def test_a_stopped_rank_ends_the_run_and_each_ranks_doing_is_named(run: Run) -> 
     assert "progress" not in {event["event"] for event in run.events}
 
 
-def test_a_rank_that_fails_because_another_is_stopped_names_both(run: Run) -> None:
+def test_a_rank_that_fails_because_another_is_stopped_names_both(run: AgentRun) -> None:
     failed = sends("failed", error="RuntimeError", message="Timed out waiting for recv")
     ended = run(
         {
@@ -310,7 +310,7 @@ def test_a_rank_that_fails_because_another_is_stopped_names_both(run: Run) -> No
     assert "rank 1: step 2, update; stopped (state T in /proc)" in ended["cause"]
 
 
-def test_ranks_that_report_or_work_may_take_their_time(run: Run) -> None:
+def test_ranks_that_report_or_work_may_take_their_time(run: AgentRun) -> None:
     """One saves, one has a single micro-batch for longer than the limit; both go on."""
     ended = run(
         {
@@ -323,13 +323,13 @@ def test_ranks_that_report_or_work_may_take_their_time(run: Run) -> None:
     assert ended["state"] == "ok", ended["cause"]
 
 
-def test_a_rank_that_closes_its_events_is_still_watched(run: Run) -> None:
+def test_a_rank_that_closes_its_events_is_still_watched(run: AgentRun) -> None:
     ended = run({0: [["close_events", None], ["sleep", 0.5], ["exit", 4]]})
     assert "exit status 4" in ended["cause"]
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_to_the_agent_cancels_the_run(run: Run, signum: int, status: int) -> None:
+def test_a_signal_to_the_agent_cancels_the_run(run: AgentRun, signum: int, status: int) -> None:
     agent = run.start(
         {0: [["touch", "up0"], FOREVER], 1: [["on_term_exit", 0], ["touch", "up1"], FOREVER]}
     )
@@ -347,7 +347,9 @@ def stops(step: int) -> list[object]:
     return ["on_term_stop", {"step": step, "checkpoint": "/run/checkpoints/step-00000007"}]
 
 
-def test_ranks_that_stop_with_a_checkpoint_end_the_run_with_a_status_of_its_own(run: Run) -> None:
+def test_ranks_that_stop_with_a_checkpoint_end_the_run_with_a_status_of_its_own(
+    run: AgentRun,
+) -> None:
     agent = run.start({rank: [stops(7), ["touch", f"up{rank}"], FOREVER] for rank in (0, 1)})
     run.wait("up0")
     run.wait("up1")
@@ -359,7 +361,7 @@ def test_ranks_that_stop_with_a_checkpoint_end_the_run_with_a_status_of_its_own(
     assert [run.result(rank)["state"] for rank in (0, 1)] == ["stopped", "stopped"]
 
 
-def test_a_rank_that_fails_while_others_stop_is_the_cause(run: Run) -> None:
+def test_a_rank_that_fails_while_others_stop_is_the_cause(run: AgentRun) -> None:
     agent = run.start(
         {
             0: [["ignore", signal.SIGTERM], ["touch", "up0"], FOREVER],
@@ -376,7 +378,7 @@ def test_a_rank_that_fails_while_others_stop_is_the_cause(run: Run) -> None:
     assert run.result(0)["signal"] == END_AT_ONCE
 
 
-def test_a_second_signal_kills_without_waiting_for_the_grace_time(run: Run) -> None:
+def test_a_second_signal_kills_without_waiting_for_the_grace_time(run: AgentRun) -> None:
     agent = run.start({0: [["ignore", signal.SIGTERM], ["touch", "up"], FOREVER]}, grace=3600)
     run.wait("up")
     agent.send_signal(signal.SIGTERM)
@@ -387,7 +389,7 @@ def test_a_second_signal_kills_without_waiting_for_the_grace_time(run: Run) -> N
     assert run.result(0)["signal"] == signal.SIGKILL
 
 
-def test_a_signal_after_a_failure_does_not_hide_it(run: Run) -> None:
+def test_a_signal_after_a_failure_does_not_hide_it(run: AgentRun) -> None:
     agent = run.start(
         {
             0: [["ignore", END_AT_ONCE], ["touch", "deaf"], FOREVER],
@@ -403,7 +405,7 @@ def test_a_signal_after_a_failure_does_not_hide_it(run: Run) -> None:
     assert "exit status 3" in ended["cause"]
 
 
-def test_an_agent_that_is_killed_leaves_no_rank(run: Run) -> None:
+def test_an_agent_that_is_killed_leaves_no_rank(run: AgentRun) -> None:
     agent = run.start(
         {0: [["touch", "up0"], FOREVER], 1: [["ignore", signal.SIGTERM], ["touch", "up1"], FOREVER]}
     )
@@ -414,7 +416,7 @@ def test_an_agent_that_is_killed_leaves_no_rank(run: Run) -> None:
     until(lambda: not alive(run.pid("pid0")) and not alive(run.pid("pid1")), "the ranks' end")
 
 
-def test_a_follower_that_has_gone_does_not_stop_the_run(run: Run) -> None:
+def test_a_follower_that_has_gone_does_not_stop_the_run(run: AgentRun) -> None:
     agent = run.start({0: [["wait", "go"], *[sends("step", step=1)] * 10, FINISHED]})
     assert agent.stdout is not None
     agent.stdout.close()
@@ -423,7 +425,7 @@ def test_a_follower_that_has_gone_does_not_stop_the_run(run: Run) -> None:
     assert run.result(0)["state"] == "ok"
 
 
-def test_a_signal_is_heard_while_the_follower_does_not_read(run: Run) -> None:
+def test_a_signal_is_heard_while_the_follower_does_not_read(run: AgentRun) -> None:
     text = "x" * 10_000
     agent = run.start({0: [*[sends("message", text=text)] * 50, ["touch", "sent"], FOREVER]})
     run.wait("sent")  # more than a pipe holds, and nobody has read it
@@ -432,7 +434,7 @@ def test_a_signal_is_heard_while_the_follower_does_not_read(run: Run) -> None:
     assert run.end()["state"] == "cancelled"
 
 
-def test_results_of_an_earlier_run_are_not_mistaken_for_this_one(run: Run) -> None:
+def test_results_of_an_earlier_run_are_not_mistaken_for_this_one(run: AgentRun) -> None:
     stale = run.directory / "ranks" / "rank0.json"
     stale.parent.mkdir(parents=True)
     stale.write_text('{"state": "ok"}')
@@ -441,7 +443,7 @@ def test_results_of_an_earlier_run_are_not_mistaken_for_this_one(run: Run) -> No
     assert not stale.exists()
 
 
-def test_an_invalid_job_file_is_reported_as_an_event(run: Run, tmp_path: Path) -> None:
+def test_an_invalid_job_file_is_reported_as_an_event(run: AgentRun, tmp_path: Path) -> None:
     job_file = tmp_path / "job.json"
     job_file.write_text("{}")
     run.agent = subprocess.Popen(

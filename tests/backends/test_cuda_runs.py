@@ -38,7 +38,7 @@ def fields(**changes: Any) -> dict[str, Any]:
     }
 
 
-class Job:
+class EndedJob:
     """A job of two machines that ended well: its steps, and what each rank called."""
 
     def __init__(self, folder: Path, strategy: str) -> None:
@@ -98,11 +98,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(folder: Path) -> Job:
-    return Job(folder, "ddp")
+def job(folder: Path) -> EndedJob:
+    return EndedJob(folder, "ddp")
 
 
-def test_all_ranks_train_as_one_process_does_on_the_host(job: Job, folder: Path) -> None:
+def test_all_ranks_train_as_one_process_does_on_the_host(job: EndedJob, folder: Path) -> None:
     path = run_file(folder, **fields(name="host", backend="cpu", strategy={"name": "single"},
                                      precision={"param_dtype": "bfloat16"}))  # fmt: skip
     host = train(path)
@@ -112,7 +112,7 @@ def test_all_ranks_train_as_one_process_does_on_the_host(job: Job, folder: Path)
     assert all(record["mfu"] > 0 and record["peak_memory"] > 0 for record in job.steps())
 
 
-def test_a_rank_takes_the_card_of_its_number_on_its_machine(job: Job) -> None:
+def test_a_rank_takes_the_card_of_its_number_on_its_machine(job: EndedJob) -> None:
     found = job.calls("init", "set_device")
     for rank, (first, *others) in enumerate(found):
         assert first[0] == "init"
@@ -120,7 +120,7 @@ def test_a_rank_takes_the_card_of_its_number_on_its_machine(job: Job) -> None:
         assert {tuple(call) for call in others} == {("set_device", rank % DEVICES)}
 
 
-def test_variables_are_set_before_cuda_is_opened(job: Job) -> None:
+def test_variables_are_set_before_cuda_is_opened(job: EndedJob) -> None:
     for (init,) in job.calls("init"):
         variables = init[1]
         assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -131,7 +131,7 @@ def test_variables_are_set_before_cuda_is_opened(job: Job) -> None:
         assert not {name for name in variables if name.startswith("NCCL_IB")}
 
 
-def test_nccl_joins_all_ranks_on_the_card_that_is_open(job: Job) -> None:
+def test_nccl_joins_all_ranks_on_the_card_that_is_open(job: EndedJob) -> None:
     for rank, each in enumerate(job.calls("set_device", "nccl", "connect")):
         device = rank % DEVICES
         opened, made, connected = each[:3]
@@ -142,15 +142,15 @@ def test_nccl_joins_all_ranks_on_the_card_that_is_open(job: Job) -> None:
         assert connected == ["connect", f"cuda:{device}"]
 
 
-def test_messages_of_the_host_do_not_go_through_nccl(job: Job) -> None:
+def test_messages_of_the_host_do_not_go_through_nccl(job: EndedJob) -> None:
     for each in job.calls("nccl"):
         assert len(each) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero", "fsdp"])
-def test_sharded_strategies_open_and_join_alike(folder: Path, job: Job, strategy: str) -> None:
-    other = Job(folder, strategy)
+def test_sharded_strategies_open_and_join_alike(folder: Path, job: EndedJob, strategy: str) -> None:
+    other = EndedJob(folder, strategy)
     assert [s["loss"] for s in other.steps()] == pytest.approx(
         [s["loss"] for s in job.steps()], rel=2e-3
     )

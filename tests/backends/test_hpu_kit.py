@@ -14,7 +14,7 @@ import pytest
 from anygauge.testing import BackendContract
 from anygauge.testing.counterparts import counterparts
 from anygauge.testing.process import Subject
-from anygauge.testing.trials import Trials
+from anygauge.testing.trials import LoopTrials
 from tests.helpers.gaudi import standin_environment, standin_site
 
 pytestmark = pytest.mark.skipif(
@@ -83,7 +83,7 @@ class TestLazy(OnStandIn):
 
     @pytest.mark.slow
     def test_every_strategy_trains_as_one_process_does(
-        self, subject: Subject, runs: Trials, devices: int
+        self, subject: Subject, runs: LoopTrials, devices: int
     ) -> None:
         """`fsdp` is refused for what the bridge's own file does and its model does not."""
         if not os.environ.get("ANYGAUGE_GAUDI_SOURCE"):

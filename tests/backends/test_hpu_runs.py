@@ -36,7 +36,7 @@ IN_AN_UPDATE = 2
 """Marks of the library's own AdamW, around its one group."""
 
 
-class Trained:
+class TrainedOnStandIn:
     """A run that ended well, and what each of its ranks called."""
 
     def __init__(self, run: Run, record: Path, ranks: int = RANKS) -> None:
@@ -62,7 +62,7 @@ def trained(
     ranks: int = RANKS,
     variables: Mapping[str, str] | None = None,
     **options: Any,
-) -> Trained:
+) -> TrainedOnStandIn:
     record = folder / f"{name}-record"
     site = folder / f"standin-{version}"
     if not site.exists():
@@ -86,7 +86,7 @@ def trained(
     path = run_file(folder, **merged(fields, changes or {}))
     run = train(path, environment={**standin_environment(site, record), **(variables or {})})
     assert run.status == 0, run.out + run.err
-    return Trained(run, record, ranks)
+    return TrainedOnStandIn(run, record, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -95,17 +95,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lazy(folder: Path) -> Iterator[Trained]:
+def lazy(folder: Path) -> Iterator[TrainedOnStandIn]:
     yield trained(folder, "lazy", attention="softmax", sync_on_release=True)
 
 
-def test_graphs_end_after_each_backward_and_update(lazy: Trained) -> None:
+def test_graphs_end_after_each_backward_and_update(lazy: TrainedOnStandIn) -> None:
     marks = ACCUMULATION * (IN_A_MICRO_STEP + 1) + IN_AN_UPDATE + 1
     assert lazy.count("mark_step") == [STEPS * marks] * RANKS
     assert lazy.count("refused") == [0] * RANKS
 
 
-def test_a_step_calls_in_order(lazy: Trained) -> None:
+def test_a_step_calls_in_order(lazy: TrainedOnStandIn) -> None:
     """Graphs end around the loss and before each layer's recomputation; gradients are reduced in
     backward, after which the graph ends; weights are released after a synchronisation; the norm is
     reduced over ranks in the update, whose graph ends last."""
@@ -125,18 +125,18 @@ def test_a_step_calls_in_order(lazy: Trained) -> None:
         assert found[: len(step)] == step
 
 
-def test_cards_are_taken_by_their_module(lazy: Trained) -> None:
+def test_cards_are_taken_by_their_module(lazy: TrainedOnStandIn) -> None:
     assert [[c[1] for c in each if c[0] == "acquire"] for each in lazy.calls] == [["0"], ["1"]]
     assert [each[0] for each in lazy.calls] == [["load", "lazy"]] * RANKS
 
 
-def test_groups_are_made_without_what_is_gone(lazy: Trained) -> None:
+def test_groups_are_made_without_what_is_gone(lazy: TrainedOnStandIn) -> None:
     # A wrong argument would have ended the run; the control group is the host's.
     made = [(c[0], c[1]) for c in lazy.calls[0] if c[0].endswith("group")]
     assert made[:2] == [("init_process_group", "hccl"), ("new_group", "gloo")]
 
 
-def test_the_model_library_replaces_nothing_in_torch(lazy: Trained) -> None:
+def test_the_model_library_replaces_nothing_in_torch(lazy: TrainedOnStandIn) -> None:
     # Its predicate for the device does, where it is asked; a run never asks it.
     assert [[c[1] for c in each if c[0] == "patched"] for each in lazy.calls] == [[[]]] * RANKS
 
@@ -156,7 +156,7 @@ def test_what_the_model_library_replaces_would_be_recorded(folder: Path) -> None
     assert {"gather", "scatter", "compile"} <= set(patched)
 
 
-def test_norms_are_fused_and_attention_is_not(lazy: Trained) -> None:
+def test_norms_are_fused_and_attention_is_not(lazy: TrainedOnStandIn) -> None:
     assert min(lazy.count("FusedRMSNorm")) > 0
     assert min(lazy.count("RotaryPosEmbeddingHelperV2")) > 0
     assert lazy.count("FusedSDPA") == [0] * RANKS
@@ -166,14 +166,16 @@ def test_norms_are_fused_and_attention_is_not(lazy: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_by_default_only_the_meters_wait_for_the_device(lazy: Trained, folder: Path) -> None:
+def test_by_default_only_the_meters_wait_for_the_device(
+    lazy: TrainedOnStandIn, folder: Path
+) -> None:
     other = trained(folder, "unsynchronised", attention="softmax")
     assert min(lazy.count("synchronize")) > 10 * max(other.count("synchronize"))
     assert other.run.steps("loss") == lazy.run.steps("loss")
 
 
 @pytest.mark.slow
-def test_forward_and_backward_apart(lazy: Trained, folder: Path) -> None:
+def test_forward_and_backward_apart(lazy: TrainedOnStandIn, folder: Path) -> None:
     other = trained(folder, "split", attention="fused", split_forward_backward=True)
     # And once after the forward that proves the saved adapter.
     marks = ACCUMULATION * (IN_A_MICRO_STEP + 2) + IN_AN_UPDATE + 1
@@ -210,12 +212,12 @@ LIMIT = 10
 
 
 @pytest.fixture(scope="module")
-def limited(folder: Path) -> Trained:
+def limited(folder: Path) -> TrainedOnStandIn:
     return trained(folder, "limited", attention="softmax", graph_limit=LIMIT)
 
 
 @pytest.mark.slow
-def test_a_limit_cuts_graphs_into_pieces(lazy: Trained, limited: Trained) -> None:
+def test_a_limit_cuts_graphs_into_pieces(lazy: TrainedOnStandIn, limited: TrainedOnStandIn) -> None:
     for whole, cut in zip(lazy.graphs(), limited.graphs(), strict=True):
         assert max(operations for operations, *_ in whole) > LIMIT
         # Where the limit has just ended one, there is none left for a mark to end.
@@ -231,7 +233,7 @@ def test_a_limit_cuts_graphs_into_pieces(lazy: Trained, limited: Trained) -> Non
 
 
 @pytest.mark.slow
-def test_a_limit_may_wait_for_what_it_cuts(limited: Trained, folder: Path) -> None:
+def test_a_limit_may_wait_for_what_it_cuts(limited: TrainedOnStandIn, folder: Path) -> None:
     other = trained(
         folder, "waiting", attention="softmax", graph_limit=LIMIT, graph_limit_sync=True
     )
@@ -257,7 +259,7 @@ def test_shapes_are_counted_and_fewer_buckets_make_fewer(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_recipe_cache_is_passed_on(folder: Path, lazy: Trained) -> None:
+def test_a_recipe_cache_is_passed_on(folder: Path, lazy: TrainedOnStandIn) -> None:
     cached = trained(
         folder, "cached", attention="softmax", recipe_cache="/tmp/recipes", recipe_cache_mb=64
     )
@@ -270,7 +272,7 @@ def test_a_recipe_cache_is_passed_on(folder: Path, lazy: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_norms_of_the_model_are_not_fused(folder: Path, lazy: Trained) -> None:
+def test_norms_of_the_model_are_not_fused(folder: Path, lazy: TrainedOnStandIn) -> None:
     plain = trained(folder, "plain", attention="softmax", rms_norm="reference")
     assert plain.count("FusedRMSNorm") == [0] * RANKS
     assert plain.run.steps("loss") == pytest.approx(lazy.run.steps("loss"), rel=1e-3)
@@ -285,11 +287,11 @@ SINGLE = {
 
 
 @pytest.fixture(scope="module")
-def fused(folder: Path) -> Trained:
+def fused(folder: Path) -> TrainedOnStandIn:
     return trained(folder, "fused-update", ranks=1, attention="softmax", changes=SINGLE)
 
 
-def test_updates_by_the_library_where_parameters_are_whole(fused: Trained) -> None:
+def test_updates_by_the_library_where_parameters_are_whole(fused: TrainedOnStandIn) -> None:
     # One group of matrices; the library marks a step before and after each of its calls.
     assert fused.count("FusedAdamW") == fused.count("FusedClipNorm") == [STEPS]
     marks = [c[0] for c in fused.calls[0] if c[0] in ("FusedAdamW", "FusedClipNorm", "mark_step")]
@@ -302,7 +304,7 @@ def test_updates_by_the_library_where_parameters_are_whole(fused: Trained) -> No
 
 
 @pytest.mark.slow
-def test_updates_by_the_library_are_torchs(fused: Trained, folder: Path) -> None:
+def test_updates_by_the_library_are_torchs(fused: TrainedOnStandIn, folder: Path) -> None:
     named = {"kernels": {"adamw": "reference", "clip_grad_norm": "reference"}}
     plain = trained(folder, "plain-update", ranks=1, attention="softmax", changes=SINGLE | named)
     assert plain.count("FusedAdamW") == plain.count("FusedClipNorm") == [0]
@@ -310,7 +312,9 @@ def test_updates_by_the_library_are_torchs(fused: Trained, folder: Path) -> None
     assert fused.run.steps("loss") == pytest.approx(plain.run.steps("loss"), rel=1e-5)
 
 
-def test_under_zero_the_library_updates_and_deepspeed_clips(lazy: Trained, folder: Path) -> None:
+def test_under_zero_the_library_updates_and_deepspeed_clips(
+    lazy: TrainedOnStandIn, folder: Path
+) -> None:
     assert lazy.count("FusedAdamW") == [STEPS] * RANKS
     assert lazy.count("FusedClipNorm") == [0] * RANKS
     path = run_file(
@@ -327,7 +331,7 @@ def test_under_zero_the_library_updates_and_deepspeed_clips(lazy: Trained, folde
 
 
 @pytest.mark.slow
-def test_the_librarys_update_under_zero_is_torchs(lazy: Trained, folder: Path) -> None:
+def test_the_librarys_update_under_zero_is_torchs(lazy: TrainedOnStandIn, folder: Path) -> None:
     named = {"kernels": {"adamw": "reference"}}
     plain = trained(folder, "plain-zero", attention="softmax", changes=named)
     assert plain.count("FusedAdamW") == [0] * RANKS
@@ -351,7 +355,9 @@ def test_eight_cards_in_lazy_mode(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compile_mode_asks_for_regions_and_marks_nothing(lazy: Trained, folder: Path) -> None:
+def test_compile_mode_asks_for_regions_and_marks_nothing(
+    lazy: TrainedOnStandIn, folder: Path
+) -> None:
     compiled = trained(folder, "compiled", version="1.21.0", attention="softmax")
     assert [each[0] for each in compiled.calls] == [["load", "eager"]] * RANKS
     assert min(compiled.count("compile")) > 0

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks.entrants import ENTRANTS
-from benchmarks.measure import MeasureError, Outcome, outcome
-from benchmarks.plan import Plan
+from benchmarks.measure import MeasureError, RunOutcome, outcome
+from benchmarks.plan import ContenderPlan
 
 STEPS = 4
 
 
-def plan(folder: Path, **changes: Any) -> Plan:
+def plan(folder: Path, **changes: Any) -> ContenderPlan:
     fields: dict[str, Any] = {
         "model": "model",
         "rows": "rows.jsonl",
@@ -28,7 +28,7 @@ def plan(folder: Path, **changes: Any) -> Plan:
         "accumulation": 1,
         "max_length": 8,
     }
-    return Plan(**{**fields, **changes})
+    return ContenderPlan(**{**fields, **changes})
 
 
 def write_lines(path: Path, records: Sequence[Any]) -> None:
@@ -51,7 +51,7 @@ def write_traffic(folder: Path, rank: int, calls: Sequence[tuple[float, str, flo
     (folder / f"traffic-rank{rank}.json").write_text(json.dumps(record))
 
 
-def read(folder: Path, name: str = "deepspeed", **changes: Any) -> Outcome:
+def read(folder: Path, name: str = "deepspeed", **changes: Any) -> RunOutcome:
     return outcome(
         ENTRANTS[name],
         plan(folder, **changes),

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.errors import MissingDataError, RowsError
-from benchmarks.rows import Rows, write_rows
+from benchmarks.rows import WrittenRows, write_rows
 from benchmarks.texts import texts
 
 
@@ -19,7 +19,7 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.texts.GENERATED_TEXTS", 300)
 
 
-def written(folder: Path, workload: str, **changes: Any) -> Rows:
+def written(folder: Path, workload: str, **changes: Any) -> WrittenRows:
     given: dict[str, Any] = {"count": 12, "length": 128, "vocabulary": 400, "seed": 1}
     return write_rows(workload, folder, data=None, **{**given, **changes})
 

@@ -25,7 +25,7 @@ def shim() -> ModuleType:
     return module
 
 
-class Fake:
+class SizedTensor:
     """A tensor of so many 4-byte elements."""
 
     def __init__(self, elements: int) -> None:
@@ -62,7 +62,7 @@ def group(shim: ModuleType) -> tuple[Any, list[Any]]:
 
 def test_bytes_are_those_of_a_ring(shim: ModuleType) -> None:
     ranks, calls = group(shim)
-    whole, part = Fake(400), Fake(100)
+    whole, part = SizedTensor(400), SizedTensor(100)
     assert ranks.allreduce([whole]) == "work"
     ranks.all_gather_single(whole, part)
     ranks.reduce_scatter_single(part, whole)

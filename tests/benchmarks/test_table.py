@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.measure import Outcome
+from benchmarks.measure import RunOutcome
 from benchmarks.table import as_json, markdown, remarks, rich_table, summarise
 
 NAMES = ["anygauge", "deepspeed", "trl-packed"]
 
 
-def ran(name: str, round_: int, speed: float, **changes: Any) -> Outcome:
+def ran(name: str, round_: int, speed: float, **changes: Any) -> RunOutcome:
     fields: dict[str, Any] = {
         "peak_memory": 2**21,
         "sent": {"all_gather": 2.0**20, "all_reduce": 2.0**20},
@@ -23,13 +23,15 @@ def ran(name: str, round_: int, speed: float, **changes: Any) -> Outcome:
         "tokens": 1234,
         "padding": 0.25,
     }
-    return Outcome(
+    return RunOutcome(
         name=name, round=round_, status="ok", tokens_per_s=speed, **{**fields, **changes}
     )
 
 
-def failed(name: str, round_: int) -> Outcome:
-    return Outcome(name=name, round=round_, status="failed", problem="process 1 ended", log=["x"])
+def failed(name: str, round_: int) -> RunOutcome:
+    return RunOutcome(
+        name=name, round=round_, status="failed", problem="process 1 ended", log=["x"]
+    )
 
 
 def test_ratios_pair_only_rounds_in_which_both_ran() -> None:

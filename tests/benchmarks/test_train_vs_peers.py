@@ -15,7 +15,7 @@ import typer
 
 from anygauge.config.load import load_run_file
 from benchmarks.entrants import ENTRANTS, processes
-from benchmarks.plan import Plan
+from benchmarks.plan import ContenderPlan
 from benchmarks.processes import ROOT, shared_environment
 from benchmarks.train_vs_peers import chosen_contenders, chosen_workloads
 from tests.benchmarks.test_measure import plan
@@ -41,7 +41,7 @@ def test_full_rows_need_no_grouping_and_no_packing() -> None:
 def test_a_plan_is_read_back_as_written(tmp_path: Path) -> None:
     written = plan(tmp_path, layout="packed", dtype="bfloat16")
     written.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == written
+    assert ContenderPlan.load(tmp_path / "plan.json") == written
     assert dataclasses.replace(written, accumulation=3).global_batch == 6
 
 
@@ -81,7 +81,7 @@ def test_ranks_of_peers_are_told_who_they_are(tmp_path: Path) -> None:
     started = processes(ENTRANTS["trainer"], plan(tmp_path), {"OMP_NUM_THREADS": "1"})
     assert [environment["RANK"] for environment in started.environments] == ["0", "1"]
     assert all(environment["OMP_NUM_THREADS"] == "1" for environment in started.environments)
-    assert Plan.load(started.argv[-1]) == plan(tmp_path)
+    assert ContenderPlan.load(started.argv[-1]) == plan(tmp_path)
 
 
 def test_a_package_that_is_not_there_is_named() -> None:

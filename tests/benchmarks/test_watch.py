@@ -15,7 +15,7 @@ import torch
 from benchmarks.processes import SHIM
 
 sys.path.insert(0, str(SHIM))
-from benchmark_watch import WAITS, Steps, Watch, union
+from benchmark_watch import WAITS, StepCounter, StepWatch, union
 
 sys.path.remove(str(SHIM))
 
@@ -30,7 +30,7 @@ def test_a_step_ends_with_the_first_update_after_a_backward() -> None:
     hooks: list[Any] = []
     autograd = SimpleNamespace(backward=lambda: "done")
     optimizer = SimpleNamespace(register_optimizer_step_post_hook=hooks.append)
-    Steps(seen.append).watch(autograd, optimizer)
+    StepCounter(seen.append).watch(autograd, optimizer)
     (update,) = hooks
     update(None, (), {})  # before any backward
     for _ in range(2):
@@ -48,7 +48,7 @@ def test_waits_are_counted_while_torch_warns_of_them(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    watch = Watch(tmp_path / "watched.json", first=3, count=2)
+    watch = StepWatch(tmp_path / "watched.json", first=3, count=2)
     shown: list[str] = []
     with warnings.catch_warnings():
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
@@ -69,7 +69,7 @@ def test_waits_are_counted_while_torch_warns_of_them(
 
 
 def test_without_a_card_there_are_no_waits_to_count(tmp_path: Path) -> None:
-    watch = Watch(tmp_path / "watched.json", first=1, count=1)
+    watch = StepWatch(tmp_path / "watched.json", first=1, count=1)
     for step in (1, 2, 3):
         watch.after(step)
         torch.ones(3).sum()
@@ -84,7 +84,7 @@ def test_a_run_is_not_ended_where_it_cannot_be_watched(
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", refuse)
-    watch = Watch(tmp_path / "watched.json", first=1, count=1)
+    watch = StepWatch(tmp_path / "watched.json", first=1, count=1)
     with warnings.catch_warnings():
         show = warnings.showwarning
         for step in (1, 2, 3):

@@ -20,7 +20,7 @@ import pytest
 from anygauge.agent.foreign import ForeignLaunch
 from anygauge.cli.joined import _agreed
 from anygauge.interface import STOPPED, AnygaugeError
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.processes import end
 from tests.helpers.runs import Run, anygauge, run_file, train
 
@@ -126,7 +126,7 @@ def steps_taken(folder: Path) -> int:
 
 def test_the_losses_under_torchrun_are_those_of_devices_2(tmp_path: Path) -> None:
     path = run_file(tmp_path, strategy={"name": "ddp"}, checkpoint={"every": 2})
-    (own,) = finished([Part(file=str(path), overrides=("name=own", "launch.devices=2"))])
+    (own,) = finished([RunPart(file=str(path), overrides=("name=own", "launch.devices=2"))])
     with torchrun(path) as process:
         status, out, err = ended(process)
     assert status == 0, err
@@ -283,7 +283,7 @@ def test_ctrl_c_saves_and_torchruns_restart_goes_on(tmp_path: Path) -> None:
         status, out, err = ended(process)
     assert status == 0, err
     assert out.count("resumed: ") == 2 and out.count("final loss") == 1
-    (own,) = finished([Part(file=str(path), overrides=("name=own", "launch.devices=2"))])
+    (own,) = finished([RunPart(file=str(path), overrides=("name=own", "launch.devices=2"))])
     run = Run(folder=folder, status=status, out=out, err=err)
     assert run.steps("step") == list(range(1, 61))
     assert run.steps("loss") == own.steps("loss")

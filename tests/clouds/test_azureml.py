@@ -116,7 +116,7 @@ def test_bad_options_are_caught_before_anything_is_submitted(
     assert_refused(lambda: rendered(change, **fields), said)
 
 
-class TestContainer:
+class TestAzureContainer:
     """What the command does on a machine."""
 
     @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ PASSED = 'it\'s "$HOME" $(date)\n雪'
 
 
 @dataclass(kw_only=True)
-class Cluster:
+class ContainerCluster:
     """Two machines, and what a cluster does on them."""
 
     machines: Machines
@@ -88,7 +88,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerCluster]:
     why = why_not("ssh", "sshd", "ssh-keygen", "mpirun")
     if why is None and (ROOT.exists() or Path("/opt/ml").exists()):
         why = f"{ROOT} or /opt/ml is there already"
@@ -96,11 +96,11 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("clouds")
     with Machines(folder) as made:
-        yield Cluster(machines=made, ssh=SshServers(made, folder / "ssh"), folder=folder)
+        yield ContainerCluster(machines=made, ssh=SshServers(made, folder / "ssh"), folder=folder)
 
 
 @pytest.fixture
-def cluster(machines: Cluster) -> Iterator[Cluster]:
+def cluster(machines: ContainerCluster) -> Iterator[ContainerCluster]:
     yield machines
     machines.tidy()
 
@@ -176,7 +176,9 @@ class TestKubernetes:
     made: str
     """Name of the object."""
 
-    def pods(self, cluster: Cluster, kind: str, name: str, **changes: Any) -> list[dict[str, Any]]:
+    def pods(
+        self, cluster: ContainerCluster, kind: str, name: str, **changes: Any
+    ) -> list[dict[str, Any]]:
         """Submit, and mount what pods mount; returns the container of each pod."""
         stuff = cluster.folder / "input"
         stuff.mkdir(exist_ok=True)
@@ -211,7 +213,7 @@ class TestKubernetes:
         cluster.named(**{f"{made}-node-0-0.{made}": "node1", f"{made}-master-0": "node1"})
         return self._containers(manifest)
 
-    def _scratch(self, cluster: Cluster) -> Path:
+    def _scratch(self, cluster: ContainerCluster) -> Path:
         path = cluster.folder / f"client{time.monotonic_ns()}"
         path.mkdir()
         return path
@@ -249,7 +251,7 @@ class TestKubernetes:
         }  # fmt: skip
 
     def start(
-        self, cluster: Cluster, pods: list[dict[str, Any]], kind: str = "JobSet"
+        self, cluster: ContainerCluster, pods: list[dict[str, Any]], kind: str = "JobSet"
     ) -> list[subprocess.Popen[str]]:
         return [
             cluster.start(node, pod["command"], self.variables(kind, rank))
@@ -258,7 +260,7 @@ class TestKubernetes:
 
     @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
     def test_the_losses_are_those_of_one_machine(
-        self, cluster: Cluster, kind: str, here: Run
+        self, cluster: ContainerCluster, kind: str, here: Run
     ) -> None:
         pods = self.pods(cluster, kind, kind.lower())
         before = {name: cluster.machines.bytes_sent(name) for name in NODES}
@@ -270,7 +272,7 @@ class TestKubernetes:
         assert (folder / "run.yaml").is_file()  # the job brought it
 
     def test_an_mpijob_starts_its_agents_through_the_operators_ssh(
-        self, cluster: Cluster, here: Run
+        self, cluster: ContainerCluster, here: Run
     ) -> None:
         launcher, *_workers = self.pods(cluster, "MPIJob", "mpijob")
         hostfile = cluster.folder / "hostfile"
@@ -286,14 +288,16 @@ class TestKubernetes:
         ends = ends_of([cluster.start(LOGIN, launcher["command"], variables)])
         assert_trained(ends, cluster.folder / "runs" / "mpijob", here)
 
-    def test_variables_and_secrets_arrive_as_they_are(self, cluster: Cluster) -> None:
+    def test_variables_and_secrets_arrive_as_they_are(self, cluster: ContainerCluster) -> None:
         pods = self.pods(cluster, "JobSet", "probe", environment=watched(cluster.folder / "probe"))
         ends = ends_of(self.start(cluster, pods))
         assert [status for status, _, _ in ends] == [0, 0], ends
         for seen in seen_by_ranks(cluster.folder / "probe"):
             assert seen == {"PASSED": PASSED, "MY_TOKEN": "s3cret"}
 
-    def test_pods_that_are_started_again_go_on_from_the_checkpoint(self, cluster: Cluster) -> None:
+    def test_pods_that_are_started_again_go_on_from_the_checkpoint(
+        self, cluster: ContainerCluster
+    ) -> None:
         pods = self.pods(cluster, "JobSet", "again", train={"steps": 60}, checkpoint={"every": 5})
         folder = cluster.folder / "runs" / "again"
         first = self.start(cluster, pods)
@@ -310,7 +314,7 @@ class TestKubernetes:
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [r["step"] for r in records if "loss" in r] == list(range(1, 61))
 
-    def test_a_request_to_end_leaves_a_checkpoint(self, cluster: Cluster) -> None:
+    def test_a_request_to_end_leaves_a_checkpoint(self, cluster: ContainerCluster) -> None:
         pods = self.pods(cluster, "JobSet", "asked", train={"steps": 100_000})
         folder = cluster.folder / "runs" / "asked"
         started = self.start(cluster, pods)
@@ -323,7 +327,7 @@ class TestKubernetes:
         assert [status for status, _, _ in ends] == [75, 75], ends
         assert list((folder / "checkpoints").glob("step-*")), ends
 
-    def test_another_jobs_run_is_not_written_over(self, cluster: Cluster) -> None:
+    def test_another_jobs_run_is_not_written_over(self, cluster: ContainerCluster) -> None:
         taken = cluster.folder / "runs" / "taken"
         taken.mkdir(parents=True)
         (taken / "job.sha256").write_text("another job's\n")
@@ -336,7 +340,9 @@ class TestKubernetes:
         assert "holds another job's run" in LEFT_BY_AGENTS.read_text()
         assert (taken / "run.yaml").read_text() == "theirs"
 
-    def test_a_pod_that_waits_for_others_ends_when_it_is_asked(self, cluster: Cluster) -> None:
+    def test_a_pod_that_waits_for_others_ends_when_it_is_asked(
+        self, cluster: ContainerCluster
+    ) -> None:
         pods = self.pods(cluster, "JobSet", "waits")
         # The first process of a container: signals that it does not handle do not reach it.
         inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -365,7 +371,9 @@ class TestKubernetes:
 class TestAzure:
     """The command of a job, as Azure's agents start it on each machine."""
 
-    def test_the_losses_are_those_of_one_machine(self, cluster: Cluster, here: Run) -> None:
+    def test_the_losses_are_those_of_one_machine(
+        self, cluster: ContainerCluster, here: Run
+    ) -> None:
         stuff = cluster.folder / "azure"
         stuff.mkdir()
         options = {
@@ -405,12 +413,12 @@ class TestSagemaker:
     OPT = Path("/opt/ml")
 
     @pytest.fixture(autouse=True)
-    def _opt(self, cluster: Cluster) -> Iterator[None]:
+    def _opt(self, cluster: ContainerCluster) -> Iterator[None]:
         self.OPT.mkdir()
         yield
         self.OPT.rmdir()
 
-    def machines(self, cluster: Cluster, path: Path) -> list[subprocess.Popen[str]]:
+    def machines(self, cluster: ContainerCluster, path: Path) -> list[subprocess.Popen[str]]:
         """Submit, and start the entry point on each machine."""
         client = Client("aws", path.parent, sys.executable)
         client.answer("create-training-job", out={"TrainingJobArn": "arn:x"})
@@ -446,7 +454,9 @@ class TestSagemaker:
         }  # fmt: skip
         return {"launcher": "sagemaker", "options": options, "pass_environment": ["PASSED"]}
 
-    def test_the_losses_are_those_of_one_machine(self, cluster: Cluster, here: Run) -> None:
+    def test_the_losses_are_those_of_one_machine(
+        self, cluster: ContainerCluster, here: Run
+    ) -> None:
         (stuff := cluster.folder / "sagemaker").mkdir()
         environment = watched(cluster.folder / "sagemaker-probe")
         path = run_of(stuff, self.OPT / "input/data/all", self.launch(), environment=environment)
@@ -456,7 +466,7 @@ class TestSagemaker:
         for seen in seen_by_ranks(cluster.folder / "sagemaker-probe"):
             assert seen["PASSED"] == PASSED
 
-    def test_a_failure_stands_where_sagemaker_looks_for_it(self, cluster: Cluster) -> None:
+    def test_a_failure_stands_where_sagemaker_looks_for_it(self, cluster: ContainerCluster) -> None:
         (stuff := cluster.folder / "broken").mkdir()
         at = self.OPT / "input/data/all"
         path = run_of(stuff, at, self.launch(), name="broken", train={"optimizer": {"lr": 1e6}})

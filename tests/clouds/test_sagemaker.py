@@ -154,7 +154,7 @@ def test_bad_options_are_caught_before_anything_is_submitted(
     assert_refused(lambda: rendered(change, **fields), said)
 
 
-class TestContainer:
+class TestSageMakerContainer:
     """What the entry point does on a machine."""
 
     @pytest.fixture

@@ -21,7 +21,7 @@ def alone(values):
     return values
 
 
-class Ranks:
+class RankThreads:
     """Sums numbers of ranks that are threads, as collectives do: all take part, in one order."""
 
     def __init__(self, count):
@@ -131,7 +131,7 @@ def test_any_step_can_be_the_first(batches, packing):
 def test_ranks_divide_streamed_steps(batches, packing, world):
     settings = {"global_batch_size": 8, "epochs": 1.4}
     whole = batches(packing=packing, micro=8, settings=settings)
-    ranks = Ranks(world)
+    ranks = RankThreads(world)
 
     def work(rank):
         mine = batches(

@@ -153,7 +153,7 @@ def test_an_answer_that_stands_inside_another_text_is_not_held_out() -> None:
 
 
 def test_check_finds_a_leak() -> None:
-    leaked = docstrings.Rows(
+    leaked = docstrings.DocstringRows(
         pretrain=["def f():\n    Return the\n    value."], train=[], held_out=[item("the value.")]
     )
     with pytest.raises(ValueError, match=r"held-out answer of m\.f\(\)"):

@@ -54,7 +54,7 @@ LACKING = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainedWithFork:
     """A run that ended well, what each rank called, and what rank 0 wrote to its log."""
 
     run: Run
@@ -93,7 +93,7 @@ def environment(folder: Path, release: str, record: Path, *, intels: Path | None
 
 def trained(
     folder: Path, release: str, options: Mapping[str, Any], *, intels: Path | None
-) -> Trained:
+) -> TrainedWithFork:
     """The recipe with a tiny model, on two cards."""
     name = f"{release}-{'index' if intels is None else 'intels'}"
     recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
@@ -111,14 +111,14 @@ def trained(
     record = folder / f"{name}-record"
     run = train(path, environment=environment(folder, release, record, intels=intels))
     assert run.status == 0, run.out + run.err
-    return Trained(
+    return TrainedWithFork(
         run=run,
         calls=[calls(record, rank) for rank in range(RANKS)],
         log=(run.folder / "logs/rank0.log").read_text(encoding="utf-8"),
     )
 
 
-def assert_same(one: Trained, other: Trained, release: str) -> None:
+def assert_same(one: TrainedWithFork, other: TrainedWithFork, release: str) -> None:
     """Both have the same numbers, as printed; one of them ran over Intel's build."""
     build = rf"DeepSpeed info: version=[\d.]+\+hpu\.synapse\.v{re.escape(release)}"
     assert re.search(build, one.log) and not re.search(build, other.log)

@@ -40,7 +40,7 @@ SOUND = (0, 1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class CaseOutcome:
     """How one case ended.
 
     Attributes:
@@ -60,7 +60,7 @@ class Outcome:
     said: str
 
 
-def child(work: Callable[[], int], folder: Path, case: str, most_s: float) -> Outcome:
+def child(work: Callable[[], int], folder: Path, case: str, most_s: float) -> CaseOutcome:
     """Do something in a fork with limits, its output in a file."""
     written = folder / "output"
     sys.stdout.flush()
@@ -106,7 +106,7 @@ def child(work: Callable[[], int], folder: Path, case: str, most_s: float) -> Ou
         "nothing said" if status and not text.strip() else "",
     ]
     complaint = ", ".join(filter(None, complaints))
-    return Outcome(
+    return CaseOutcome(
         case=case, status=status, cpu_s=cpu_s, mib=mib, complaint=complaint, said=text[-3000:]
     )
 
@@ -126,10 +126,10 @@ def one_step(file: str) -> Callable[[], int]:
     """Train one step of a run file, in ranks that are forks."""
 
     def work() -> int:
-        from tests.helpers.forked import Part, start
+        from tests.helpers.forked import RunPart, start
 
         overrides = ("train.steps=1", "launch.launcher=local", "checkpoint.resume=never")
-        done = start(Part(file=file, overrides=overrides))
+        done = start(RunPart(file=file, overrides=overrides))
         print(done["log"])
         return 1 if done["status"] else 0
 
@@ -174,7 +174,7 @@ def preload(folder: Path, base: dict[str, Any], *, trains: bool) -> None:
         zygote.preload()
 
 
-def trial(arguments: argparse.Namespace, root: Path) -> list[Outcome]:
+def trial(arguments: argparse.Namespace, root: Path) -> list[CaseOutcome]:
     """All cases, reported one by one where something is wrong."""
     base = base_of(root)
     preload(root / "first", base, trains=bool(arguments.run))
@@ -217,12 +217,12 @@ def trial(arguments: argparse.Namespace, root: Path) -> list[Outcome]:
     return outcomes
 
 
-def report(outcome: Outcome) -> None:
+def report(outcome: CaseOutcome) -> None:
     if outcome.complaint:
         print(f"{outcome.case}: {outcome.complaint}\n{outcome.said[-1500:]}\n", flush=True)
 
 
-def summary(outcomes: list[Outcome]) -> dict[str, Any]:
+def summary(outcomes: list[CaseOutcome]) -> dict[str, Any]:
     """Counts by exit status, and the slowest and the largest."""
     found: dict[str, Any] = {"cases": len(outcomes)}
     for kind in ("file", "rows", "run"):

@@ -26,7 +26,7 @@ PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class RunPart:
     """One start of a run.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part:
 
 
 def runs_of(
-    parts: Sequence[Part], *, timeout_s: float = 600, module: str = "tests.helpers.forked"
+    parts: Sequence[RunPart], *, timeout_s: float = 600, module: str = "tests.helpers.forked"
 ) -> list[Run]:
     """Do all parts, one after another; a rank's exit status is that of the first that failed.
 
@@ -69,7 +69,7 @@ def runs_of(
 
 
 def finished(
-    parts: Sequence[Part], *, timeout_s: float = 600, module: str = "tests.helpers.forked"
+    parts: Sequence[RunPart], *, timeout_s: float = 600, module: str = "tests.helpers.forked"
 ) -> list[Run]:
     """The same, and all of them must succeed."""
     runs = runs_of(parts, timeout_s=timeout_s, module=module)
@@ -81,11 +81,11 @@ def finished(
 def main() -> None:
     asked, told = map(Path, sys.argv[1:])
     given = json.loads(asked.read_text())
-    parts = [Part(**{**part, "overrides": tuple(part["overrides"])}) for part in given]
+    parts = [RunPart(**{**part, "overrides": tuple(part["overrides"])}) for part in given]
     told.write_text(json.dumps([start(part) for part in parts]))
 
 
-def start(part: Part) -> dict[str, Any]:
+def start(part: RunPart) -> dict[str, Any]:
     """Fork the ranks of one start, and see them to their end."""
     from anygauge.cli.intent import read_intent
     from anygauge.cli.run_folder import claimed, write_run

@@ -157,12 +157,12 @@ def test_a_trained_layer_as_wide_as_there_are_tokens_is_chunked_too() -> None:
     rows, width, classes = 40, 64, 500
     hidden = torch.randn(rows, width, requires_grad=True)
     weight = torch.randn(classes, width, requires_grad=True)
-    with Largest() as seen:
+    with LargestTensor() as seen:
         loss = linear_cross_entropy(hidden, weight, torch.arange(rows), chunk_bytes=4 * 2 * classes)
         loss.backward()
     # Logits of four chunks; the weight's own gradient is the largest.
     assert seen.logits(classes) == 4 * 2
-    with torch.no_grad(), Largest() as unlearned:
+    with torch.no_grad(), LargestTensor() as unlearned:
         linear_cross_entropy(hidden, weight, torch.arange(rows), chunk_bytes=4 * 2 * classes)
     assert unlearned.logits(classes) == 2
 
@@ -176,7 +176,7 @@ def test_nothing_supervised_is_zero_with_a_gradient() -> None:
         assert all(float(g.abs().sum()) == 0 for g in gradients(loss, given))
 
 
-class Largest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """The largest tensor that any operation returned, in elements; and products by the weight."""
 
     def __init__(self) -> None:
@@ -209,19 +209,19 @@ def test_no_more_than_a_chunk_of_logits_is_held(trained: bool, products: int) ->
     hidden = torch.randn(rows, width, requires_grad=True)
     weight = torch.randn(classes, width, requires_grad=trained)
     targets = torch.arange(rows)
-    with Largest() as seen:
+    with LargestTensor() as seen:
         linear_cross_entropy(hidden, weight, targets, chunk_bytes=4 * chunk * classes).backward()
     assert seen.elements == chunk * classes
     # Logits, gradient of the hidden state, of the weight: none is computed twice.
     assert seen.products == products * rows // chunk
-    with torch.no_grad(), Largest() as unlearned:
+    with torch.no_grad(), LargestTensor() as unlearned:
         linear_cross_entropy(hidden, weight, targets, chunk_bytes=4 * chunk * classes)
     assert unlearned.products == rows // chunk
 
 
 def test_rows_that_do_not_count_are_never_computed() -> None:
     given: Any = inputs()
-    with Largest() as seen:
+    with LargestTensor() as seen:
         linear_cross_entropy(**given, skip_ignored=True)
     counted = int((given["targets"] != -100).sum())
     assert seen.elements == counted * CLASSES

@@ -26,7 +26,7 @@ NODES = ("node1", "node2")
 
 
 @dataclass(kw_only=True)
-class Target:
+class LaunchTarget:
     """One target that is up.
 
     Attributes:
@@ -102,12 +102,12 @@ def reason(name: str) -> str | None:
 
 
 @contextlib.contextmanager
-def target(name: str, folder: Path) -> Iterator[Target]:
+def target(name: str, folder: Path) -> Iterator[LaunchTarget]:
     """Bring a target up, and down again."""
     with Machines(folder) as machines:
         if name == "slurm":
             with SlurmCluster(machines, folder / "slurm") as slurm:
-                made = Target(
+                made = LaunchTarget(
                     name=name,
                     machines=machines,
                     options={},
@@ -121,12 +121,12 @@ def target(name: str, folder: Path) -> Iterator[Target]:
         options: dict[str, Any] = {"hosts": list(NODES), "config": str(ssh.config)}
         if name == "mpi":
             options["interface"] = "eth0"
-        made = Target(name=name, machines=machines, options=options, power_on=ssh.start)
+        made = LaunchTarget(name=name, machines=machines, options=options, power_on=ssh.start)
         yield made
         made.tidy()
 
 
-def brought_up(request: pytest.FixtureRequest, folder: Path) -> Iterator[Target]:
+def brought_up(request: pytest.FixtureRequest, folder: Path) -> Iterator[LaunchTarget]:
     """The body of a fixture over all targets; skips where one cannot be emulated."""
     why = reason(request.param)
     if why is not None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.agent.fakes import FAKE_AGENT, FINISHED, write_script
 from tests.helpers.jobs import make_job
-from tests.launchers.targets import PROGRAMS, Target, reason, target
+from tests.launchers.targets import PROGRAMS, LaunchTarget, reason, target
 
 pytestmark = pytest.mark.launchers
 
@@ -33,7 +33,7 @@ NAMES = VALUES.map(lambda text: text.replace("/", "_")).filter(
 @pytest.fixture(scope="module", params=sorted(PROGRAMS))
 def up(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Target]:
+) -> Iterator[LaunchTarget]:
     why = reason(request.param)
     if why is not None:
         pytest.skip(why)
@@ -49,7 +49,7 @@ def up(
         yield made
 
 
-def through(up: Target, name: str, value: str) -> None:
+def through(up: LaunchTarget, name: str, value: str) -> None:
     folder = up.machines.folder
     run = folder / "runs" / name
     shutil.rmtree(folder / "runs", ignore_errors=True)
@@ -93,7 +93,7 @@ def through(up: Target, name: str, value: str) -> None:
     assert {path.name for path in (folder / "runs").iterdir()} == {name}
 
 
-def test_the_worst_that_we_know_arrives(up: Target) -> None:
+def test_the_worst_that_we_know_arrives(up: LaunchTarget) -> None:
     through(up, ODD.replace("/", "_"), ODD)
 
 
@@ -104,5 +104,5 @@ def test_the_worst_that_we_know_arrives(up: Target) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(name=NAMES, value=VALUES)
-def test_anything_arrives(up: Target, name: str, value: str) -> None:
+def test_anything_arrives(up: LaunchTarget, name: str, value: str) -> None:
     through(up, name, value)

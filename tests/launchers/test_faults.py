@@ -19,7 +19,7 @@ import pytest
 from anygauge.interface import LOST, STOPPED
 from tests.helpers.runs import run_file
 from tests.launchers.emulated import LOGIN
-from tests.launchers.targets import NODES, PROGRAMS, Target, brought_up, until
+from tests.launchers.targets import NODES, PROGRAMS, LaunchTarget, brought_up, until
 
 pytestmark = pytest.mark.launchers
 
@@ -31,12 +31,12 @@ LOST_NODE2 = ("node 1 (node2) is lost: its agent ended without a report",)
 @pytest.fixture(scope="module", params=sorted(PROGRAMS))
 def up(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Target]:
+) -> Iterator[LaunchTarget]:
     yield from brought_up(request, tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(autouse=True)
-def _tidy(up: Target) -> Iterator[None]:
+def _tidy(up: LaunchTarget) -> Iterator[None]:
     """A test that failed leaves nothing to the next one."""
     yield
     up.tidy()
@@ -55,7 +55,7 @@ signal.signal(signal.SIGRTMIN, fail)
 class Hit:
     """A run that has done some steps."""
 
-    def __init__(self, up: Target, name: str) -> None:
+    def __init__(self, up: LaunchTarget, name: str) -> None:
         self.up = up
         path = run_file(
             up.machines.folder,
@@ -113,7 +113,7 @@ class Hit:
         return self.command.returncode, err
 
 
-def kept(up: Target, fault: str, seconds: dict[str, float], said: str) -> None:
+def kept(up: LaunchTarget, fault: str, seconds: dict[str, float], said: str) -> None:
     """Add a line for the table."""
     file = os.environ.get("ANYGAUGE_FAULTS")
     if file:
@@ -139,7 +139,7 @@ def hurt(node: str, what: str, signum: int) -> Callable[[Hit], None]:
         ("worker killed", signal.SIGKILL, "was killed (signal 9, SIGKILL)"),
     ],
 )
-def test_a_rank_fails(up: Target, fault: str, signum: int, said: str, node: str) -> None:
+def test_a_rank_fails(up: LaunchTarget, fault: str, signum: int, said: str, node: str) -> None:
     hit = Hit(up, f"{fault.replace(' ', '-')}-{node}")
     hurt(node, "rank", signum)(hit)
     seconds = hit.ends()
@@ -150,7 +150,7 @@ def test_a_rank_fails(up: Target, fault: str, signum: int, said: str, node: str)
     assert not up.machines.of_job(LOGIN)
 
 
-def test_an_agent_is_killed(up: Target) -> None:
+def test_an_agent_is_killed(up: LaunchTarget) -> None:
     hit = Hit(up, "agent-killed")
     hurt("node2", "agent", signal.SIGKILL)(hit)
     seconds = hit.ends()
@@ -160,7 +160,7 @@ def test_an_agent_is_killed(up: Target) -> None:
     assert not up.machines.of_job(LOGIN)
 
 
-def test_the_head_agent_is_killed(up: Target) -> None:
+def test_the_head_agent_is_killed(up: LaunchTarget) -> None:
     hit = Hit(up, "head-killed")
     hurt("node1", "agent", signal.SIGKILL)(hit)
     seconds = hit.ends()
@@ -170,7 +170,7 @@ def test_the_head_agent_is_killed(up: Target) -> None:
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_a_host_is_powered_off(up: Target, node: str) -> None:
+def test_a_host_is_powered_off(up: LaunchTarget, node: str) -> None:
     hit = Hit(up, f"power-{node}")
     up.machines.power_off(node)
     try:
@@ -186,7 +186,7 @@ def test_a_host_is_powered_off(up: Target, node: str) -> None:
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_a_link_is_cut(up: Target, node: str) -> None:
+def test_a_link_is_cut(up: LaunchTarget, node: str) -> None:
     hit = Hit(up, f"cut-{node}")
     up.machines.cut(node)
     try:
@@ -208,7 +208,7 @@ def test_a_link_is_cut(up: Target, node: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "signum"), [("launcher killed", signal.SIGKILL), ("terminal closed", signal.SIGHUP)]
 )
-def test_the_command_line_ends(up: Target, fault: str, signum: int) -> None:
+def test_the_command_line_ends(up: LaunchTarget, fault: str, signum: int) -> None:
     hit = Hit(up, fault.replace(" ", "-"))
     os.killpg(hit.command.pid, signum)
     if up.name == "slurm":
@@ -235,7 +235,7 @@ def test_the_command_line_ends(up: Target, fault: str, signum: int) -> None:
     until(lambda: not up.machines.of_job(LOGIN), "an empty login machine")
 
 
-def test_ctrl_c_writes_a_checkpoint_from_which_the_job_goes_on(up: Target) -> None:
+def test_ctrl_c_writes_a_checkpoint_from_which_the_job_goes_on(up: LaunchTarget) -> None:
     hit = Hit(up, "ctrl-c")
     hit.command.send_signal(signal.SIGINT)
     seconds = hit.ends()
@@ -245,7 +245,7 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_job_goes_on(up: Target) -> No
     assert "stopped at request after step" in err
 
 
-def squeue(up: Target) -> str:
+def squeue(up: LaunchTarget) -> str:
     """The number of the only job."""
     done = subprocess.run(
         up.machines.command(LOGIN, ["squeue", "-h", "-o", "%i"]),

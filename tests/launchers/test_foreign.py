@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.runs import Run, run_file, trained
-from tests.launchers.targets import NODES, Target, brought_up, until
+from tests.launchers.targets import NODES, LaunchTarget, brought_up, until
 
 pytestmark = pytest.mark.launchers
 
@@ -24,7 +24,7 @@ TRAIN = (sys.executable, "-m", "anygauge", "train")
 @pytest.fixture(scope="module", params=["mpi", "slurm"])
 def up(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Target]:
+) -> Iterator[LaunchTarget]:
     yield from brought_up(request, tmp_path_factory.mktemp("foreign"))
 
 
@@ -34,7 +34,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return trained(run_file(tmp_path_factory.mktemp("here")), "--devices", "2")
 
 
-def starter(up: Target, *, tasks: int = 2, nodes: int = 2) -> tuple[object, ...]:
+def starter(up: LaunchTarget, *, tasks: int = 2, nodes: int = 2) -> tuple[object, ...]:
     """What a user types before the command."""
     if up.name == "slurm":
         each = f"--ntasks-per-node={tasks // nodes}"
@@ -50,7 +50,7 @@ def starter(up: Target, *, tasks: int = 2, nodes: int = 2) -> tuple[object, ...]
     )
 
 
-def joined(up: Target) -> dict[int, str]:
+def joined(up: LaunchTarget) -> dict[int, str]:
     """Ranks on all machines: process id -> command."""
     return {
         pid: text
@@ -60,7 +60,7 @@ def joined(up: Target) -> dict[int, str]:
     }
 
 
-def ended(up: Target, *argv: object) -> tuple[int, str, str]:
+def ended(up: LaunchTarget, *argv: object) -> tuple[int, str, str]:
     process = up.start(*argv, cwd=up.machines.folder)
     out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
@@ -72,7 +72,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_losses_are_those_of_devices_2(up: Target, here: Run, nodes: int) -> None:
+def test_the_losses_are_those_of_devices_2(up: LaunchTarget, here: Run, nodes: int) -> None:
     folder = up.machines.folder
     path = run_file(folder, name=f"on{nodes}")
     before = {name: up.machines.bytes_sent(name) for name in NODES}
@@ -86,7 +86,7 @@ def test_the_losses_are_those_of_devices_2(up: Target, here: Run, nodes: int) ->
     assert not joined(up)
 
 
-def test_two_machines_with_two_ranks_each(up: Target) -> None:
+def test_two_machines_with_two_ranks_each(up: LaunchTarget) -> None:
     folder = up.machines.folder
     path = run_file(folder, name="four", train={"global_batch_size": 8})
     status, out, err = ended(up, *starter(up, tasks=4), *TRAIN, path)
@@ -97,7 +97,7 @@ def test_two_machines_with_two_ranks_each(up: Target) -> None:
         assert set(json.loads((folder / "out" / "four" / name).read_text())) == local_ranks
 
 
-def test_a_killed_rank_ends_the_others_and_is_named(up: Target) -> None:
+def test_a_killed_rank_ends_the_others_and_is_named(up: LaunchTarget) -> None:
     folder = up.machines.folder
     path = run_file(folder, name="killed", train={"steps": 5000})
     process = up.start(*starter(up), *TRAIN, path, cwd=folder)
@@ -117,7 +117,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(up: Target) -> None:
     until(lambda: not joined(up), "the end of all ranks", 30)
 
 
-def test_refusals_come_from_each_rank(up: Target) -> None:
+def test_refusals_come_from_each_rank(up: LaunchTarget) -> None:
     path = run_file(up.machines.folder, name="refused")
     status, out, err = ended(up, *starter(up), *TRAIN, path, "--devices", "2")
     assert status != 0
@@ -126,7 +126,7 @@ def test_refusals_come_from_each_rank(up: Target) -> None:
 
 
 @pytest.mark.parametrize("up", ["slurm"], indirect=True)
-def test_unlike_numbers_of_tasks_are_refused(up: Target) -> None:
+def test_unlike_numbers_of_tasks_are_refused(up: LaunchTarget) -> None:
     path = run_file(up.machines.folder, name="unlike")
     uneven = ("srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1", "--distribution=cyclic")
     status, _, err = ended(up, *uneven, *TRAIN, path)
@@ -134,7 +134,7 @@ def test_unlike_numbers_of_tasks_are_refused(up: Target) -> None:
 
 
 @pytest.mark.parametrize("up", ["slurm"], indirect=True)
-def test_a_batch_script_without_srun_starts_ranks_as_ever(up: Target) -> None:
+def test_a_batch_script_without_srun_starts_ranks_as_ever(up: LaunchTarget) -> None:
     folder = up.machines.folder
     path = run_file(folder, name="batch")
     script, log = folder / "batch.sh", folder / "batch.log"

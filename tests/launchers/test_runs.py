@@ -16,7 +16,7 @@ import pytest
 from anygauge.interface import LOST, STOPPED
 from tests.helpers.runs import Run, run_file, trained
 from tests.launchers.emulated import LOGIN
-from tests.launchers.targets import PROGRAMS, Target, brought_up, until
+from tests.launchers.targets import PROGRAMS, LaunchTarget, brought_up, until
 
 pytestmark = pytest.mark.launchers
 
@@ -37,7 +37,7 @@ def gsm8k(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=sorted(PROGRAMS))
 def up(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Target]:
+) -> Iterator[LaunchTarget]:
     yield from brought_up(request, tmp_path_factory.mktemp("runs"))
 
 
@@ -49,7 +49,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return trained(path, "--devices", "2")
 
 
-def ended(up: Target, path: Path, *prefix: object) -> tuple[int, str, str]:
+def ended(up: LaunchTarget, path: Path, *prefix: object) -> tuple[int, str, str]:
     process = up.start(*prefix, sys.executable, "-m", "anygauge.cli", "train", path)
     out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
@@ -60,7 +60,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
-def test_the_losses_are_those_of_one_machine(up: Target, here: Run) -> None:
+def test_the_losses_are_those_of_one_machine(up: LaunchTarget, here: Run) -> None:
     folder = up.machines.folder
     path = run_file(folder, strategy={"name": "zero"}, data=gsm8k(folder), launch=up.launch())
     before = {name: up.machines.bytes_sent(name) for name in ("node1", "node2")}
@@ -72,7 +72,7 @@ def test_the_losses_are_those_of_one_machine(up: Target, here: Run) -> None:
     assert not any(up.of_job().values())
 
 
-def test_two_machines_with_two_ranks_each(up: Target) -> None:
+def test_two_machines_with_two_ranks_each(up: LaunchTarget) -> None:
     folder = up.machines.folder
     path = run_file(folder, name="four", strategy={"name": "zero"}, launch=up.launch(devices=2),
                     train={"global_batch_size": 8})  # fmt: skip
@@ -87,7 +87,7 @@ def test_two_machines_with_two_ranks_each(up: Target) -> None:
     ]  # fmt: skip
 
 
-def test_an_error_of_the_user_is_told_once_and_whole(up: Target) -> None:
+def test_an_error_of_the_user_is_told_once_and_whole(up: LaunchTarget) -> None:
     folder = up.machines.folder
     path = run_file(folder, name="wrong", strategy={"name": "zero"}, launch=up.launch(),
                     kernels={"lora_linear": "addmm"}, adapter={"dora": True})  # fmt: skip
@@ -96,7 +96,7 @@ def test_an_error_of_the_user_is_told_once_and_whole(up: Target) -> None:
     assert err.count("kernels.lora_linear: 'addmm' cannot serve this run") == 1, err
 
 
-def test_a_machine_that_cannot_be_reached_is_named(up: Target) -> None:
+def test_a_machine_that_cannot_be_reached_is_named(up: LaunchTarget) -> None:
     if up.name == "slurm":
         pytest.skip("Slurm chooses the machines")
     options = {**up.options, "hosts": ["node1", "node7"]}
@@ -113,11 +113,11 @@ class TestSlurm:
     """What Slurm alone can do."""
 
     @pytest.fixture(autouse=True)
-    def _only(self, up: Target) -> None:
+    def _only(self, up: LaunchTarget) -> None:
         if up.name != "slurm":
             pytest.skip("not Slurm")
 
-    def test_inside_an_allocation(self, up: Target, here: Run) -> None:
+    def test_inside_an_allocation(self, up: LaunchTarget, here: Run) -> None:
         folder = up.machines.folder
         path = run_file(folder, name="inside", strategy={"name": "zero"}, data=gsm8k(folder),
                         launch=up.launch())  # fmt: skip
@@ -125,7 +125,7 @@ class TestSlurm:
         assert status == 0, f"{out}\n{err}"
         assert losses(folder / "out" / "inside") == pytest.approx(here.steps("loss"), rel=1e-6)
 
-    def test_a_rendered_plan_is_handed_to_sbatch(self, up: Target, here: Run) -> None:
+    def test_a_rendered_plan_is_handed_to_sbatch(self, up: LaunchTarget, here: Run) -> None:
         folder = up.machines.folder
         path = run_file(folder, name="rendered", strategy={"name": "zero"}, data=gsm8k(folder),
                         launch=up.launch())  # fmt: skip
@@ -144,7 +144,7 @@ class TestSlurm:
         assert (run / "adapter" / "adapter_model.safetensors").is_file()
         assert not any(up.of_job().values())
 
-    def test_a_warned_job_goes_on_in_a_new_one(self, up: Target) -> None:
+    def test_a_warned_job_goes_on_in_a_new_one(self, up: LaunchTarget) -> None:
         folder = up.machines.folder
         options = {"requeue": True}
         path = run_file(folder, name="again", strategy={"name": "zero"},
@@ -160,7 +160,7 @@ class TestSlurm:
         steps = [record["step"] for record in records if "loss" in record]
         assert steps == list(range(1, 41))
 
-    def test_a_job_that_lost_a_machine_goes_on_when_it_is_back(self, up: Target) -> None:
+    def test_a_job_that_lost_a_machine_goes_on_when_it_is_back(self, up: LaunchTarget) -> None:
         folder = up.machines.folder
         path = run_file(folder, name="back", strategy={"name": "zero"},
                         train={"steps": 60}, checkpoint={"every": 5},
@@ -175,7 +175,7 @@ class TestSlurm:
         assert process.returncode == 0, f"{out}\n{err}"
         assert "resumed: " in out and "steps         60" in out
 
-    def test_a_cancelled_job_is_not_started_again(self, up: Target) -> None:
+    def test_a_cancelled_job_is_not_started_again(self, up: LaunchTarget) -> None:
         folder = up.machines.folder
         path = run_file(folder, name="ended", strategy={"name": "zero"}, train={"steps": 100_000},
                         launch=up.launch(options={"requeue": True}))  # fmt: skip
@@ -193,7 +193,7 @@ class TestSlurm:
         assert seen.returncode in (STOPPED, LOST) and "stopped at request" in err, f"{out}\n{err}"
         until(lambda: self.ask(up, "squeue", "-h", "-o", "%i") == "", "an empty queue")
 
-    def ask(self, up: Target, *argv: str) -> str:
+    def ask(self, up: LaunchTarget, *argv: str) -> str:
         done = subprocess.run(
             up.machines.command(LOGIN, argv),
             env={**os.environ, **up.environment},

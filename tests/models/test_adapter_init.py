@@ -20,7 +20,7 @@ from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.initial import changes_base
 from anygauge.strategies.materialise import materialise
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import TINY, run_file, trained_here
 from tests.models.test_adapter_start import adapted
 
@@ -140,6 +140,6 @@ def test_ranks_have_the_losses_of_one(tmp_path: Path, init: Any) -> None:
     assert report["verified"]["logits"] < 1e-3
     before = {name: s for name, s in STRATEGIES.items() if name != "fsdp"}
     chosen = before if changes_base(init) else STRATEGIES
-    parts = [Part(file=str(file(name, one, 2))) for name, one in chosen.items()]
+    parts = [RunPart(file=str(file(name, one, 2))) for name, one in chosen.items()]
     for run in finished(parts):
         assert run.steps("loss") == pytest.approx(alone.steps("loss"), abs=1e-5), run.folder

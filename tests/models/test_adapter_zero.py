@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import run_file
 from tests.models.adapter_rank import CASES
@@ -50,7 +50,7 @@ def test_a_sharded_run_saves_its_adapter_whole_and_proves_it(tmp_path: Path) -> 
         strategy={"options": {"stage3_param_persistence_threshold": 0}},
         train={"steps": 2, "optimizer": {"lr": 1.0e-2}},
     )
-    (run,) = finished([Part(file=str(path), overrides=("launch.devices=2",))])
+    (run,) = finished([RunPart(file=str(path), overrides=("launch.devices=2",))])
     tensors = load_file(run.folder / "adapter/adapter_model.safetensors")
     assert len(tensors) == 15 * 3, "two factors and a length for each of 15 layers"
     assert all(tensor.numel() and tensor.any() for tensor in tensors.values())

@@ -20,7 +20,7 @@ from anygauge.models.factory import CausalModelFactory
 from anygauge.models.freezing import Freezing
 from anygauge.models.verify import probe_tokens
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import TINY, Run, run_file, trained_here
 from tests.helpers.tokenizer import make_tokenizer
 
@@ -105,7 +105,7 @@ def test_ranks_have_the_losses_of_one(model: Path, tmp_path: Path, train: Any) -
         fields = yaml.safe_load(path.read_text())
         fields["strategy"], fields["launch"] = strategy, {"devices": 2}
         path.write_text(yaml.safe_dump(fields))
-        parts.append(Part(file=str(path)))
+        parts.append(RunPart(file=str(path)))
     for run in finished(parts):
         assert run.steps("loss") == pytest.approx(alone.steps("loss"), abs=1e-5), run.folder
         found = load_file(run.folder / "model" / "model.safetensors")

@@ -80,7 +80,7 @@ def test_fewer_tensors_of_the_output_s_size() -> None:
     assert counts[0] - counts[1] == 3
 
 
-class Kept:
+class KeptBytes:
     """Bytes of the distinct tensors of (7, 32) that autograd keeps."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def test_layers_of_one_input_keep_it_once() -> None:
     for fused in (False, True):
         if fused:
             fuse_lora(attention, addmm())
-        counter = Kept()
+        counter = KeptBytes()
         with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda t: t):
             outputs = [each(x) for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
         kept.append(len(counter.held))

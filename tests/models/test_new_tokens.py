@@ -21,7 +21,7 @@ from anygauge.models.source import load_config
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.verify import probe_tokens, relative_difference
 from anygauge.models.vocabulary import Enlarged, NewTokens, described, new_tokens, start_rows
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import TINY, Run, run_file, trained_here
 from tests.helpers.tokenizer import VOCABULARY, make_tokenizer
 
@@ -181,7 +181,7 @@ def test_ranks_have_the_losses_of_one(model: Path, tmp_path: Path, adapter: Any)
         fields = yaml.safe_load(path.read_text())
         fields["strategy"], fields["launch"] = strategy, {"devices": 2}
         path.write_text(yaml.safe_dump(fields))
-        parts.append(Part(file=str(path)))
+        parts.append(RunPart(file=str(path)))
     for run in finished(parts):
         assert run.steps("loss") == pytest.approx(alone.steps("loss"), abs=1e-5), run.folder
         same_files(run, alone)

@@ -27,7 +27,7 @@ from anygauge.models.merge import merge
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.verify import relative_difference
 from anygauge.strategies.materialise import materialise
-from tests.helpers.forked import Part, start
+from tests.helpers.forked import RunPart, start
 from tests.helpers.tokenizer import FIXTURES
 from tests.models.zoo_configs import LENGTH, tiny_config
 
@@ -199,7 +199,7 @@ def trained(strategy: str, base: Path, folder: Path, recomputed: bool = True) ->
     }
     path = folder / f"{strategy}.yaml"
     path.write_text(yaml.safe_dump(fields))
-    run = start(Part(file=str(path)))
+    run = start(RunPart(file=str(path)))
     where = Path(run["folder"])
     if run["status"]:
         raise failure(run)

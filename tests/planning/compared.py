@@ -34,7 +34,7 @@ from anygauge.planning.rehearsal import (
     rehearse,
     save,
 )
-from anygauge.planning.watch import Watch
+from anygauge.planning.watch import EngineWatch
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
 from anygauge.training.optimizer import optimizer_factory
@@ -52,7 +52,7 @@ CONFIG = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ComparedRun:
     """One run on some ranks, of which one is compared."""
 
     name: str
@@ -108,7 +108,7 @@ class Case:
     @property
     def adapted(self) -> dict[str, Any]:
         """Fields that are not as usual, in words."""
-        usual = Case(name="", strategy={})
+        usual = ComparedRun(name="", strategy={})
         names = ("recompute", "optimizer", "micro_batch", "micro_batches", "length", "param_dtype")
         found = {n: getattr(self, n) for n in names if getattr(self, n) != getattr(usual, n)}
         return {**found, **({"dora": True} if (self.adapter or {}).get("dora") else {})}
@@ -124,8 +124,8 @@ class Case:
         return batch_of(torch.zeros(self.micro_batch, self.length, dtype=torch.long, device=device))
 
 
-def _case(**fields: Any) -> Case:
-    return Case(**fields)
+def _case(**fields: Any) -> ComparedRun:
+    return ComparedRun(**fields)
 
 
 FULL = {"adapter": None}
@@ -201,7 +201,7 @@ CASES = {
 }
 
 
-def rehearsed(case: Case) -> dict[str, Any]:
+def rehearsed(case: ComparedRun) -> dict[str, Any]:
     """Peaks by phase of the rank that is compared, on tensors without values."""
     registry = Registry.load()
     backend = PlannedBackend(registry.create_backend("cpu"))
@@ -237,7 +237,7 @@ def totals(found: Mapping[str, Peak]) -> dict[str, Any]:
     return {**by_phase, "step": step, "kinds": dict(most.kinds)}
 
 
-def measured(case: Case, rank: int, rendezvous: Path) -> dict[str, Any]:
+def measured(case: ComparedRun, rank: int, rendezvous: Path) -> dict[str, Any]:
     """Peaks by phase of a rank that computes."""
     registry = Registry.load()
     backend = registry.create_backend("cpu")
@@ -253,7 +253,7 @@ def measured(case: Case, rank: int, rendezvous: Path) -> dict[str, Any]:
     workload = case.workload(registry, backend, rank)
     live = LiveBytes("cpu")
     live.counter = Counter("cpu")
-    watch = Watch(live, adapted=case.adapter is not None)
+    watch = EngineWatch(live, adapted=case.adapter is not None)
     found: dict[str, Peak] = {}
 
     def batch() -> DeviceBatch:
@@ -313,7 +313,7 @@ def least(before: Mapping[str, Peak], again: Mapping[str, Peak]) -> dict[str, Pe
     }
 
 
-def work(role: str, case: Case, rank: int, folder: Path) -> None:
+def work(role: str, case: ComparedRun, rank: int, folder: Path) -> None:
     """One process of a case."""
     world = case.ranks
     identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
@@ -330,7 +330,7 @@ def work(role: str, case: Case, rank: int, folder: Path) -> None:
 PHASES = ("step", "update", "evaluation", "save")
 
 
-def row(case: Case, folder: Path) -> str:
+def row(case: ComparedRun, folder: Path) -> str:
     """A line of the table: bytes that were measured at most, and how far each phase was missed."""
     files = (folder / f"{case.name}.{role}.json" for role in ("rehearsed", "measured"))
     one, two = (json.loads(file.read_text()) for file in files)

@@ -60,7 +60,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class TimedRun:
     """One run.
 
     Attributes:
@@ -89,10 +89,10 @@ def qwen(
     ranks: int = 1,
     strategy: str = "single",
     adapter: bool = True,
-) -> list[Timed]:
+) -> list[TimedRun]:
     """Seconds of a step of 8 rows a card, by length."""
     return [
-        Timed(
+        TimedRun(
             of=Published(
                 name=f"{name}-{length}",
                 config=config,
@@ -111,9 +111,9 @@ def qwen(
     ]
 
 
-def mlperf(name: str, machine: str, card: str, ranks: int, tokens_per_s: float) -> Timed:
+def mlperf(name: str, machine: str, card: str, ranks: int, tokens_per_s: float) -> TimedRun:
     """Llama 2 70B with an adapter under ZeRO-3, one row of 8192 a card."""
-    return Timed(
+    return TimedRun(
         of=Published(
             name=name,
             config={**LLAMA_70B, "max_position_embeddings": 8192},
@@ -128,9 +128,9 @@ def mlperf(name: str, machine: str, card: str, ranks: int, tokens_per_s: float) 
     )
 
 
-def torchtitan(ranks: int, tokens_per_s: float) -> Timed:
+def torchtitan(ranks: int, tokens_per_s: float) -> TimedRun:
     """Llama 3.1 8B, all weights, FSDP2 without compilation."""
-    return Timed(
+    return TimedRun(
         of=Published(
             name=f"torchtitan-8b-{ranks}",
             config=LLAMA_8B,
@@ -158,7 +158,7 @@ RUNS = [
     mlperf("mlperf-h100-8", "dgx-h100", "h100", 8, 649),
     mlperf("mlperf-h100-32", "dgx-h100", "h100", 32, 827),
     mlperf("mlperf-a100-64", "dgx-a100", "a100-80", 64, 387),
-    Timed(
+    TimedRun(
         of=Published(
             name="gaudi2-7b-lora",
             config=LLAMA_7B,
@@ -175,7 +175,7 @@ RUNS = [
         machine="hls-2",
         tokens_per_s=148 * 512 / 8,
     ),
-    Timed(
+    TimedRun(
         of=Published(
             name="gaudi2-70b-lora",
             config=LLAMA_70B,
@@ -188,7 +188,7 @@ RUNS = [
         machine="hls-2",
         tokens_per_s=681,
     ),
-    Timed(
+    TimedRun(
         of=Published(
             name="torchtune-70b",
             config={**LLAMA_70B, "vocab_size": 128256},
@@ -221,7 +221,7 @@ class Planned:
         seconds: of a step, by the constants as they are now.
     """
 
-    of: Timed
+    of: TimedRun
     seconds: Callable[[], float]
 
     @property
@@ -236,7 +236,7 @@ class Planned:
         return self.tokens_per_s / self.of.tokens_per_s - 1
 
 
-def planned(runs: Sequence[Timed], folder: Path, registry: Registry) -> Iterator[Planned]:
+def planned(runs: Sequence[TimedRun], folder: Path, registry: Registry) -> Iterator[Planned]:
     """Rehearse runs; those of like numbers of ranks one after the other."""
     hardware = Hardware.load(registry)
     for count in dict.fromkeys(one.of.ranks for one in runs):
@@ -247,7 +247,7 @@ def planned(runs: Sequence[Timed], folder: Path, registry: Registry) -> Iterator
 
 
 def _planned(
-    of: Timed, folder: Path, registry: Registry, hardware: Hardware, planner: Planner
+    of: TimedRun, folder: Path, registry: Registry, hardware: Hardware, planner: Planner
 ) -> Planned:
     path = folder / f"{of.name}.yaml"
     path.write_text(yaml.safe_dump(of.of.run_file()), encoding="utf-8")

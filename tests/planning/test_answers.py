@@ -56,10 +56,10 @@ def test_one_rank_has_no_meshes() -> None:
 # -- trials ----------------------------------------------------------------------------------------
 
 
-class Planner:
+class CountingPlanner:
     """Counts what it rehearses; refuses rows of 13 tokens."""
 
-    made: list[Planner] = []
+    made: list[CountingPlanner] = []
 
     def __init__(self, world_size: int) -> None:
         self.world_size, self.asked, self.ended = world_size, 0, False
@@ -78,8 +78,8 @@ class Planner:
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
-    monkeypatch.setattr(Planner, "made", [])
-    monkeypatch.setattr(trials_module, "Planner", Planner)
+    monkeypatch.setattr(CountingPlanner, "made", [])
+    monkeypatch.setattr(trials_module, "Planner", CountingPlanner)
     return Trials(Registry.load())
 
 
@@ -89,18 +89,18 @@ def test_what_is_alike_is_rehearsed_once(trials: Trials) -> None:
         other = Target(backend="cpu", card=Card(name="small", memory=GIB))
         second = trials(run(name="another", launch={"nodes": 2, "devices": 4}), other)
         assert first.fits and not second.fits
-        (planner,) = Planner.made
+        (planner,) = CountingPlanner.made
         assert planner.asked == 1 and first.memory == second.memory
         trials(run(launch={"devices": 4}), TARGET)
-        assert [p.world_size for p in Planner.made] == [8, 4] and planner.ended
-    assert Planner.made[1].ended
+        assert [p.world_size for p in CountingPlanner.made] == [8, 4] and planner.ended
+    assert CountingPlanner.made[1].ended
 
 
 def test_a_refusal_is_asked_for_once(trials: Trials) -> None:
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="unlucky"):
             trials(run(data={"max_length": 13}), TARGET)
-    assert Planner.made[0].asked == 1
+    assert CountingPlanner.made[0].asked == 1
 
 
 def test_an_optimizer_on_a_disk_is_rehearsed_in_memory(trials: Trials) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from anygauge.config.load import load_run_file
 from anygauge.planning.planner import Planner
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import TINY, run_file
 
 CONFIG = {**TINY, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
@@ -76,7 +76,7 @@ def compared(folder: Path) -> dict[str, tuple[int, int]]:
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(8)))
     files = {name: _file(folder, rows, name, CASES[name]) for name in CASES}
     found: dict[str, tuple[int, int]] = {}
-    runs = finished([Part(file=str(file)) for file in files.values()], timeout_s=1800)
+    runs = finished([RunPart(file=str(file)) for file in files.values()], timeout_s=1800)
     parsed = {name: load_run_file(file, [], {}).run for name, file in files.items()}
     for ranks in sorted({run.launch.devices for run in parsed.values()}):
         with Planner(ranks) as planner:

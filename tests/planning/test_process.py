@@ -33,8 +33,8 @@ def test_it_ends_with_what_started_it() -> None:
     assert not any(map(alive, pids))
 
 
-class Recorded(Rehearser):
-    made: list[Recorded] = []
+class RecordedRehearser(Rehearser):
+    made: list[RecordedRehearser] = []
 
     def __init__(
         self, environment: Mapping[str, str] | None = None, hidden: Sequence[str] = (FEW_BITS,)
@@ -57,13 +57,13 @@ class Recorded(Rehearser):
 def test_the_first_process_is_the_one_that_was_started_ahead(
     few_bits: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Recorded, "made", [])
-    monkeypatch.setattr(planner_module, "Rehearser", Recorded)
+    monkeypatch.setattr(RecordedRehearser, "made", [])
+    monkeypatch.setattr(planner_module, "Rehearser", RecordedRehearser)
     optimizer = {"name": "adamw_8bit" if few_bits else "adamw"}
-    with Planner(8, first=Recorded()) as planner:
+    with Planner(8, first=RecordedRehearser()) as planner:
         for _ in range(2):
             planner.rehearse(run(train={"optimizer": optimizer}), "cpu")
-    assert [(one.hidden, one.asked) for one in Recorded.made] == asked
+    assert [(one.hidden, one.asked) for one in RecordedRehearser.made] == asked
 
 
 def test_it_is_started_before_anything_heavy_is_imported() -> None:

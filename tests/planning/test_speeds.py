@@ -10,7 +10,7 @@ import pytest
 
 from anygauge.registry import Registry
 from tests.planning.published import Published
-from tests.planning.speeds import FITTED, LLAMA_8B, REPORTED, Planned, Timed, planned
+from tests.planning.speeds import FITTED, LLAMA_8B, REPORTED, Planned, TimedRun, planned
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_runs_with_zero_of_a_70b(reported: dict[str, Planned]) -> None:
     assert abs(reported["mlperf-a100-64"].error) < 0.40
 
 
-def scaled(of: Timed, machines: int, cards: int, folder: Path) -> float:
+def scaled(of: TimedRun, machines: int, cards: int, folder: Path) -> float:
     """Speed of each card on several machines over that on one."""
     runs = [
         replace(of, of=replace(of.of, name=f"{of.name}-{ranks}", ranks=ranks))
@@ -67,5 +67,5 @@ def test_ddp_of_an_adapter_on_three_machines_is_three_times_as_fast(tmp_path: Pa
         strategy={"name": "ddp"},
         precision={"param_dtype": "float16"},
     )
-    run = Timed(of=of, machine="Standard_ND40rs_v2", tokens_per_s=1)
+    run = TimedRun(of=of, machine="Standard_ND40rs_v2", tokens_per_s=1)
     assert 3 * scaled(run, 3, 8, tmp_path) == pytest.approx(3, abs=0.15)

@@ -8,12 +8,12 @@ from anygauge.interface import Backend, NotAvailableError, PluginError
 from anygauge.kernels.choose import choose_kernels, load_kernel
 
 
-class Plain(Backend):
+class BareBackend(Backend):
     name = "plain"
     device_type = "meta"
 
 
-class Fussy(Plain):
+class Fussy(BareBackend):
     name = "fussy"
     kernels = {"softmax": "fast"}
 
@@ -53,7 +53,7 @@ ELSEWHERE = "device_types=frozenset({'elsewhere'})"
 
 
 def test_nothing_installed_gives_the_reference(load):
-    assert choose_kernels(load(), Plain(), {}) == {}
+    assert choose_kernels(load(), BareBackend(), {}) == {}
     choice = choose_kernels(load(), Fussy(), {})["softmax"]
     assert (choice.name, choice.provided) == ("reference", None)
     assert choice.rejected == (
@@ -66,7 +66,7 @@ def test_nothing_installed_gives_the_reference(load):
 def test_preferred_comes_before_default(kernels):
     registry = kernels("name='fast'", "name='usual', default=True")
     assert choose_kernels(registry, Fussy(), {})["softmax"].name == "fast"
-    assert choose_kernels(registry, Plain(), {})["softmax"].name == "usual"
+    assert choose_kernels(registry, BareBackend(), {})["softmax"].name == "usual"
 
 
 def test_preferred_that_cannot_run_gives_way_with_a_reason(kernels):
@@ -82,12 +82,12 @@ def test_default_made_for_the_device_comes_first(kernels):
         f"name='far', default=True, {ELSEWHERE}",
         f"name='ours', default=True, {META}",
     )
-    assert choose_kernels(registry, Plain(), {})["softmax"].name == "ours"
+    assert choose_kernels(registry, BareBackend(), {})["softmax"].name == "ours"
 
 
 def test_default_of_another_device_is_rejected(kernels):
     registry = kernels(f"name='far', default=True, {ELSEWHERE}", "name='reference'")
-    choice = choose_kernels(registry, Plain(), {})["softmax"]
+    choice = choose_kernels(registry, BareBackend(), {})["softmax"]
     assert choice.name == "reference"
     assert choice.provided is not None
     assert choice.rejected == (("far", "it serves elsewhere devices, not 'meta'"),)
@@ -121,7 +121,7 @@ def test_requested_wins_and_is_recorded(kernels):
 def test_requested_that_cannot_run_is_refused(kernels, spec, reason):
     registry = kernels(spec, "name='usual'")
     with pytest.raises(NotAvailableError) as caught:
-        choose_kernels(registry, Plain(), {"softmax": "fast"})
+        choose_kernels(registry, BareBackend(), {"softmax": "fast"})
     assert reason in str(caught.value)
     assert "kernels-dist 1.0" in str(caught.value)
     assert "those that can: reference, usual" in str(caught.value)
@@ -130,24 +130,24 @@ def test_requested_that_cannot_run_is_refused(kernels, spec, reason):
 def test_unknown_kernel_and_unknown_operation(kernels):
     registry = kernels("name='fast'")
     with pytest.raises(PluginError, match=r"did you mean 'fast'\? valid names: fast, reference"):
-        choose_kernels(registry, Plain(), {"softmax": "fats"})
+        choose_kernels(registry, BareBackend(), {"softmax": "fats"})
     with pytest.raises(PluginError, match=r"no operation 'sofmax'; did you mean 'softmax'\?"):
-        choose_kernels(registry, Plain(), {"sofmax": "fast"})
+        choose_kernels(registry, BareBackend(), {"sofmax": "fast"})
 
 
 def test_kernel_claimed_twice(kernels):
     kernels("name='fast', default=True")
     registry = kernels("name='fast', default=True", plugin="rivals")
-    choice = choose_kernels(registry, Plain(), {})["softmax"]
+    choice = choose_kernels(registry, BareBackend(), {})["softmax"]
     assert choice.name == "reference"
     assert "rivals-dist 1.0" in dict(choice.rejected)["fast"]
     with pytest.raises(PluginError, match=r"kernels-dist 1.0 .* rivals-dist 1.0"):
-        choose_kernels(registry, Plain(), {"softmax": "fast"})
+        choose_kernels(registry, BareBackend(), {"softmax": "fast"})
 
 
 def test_choosing_imports_no_kernel(kernels):
     registry = kernels("name='fast', factory='fake_nowhere:make'")
-    choice = choose_kernels(registry, Plain(), {"softmax": "fast"})["softmax"]
+    choice = choose_kernels(registry, BareBackend(), {"softmax": "fast"})["softmax"]
     with pytest.raises(PluginError, match="fake_nowhere"):
         load_kernel({"softmax": choice}, "softmax")
 
@@ -159,7 +159,7 @@ def test_a_kernel_is_made_with_the_run_s_choice_of_what_it_uses(kernels):
         "operation='attention', name='around', uses=('softmax',), factory='fake_kernels:around'",
         source_too="def around(softmax):\n    return f'around {softmax}'\n",
     )
-    choices = choose_kernels(registry, Plain(), {"attention": "around"})
+    choices = choose_kernels(registry, BareBackend(), {"attention": "around"})
     assert load_kernel(choices, "attention") == "around the kernel"
     with pytest.raises(PluginError, match=r"'around' .* is made with 'softmax', which no plugin"):
         load_kernel({"attention": choices["attention"]}, "attention")

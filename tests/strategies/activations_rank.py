@@ -14,7 +14,7 @@ from typing import Any
 from anygauge.interface import Share
 from anygauge.kernels.loss import model_loss
 from anygauge.registry import Registry
-from tests.strategies.parity_rank import MICRO, Case, built, placed, rows
+from tests.strategies.parity_rank import MICRO, ParityCase, built, placed, rows
 
 WAYS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -33,7 +33,7 @@ def main(output: Path) -> None:
     found = {}
     ids, labels = rows(0)
     for name, way in WAYS.items():
-        case = Case(strategy="single", **way)
+        case = ParityCase(strategy="single", **way)
         engine, _, share = built(case, backend, 0, 1)
         assert share == Share(0, 1)
         batch = placed(case, ids[:MICRO], labels[:MICRO], share, device)

@@ -58,7 +58,7 @@ FUNCTIONS = (
 )
 
 
-class Counters:
+class CountedCalls:
     """Calls and elements by function, and the elements of each gather in the order of calls, while
     `on`; a function that calls another counts once."""
 
@@ -99,7 +99,7 @@ class Counters:
 
 
 def main(way: str, output: Path) -> None:
-    counters = Counters()
+    counters = CountedCalls()
     counters.install()  # before DeepSpeed binds the functions
     registry = Registry.load()
     backend = registry.create_backend("cpu")

@@ -28,7 +28,7 @@ from anygauge.training.optimizer import optimizer_factory
 from anygauge_kernels.linear_cross_entropy import linear_cross_entropy
 from anygauge_kernels.lora import addmm
 from tests.helpers.build import batch_of, build_context, on_one_rank, open_rank
-from tests.strategies.count_rank import CONFIG, Counters
+from tests.strategies.count_rank import CONFIG, CountedCalls
 
 STEPS = 2
 TIED = {**CONFIG, "tie_word_embeddings": True}
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, bool]] = {
 
 
 def main(output: Path, *cases: str) -> None:
-    counters = Counters()
+    counters = CountedCalls()
     counters.install()
     backend = Registry.load().create_backend("cpu")
     rank, world = open_rank(backend)

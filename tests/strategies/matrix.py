@@ -19,7 +19,7 @@ from typing import Any
 
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, offloads_gradients
 from tests.helpers.ranks import run_ranks
-from tests.strategies.parity_rank import Case
+from tests.strategies.parity_rank import ParityCase
 
 Result = dict[str, Any]
 
@@ -36,113 +36,117 @@ WITHOUT_SP = {"tp": 2, "sequence_parallel": False}
 PIPELINE = {"pp": 2}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 TWO = [
-    Case(strategy="ddp"),
-    Case(strategy="ddp", **ALL, **SGD),
-    Case(strategy="ddp", dtype="bfloat16"),
-    Case(strategy="fsdp"),
-    Case(strategy="fsdp", recomputed=True, **SGD),
-    Case(strategy="fsdp", **ALL, **SGD),
-    Case(strategy="fsdp", options={"gather": "step"}),
-    Case(strategy="fsdp", options={"offload": "both"}),
-    Case(strategy="fsdp", dtype="bfloat16"),
-    Case(strategy="ddp", packed=True, **SGD),
-    Case(strategy="ddp", options=GATHERED, packed=True, **SGD),
-    Case(strategy="ddp", options=ULYSSES, **ALL, **SGD),
-    Case(strategy="fsdp", options=GATHERED, recomputed=True, **SGD),
-    Case(strategy="fsdp", options=GATHERED, **ALL, **SGD),
-    Case(strategy="fsdp", options=ULYSSES, packed=True, recomputed=True, **SGD),
-    Case(strategy="ddp", options=TENSOR, **SGD),
-    Case(strategy="ddp", options=TENSOR, packed=True, recomputed=True),
-    Case(strategy="ddp", options=TENSOR, dtype="bfloat16"),
-    Case(strategy="ddp", options=WITHOUT_SP, recomputed=True, **SGD),
-    Case(strategy="ddp", options=TENSOR, offloaded=True, **EVERY_SECOND, **SGD),
-    Case(strategy="ddp", options=WITHOUT_SP, packed=True, **ALL, **SGD),
-    *(Case(strategy="ddp", options={"pp": 2, "schedule": s}, **SGD) for s in SCHEDULES),
-    Case(strategy="ddp", options=PIPELINE, packed=True, recomputed=True),
-    Case(strategy="zero", packed=True, **SGD),
-    *(Case(strategy="zero", options={"stage": stage}) for stage in range(4)),
-    *(Case(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
-    Case(strategy="zero", options={"stage": 3, "options": NOTHING_RESIDENT}, recomputed=True),
+    ParityCase(strategy="ddp"),
+    ParityCase(strategy="ddp", **ALL, **SGD),
+    ParityCase(strategy="ddp", dtype="bfloat16"),
+    ParityCase(strategy="fsdp"),
+    ParityCase(strategy="fsdp", recomputed=True, **SGD),
+    ParityCase(strategy="fsdp", **ALL, **SGD),
+    ParityCase(strategy="fsdp", options={"gather": "step"}),
+    ParityCase(strategy="fsdp", options={"offload": "both"}),
+    ParityCase(strategy="fsdp", dtype="bfloat16"),
+    ParityCase(strategy="ddp", packed=True, **SGD),
+    ParityCase(strategy="ddp", options=GATHERED, packed=True, **SGD),
+    ParityCase(strategy="ddp", options=ULYSSES, **ALL, **SGD),
+    ParityCase(strategy="fsdp", options=GATHERED, recomputed=True, **SGD),
+    ParityCase(strategy="fsdp", options=GATHERED, **ALL, **SGD),
+    ParityCase(strategy="fsdp", options=ULYSSES, packed=True, recomputed=True, **SGD),
+    ParityCase(strategy="ddp", options=TENSOR, **SGD),
+    ParityCase(strategy="ddp", options=TENSOR, packed=True, recomputed=True),
+    ParityCase(strategy="ddp", options=TENSOR, dtype="bfloat16"),
+    ParityCase(strategy="ddp", options=WITHOUT_SP, recomputed=True, **SGD),
+    ParityCase(strategy="ddp", options=TENSOR, offloaded=True, **EVERY_SECOND, **SGD),
+    ParityCase(strategy="ddp", options=WITHOUT_SP, packed=True, **ALL, **SGD),
+    *(ParityCase(strategy="ddp", options={"pp": 2, "schedule": s}, **SGD) for s in SCHEDULES),
+    ParityCase(strategy="ddp", options=PIPELINE, packed=True, recomputed=True),
+    ParityCase(strategy="zero", packed=True, **SGD),
+    *(ParityCase(strategy="zero", options={"stage": stage}) for stage in range(4)),
+    *(ParityCase(strategy="zero", options={"stage": stage}, **ALL, **SGD) for stage in range(4)),
+    ParityCase(strategy="zero", options={"stage": 3, "options": NOTHING_RESIDENT}, recomputed=True),
     *(
-        Case(strategy="zero", options={"stage": 2, "offload": "optimizer"}, **ALL, **SGD)
+        ParityCase(strategy="zero", options={"stage": 2, "offload": "optimizer"}, **ALL, **SGD)
         for _ in range(offloads_gradients())
     ),
-    Case(strategy="zero", options={"stage": 3, "offload": "both"}),
-    Case(strategy="zero", options=STAGE3, **EVERY_SECOND, **SGD),
-    Case(strategy="ddp", options=PIPELINE, recomputed=True, **ALL, **SGD),
+    ParityCase(strategy="zero", options={"stage": 3, "offload": "both"}),
+    ParityCase(strategy="zero", options=STAGE3, **EVERY_SECOND, **SGD),
+    ParityCase(strategy="ddp", options=PIPELINE, recomputed=True, **ALL, **SGD),
 ]
 MORE_ON_TWO = [
-    Case(strategy="ddp", options=TENSOR, recomputed=True, **ALL, **SGD),
+    ParityCase(strategy="ddp", options=TENSOR, recomputed=True, **ALL, **SGD),
     *(
-        Case(strategy="ddp", options={"pp": 2, "schedule": s}, recomputed=True, **ALL, **SGD)
+        ParityCase(strategy="ddp", options={"pp": 2, "schedule": s}, recomputed=True, **ALL, **SGD)
         for s in SCHEDULES
     ),
-    Case(strategy="ddp", options=PIPELINE, offloaded=True, **SELECTIVE, **SGD),
-    Case(strategy="ddp", options=PIPELINE, dtype="bfloat16"),
-    Case(strategy="ddp", options=GATHERED, **EVERY_SECOND, **SGD),
-    Case(strategy="fsdp", **SELECTIVE, **ALL, **SGD),
-    Case(strategy="fsdp", options=ULYSSES, offloaded=True, **SGD),
-    Case(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
+    ParityCase(strategy="ddp", options=PIPELINE, offloaded=True, **SELECTIVE, **SGD),
+    ParityCase(strategy="ddp", options=PIPELINE, dtype="bfloat16"),
+    ParityCase(strategy="ddp", options=GATHERED, **EVERY_SECOND, **SGD),
+    ParityCase(strategy="fsdp", **SELECTIVE, **ALL, **SGD),
+    ParityCase(strategy="fsdp", options=ULYSSES, offloaded=True, **SGD),
+    ParityCase(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
 ]
 FOUR = [
-    Case(strategy="ddp", **SGD),
-    Case(strategy="fsdp", **SGD),
-    Case(strategy="fsdp", options={"dp_replicate": 2}, **SGD),
-    Case(strategy="fsdp", options={"dp_replicate": 2}, recomputed=True, **ALL, **SGD),
-    Case(strategy="fsdp", options={"dp_replicate": 2, "gather": "step"}),
-    Case(strategy="fsdp", options={"dp_shard": 4, "offload": "both"}, **ALL),
-    Case(strategy="ddp", options=GATHERED, **SGD),
-    Case(strategy="fsdp", options=GATHERED, packed=True, **ALL, **SGD),
-    Case(strategy="fsdp", options={"cp": 2, "dp_replicate": 2}, **SGD),
-    Case(strategy="ddp", options=TENSOR, **ALL, **SGD),
-    Case(strategy="fsdp", options=TENSOR, packed=True, recomputed=True, **SGD),
-    Case(strategy="fsdp", options=TENSOR, **ALL, **SGD),
-    Case(strategy="fsdp", options={"tp": 2, "dp_replicate": 2, "dp_shard": 1}, **SGD),
-    Case(strategy="ddp", options=PIPELINE, packed=True, **SGD),
-    Case(strategy="ddp", options={"pp": 2, "schedule": "gpipe"}, **ALL, **SGD),
-    Case(strategy="ddp", options={"pp": 4}, recomputed=True, **SGD),
-    Case(strategy="fsdp", options=TENSOR, **SELECTIVE, **ALL, **SGD),
-    Case(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
-    Case(strategy="zero", options={"stage": 3, "options": {"zero_hpz_partition_size": 2}}, **SGD),
-    Case(
+    ParityCase(strategy="ddp", **SGD),
+    ParityCase(strategy="fsdp", **SGD),
+    ParityCase(strategy="fsdp", options={"dp_replicate": 2}, **SGD),
+    ParityCase(strategy="fsdp", options={"dp_replicate": 2}, recomputed=True, **ALL, **SGD),
+    ParityCase(strategy="fsdp", options={"dp_replicate": 2, "gather": "step"}),
+    ParityCase(strategy="fsdp", options={"dp_shard": 4, "offload": "both"}, **ALL),
+    ParityCase(strategy="ddp", options=GATHERED, **SGD),
+    ParityCase(strategy="fsdp", options=GATHERED, packed=True, **ALL, **SGD),
+    ParityCase(strategy="fsdp", options={"cp": 2, "dp_replicate": 2}, **SGD),
+    ParityCase(strategy="ddp", options=TENSOR, **ALL, **SGD),
+    ParityCase(strategy="fsdp", options=TENSOR, packed=True, recomputed=True, **SGD),
+    ParityCase(strategy="fsdp", options=TENSOR, **ALL, **SGD),
+    ParityCase(strategy="fsdp", options={"tp": 2, "dp_replicate": 2, "dp_shard": 1}, **SGD),
+    ParityCase(strategy="ddp", options=PIPELINE, packed=True, **SGD),
+    ParityCase(strategy="ddp", options={"pp": 2, "schedule": "gpipe"}, **ALL, **SGD),
+    ParityCase(strategy="ddp", options={"pp": 4}, recomputed=True, **SGD),
+    ParityCase(strategy="fsdp", options=TENSOR, **SELECTIVE, **ALL, **SGD),
+    ParityCase(strategy="fsdp", options={"cp": 4, "cp_method": "ulysses"}, packed=True, **SGD),
+    ParityCase(
+        strategy="zero", options={"stage": 3, "options": {"zero_hpz_partition_size": 2}}, **SGD
+    ),
+    ParityCase(
         strategy="zero",
         options={"stage": 3, "options": {"zero_hpz_partition_size": 2, **NOTHING_RESIDENT}},
         **ALL,
         **SGD,
     ),
-    Case(strategy="zero", options={"stage": 3, "offload": "parameters"}, **ALL, **SGD),
-    Case(strategy="ddp", options=ULYSSES, recomputed=True, every=3, **SGD),
-    Case(strategy="ddp", options=GATHERED, **SELECTIVE, **SGD),
-    Case(strategy="ddp", offloaded=True, **ALL, **SGD),
-    Case(strategy="fsdp", offloaded=True, **EVERY_SECOND, **ALL, **SGD),
-    Case(strategy="zero", options=STAGE3, offloaded=True, recomputed=True, **SGD),
-    Case(strategy="zero", options={**STAGE3, "gather": "module"}, offloaded=True, **SGD),
+    ParityCase(strategy="zero", options={"stage": 3, "offload": "parameters"}, **ALL, **SGD),
+    ParityCase(strategy="ddp", options=ULYSSES, recomputed=True, every=3, **SGD),
+    ParityCase(strategy="ddp", options=GATHERED, **SELECTIVE, **SGD),
+    ParityCase(strategy="ddp", offloaded=True, **ALL, **SGD),
+    ParityCase(strategy="fsdp", offloaded=True, **EVERY_SECOND, **ALL, **SGD),
+    ParityCase(strategy="zero", options=STAGE3, offloaded=True, recomputed=True, **SGD),
+    ParityCase(strategy="zero", options={**STAGE3, "gather": "module"}, offloaded=True, **SGD),
     *(
-        Case(strategy="zero", options=STAGE3, **SELECTIVE, **SGD)
+        ParityCase(strategy="zero", options=STAGE3, **SELECTIVE, **SGD)
         for _ in range(not needs_reentrant_checkpointing())
     ),
 ]
 CARDS = [
-    Case(strategy="ddp", **SGD),
-    Case(strategy="fsdp", recomputed=True, **SGD),
-    Case(strategy="fsdp", options={"offload": "both"}, **ALL, **SGD),
-    Case(strategy="fsdp", options=GATHERED, packed=True, **SGD),
-    Case(strategy="fsdp", options=ULYSSES, **SGD),
-    Case(strategy="ddp", options=TENSOR, packed=True, **SGD),
-    Case(strategy="fsdp", options=WITHOUT_SP, **ALL, **SGD),
-    Case(strategy="ddp", options=PIPELINE, packed=True, **SGD),
-    Case(strategy="ddp", options={"pp": 2, "schedule": "zero_bubble"}, **ALL, **SGD),
-    Case(strategy="fsdp", offloaded=True, **EVERY_SECOND, **SGD),
-    Case(strategy="ddp", offloaded=True, **ALL, **SGD),
-    Case(strategy="ddp", **SELECTIVE, **SGD),
-    Case(strategy="zero", options={"stage": 3, "offload": "optimizer"}),
-    Case(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
+    ParityCase(strategy="ddp", **SGD),
+    ParityCase(strategy="fsdp", recomputed=True, **SGD),
+    ParityCase(strategy="fsdp", options={"offload": "both"}, **ALL, **SGD),
+    ParityCase(strategy="fsdp", options=GATHERED, packed=True, **SGD),
+    ParityCase(strategy="fsdp", options=ULYSSES, **SGD),
+    ParityCase(strategy="ddp", options=TENSOR, packed=True, **SGD),
+    ParityCase(strategy="fsdp", options=WITHOUT_SP, **ALL, **SGD),
+    ParityCase(strategy="ddp", options=PIPELINE, packed=True, **SGD),
+    ParityCase(strategy="ddp", options={"pp": 2, "schedule": "zero_bubble"}, **ALL, **SGD),
+    ParityCase(strategy="fsdp", offloaded=True, **EVERY_SECOND, **SGD),
+    ParityCase(strategy="ddp", offloaded=True, **ALL, **SGD),
+    ParityCase(strategy="ddp", **SELECTIVE, **SGD),
+    ParityCase(strategy="zero", options={"stage": 3, "offload": "optimizer"}),
+    ParityCase(strategy="zero", options=STAGE3, offloaded=True, **ALL, **SGD),
 ]
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""
 
 
-def results(world: int, cases: Sequence[Case], folder: Path, backend: str = "cpu") -> list[Result]:
+def results(
+    world: int, cases: Sequence[ParityCase], folder: Path, backend: str = "cpu"
+) -> list[Result]:
     output = folder / f"{backend}{world}.json"
     run_ranks(
         "tests.strategies.parity_rank",
@@ -164,16 +168,16 @@ class Matrix:
     """The results of cases, and those of the reference on the same rows."""
 
     def __init__(
-        self, world: int, cases: Sequence[Case], folder: Path, backend: str = "cpu"
+        self, world: int, cases: Sequence[ParityCase], folder: Path, backend: str = "cpu"
     ) -> None:
         alone = list(dict.fromkeys(json.dumps(dataclasses.asdict(c.alone())) for c in cases))
-        references = results(1, [Case(**json.loads(each)) for each in alone], folder)
+        references = results(1, [ParityCase(**json.loads(each)) for each in alone], folder)
         self._references = dict(zip(alone, references, strict=True))
         self._found = dict(
             zip([case.name for case in cases], results(world, cases, folder, backend), strict=True)
         )
 
-    def pair(self, case: Case) -> tuple[Result, Result]:
+    def pair(self, case: ParityCase) -> tuple[Result, Result]:
         """(Of the case, of the reference.)"""
         alone = json.dumps(dataclasses.asdict(case.alone()))
         return self._found[case.name], self._references[alone]
@@ -212,9 +216,9 @@ CROSSED: dict[int, list[tuple[str, dict[str, Any]]]] = {
 """Ranks -> strategies, and their options, of the table."""
 
 
-def variants(strategy: str, options: dict[str, Any], steps: int) -> list[Case]:
+def variants(strategy: str, options: dict[str, Any], steps: int) -> list[ParityCase]:
     """A strategy in all ways; the last one by AdamW."""
-    usual = Case(strategy=strategy, options=options, optimizer="sgd", steps=steps)
+    usual = ParityCase(strategy=strategy, options=options, optimizer="sgd", steps=steps)
     flags = itertools.product((True, False), repeat=3)
     return [
         *(dataclasses.replace(usual, lora=a, recomputed=b, packed=c) for a, b, c in flags),
@@ -240,7 +244,7 @@ def table(steps: int) -> list[str]:
                 max(apart(found["norms"], wanted["norms"]) for found, wanted in pairs),
                 apart(adamw["losses"], alone["losses"]),
             ]
-            name = Case(strategy=strategy, options=options).name.removesuffix(" LoRA")
+            name = ParityCase(strategy=strategy, options=options).name.removesuffix(" LoRA")
             lines.append(f"| {name} | {world} | {' | '.join(f'{c:.0e}' for c in columns)} |")
     return lines
 

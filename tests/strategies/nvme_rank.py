@@ -19,7 +19,7 @@ from anygauge.interface import Backend, Share
 from anygauge.interface.strategy import Counters, Engine
 from anygauge.kernels.loss import model_loss
 from anygauge.registry import Registry
-from tests.strategies.parity_rank import CONFIG, Case, built, micro_batches, num_loss_tokens
+from tests.strategies.parity_rank import CONFIG, ParityCase, built, micro_batches, num_loss_tokens
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """Each rank has megabytes of masters: of less than one, DeepSpeed leaves all in memory."""
@@ -38,7 +38,9 @@ class Kept:
         return self.tensors[name, key]
 
 
-def steps(case: Case, engine: Engine, share: Share, first: int, backend: Backend) -> list[float]:
+def steps(
+    case: ParityCase, engine: Engine, share: Share, first: int, backend: Backend
+) -> list[float]:
     """Losses of this rank and norms of two steps."""
     found = []
     for step in (first, first + 1):
@@ -49,7 +51,7 @@ def steps(case: Case, engine: Engine, share: Share, first: int, backend: Backend
     return found
 
 
-def run(case: Case, folder: Path, rank: int, backend: Backend) -> dict[str, Any]:
+def run(case: ParityCase, folder: Path, rank: int, backend: Backend) -> dict[str, Any]:
     """Train, export, import into a new engine, and train on."""
     engine, _, share = built(case, backend, rank, 2)
     found: dict[str, Any] = {"first": steps(case, engine, share, 0, backend)}
@@ -90,7 +92,9 @@ def main(output: Path, folder: Path) -> None:
     found = {}
     for name, where in {"host": {}, "disk": {"nvme": str(folder)}}.items():
         options = {"stage": 3, "offload": "optimizer", **where}
-        found[name] = run(Case(strategy="zero", options=options, lora=False), folder, rank, backend)
+        found[name] = run(
+            ParityCase(strategy="zero", options=options, lora=False), folder, rank, backend
+        )
     if rank == 0:
         output.write_text(json.dumps(found))
     backend.close()

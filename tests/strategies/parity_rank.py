@@ -1,7 +1,7 @@
 """One rank that trains a tiny model under strategy after strategy, in one process group.
 
 ``python -m tests.strategies.parity_rank OUTPUT CASES``: CASES is a JSON list of the fields of
-`Case`; rank 0 writes what each case came to, in their order, to OUTPUT.
+`ParityCase`; rank 0 writes what each case came to, in their order, to OUTPUT.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RATE = {"adamw": 1e-2, "sgd": 1e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ParityCase:
     """One training run.
 
     Attributes:
@@ -97,7 +97,7 @@ class Case:
         words += ["whole modules"] * bool(self.whole)
         return " ".join(words)
 
-    def alone(self) -> Case:
+    def alone(self) -> ParityCase:
         """The same run under the reference, on the host, where activations stay as they are."""
         plain = {"every": 1, "selective": False, "offloaded": False}
         if self.every > 1 or self.selective or self.offloaded:
@@ -149,7 +149,7 @@ DOCUMENTS = (5, 13, 14)
 
 
 def placed(
-    case: Case, ids: torch.Tensor, labels: torch.Tensor, share: Share, device: torch.device
+    case: ParityCase, ids: torch.Tensor, labels: torch.Tensor, share: Share, device: torch.device
 ) -> DeviceBatch:
     """A micro-batch as a run's placer makes it: masks, positions, this rank's part."""
     segments = None
@@ -177,7 +177,7 @@ def placed(
 
 
 def micro_batches(
-    case: Case, step: int, share: Share, device: torch.device
+    case: ParityCase, step: int, share: Share, device: torch.device
 ) -> Iterator[DeviceBatch]:
     """Those of a step that a share reads, as the data's layout deals them."""
     ids, labels = rows(step)
@@ -186,7 +186,7 @@ def micro_batches(
         yield placed(case, ids[at], labels[at], share, device)
 
 
-def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, Any, Share]:
+def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[Engine, Any, Share]:
     """(engine, footprint, share) of a case on this rank."""
     registry = Registry.load()
     provided = registry.find_strategy(case.strategy)
@@ -232,7 +232,7 @@ def built(case: Case, backend: Backend, rank: int, world: int) -> tuple[Engine, 
     return engine, dataclasses.asdict(footprint), share
 
 
-def trained(case: Case, backend: Backend, rank: int, world: int) -> dict[str, Any]:
+def trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[str, Any]:
     """Train; losses are summed over all ranks, as the loop does."""
     engine, footprint, share = built(case, backend, rank, world)
     device = backend.placement.device
@@ -274,7 +274,7 @@ def trained(case: Case, backend: Backend, rank: int, world: int) -> dict[str, An
     return found
 
 
-def num_loss_tokens(case: Case, step: int) -> int:
+def num_loss_tokens(case: ParityCase, step: int) -> int:
     """Tokens to learn in a step."""
     whole = placed(case, *rows(step), Share(0, 1), torch.device("cpu"))
     return int((whole.inputs["shift_labels"] != -100).sum())
@@ -285,7 +285,7 @@ def _local_bytes(parameter: torch.Tensor) -> int:
     return 0 if local.is_meta else local.numel() * local.element_size()
 
 
-def main(output: Path, cases: list[Case]) -> None:
+def main(output: Path, cases: list[ParityCase]) -> None:
     """All cases, in one process group."""
     backend = Registry.load().create_backend(os.environ.get("PARITY_BACKEND", "cpu"))
     rank, world = open_rank(backend, alone=False)
@@ -296,4 +296,4 @@ def main(output: Path, cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Case(**fields) for fields in json.loads(sys.argv[2])])
+    main(Path(sys.argv[1]), [ParityCase(**fields) for fields in json.loads(sys.argv[2])])

@@ -27,10 +27,10 @@ from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
 from anygauge.training.optimizer import optimizer_factory
 from tests.helpers.build import build_context, open_rank
-from tests.strategies.parity_rank import Case, placed
+from tests.strategies.parity_rank import ParityCase, placed
 
 STEPS, ROWS, LR = 5, 4, 5e-3
-CASE = Case(strategy="")
+CASE = ParityCase(strategy="")
 
 
 def rows() -> torch.Tensor:

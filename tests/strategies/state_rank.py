@@ -62,7 +62,7 @@ KERNEL = "adamw-kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class StateCase:
     """One engine on some ranks."""
 
     strategy: str
@@ -96,27 +96,31 @@ class Case:
 
 
 CASES = (
-    Case(strategy="single", ranks=1),
-    *(Case(strategy=f"zero{stage}", ranks=ranks) for stage in (0, 1, 2, 3) for ranks in (1, 3)),
-    # Vectors have a group of their own, without decay.
-    *(Case(strategy=f"zero{stage}", ranks=3, all_weights=True) for stage in (1, 2, 3)),
-    # DeepSpeed has an optimizer of its own for it.
-    Case(strategy="zero1", ranks=3, param_dtype="bfloat16"),
-    *(Case(strategy=name, ranks=3) for name in ("ddp", "fsdp")),
-    *(Case(strategy=name, ranks=4) for name in ("zero3", "hsdp", "tensor-fsdp")),
-    *(Case(strategy="tensor", ranks=ranks) for ranks in (2, 4)),
-    *(Case(strategy=f"zero-offloading{stage}", ranks=3) for stage in (2, 3)),
-    *(Case(strategy=name, ranks=3, optimizer="lion") for name in ("zero3", "fsdp")),
+    StateCase(strategy="single", ranks=1),
     *(
-        Case(strategy=name, ranks=ranks, optimizer="adamw_8bit")
+        StateCase(strategy=f"zero{stage}", ranks=ranks)
+        for stage in (0, 1, 2, 3)
+        for ranks in (1, 3)
+    ),
+    # Vectors have a group of their own, without decay.
+    *(StateCase(strategy=f"zero{stage}", ranks=3, all_weights=True) for stage in (1, 2, 3)),
+    # DeepSpeed has an optimizer of its own for it.
+    StateCase(strategy="zero1", ranks=3, param_dtype="bfloat16"),
+    *(StateCase(strategy=name, ranks=3) for name in ("ddp", "fsdp")),
+    *(StateCase(strategy=name, ranks=4) for name in ("zero3", "hsdp", "tensor-fsdp")),
+    *(StateCase(strategy="tensor", ranks=ranks) for ranks in (2, 4)),
+    *(StateCase(strategy=f"zero-offloading{stage}", ranks=3) for stage in (2, 3)),
+    *(StateCase(strategy=name, ranks=3, optimizer="lion") for name in ("zero3", "fsdp")),
+    *(
+        StateCase(strategy=name, ranks=ranks, optimizer="adamw_8bit")
         for name, ranks in (("single", 1), ("zero2", 3), ("zero3", 3), ("fsdp", 3))
     ),
     # A device's own AdamW, which counts the steps of a group, not of a parameter.
     *(
-        Case(strategy=f"zero{stage}", ranks=3, optimizer=KERNEL, all_weights=True)
+        StateCase(strategy=f"zero{stage}", ranks=3, optimizer=KERNEL, all_weights=True)
         for stage in (1, 2, 3)
     ),
-    Case(strategy="zero1", ranks=3, optimizer=KERNEL, param_dtype="bfloat16"),
+    StateCase(strategy="zero1", ranks=3, optimizer=KERNEL, param_dtype="bfloat16"),
 )
 
 
@@ -144,7 +148,7 @@ class MadeUp:
         return self.tensors[name, key]
 
 
-def work(case: Case, rank: int, folder: Path) -> None:
+def work(case: StateCase, rank: int, folder: Path) -> None:
     """One rank of a case."""
     from anygauge.training.optimizer import optimizer_factory
 

@@ -24,7 +24,7 @@ from anygauge.strategies.activations import HostBuffers, Offload, offload_activa
 from anygauge.strategies.materialise import decoder_layers
 from tests.helpers.ranks import run_ranks
 from tests.strategies.activations_rank import WAYS
-from tests.strategies.parity_rank import CONFIG, LENGTH, MICRO, Case, built, placed, rows
+from tests.strategies.parity_rank import CONFIG, LENGTH, MICRO, ParityCase, built, placed, rows
 
 LAYERS = CONFIG["num_hidden_layers"]
 
@@ -39,13 +39,13 @@ def backend() -> Backend:
 def forward(engine: Engine) -> Tensor:
     ids, labels = rows(0)
     batch = placed(
-        Case(strategy="single"), ids[:MICRO], labels[:MICRO], Share(0, 1), torch.device("cpu")
+        ParityCase(strategy="single"), ids[:MICRO], labels[:MICRO], Share(0, 1), torch.device("cpu")
     )
     engine.model.train()
     return model_loss(engine.model(**batch.inputs))
 
 
-class Operations(TorchDispatchMode):
+class OperationCounts(TorchDispatchMode):
     """Counts torch's operations, by name."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Operations(TorchDispatchMode):
 def test_layers_are_computed_again_as_the_run_says(
     given: dict[str, Any], computed: list[int], backend: Backend
 ) -> None:
-    case = Case(strategy="single", **given)
+    case = ParityCase(strategy="single", **given)
     engine, _, _ = built(case, backend, 0, 1)
     counts = [0] * LAYERS
     for index, layer in enumerate(decoder_layers(engine.model)):
@@ -96,7 +96,7 @@ def test_losses_and_gradients_are_those_of_a_run_that_keeps_all(
     given: dict[str, Any], lora: bool, backend: Backend
 ) -> None:
     def of(**ways: Any) -> tuple[float, dict[str, Tensor]]:
-        engine, _, _ = built(Case(strategy="single", lora=lora, **ways), backend, 0, 1)
+        engine, _, _ = built(ParityCase(strategy="single", lora=lora, **ways), backend, 0, 1)
         loss = forward(engine)
         loss.backward()
         named = engine.model.named_parameters()
@@ -113,9 +113,9 @@ def test_selective_recomputation_makes_no_attention_and_no_large_product_again(
     backend: Backend,
 ) -> None:
     def in_backward(**given: Any) -> Counter[str]:
-        engine, _, _ = built(Case(strategy="single", **given), backend, 0, 1)
+        engine, _, _ = built(ParityCase(strategy="single", **given), backend, 0, 1)
         loss = forward(engine)
-        with Operations() as found:
+        with OperationCounts() as found:
             loss.backward()
         return found.count
 
@@ -155,7 +155,7 @@ def test_a_card_keeps_less(tmp_path: Path) -> None:
     assert kept["offloaded"] <= kept["recomputed, offloaded"] < 0.1 * kept["all"]
 
 
-class Layer(nn.Module):
+class KeptLayer(nn.Module):
     """Autograd keeps its input twice, its weight, and two results."""
 
     def __init__(self) -> None:
@@ -166,11 +166,11 @@ class Layer(nn.Module):
         return self.linear(x).sin() * x.T.reshape(32, 32).cos()
 
 
-class Model(nn.Module):
+class KeptModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.ModuleList([KeptLayer(), KeptLayer()])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -178,7 +178,7 @@ class Model(nn.Module):
         return x.sum()
 
 
-def gradients(model: Model, times: int = 1) -> list[Tensor]:
+def gradients(model: KeptModel, times: int = 1) -> list[Tensor]:
     x = torch.linspace(-1, 1, 1024).reshape(32, 32).requires_grad_()
     loss = model(x)
     for turn in range(times):
@@ -193,15 +193,15 @@ def gradients(model: Model, times: int = 1) -> list[Tensor]:
 def test_gradients_are_the_same_also_of_a_graph_that_is_retained(
     times: int, backend: Backend
 ) -> None:
-    wanted = gradients(Model(), times)
-    offloaded = Model()
+    wanted = gradients(KeptModel(), times)
+    offloaded = KeptModel()
     offload_activations(offloaded, backend.placement)
     for _ in range(2):  # the second time in memory that is used again
         assert all(map(torch.equal, gradients(offloaded, times), wanted))
 
 
 def test_a_tensor_goes_to_the_host_once_and_a_weight_never(backend: Backend) -> None:
-    model = Model()
+    model = KeptModel()
     offload = offload_activations(model, backend.placement)
     gradients(model)
     # Of each layer: the input, of which two views are kept, the product, and the result's factors.
@@ -212,7 +212,7 @@ def test_a_tensor_goes_to_the_host_once_and_a_weight_never(backend: Backend) -> 
 
 
 def test_what_changes_in_place_is_kept_as_it_was(backend: Backend) -> None:
-    class Changes(Layer):
+    class Changes(KeptLayer):
         def forward(self, x: Tensor) -> Tensor:
             y = self.linear(x)
             first = y.sin()
@@ -220,7 +220,7 @@ def test_what_changes_in_place_is_kept_as_it_was(backend: Backend) -> None:
                 y.mul_(2)
             return first * y.cos()
 
-    model = Model()
+    model = KeptModel()
     model.layers[0] = Changes()
     x = torch.ones(32, 32, requires_grad=True)
     expected = Changes()
@@ -245,7 +245,7 @@ def test_a_tensor_made_of_others_is_offloaded_by_its_parts(backend: Backend) -> 
 
 
 def test_without_gradients_nothing_moves(backend: Backend) -> None:
-    model = Model()
+    model = KeptModel()
     offload = offload_activations(model, backend.placement)
     with torch.no_grad():
         model(torch.ones(32, 32))
@@ -264,7 +264,7 @@ def test_buffers_are_used_again_by_size() -> None:
 
 def test_a_model_that_cannot_recompute_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"Model does not support it\. Set"):
-        recompute(Model(), Activations(every=1))
+        recompute(KeptModel(), Activations(every=1))
     together = SimpleNamespace(
         supports_gradient_checkpointing=True,
         activation_checkpointing_enable=lambda **_: None,
@@ -276,4 +276,4 @@ def test_a_model_that_cannot_recompute_is_refused() -> None:
 
 def test_the_older_form_recomputes_whole_layers_alone() -> None:
     with pytest.raises(UnsupportedError, match="reentrant form"):
-        recompute(Model(), Activations(every=1, selective=True), reentrant=True)
+        recompute(KeptModel(), Activations(every=1, selective=True), reentrant=True)

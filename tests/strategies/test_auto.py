@@ -13,7 +13,7 @@ from torch import nn
 from anygauge.interface import Backend, Precision, Share
 from anygauge.strategies.auto import chosen
 from tests.helpers.build import a_workload
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import run_file
 
 PRECISION = Precision(param_dtype="bfloat16", reduce_dtype="float32")
@@ -54,7 +54,7 @@ def test_what_fits_twice_is_held_by_every_rank(
 
 def test_a_run_says_what_it_became_and_keeps_it(tmp_path: Path) -> None:
     file = run_file(tmp_path, strategy={"name": "auto"}, train={"steps": 2}, launch={"devices": 2})
-    (run,) = finished([Part(file=str(file))])
+    (run,) = finished([RunPart(file=str(file))])
     report: dict[str, Any] = json.loads((run.folder / "report.json").read_text())
     assert report["choices"]["strategy"].startswith("ddp (auto: weights and optimizer take 0.00")
     assert "strategy: ddp (auto: " in run.out

@@ -24,7 +24,7 @@ from tests.strategies.matrix import (
     WITHOUT_SP,
     Matrix,
 )
-from tests.strategies.parity_rank import Case
+from tests.strategies.parity_rank import ParityCase
 from tests.strategies.test_loading import loaded
 from tests.strategies.test_matrix import is_the_references, sends_what_it_says
 
@@ -78,8 +78,8 @@ ROUTERS = ["mlp.gate"]
 TENSORS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-def of(model: dict[str, Any], strategy: str, **more: Any) -> Case:
-    usual = Case(strategy=strategy, model=model, attention="eager", tensors=TENSORS, **SGD)
+def of(model: dict[str, Any], strategy: str, **more: Any) -> ParityCase:
+    usual = ParityCase(strategy=strategy, model=model, attention="eager", tensors=TENSORS, **SGD)
     return dataclasses.replace(usual, **more)
 
 
@@ -150,23 +150,23 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-def test_experts_train_as_on_one_rank(case: Case, few: Matrix) -> None:
+def test_experts_train_as_on_one_rank(case: ParityCase, few: Matrix) -> None:
     trains(case, few)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
-def test_more_experts(case: Case, many: Matrix) -> None:
+def test_more_experts(case: ParityCase, many: Matrix) -> None:
     trains(case, many)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
-def test_experts_on_four_ranks(case: Case, four: Matrix) -> None:
+def test_experts_on_four_ranks(case: ParityCase, four: Matrix) -> None:
     trains(case, four)
 
 
-def trains(case: Case, matrix: Matrix) -> None:
+def trains(case: ParityCase, matrix: Matrix) -> None:
     found, wanted = matrix.pair(case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)

@@ -27,7 +27,7 @@ WIDTH = 5
 CPU = torch.device("cpu")
 
 
-class Layer(nn.Module):
+class OddLayer(nn.Module):
     """Frozen weights of odd sizes, and an adapter."""
 
     def __init__(self, index: int) -> None:
@@ -42,12 +42,12 @@ class Layer(nn.Module):
         return x + self.adapter * self.down(torch.tanh(self.up(x)))
 
 
-class Model(nn.Module):
+class OddModel(nn.Module):
     """Layers in a row."""
 
     def __init__(self, layers: int, recomputed: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(index) for index in range(layers))
+        self.layers = nn.ModuleList(OddLayer(index) for index in range(layers))
         self.recomputed = recomputed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Model(nn.Module):
         return x
 
 
-class Ranks:
+class RanksInTurn:
     """Ranks of which this process is one after the other, without a process group.
 
     Attributes:
@@ -111,8 +111,8 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Ranks]:
-    return lambda world: Ranks(world, monkeypatch)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], RanksInTurn]:
+    return lambda world: RanksInTurn(world, monkeypatch)
 
 
 def step(model: nn.Module, rows: int = 2) -> tuple[Tensor, list[Tensor]]:
@@ -131,9 +131,9 @@ def step(model: nn.Module, rows: int = 2) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_step_is_that_of_the_whole_model(
-    ranks: Callable[[int], Ranks], layers: int, recomputed: bool, world: int
+    ranks: Callable[[int], RanksInTurn], layers: int, recomputed: bool, world: int
 ) -> None:
-    model = Model(layers, recomputed)
+    model = OddModel(layers, recomputed)
     wanted = step(model)
     sharded = ranks(world).shard(model)
     for _ in range(2):
@@ -145,16 +145,16 @@ def test_a_step_is_that_of_the_whole_model(
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_what_is_there_is_not_gathered_again(
-    ranks: Callable[[int], Ranks], recomputed: bool
+    ranks: Callable[[int], RanksInTurn], recomputed: bool
 ) -> None:
     of = ranks(2)
-    model = of.shard(Model(4, recomputed))
+    model = of.shard(OddModel(4, recomputed))
     step(model)
     assert of.gathered() == [0, 1, 2, 3, 1, 0]
     step(model)
     found = of.gathered()
     assert found == [2, 3, 1, 0]
-    lengths = flat_lengths(Model(4), 2)
+    lengths = flat_lengths(OddModel(4), 2)
     assert gathered_in_a_turn(lengths) == sum(lengths[index] for index in found)
     with torch.no_grad():  # an evaluation between two steps
         model(torch.zeros(1, WIDTH))
@@ -163,9 +163,11 @@ def test_what_is_there_is_not_gathered_again(
     assert of.gathered() == [0, 1, 2, 3, 1, 0]
 
 
-def test_the_next_layer_is_under_way_while_one_computes(ranks: Callable[[int], Ranks]) -> None:
+def test_the_next_layer_is_under_way_while_one_computes(
+    ranks: Callable[[int], RanksInTurn],
+) -> None:
     of = ranks(2)
-    model = of.shard(Model(5))
+    model = of.shard(OddModel(5))
     for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
         layer.up.register_forward_pre_hook(lambda *_, i=index: of.events.append(("compute", i)))
     model(torch.zeros(1, WIDTH))
@@ -176,8 +178,8 @@ def test_the_next_layer_is_under_way_while_one_computes(ranks: Callable[[int], R
         assert ("wait", index + 1) not in of.events[:at]
 
 
-def test_a_step_makes_no_memory_for_weights(ranks: Callable[[int], Ranks]) -> None:
-    model = ranks(2).shard(Model(4))
+def test_a_step_makes_no_memory_for_weights(ranks: Callable[[int], RanksInTurn]) -> None:
+    model = ranks(2).shard(OddModel(4))
     step(model, rows=1)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.requires_grad}
     assert len(weights) == 2
@@ -201,7 +203,7 @@ def test_a_step_makes_no_memory_for_weights(ranks: Callable[[int], Ranks]) -> No
     assert places == [p.data_ptr() for p in model.parameters()]
 
 
-class Reaching(Model):
+class Reaching(OddModel):
     """Uses a layer's weights without its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +211,9 @@ class Reaching(Model):
         return super().forward(x) + again.sum()
 
 
-def test_weights_used_outside_of_their_layer_are_refused(ranks: Callable[[int], Ranks]) -> None:
+def test_weights_used_outside_of_their_layer_are_refused(
+    ranks: Callable[[int], RanksInTurn],
+) -> None:
     model = ranks(2).shard(Reaching(3))
     with pytest.raises(UnsupportedError, match=r"layer 0\.up outside .* strategy\.gather: step"):
         step(model)
@@ -238,7 +242,7 @@ def test_each_rank_reads_no_more_rows_than_its_piece_touches(
     model = nn.Module()
     model.layers = nn.ModuleList([Odd()])
     with pytest.MonkeyPatch.context() as patch:
-        of = Ranks(world, patch)
+        of = RanksInTurn(world, patch)
         sharded = of.shard(model)
         sharded.get_submodule("layers.0")(torch.zeros(1))
     for name, parameter in model.named_parameters():
@@ -246,23 +250,23 @@ def test_each_rank_reads_no_more_rows_than_its_piece_touches(
 
 
 def shared() -> nn.Module:
-    model = Model(2)
+    model = OddModel(2)
     model.layers[1].up = model.layers[0].up
     return model
 
 
 def trained() -> nn.Module:
-    return Model(2).requires_grad_(True)
+    return OddModel(2).requires_grad_(True)
 
 
 def half_trained() -> nn.Module:
-    model = Model(2)
+    model = OddModel(2)
     model.layers[0].requires_grad_(True)
     return model
 
 
 def codes() -> nn.Module:
-    model = Model(2)
+    model = OddModel(2)
     up = torch.zeros(4, dtype=torch.uint8)
     model.layers[0].up.weight = nn.Parameter(up, requires_grad=False)  # type: ignore[union-attr]
     return model
@@ -270,5 +274,5 @@ def codes() -> nn.Module:
 
 @pytest.mark.parametrize("made", [shared, trained, half_trained, codes, nn.Module])
 def test_others_are_left_to_fsdp2(made: Callable[[], nn.Module]) -> None:
-    assert flat_layers_fit(Model(2))
+    assert flat_layers_fit(OddModel(2))
     assert not flat_layers_fit(made())

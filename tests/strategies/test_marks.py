@@ -25,7 +25,7 @@ from tests.helpers.build import batch_of, build_context
 from tests.helpers.runs import TINY
 
 
-class Recording(Graph):
+class RecordingGraph(Graph):
     """Cuts nothing; remembers what it was asked, between what else was called."""
 
     shapes = ShapePolicy(kind=ShapeKind.BUCKETED)
@@ -50,7 +50,7 @@ def factory(checkpointing: Any = True, kernels: ModelKernels | None = None) -> C
     )
 
 
-def note_layers(model: Any, graph: Recording) -> None:
+def note_layers(model: Any, graph: RecordingGraph) -> None:
     """By a module within each: a layer's own hooks may stay outside of what is computed again."""
     for index, layer in enumerate(decoder_layers(model)):
         layer.input_layernorm.register_forward_pre_hook(
@@ -58,7 +58,9 @@ def note_layers(model: Any, graph: Recording) -> None:
         )
 
 
-def step(graph: Recording, checkpointing: Any = True, kernels: ModelKernels | None = None) -> None:
+def step(
+    graph: RecordingGraph, checkpointing: Any = True, kernels: ModelKernels | None = None
+) -> None:
     """One of strategy `single`."""
     backend = Registry.load().create_backend("cpu")
     backend.graph = graph
@@ -85,30 +87,30 @@ AGAIN = ["recompute", "layer 1", "recompute", "layer 0"]
 
 
 def test_a_graph_begins_before_each_layer_is_computed_again() -> None:
-    graph = Recording()
+    graph = RecordingGraph()
     step(graph)
     assert graph.calls == ["layer 0", "layer 1", "forward", *AGAIN, "backward", "update"]
 
 
 def test_layers_that_keep_their_activations_begin_none() -> None:
-    graph = Recording()
+    graph = RecordingGraph()
     step(graph, CheckpointingSection(every=2))
     kept = ["recompute", "layer 0"]
     assert graph.calls == ["layer 0", "layer 1", "forward", *kept, "backward", "update"]
-    graph = Recording()
+    graph = RecordingGraph()
     step(graph, False)
     assert graph.calls == ["layer 0", "layer 1", "forward", "backward", "update"]
 
 
 def test_a_device_whose_graphs_do_not_accumulate_is_asked_for_none() -> None:
-    graph = Recording(accumulates=False)
+    graph = RecordingGraph(accumulates=False)
     step(graph)
     assert "recompute" not in graph.calls
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_both_forms_of_recomputation(reentrant: bool) -> None:
-    graph = Recording()
+    graph = RecordingGraph()
     made = factory()
     backend = Registry.load().create_backend("cpu")
     backend.open(0)
@@ -126,11 +128,11 @@ def test_both_forms_of_recomputation(reentrant: bool) -> None:
 
 
 def test_each_chunk_of_the_loss_is_a_graph() -> None:
-    graph = Recording()
+    graph = RecordingGraph()
     step(graph, False, ModelKernels(loss=_on_graphs(chunked(), graph)))
     # One chunk: a cut before it and one after it.
     assert graph.calls == ["layer 0", "layer 1", *["chunk"] * 2, "forward", "backward", "update"]
-    fluid = Recording()
+    fluid = RecordingGraph()
     fluid.shapes = ShapePolicy()
     step(fluid, False, ModelKernels(loss=_on_graphs(chunked(), fluid)))
     assert "chunk" not in fluid.calls
@@ -140,5 +142,5 @@ def test_a_kernel_that_knows_no_marks_is_given_none() -> None:
     def others(hidden: Any, weight: Any, targets: Any, *, skip_ignored: bool) -> dict[str, Any]:
         return {"skip_ignored": skip_ignored}
 
-    assert _on_graphs(others, Recording())(1, 2, 3) == {"skip_ignored": False}
+    assert _on_graphs(others, RecordingGraph())(1, 2, 3) == {"skip_ignored": False}
     assert _on_graphs(others, Graph())(1, 2, 3) == {"skip_ignored": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.strategies.matrix import A_FEW_NUMBERS, CARDS, FOUR, MORE_ON_TWO, TWO, Matrix, Result
-from tests.strategies.parity_rank import Case
+from tests.strategies.parity_rank import ParityCase
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(2, CARDS, tmp_path_factory.mktemp("cards"), "sim")
 
 
-def is_the_references(case: Case, found: Result, wanted: Result) -> None:
+def is_the_references(case: ParityCase, found: Result, wanted: Result) -> None:
     exact = case.dtype == "float32"
     noise = 5e-3 if "tp" in case.options else 1e-3  # bfloat16 sums parts of sums
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5 if exact else noise)
@@ -46,7 +46,7 @@ def is_the_references(case: Case, found: Result, wanted: Result) -> None:
             assert values == pytest.approx(wanted["trained"][name], abs=1e-6), name
 
 
-def sends_what_it_says(case: Case, found: Result) -> None:
+def sends_what_it_says(case: ParityCase, found: Result) -> None:
     said = found["footprint"]["sent"]
     sent = {name: size for name, size in found["bytes"].items() if size > A_FEW_NUMBERS}
     assert sent.keys() == said.keys()
@@ -56,7 +56,7 @@ def sends_what_it_says(case: Case, found: Result) -> None:
         assert least <= size <= said[name] + A_FEW_NUMBERS, name
 
 
-def is_right(case: Case, matrix: Matrix) -> None:
+def is_right(case: ParityCase, matrix: Matrix) -> None:
     found, wanted = matrix.pair(case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
@@ -66,25 +66,25 @@ def is_right(case: Case, matrix: Matrix) -> None:
 
 
 @pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
-def test_on_two_ranks(case: Case, two: Matrix) -> None:
+def test_on_two_ranks(case: ParityCase, two: Matrix) -> None:
     is_right(case, two)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE_ON_TWO, ids=lambda case: case.name)
-def test_more_on_two_ranks(case: Case, more_on_two: Matrix) -> None:
+def test_more_on_two_ranks(case: ParityCase, more_on_two: Matrix) -> None:
     is_right(case, more_on_two)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
-def test_on_four_ranks(case: Case, four: Matrix) -> None:
+def test_on_four_ranks(case: ParityCase, four: Matrix) -> None:
     is_right(case, four)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CARDS, ids=lambda case: case.name)
-def test_on_simulated_cards(case: Case, cards: Matrix) -> None:
+def test_on_simulated_cards(case: ParityCase, cards: Matrix) -> None:
     """The reference is the host's."""
     found, wanted = cards.pair(case)
     is_the_references(case, found, wanted)

@@ -20,14 +20,14 @@ from anygauge.strategies.fsdp_spec import check as check_fsdp
 from anygauge.strategies.pipeline_cut import cut, rank_of_stage
 from anygauge.strategies.pipeline_stage import PipelineModel
 from tests.strategies.matrix import ALL, SGD, Matrix
-from tests.strategies.parity_rank import Case
+from tests.strategies.parity_rank import ParityCase
 from tests.strategies.test_matrix import is_the_references, sends_what_it_says
 from tests.strategies.test_tensor import MODELS
 
 SCALES_EMBEDDINGS_ITSELF = int(version("transformers").split(".")[0]) < 5
 """Gemma's decoder, before transformers 5: every stage would do it again."""
 CASES = [
-    Case(
+    ParityCase(
         strategy="ddp",
         options={"pp": 2},
         model=MODELS[name],
@@ -58,17 +58,17 @@ def more_models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-def test_architectures(case: Case, models: Matrix) -> None:
+def test_architectures(case: ParityCase, models: Matrix) -> None:
     is_cut(case, models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
-def test_more_architectures(case: Case, more_models: Matrix) -> None:
+def test_more_architectures(case: ParityCase, more_models: Matrix) -> None:
     is_cut(case, more_models)
 
 
-def is_cut(case: Case, models: Matrix) -> None:
+def is_cut(case: ParityCase, models: Matrix) -> None:
     found, wanted = models.pair(case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)

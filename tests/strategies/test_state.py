@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
-from tests.strategies.state_rank import CASES, KERNEL, UPDATES, Case
+from tests.strategies.state_rank import CASES, KERNEL, UPDATES, StateCase
 
 NEEDS = {"adamw_8bit": "bitsandbytes"}
 
@@ -28,7 +28,7 @@ SLOW = {
     "zero2-3-adamw_8bit",
 }
 
-Folder = Callable[[Case], Path]
+Folder = Callable[[StateCase], Path]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """Where a case's results are; the usual ones are run at once, and so are the slow ones."""
     folders: dict[bool, Path] = {}
 
-    def of(case: Case) -> Path:
+    def of(case: StateCase) -> Path:
         slow = case.name in SLOW
         if slow not in folders:
             made = folders[slow] = tmp_path_factory.mktemp("state")
@@ -48,12 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return of
 
 
-def marked(case: Case) -> Any:
+def marked(case: StateCase) -> Any:
     return pytest.param(case, marks=pytest.mark.slow) if case.name in SLOW else case
 
 
 @pytest.mark.parametrize("case", map(marked, CASES), ids=[case.name for case in CASES])
-def test_what_went_in_comes_out(case: Case, folder: Folder) -> None:
+def test_what_went_in_comes_out(case: StateCase, folder: Folder) -> None:
     package = NEEDS.get(case.optimizer)
     if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -83,7 +83,7 @@ def test_what_went_in_comes_out(case: Case, folder: Folder) -> None:
 def test_a_devices_own_update_is_torchs(stage: int, folder: Folder) -> None:
     """From the same made-up state, in parts of flat vectors; but for where epsilon is added."""
     of_torch, of_kernel = (
-        Case(strategy=f"zero{stage}", ranks=3, optimizer=optimizer, all_weights=True)
+        StateCase(strategy=f"zero{stage}", ranks=3, optimizer=optimizer, all_weights=True)
         for optimizer in ("adamw", KERNEL)
     )
     moved = [

@@ -13,7 +13,7 @@ from anygauge.interface import RunFileError, UnsupportedError
 from anygauge.strategies.degrees import Degrees, check_model, share
 from anygauge.strategies.tensor_plans import plan_of
 from tests.strategies.matrix import ALL, SGD, WITHOUT_SP, Matrix
-from tests.strategies.parity_rank import Case
+from tests.strategies.parity_rank import ParityCase
 from tests.strategies.test_matrix import is_the_references, sends_what_it_says
 
 SMALL = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -67,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 CASES = [
-    Case(
+    ParityCase(
         strategy="ddp",
         options=options,
         model=model,
@@ -83,8 +83,8 @@ USUAL = ("qwen3", "gptj")
 FEW = [case for case in CASES if case.model["model_type"] in USUAL]
 MANY = [case for case in CASES if case not in FEW]
 TIED = [
-    Case(strategy="fsdp", model=MODELS["qwen3"], **SGD),
-    Case(strategy="fsdp", model=MODELS["qwen3"], **ALL, **SGD),
+    ParityCase(strategy="fsdp", model=MODELS["qwen3"], **SGD),
+    ParityCase(strategy="fsdp", model=MODELS["qwen3"], **ALL, **SGD),
 ]
 
 
@@ -99,17 +99,17 @@ def more_models(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-def test_architectures(case: Case, models: Matrix) -> None:
+def test_architectures(case: ParityCase, models: Matrix) -> None:
     is_divided(case, models)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
-def test_more_architectures(case: Case, more_models: Matrix) -> None:
+def test_more_architectures(case: ParityCase, more_models: Matrix) -> None:
     is_divided(case, more_models)
 
 
-def is_divided(case: Case, models: Matrix) -> None:
+def is_divided(case: ParityCase, models: Matrix) -> None:
     found, wanted = models.pair(case)
     is_the_references(case, found, wanted)
     sends_what_it_says(case, found)
@@ -117,7 +117,7 @@ def is_divided(case: Case, models: Matrix) -> None:
 
 
 @pytest.mark.parametrize("case", TIED, ids=lambda case: case.name)
-def test_a_weight_with_two_owners_stays_one(case: Case, models: Matrix) -> None:
+def test_a_weight_with_two_owners_stays_one(case: ParityCase, models: Matrix) -> None:
     found, wanted = models.pair(case)
     is_the_references(case, found, wanted)
 

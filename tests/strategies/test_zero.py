@@ -62,7 +62,7 @@ def test_a_type_that_deepspeed_does_not_train_in_is_refused(record: dict[str, An
 # -- settings ---------------------------------------------------------------------------------
 
 
-class Plain(Backend):
+class UnmarkedBackend(Backend):
     name = "plain"
     device_type = "plain"
 
@@ -78,7 +78,7 @@ class Plain(Backend):
 def config(sizes: ModelSizes | None = None, **changes: Any) -> dict[str, Any]:
     options = {name: changes.pop(name) for name in ("stage", "options") if name in changes}
     half = Precision(param_dtype="bfloat16", reduce_dtype="float32")
-    workload = a_workload(Plain(), changes.pop("precision", half), **changes)
+    workload = a_workload(UnmarkedBackend(), changes.pop("precision", half), **changes)
     return as_config(zero_settings(ZeroOptions(**options), workload, sizes))
 
 

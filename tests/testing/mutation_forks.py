@@ -21,7 +21,7 @@ from typing import Any
 
 from anygauge.testing.check import CHECKS, Answer, verdict
 from anygauge.testing.process import PartAnswers, import_checks, merged_answers
-from anygauge.testing.watch import ENDING, Answers, Watch, wait
+from anygauge.testing.watch import ENDING, Answers, ProcessWatch, wait
 from tests.testing.wrong import mutant_named
 
 RANKS = {"basic": 1, "device": 1, "ranks": 2}
@@ -84,7 +84,7 @@ def main() -> None:
         base = Path(asked["folder"]) / f"{part}{number}"
         children = [fork(part, mutation, check, base, rank, world) for rank in range(world)]
         files = [Path(f"{base}.{rank}.json") for rank in range(world)]
-        watch = Watch(files, children, limits(part, mutation))
+        watch = ProcessWatch(files, children, limits(part, mutation))
         ended, late = wait(
             {rank: functools.partial(ended_with, child) for rank, child in enumerate(children)},
             watch,

@@ -21,14 +21,14 @@ from anygauge.testing.compare import (
     first_difference,
     without_padding,
 )
-from anygauge.testing.exchanged import Exchange, first_wrong, recorded
+from anygauge.testing.exchanged import ExchangeRecord, first_wrong, recorded
 from anygauge.testing.loop import EVALUATION, LOSS, NORM, Trained, differences, first_beyond
 from anygauge.testing.place import place_in
 from anygauge.testing.process import Subject
 from anygauge.testing.replay import Replay
 
 
-class Block(nn.Module):
+class MixedBlock(nn.Module):
     """Something of everything: products, a norm, softmax, look-ups, recomputation."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -48,7 +48,7 @@ class Block(nn.Module):
         return self.norm(scores @ x).float().pow(2).sum(-1).log().mean()
 
 
-class Wrong(TorchDispatchMode):
+class WrongOperation(TorchDispatchMode):
     """One operation of the "device", which here is the host, gives something else."""
 
     def __init__(self, name: str, change: Any, calls: int = 1) -> None:
@@ -67,7 +67,7 @@ class Wrong(TorchDispatchMode):
 
 def trained(dtype: torch.dtype, wrong: TorchDispatchMode | None = None) -> tuple[Replay, str]:
     """A step of the block, repeated: (what was found, where)."""
-    model = Block(dtype)
+    model = MixedBlock(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     rows = torch.arange(2 * 7).view(2, 7) % 11
     if wrong is not None:
@@ -102,12 +102,12 @@ def test_sound_operations_are_within_their_bounds(dtype: torch.dtype) -> None:
     ],
 )
 def test_the_first_wrong_operation_is_named_with_its_module(operation: str, found: str) -> None:
-    _, said = trained(torch.float32, Wrong(operation, lambda result: result * (1 + 1e-4)))
+    _, said = trained(torch.float32, WrongOperation(operation, lambda result: result * (1 + 1e-4)))
     assert said.startswith(found)
 
 
 def test_a_place_follows_recomputed_forwards_that_end_early() -> None:
-    model = Block(torch.float32)
+    model = MixedBlock(torch.float32)
     with place_in(model) as place:
         model(torch.zeros(1, 3, dtype=torch.long)).backward()
         assert str(place) == ""
@@ -187,8 +187,8 @@ def test_digests_tell_the_operation_that_drew_other_numbers() -> None:
     assert first in ("aten::native_dropout", "aten::bernoulli_")
 
 
-def exchange(name: str, how: str, before: list[float], after: list[float]) -> Exchange:
-    return Exchange(name, (0, 1), how, torch.tensor(before), torch.tensor(after))
+def exchange(name: str, how: str, before: list[float], after: list[float]) -> ExchangeRecord:
+    return ExchangeRecord(name, (0, 1), how, torch.tensor(before), torch.tensor(after))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def exchange(name: str, how: str, before: list[float], after: list[float]) -> Ex
         ),
     ],
 )
-def test_the_first_wrong_collective(ranks: list[list[Exchange]], said: str) -> None:
+def test_the_first_wrong_collective(ranks: list[list[ExchangeRecord]], said: str) -> None:
     number, found = first_wrong(ranks)
     assert found.startswith(said)
     assert (number, bool(found)) == ((0, True) if said else (1, False))

@@ -13,7 +13,7 @@ import pytest
 from anygauge.testing.check import Answer, verdict
 from anygauge.testing.contract import CHECKS
 from anygauge.testing.process import Subject, ask
-from anygauge.testing.watch import CLOSING, STACK_SIGNAL, Answers, Watch, begun, lines
+from anygauge.testing.watch import CLOSING, STACK_SIGNAL, Answers, ProcessWatch, begun, lines
 from tests.testing.test_mutations import mutant_site
 
 
@@ -73,7 +73,7 @@ def test_the_rank_that_has_come_least_far_keeps_the_others_waiting(tmp_path: Pat
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     files[0].write_text('{"begun": "one"}\n{"name": "one", "holds": true}\n{"begun": "two"}\n')
     files[1].write_text('{"begun": "one"}\n')
-    watch = Watch(files, [0, 0], {"one": 0.0, "two": 0.0})
+    watch = ProcessWatch(files, [0, 0], {"one": 0.0, "two": 0.0})
     assert watch.overdue([0, 1]) == "", "it has just been seen to begin"
     assert watch.overdue([0, 1]) == "rank 1: one had not ended after 0 s"
     assert set(watch.broken("why")) == {"one", "two"}

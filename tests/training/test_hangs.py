@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.agent.fakes import alive, until
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.processes import end
 from tests.helpers.runs import run_file
 from tests.training.slow_ranks import SLOW_S
@@ -78,7 +78,7 @@ def test_a_slow_load_and_a_slow_save_survive(tmp_path: Path, stage: int) -> None
         checkpoint={"every": 2},
     )
     assert SLOW_S > LIMIT_S
-    (run,) = finished([Part(file=str(path))], module="tests.training.slow_ranks")
+    (run,) = finished([RunPart(file=str(path))], module="tests.training.slow_ranks")
     for what in ("prepare", "adapt", "write_checkpoint", "save_adapter"):
         assert f"slow: {what}" in (run.folder / "rank0.log").read_text()
     assert len(run.steps("loss")) == 4

@@ -131,7 +131,7 @@ def test_code_of_a_model_s_own_that_calls_no_kernel_is_refused_once_it_is_there(
         planned(run, change=of_its_own)
 
 
-class Blocks(CpuBackend):
+class PackedRowsBackend(CpuBackend):
     """Prefers what drops no weights, for packed rows."""
 
     packed_kernels: ClassVar = {"attention": "softmax"}
@@ -139,10 +139,10 @@ class Blocks(CpuBackend):
 
 def test_packed_rows_may_prefer_another_kernel() -> None:
     data = {"train": {"path": "rows.jsonl"}, "packing": True}
-    assert attention_of(run_file(), LLAMA, Blocks()).name == "sdpa"
-    assert attention_of(run_file(data=data), LLAMA, Blocks()).name == "anygauge_softmax"
+    assert attention_of(run_file(), LLAMA, PackedRowsBackend()).name == "sdpa"
+    assert attention_of(run_file(data=data), LLAMA, PackedRowsBackend()).name == "anygauge_softmax"
     # Preferred, not asked for: it gives way.
-    choice = attention_of(run_file(data=data), OWN_ATTENTION, Blocks())
+    choice = attention_of(run_file(data=data), OWN_ATTENTION, PackedRowsBackend())
     assert choice.name == "eager"
 
 

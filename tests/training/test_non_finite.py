@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from anygauge.interface import NonFiniteLossError
 from anygauge.strategies.zero_versions import skips_non_finite
-from tests.helpers.forked import Part, runs_of
+from tests.helpers.forked import RunPart, runs_of
 from tests.helpers.runs import Run, run_file
 from tests.training.non_finite_ranks import BAD_STEP, TRAINED
 
@@ -50,7 +50,7 @@ def train(folder: Path, ranks: int, strategy: dict[str, Any], more: dict[str, An
             )
         )
     return runs_of(
-        [Part(file=str(file)) for file in files], module="tests.training.non_finite_ranks"
+        [RunPart(file=str(file)) for file in files], module="tests.training.non_finite_ranks"
     )
 
 

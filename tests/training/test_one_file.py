@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import TINY, Run, run_file
 
 WORDS = {
@@ -49,7 +49,7 @@ def trained(folder: Path, base: Path, words: dict[str, tuple[int, tuple[str, ...
     )
     return finished(
         [
-            Part(file=str(file), overrides=(f"launch.devices={devices}", *overrides))
+            RunPart(file=str(file), overrides=(f"launch.devices={devices}", *overrides))
             for devices, overrides in words.values()
         ],
         timeout_s=1200,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import Run, run_file, trained_here
 
 TOLERANCE = 2e-5
@@ -33,7 +33,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def on_ranks(path: Path, devices: int) -> Run:
     """A run of so many ranks."""
-    (run,) = finished([Part(file=str(path), overrides=(f"launch.devices={devices}",))])
+    (run,) = finished([RunPart(file=str(path), overrides=(f"launch.devices={devices}",))])
     return run
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import TINY, run_file
 
 CONFIG = {**TINY, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2000}
@@ -69,7 +69,7 @@ def peaks(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> Found:
             train={"steps": 3},
             **{**case, "model": section},
         )
-        parts.append(Part(file=str(file)))
+        parts.append(RunPart(file=str(file)))
     runs = finished(parts, timeout_s=1800, module="tests.training.memory_ranks")
     return {
         name: [json.loads(each.read_text()) for each in sorted(run.folder.glob("phases*.json"))]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import STOPPED
-from tests.helpers.forked import Part, finished, random_delays, runs_of
+from tests.helpers.forked import RunPart, finished, random_delays, runs_of
 from tests.helpers.processes import bounded
 from tests.helpers.runs import Run, run_file, trained_here
 
@@ -57,7 +57,7 @@ def test_other_ranks_and_another_strategy(way: list[tuple[int, str]], tmp_path: 
     whole = undisturbed(tmp_path, 8)
     file = run_file(tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"})
     parts = [
-        Part(
+        RunPart(
             file=str(file),
             overrides=(
                 f"train.steps={2 * number}",
@@ -90,7 +90,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_what_any_strategy_wrote_any_other_goes_on_with(first: str, tmp_path: Path) -> None:
-    def part(name: str, layout: str, steps: int, **changes: Any) -> Part:
+    def part(name: str, layout: str, steps: int, **changes: Any) -> RunPart:
         devices, strategy = LAYOUTS[layout]
         (tmp_path / name).mkdir()
         file = run_file(
@@ -101,7 +101,7 @@ def test_what_any_strategy_wrote_any_other_goes_on_with(first: str, tmp_path: Pa
             launch={"devices": devices},
             **changes,
         )
-        return Part(file=str(file))
+        return RunPart(file=str(file))
 
     whole = undisturbed(tmp_path, 4)
     written = part("first", first, 2, checkpoint={"every": 2})
@@ -119,9 +119,11 @@ def test_from_single_to_zero_with_all_weights_in_bfloat16(tmp_path: Path) -> Non
     file = run_file(
         tmp_path, train=lengths(2), checkpoint={"every": 2, "resume": "auto"}, **changes
     )
-    whole = Part(file=str(run_file(tmp_path, name="whole", train=lengths(4), **SINGLE, **changes)))
-    first = Part(file=str(file), overrides=("strategy.name=single",))
-    second = Part(file=str(file), overrides=("train.steps=4", "launch.devices=2"))
+    whole = RunPart(
+        file=str(run_file(tmp_path, name="whole", train=lengths(4), **SINGLE, **changes))
+    )
+    first = RunPart(file=str(file), overrides=("strategy.name=single",))
+    second = RunPart(file=str(file), overrides=("train.steps=4", "launch.devices=2"))
     reference, _, resumed = finished([whole, first, second])
     assert resumed.steps("loss") == pytest.approx(reference.steps("loss"), rel=5e-4)
 
@@ -136,9 +138,9 @@ def test_kills_at_random_moments(kills: int, tmp_path: Path) -> None:
     }
     whole = run_file(tmp_path, name="whole", **shared)
     file = run_file(tmp_path, checkpoint={"every": 1, "resume": "auto", "keep_best": 1}, **shared)
-    parts = [Part(file=str(file), kill_after_s=s) for s in random_delays(7, kills, 0.15)]
+    parts = [RunPart(file=str(file), kill_after_s=s) for s in random_delays(7, kills, 0.15)]
     reference, *killed, last = runs_of(
-        [Part(file=str(whole)), *parts, Part(file=str(file))], timeout_s=1500
+        [RunPart(file=str(whole)), *parts, RunPart(file=str(file))], timeout_s=1500
     )
     assert [run.status for run in killed] == [-signal.SIGKILL] * kills
     assert (reference.status, last.status) == (0, 0), last.err
@@ -157,9 +159,9 @@ def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
     )
     reference, _, resumed = finished(
         [
-            Part(file=str(whole)),
-            Part(file=str(file)),
-            Part(file=str(file), overrides=("train.steps=6",)),
+            RunPart(file=str(whole)),
+            RunPart(file=str(file)),
+            RunPart(file=str(file), overrides=("train.steps=6",)),
         ]
     )
     assert resumed.steps("loss") == reference.steps("loss")
@@ -172,7 +174,11 @@ def test_sigterm_ends_the_step_writes_a_checkpoint_and_has_a_status_of_its_own(
     whole = run_file(tmp_path, name="whole", **shared)
     file = run_file(tmp_path, checkpoint={"resume": "auto"}, **shared)
     reference, stopped, resumed = runs_of(
-        [Part(file=str(whole)), Part(file=str(file), stop_after_s=0.05), Part(file=str(file))]
+        [
+            RunPart(file=str(whole)),
+            RunPart(file=str(file), stop_after_s=0.05),
+            RunPart(file=str(file)),
+        ]
     )
     assert stopped.status == STOPPED, stopped.err
     (event, _) = [json.loads(x) for x in stopped.out.splitlines() if '"stopped"' in x]
@@ -192,7 +198,7 @@ def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_taken(tmp_path: Pa
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    (resumed,) = finished([Part(file=str(file))])
+    (resumed,) = finished([RunPart(file=str(file))])
     assert "checkpoints/step-00000004 is skipped: state-00001.safetensors: its SHA-256" in (
         resumed.out
     )
@@ -231,7 +237,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_another_run_is_refused(change: str, named: str, done: Path) -> None:
-    (refused,) = runs_of([Part(file=str(done), overrides=(change,))])
+    (refused,) = runs_of([RunPart(file=str(done), overrides=(change,))])
     assert refused.status == 2
     assert named in refused.out
     assert "belongs to another run" in refused.out

@@ -38,7 +38,7 @@ def run(**fields: object) -> RunFile:
     return RunFile.model_validate({**base, **fields})
 
 
-class Fake:
+class FakeTracker:
     """Keeps what it is given, and in which thread."""
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class Fake:
         self.calls.append(("close", status, dict(summary)))
 
 
-class Failing(Fake):
+class Failing(FakeTracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         super().log(step, metrics)
         if step == 2:
             raise ConnectionError("no route to host")
 
 
-class Stuck(Fake):
+class Stuck(FakeTracker):
     """Answers only when it is let go."""
 
     def __init__(self, go: threading.Event) -> None:
@@ -72,11 +72,13 @@ class Stuck(Fake):
         self._go.wait(20)
 
 
-def group(trackers: Mapping[str, Fake], *, close_s: float = 10.0) -> tuple[Trackers, list[str]]:
+def group(
+    trackers: Mapping[str, FakeTracker], *, close_s: float = 10.0
+) -> tuple[Trackers, list[str]]:
     warnings: list[str] = []
 
-    def keep(fake: Fake) -> Callable[[], Fake]:
-        def make() -> Fake:
+    def keep(fake: FakeTracker) -> Callable[[], FakeTracker]:
+        def make() -> FakeTracker:
             fake.threads = {threading.current_thread().name}
             return fake
 
@@ -91,7 +93,7 @@ def alive() -> list[str]:
 
 
 def test_calls_arrive_in_order_in_one_thread_that_ends() -> None:
-    fake = Fake()
+    fake = FakeTracker()
     trackers, warnings = group({"x": fake})
     trackers.log(1, {"train/loss": 2.0})
     trackers.log(2, {"train/loss": math.nan})
@@ -104,7 +106,7 @@ def test_calls_arrive_in_order_in_one_thread_that_ends() -> None:
 
 
 def test_one_that_fails_is_told_once_and_harms_no_other() -> None:
-    failing, sound = Failing(), Fake()
+    failing, sound = Failing(), FakeTracker()
     trackers, warnings = group({"bad": failing, "good": sound})
     for step in range(1, 5):
         trackers.log(step, {})
@@ -134,16 +136,16 @@ def test_one_that_hangs_holds_up_neither_training_nor_its_end() -> None:
 
 
 def test_one_that_cannot_be_made_ends_the_run_and_the_others() -> None:
-    fake = Fake()
+    fake = FakeTracker()
 
-    def broken() -> Fake:
+    def broken() -> FakeTracker:
         raise ConnectionError("refused")
 
     with pytest.raises(AnygaugeError, match="'broken' could not start: ConnectionError: refused"):
         Trackers({"x": lambda: fake, "broken": broken}, lambda text: None)
     assert fake.calls == [("close", "failed", {})]
 
-    def refusing() -> Fake:
+    def refusing() -> FakeTracker:
         raise RunFileError("change this")
 
     with pytest.raises(RunFileError, match="change this"):
@@ -153,9 +155,9 @@ def test_one_that_cannot_be_made_ends_the_run_and_the_others() -> None:
 def test_one_that_does_not_start_in_time_ends_the_run() -> None:
     go = threading.Event()
 
-    def waiting() -> Fake:
+    def waiting() -> FakeTracker:
         go.wait(20)
-        return Fake()
+        return FakeTracker()
 
     with pytest.raises(AnygaugeError, match="did not start in time"):
         Trackers({"x": waiting}, lambda text: None, open_s=0.1, close_s=0.1)
@@ -163,7 +165,7 @@ def test_one_that_does_not_start_in_time_ends_the_run() -> None:
 
 
 def test_an_error_while_closing_is_told() -> None:
-    class Unclosed(Fake):
+    class Unclosed(FakeTracker):
         def close(self, status: RunStatus, summary: Mapping[str, float]) -> None:
             raise OSError("disk full")
 
@@ -272,7 +274,7 @@ def test_a_third_partys_tracker_gets_the_whole_context(
 ) -> None:
     seen = []
 
-    class Board(Fake):
+    class Board(FakeTracker):
         def __init__(self, context: Any) -> None:
             super().__init__()
             seen.append(context)

@@ -19,22 +19,22 @@ from benchmarks.gpu.parts import PARTS, Part, names
 from benchmarks.gpu.pictures import bars
 from benchmarks.gpu.predict import predict, prediction
 from benchmarks.gpu.pytests import outcomes
-from benchmarks.gpu.result import Report, Result, Row, read_report
+from benchmarks.gpu.result import Report, Result, TableRow, read_report
 from benchmarks.gpu.training import TINY, foresee, settings_of
 
 PROBE = """
 import sys, time
-from benchmarks.gpu.result import Row, SkipPartError
+from benchmarks.gpu.result import TableRow, SkipPartError
 
 def well(context, report):
-    report.add(Row(case="", name="x", figures={"seconds": context.seconds}))
+    report.add(TableRow(case="", name="x", figures={"seconds": context.seconds}))
 
 def badly(context, report):
-    report.add(Row(case="", name="x", figures={"a": 1}))
+    report.add(TableRow(case="", name="x", figures={"a": 1}))
     raise ValueError("no such card")
 
 def never(context, report):
-    report.add(Row(case="", name="x", figures={"a": 2}))
+    report.add(TableRow(case="", name="x", figures={"a": 2}))
     time.sleep(600)
 
 def not_here(context, report):
@@ -110,10 +110,10 @@ def result(**changes: Any) -> Result:
 
 
 ROWS = (
-    Row(case="one", name="anygauge", figures={"tokens/s": 1234.5, "MFU": 0.25},
+    TableRow(case="one", name="anygauge", figures={"tokens/s": 1234.5, "MFU": 0.25},
         predicted={"tokens/s": 2000.0}),
-    Row(case="one", name="trainer | x", figures={"tokens/s": 1000.0}, note="slow\nvery"),
-    Row(case="two", name="trl", note="missing"),
+    TableRow(case="one", name="trainer | x", figures={"tokens/s": 1000.0}, note="slow\nvery"),
+    TableRow(case="two", name="trl", note="missing"),
 )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_pictures_have_a_bar_for_each_figure_and_a_mark_for_each_prediction() ->
     assert picture.count("<rect") == 3 and picture.count("<path") == 1
     assert "Title &lt;1&gt;" in picture and "1,000" in picture
     assert bars("Title", "nothing", ROWS) == ""
-    planned = bars("T", "x", [Row(case="", name="a", predicted={"x": 3})])
+    planned = bars("T", "x", [TableRow(case="", name="a", predicted={"x": 3})])
     assert "planned 3" in planned
 
 

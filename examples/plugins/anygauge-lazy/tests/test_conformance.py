@@ -9,10 +9,10 @@ import pytest
 
 from anygauge.testing import BackendContract
 from anygauge.testing.process import PartAnswers
-from anygauge.testing.trials import Trials
+from anygauge.testing.trials import LoopTrials
 
 
-class TestLazy(BackendContract):
+class TestLazyDevice(BackendContract):
     """Graphs are fused otherwise than operations run one by one, so losses differ a little."""
 
     backend = "lazy"
@@ -37,6 +37,6 @@ class TestLazy(BackendContract):
 
     @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
     def test_trains_as_the_host_does(
-        self, dtype: str, runs: Trials, on_device: PartAnswers
+        self, dtype: str, runs: LoopTrials, on_device: PartAnswers
     ) -> None:
         super().test_trains_as_the_host_does(dtype, runs, on_device)
