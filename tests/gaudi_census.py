@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -67,6 +68,10 @@ ZERO = {"strategy": {"name": "zero", "stage": 3, "reentrant": True}}
 SCENARIOS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "70b": (LLAMA_70B, {}),
     "8b": (LLAMA_8B, merged(LORA, ZERO)),
+    "8b-narrow": (
+        LLAMA_8B,
+        merged(merged(LORA, ZERO), {"train": {"micro_batch_size": 1}}),
+    ),
     "8b-packed": (
         LLAMA_8B,
         merged(merged(LORA, ZERO), PACKED),
@@ -76,7 +81,8 @@ SCENARIOS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         merged(merged(LORA, PACKED), {"strategy": {"name": "single"}}),
     ),
 }
-"""Name -> sizes of the model, and what stands in the run file; the 70B run's is the example."""
+"""Name -> sizes of the model, and what stands in the run file; the 70B run's is the example. Rows
+of `8b` stand in fours, so that most steps are wide; those of `8b-narrow` alone."""
 
 
 @dataclass
@@ -176,8 +182,16 @@ def rows(folder: Path, count: int, least: int, most: int, seed: int = 0) -> Path
     return path
 
 
-def run_file(folder: Path, name: str, mode: str, *, layers: int, devices: int) -> Path:
-    """The run of one table."""
+def run_file(
+    folder: Path,
+    name: str,
+    mode: str,
+    *,
+    layers: int,
+    devices: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """The run of one table. Args: more: options of the backend."""
     model, fields = SCENARIOS[name]
     if not fields:
         fields = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
@@ -197,7 +211,7 @@ def run_file(folder: Path, name: str, mode: str, *, layers: int, devices: int) -
         "name": f"{name}-{mode}",
         "output": str(folder / "out"),
         "backend": "hpu",
-        "backend_options": {**options, "mode": mode},
+        "backend_options": {**options, **more, "mode": mode},
         "model": {
             "config": {**model, "num_hidden_layers": layers},
             "tokenizer": str(folder / "tokenizer"),
@@ -223,9 +237,16 @@ def run_file(folder: Path, name: str, mode: str, *, layers: int, devices: int) -
 
 
 def counted(
-    folder: Path, name: str, mode: str, *, layers: int = 4, devices: int = 2, shapes: bool = True
+    folder: Path,
+    name: str,
+    mode: str,
+    *,
+    layers: int = 4,
+    devices: int = 2,
+    shapes: bool = True,
+    **options: Any,
 ) -> list[list[Part]]:
-    """Run, and count: of each rank its parts.
+    """Run, with options of the backend, and count: of each rank its parts.
 
     Raises:
         RuntimeError: the run failed; says what it printed.
@@ -233,7 +254,7 @@ def counted(
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "record"
     site = standin_site(folder)
-    path = run_file(folder, name, mode, layers=layers, devices=devices)
+    path = run_file(folder, name, mode, layers=layers, devices=devices, more=options)
     environment = {
         **standin_environment(site, record),
         "PT_HPU_ENABLE_CACHE_METRICS": "1",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,11 @@ class Layout:
         """
         return self.shapes.kind is ShapeKind.BUCKETED
 
+    @property
+    def alone(self) -> bool:
+        """Whether each micro-batch may have a width of its own where ranks agree: nobody waits."""
+        return not (self.share.count > 1 or self.packing or self.share.one_width)
+
     def step(
         self, turns: Sequence[Sequence[Sequence[Tokens]]], longest: Callable[[], int]
     ) -> list[MicroBatch]:
@@ -103,13 +108,21 @@ class Layout:
         """
         if self.agrees:
             width = self._width(longest())
-            if self.share.count > 1 or self.packing or self.share.one_width:
+            if not self.alone:
                 return [width] * len(turns)
-            # Nobody waits for this rank, but dummies must not have a shape of their own.
+            # Dummies must not have a shape of their own.
             return [self._width(own) if own else width for own in turns]
         if self.share.one_width:
             return [self._width(max(turns))] * len(turns)
         return [self._width(own) for own in turns]
+
+    def each_width(self, longest: Iterable[int]) -> list[int]:
+        """The padded lengths of some longest sequences, each once, the widest first."""
+        return sorted(set(map(self._width, longest)), reverse=True)
+
+    def dummy(self, width: int) -> MicroBatch:
+        """A micro-batch without rows."""
+        return self.batch([[]] * self.micro_batch, width)
 
     def _width(self, longest: int) -> int:
         width = self.shapes.padded_length(max(1, longest), self.max_length)
@@ -203,6 +216,13 @@ class Batches(ABC):
         Raises:
             IndexError: the run has no such step.
         """
+
+    def widths(self, start: int) -> list[int]:
+        """Padded lengths of the micro-batches from a step on, the widest first.
+
+        Empty where ranks do not agree on them, or lengths are not known before the run.
+        """
+        return []
 
     @abstractmethod
     def num_loss_tokens(self, index: int) -> int:

@@ -180,6 +180,9 @@ class _Sequences:
 _KEPT_STEPS = 2 * STEPS_AHEAD + 2
 """Those that were laid out ahead, and those whose metrics are still to come."""
 
+_STEPS_AT_ONCE = 1024
+"""Steps whose lengths are looked at together: numpy takes as long for one as for some."""
+
 
 class RowBatches(OrderedBatches):
     """Training batches of rows that are there; see `Batches`."""
@@ -206,6 +209,19 @@ class RowBatches(OrderedBatches):
     def longest(self, index: int) -> int:
         """Tokens of the longest sequence of a step over all ranks; with packing, of all steps."""
         return self._sequences.longest(self._items(index))
+
+    def widths(self, start: int) -> list[int]:
+        """See `Batches`; looks at the lengths of all rows that are left."""
+        if not self.layout.agrees:
+            return []
+        together = self.layout.micro_batch if self.layout.alone else self.global_batch
+        longest: set[int] = set()
+        for first in range(start, self.steps, _STEPS_AT_ONCE):
+            with self._lock:
+                items = self._find(first, min(first + _STEPS_AT_ONCE, self.steps))
+            tokens = np.where(items == DUMMY, 0, self._sequences.tokens[items])
+            longest |= set(tokens.reshape(-1, together).max(axis=1).tolist())
+        return self.layout.each_width(longest - {0})
 
     def num_loss_tokens(self, index: int) -> int:
         """See `Batches`; needs no communication."""
@@ -248,19 +264,20 @@ class RowBatches(OrderedBatches):
         self._checked(index)
         with self._lock:
             if index not in self._recent:
-                self._recent[index] = self._find(index)
+                self._recent[index] = self._find(index, index + 1)[0]
                 if len(self._recent) > _KEPT_STEPS:
                     self._recent.popitem(last=False)
             return self._recent[index]
 
-    def _find(self, index: int) -> NDArray[np.int64]:
+    def _find(self, first: int, end: int) -> NDArray[np.int64]:
+        """The sequences of some steps over all ranks; int64 of shape (steps, global_batch)."""
         if self._grouped is not None:
-            return self._grouped.step(index)
-        positions = np.arange(index * self.global_batch, (index + 1) * self.global_batch)
+            return np.stack([self._grouped.step(index) for index in range(first, end)])
+        positions = np.arange(first * self.global_batch, end * self.global_batch)
         real = positions < self._total
-        items = np.full(self.global_batch, DUMMY, dtype=np.int64)
+        items = np.full(len(positions), DUMMY, dtype=np.int64)
         items[real] = self._order.items(positions[real])
-        return items
+        return items.reshape(-1, self.global_batch)
 
 
 class EvaluationBatches(Sequence[MicroBatch]):

@@ -275,11 +275,15 @@ class ShapePolicy:
             ``STATIC`` to the run's maximum length.
         multiple: lengths are rounded up to a multiple of this many tokens.
         buckets: number of distinct lengths when bucketed, equally spaced up to the maximum.
+        warm_up: first steps of a process in which each length that the run will have is computed,
+            by a micro-batch without rows if no row has it there; 0: none. For a device that
+            compiles each new shape when bucketed: later steps then wait for no compilation.
     """
 
     kind: ShapeKind = ShapeKind.DYNAMIC
     multiple: int = 1
     buckets: int = 8
+    warm_up: int = 0
 
     def padded_length(self, longest: int, maximum: int) -> int:
         """Tokens to pad to, for a batch whose longest row has `longest` of at most `maximum`."""

@@ -383,7 +383,8 @@ class Share:
             each pair of positions who sees whom.
         multiple: lengths of sequences are padded to a multiple of it.
         one_width: above 0, all micro-batches of a step are padded to the width of its longest one,
-            rounded up to a multiple of this where the longest sequence allows it.
+            rounded up to a multiple of this where the longest sequence allows it. For an engine
+            that begins a micro-batch before it is done with the one before; it gets no warm-up.
     """
 
     index: int

@@ -18,10 +18,11 @@ from anygauge.interface import Backend
 from anygauge.interface.strategy import Engine, LossFunction, Share
 from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
 from anygauge.training.meter import MetricsLogger
-from anygauge.training.moving import HostBatch, LazyBatches, ToDevice
+from anygauge.training.moving import HostBatch, ToDevice
 from anygauge.training.pending import PendingSteps
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
+from anygauge.training.warm_up import WarmUp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,7 @@ class Loop:
         evaluations: name -> this rank's batches and the loss tokens over all ranks.
         progress: gets where this rank is.
         share: the part of each step's rows that this rank reads.
+        warm_up: gives a step's micro-batches to the engine, in the first steps all widths, too.
         start: steps that were done before, in the part of the run that this one resumes.
     """
 
@@ -49,6 +51,7 @@ class Loop:
     settings: TrainSection
     progress: Progress
     share: Share
+    warm_up: WarmUp
     start: int = 0
 
     def run(self) -> bool:
@@ -68,9 +71,8 @@ class Loop:
                 batches = ahead.get(index)
                 tokens = self.batches.num_loss_tokens(index)
                 lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
-                result = self.engine.run_step(
-                    LazyBatches(batches, self.to_device), self.loss_function, tokens
-                )
+                run_step = self.warm_up.run_step
+                result = run_step(self.engine, index, batches, self.loss_function, tokens)
                 self.progress.at(f"step {index + 1}, update")
                 update = self.engine.update(lr, self.settings.max_grad_norm)
                 pending.add(index, batches, tokens, lr, result, update)

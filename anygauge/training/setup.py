@@ -68,6 +68,7 @@ from anygauge.training.progress import Progress
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.group import check_trackers, no_trackers, open_trackers
+from anygauge.training.warm_up import WarmUp
 from anygauge.util.events import EventWriter
 from anygauge.util.start import put_in_place
 
@@ -327,6 +328,10 @@ def prepare_run(
         ),
     )
     manager.scan()
+    done = 0 if start is None else start.step
+    warm_up = WarmUp(batches, to_device, backend.placement, done)
+    if str(warm_up):
+        rank.log(str(warm_up))
     loop = Loop(
         engine=engine,
         backend=backend,
@@ -340,7 +345,8 @@ def prepare_run(
         settings=run.train,
         progress=rank.progress,
         share=share,
-        start=0 if start is None else start.step,
+        warm_up=warm_up,
+        start=done,
     )
     return PreparedRun(
         run=run,

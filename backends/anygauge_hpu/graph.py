@@ -20,6 +20,10 @@ COUNTERS = (
 """Name of a counter -> the library's metric, its statistic, and what that is multiplied with."""
 
 
+WARM_UP = 2
+"""After one alone, a width that only the first step had is compiled once more: from the second on,
+DeepSpeed fetches weights ahead, in other pieces (counted: docs/gaudi.md, the census)."""
+
 _REENTRANT = (
     "lazy mode has been run with the reentrant form alone: Intel's DeepSpeed and optimum-habana "
     "recompute by a function of that form, which ends the graph before each layer"
@@ -43,7 +47,10 @@ class HpuGraph(Graph):
         self.reentrant_only = _REENTRANT if mode is Mode.LAZY else ""
         # Every new shape is compiled anew, in each mode.
         self.shapes = ShapePolicy(
-            kind=ShapeKind.BUCKETED, multiple=32, buckets=options.get("buckets", 8)
+            kind=ShapeKind.BUCKETED,
+            multiple=32,
+            buckets=options.get("buckets", 8),
+            warm_up=WARM_UP if options.get("warm_up", True) else 0,
         )
         self.compiler = (
             Compiler(backend=COMPILER, regions="layer") if mode is Mode.COMPILE else None

@@ -72,6 +72,11 @@ OPTIONS: Mapping[str, Option] = {
     "buckets": Option(
         meaning="number of distinct lengths that batches are padded to (default 8)", **_COUNT
     ),
+    "warm_up": Option(
+        meaning="compute each distinct length of the run in the first two steps of a process, so "
+        "that no later step waits for graphs to be compiled (default true)",
+        **_SWITCH,
+    ),
     "attention": Option(
         meaning="fused: one kernel with a softmax of its own; softmax: products and a softmax "
         "(default fused)",

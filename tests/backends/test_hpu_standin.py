@@ -70,6 +70,36 @@ for functions in (changed, theirs):
     print([getattr(code, "co_filename", "") for code in codes])
 """
 
+MOVED = """
+import json, torch
+import habana_frameworks.torch.core
+from torch import nn
+
+model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+model[1].weight = model[0].weight
+first = model[0].weight
+model.to("hpu")
+layer = nn.Linear(2, 2).to("cpu")
+weight = layer.weight
+weight.data = weight.data.to("hpu")  # what FSDP2 does with the parameters that it was given
+found = {
+    "class": type(first).__name__,
+    "replaced": model[0].weight is not first,
+    "shared": model[0].weight is model[1].weight,
+    "device of the first": first.device.type,
+    "replaced by its data": layer.weight is not weight,
+    "order": list(layer._parameters),
+    "devices": [weight.device.type, layer.weight.device.type],
+    "a leaf": layer.weight.is_leaf,
+}
+try:
+    never = nn.Linear(2, 2)
+    never.bias.data = never.bias.data.to("hpu")
+except Exception as error:
+    found["of a module that never moved"] = type(error).__name__
+print(json.dumps(found))
+"""
+
 CHANGES = {
     "an argument more": (
         "torch/hpu/__init__.py",
@@ -166,3 +196,22 @@ def test_functions_of_torch_are_replaced(tmp_path: Path, by: str, mode: str) -> 
     assert all(name.startswith(str(place)) and name.endswith(end) for name in changed)
     assert all(name.startswith(str(place)) == (by == "bridge") for name in theirs)
     assert ["overwrites", by] in calls(tmp_path / "record", 0)
+
+
+@needs_cards
+@pytest.mark.parametrize("by", ["model", "bridge"])
+def test_a_parameter_that_moves_is_replaced_and_stays_shared(tmp_path: Path, by: str) -> None:
+    if by == "bridge" and not SOURCE:
+        pytest.skip("ANYGAUGE_GAUDI_SOURCE names no checkout of gaudi-pytorch-bridge")
+    given = {"ANYGAUGE_GAUDI_SOURCE": SOURCE or "" if by == "bridge" else ""}
+    assert json.loads(printed(MOVED, tmp_path, **given)[-1]) == {
+        "class": "HabanaParameterWrapper",
+        "replaced": True,
+        "shared": True,
+        "device of the first": "hpu",
+        "replaced by its data": True,
+        "order": ["bias", "weight"],
+        "devices": ["hpu", "hpu"],
+        "a leaf": False,
+        "of a module that never moved": "AttributeError",
+    }

@@ -20,7 +20,7 @@ from anygauge.data import (
     prepare,
     training_batches,
 )
-from anygauge.data.row_batches import measure
+from anygauge.data.row_batches import RowBatches, measure
 from anygauge.interface import ShapeKind, ShapePolicy, Share
 
 MAX = 64
@@ -148,6 +148,30 @@ def test_padding_is_measured_as_it_is_laid_out(
     (layout, *_) = layouts(ranks, packing=packing)
     found = measure(tokenized, Schedule(seed=5, global_batch=4 * ranks), layout)
     assert found.positions == sum(batch.input_ids.numel() for batches in every for batch in batches)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("grouping", [False, True])
+def test_widths_of_a_run_are_known_before_it(
+    tokenized: TokenizedRows, grouping: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all steps that are left, several epochs of them, and of no others."""
+    monkeypatch.setattr("anygauge.data.row_batches._STEPS_AT_ONCE", 3)
+    schedule = Schedule(seed=5, global_batch=2 * ranks, epochs=2.5, grouping=grouping)
+    for layout in layouts(ranks):
+        batches = RowBatches(tokenized, schedule, layout)
+        every = [{width(each) for each in batches.step(at)} for at in range(batches.steps)]
+        for start in range(batches.steps):
+            assert batches.widths(start) == sorted(set.union(*every[start:]), reverse=True)
+        assert len(batches.widths(0)) > 1
+        dummy = layout.dummy(24)
+        assert (width(dummy), dummy.num_loss_tokens, dummy.tokens) == (24, 0, 0)
+
+
+def test_where_widths_are_not_known_before_or_cost_nothing_there_are_none(make: Make) -> None:
+    assert [batches.widths(0) for batches in make(streaming=True)] == [[]] * RANKS
+    assert [batches.widths(0) for batches in make(shapes=ShapePolicy())] == [[]] * RANKS
+    assert [batches.widths(0) for batches in make(packing=True)] == [[MAX]] * RANKS
 
 
 def test_nothing_is_read_of_other_ranks_where_shapes_cost_nothing(
