@@ -1,4 +1,4 @@
-"""The agent's side of the fork server, of which ranks are forks: see `anygauge.training.fork_server`.
+"""The agent's side of a fork server, which becomes its ranks: see `anygauge.training.fork_server`.
 
 The server loads libraries in the variables that all ranks of the node have alike. It may begin
 before these are known; what it was told in the end must be what ranks get.
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from anygauge.util.forking import ARGUMENT, receive, send
@@ -63,7 +64,7 @@ class ForkServer:
         order: Mapping[str, Any] | None = None,
     ) -> None:
         self._begun_with = dict(os.environ if environment is None else environment)
-        self._folder = os.getcwd()
+        self._folder = Path.cwd()
         self._order: Mapping[str, Any] | None = None
         self._why_not = ""
         self._ready = False
@@ -107,7 +108,7 @@ class ForkServer:
             return "the ranks of this run cannot be forked"
         if self._why_not:
             return self._why_not
-        if self._folder != os.getcwd():
+        if self._folder != Path.cwd():
             return f"it began in {self._folder}"
         if self._order is None:
             return "it was told nothing"

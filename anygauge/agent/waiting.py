@@ -2,7 +2,8 @@
 
 The command line starts it first thing, so that what ranks need is imported while the run is read
 and checked. It learns through the socket, in this order, what to import and which job to run; if
-the socket is closed before, there is no job, and it ends. `anygauge.util.waiting` is the other side.
+the socket is closed before, there is no job, and it ends. Its owner's side is
+`anygauge.util.waiting`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from anygauge.util.processes import die_with_parent
 def main() -> int:
     """Wait for a job and run it; returns the exit status."""
     die_with_parent(signal.SIGTERM)
-    forks = ForkServer()  # before anything else is imported here: that takes as long
+    # Only it works until there is a job; what an agent imports, it imports then. The checks of the
+    # run end long before the imports of its ranks, and both should have a processor to themselves.
+    forks = ForkServer()
     channel = socket.socket(fileno=int(sys.argv[1]))
     while (received := receive(channel)) is not None:
         message, descriptors = received
         if "prepare" in message:
             forks.prepare(message["prepare"])
-            import anygauge.agent.__main__
-            import anygauge.agent.environment  # noqa: F401 - meanwhile, too
             continue
         channel.close()
         log, *_held = descriptors  # the rest, such as a folder's lock, stays open until the end

@@ -74,9 +74,7 @@ def train(
         show(intent, plan=plan, force=force)
         return
     with importing_early(intent) as waiting:
-        raise typer.Exit(
-            start(intent, quiet=quiet, plan_memory=plan, force=force, waiting=waiting)
-        )
+        raise typer.Exit(start(intent, quiet=quiet, plan_memory=plan, force=force, waiting=waiting))
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def _prepared(order: Mapping[str, Any]) -> str:
-    """Import in the environment of the ranks; returns why this process must not be forked, or ""."""
+    """Import in the environment of the ranks; returns why not to fork this process, or ""."""
     try:
         os.environ.clear()
         os.environ.update(order["environment"])
@@ -99,7 +99,7 @@ def preload(text: str, backend_name: str, options: Mapping[str, Any]) -> None:
         uncollected(),
     ):
         import anygauge.training.save
-        import anygauge.training.setup
+        import anygauge.training.setup  # noqa: F401
         from anygauge.models.factory import import_architecture
         from anygauge.training.strategy import create_strategy
 
@@ -115,24 +115,34 @@ def preload(text: str, backend_name: str, options: Mapping[str, Any]) -> None:
 
 def why_not_forked() -> str:
     """Why this process must not be forked; empty if it may be."""
-    with warnings.catch_warnings():
-        # Threads of OpenBLAS end before a fork and come back when they are needed (its
-        # blas_thread_shutdown, called through pthread_atfork). So the first fork is for nothing.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-        if not pid:
-            os._exit(0)
-        os.waitpid(pid, 0)
     try:
-        threads = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+        if len(_threads()) > 1:
+            _end_threads_that_mind_forks()
+        threads = _threads()
         devices = sorted(filter(_is_device, Path("/proc/self/fd").iterdir()))
     except OSError as error:
         return f"its threads cannot be counted: {error}"
     if len(threads) != 1:
         return f"libraries started threads: {', '.join(threads)}"
     if devices:
-        return f"libraries opened devices: {', '.join(os.readlink(each) for each in devices)}"
+        return f"libraries opened devices: {', '.join(str(each.readlink()) for each in devices)}"
     return ""
+
+
+def _threads() -> list[str]:
+    """Names of all threads of this process, those of libraries included."""
+    return [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+
+
+def _end_threads_that_mind_forks() -> None:
+    """Fork for nothing: OpenBLAS ends its threads before a fork, and makes them again when they are
+    needed (blas_thread_shutdown, registered with pthread_atfork)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of the threads
+        pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def _is_device(descriptor: Path) -> bool:

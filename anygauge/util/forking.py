@@ -20,7 +20,9 @@ _LENGTH = struct.Struct("!Q")
 _MOST_DESCRIPTORS = 8
 
 
-def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+def send(
+    channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()
+) -> None:
     """Send a message, and copies of descriptors with it.
 
     Raises:
