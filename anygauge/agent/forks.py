@@ -21,12 +21,14 @@ from typing import Any, Protocol
 from anygauge.util.forking import ARGUMENT, receive, send
 from anygauge.util.processes import adopt_orphans, parent_environment
 
+WORKER = "anygauge.training.worker"
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """Ranks have it, so that a log is complete when one is killed."""
 
-LATE = ("OMP_", "KMP_", "GOMP_", "MKL_", "GLOO_", "TORCH_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
-"""How variables begin that are read by libraries which a server imports only once it was told its
-environment. Others may have been read before: by the loader, the allocator, Python."""
+LATE = ("OMP_", "KMP_", "GOMP_", "MKL_", "TORCH_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
+LATE_ENDS = ("_SOCKET_IFNAME",)
+"""How variables begin, or end, that are read by libraries which a server imports only once it was
+told its environment. Others may have been read before: by the loader, the allocator, Python."""
 
 _ANSWER_S = 30.0
 _END_S = 5.0
@@ -56,12 +58,15 @@ class ForkServer:
     Args:
         environment: of the process; None: this one's.
         order: see `prepare`; None where that comes later.
+        module: that serves.
     """
 
     def __init__(
         self,
         environment: Mapping[str, str] | None = None,
         order: Mapping[str, Any] | None = None,
+        *,
+        module: str = WORKER,
     ) -> None:
         self._begun_with = dict(os.environ if environment is None else environment)
         self._folder = Path.cwd()
@@ -71,7 +76,7 @@ class ForkServer:
         self._channel, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as printed:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "anygauge.training.worker", ARGUMENT, str(theirs.fileno())],
+                [sys.executable, "-m", module, ARGUMENT, str(theirs.fileno())],
                 env={**self._begun_with, **UNBUFFERED, **parent_environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
@@ -100,7 +105,8 @@ class ForkServer:
         """A variable that this process may have read before it had the value in `environment`."""
         before, after = self._begun_with | UNBUFFERED, environment
         changed = {n for n in (*before, *after) if before.get(n) != after.get(n)}
-        return next((name for name in sorted(changed) if not name.startswith(LATE)), None)
+        early = (n for n in sorted(changed) if not n.startswith(LATE) and not n.endswith(LATE_ENDS))
+        return next(early, None)
 
     def serves(self, order: Mapping[str, Any] | None) -> str:
         """Why it does not serve ranks with this order, None: any rank; "" if it does."""

@@ -207,8 +207,8 @@ class Supervisor:
             if started.handle is not None:
                 self._selector.register(started.handle, selectors.EVENT_READ)
             on = f" on cores {', '.join(map(str, cores))}" if cores else ""
-            how = "started" if self._forks is None else "forked"
-            _note(f"rank {rank} {how}, process {started.pid}{on}")
+            how = "" if self._forks is None else ", a fork"
+            _note(f"rank {rank} started, process {started.pid}{how}{on}")
 
     def _started(
         self,

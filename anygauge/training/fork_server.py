@@ -11,16 +11,20 @@ agent's own child afterwards: it is forked twice, and the process in between end
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
 import socket
 import stat
 import sys
+import threading
 import time
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,15 +42,12 @@ _PAUSE_S = 0.0005
 _MEMORY_DEVICES = 1  # major number of /dev/null, /dev/zero, /dev/urandom: devices.txt of Linux
 
 
-def serve(descriptor: int) -> list[str]:
-    """Import, and fork a rank for each request.
+def serve(descriptor: int, rank: Callable[[], int | None]) -> NoReturn:
+    """Import, and fork a rank for each request; end with the agent, or when it has no more.
 
     Args:
         descriptor: of the socket that leads to the agent.
-
-    Returns:
-        In each rank: its arguments. The server itself ends here, with its agent or when that has no
-        more requests.
+        rank: what each rank does, with its arguments in `sys.argv`; returns its exit status.
     """
     channel = socket.socket(fileno=descriptor)
     for name in PLAIN:
@@ -63,12 +64,31 @@ def serve(descriptor: int) -> list[str]:
             continue
         arguments = _forked(message["fork"], descriptors, channel, given)
         if arguments is not None:
-            return arguments
-    _leave(0)
+            sys.argv[1:] = arguments
+            _end(_status_of(rank))
+    os._exit(0)  # what libraries do at exit belongs to ranks
 
 
-def _leave(status: int) -> NoReturn:
-    # What libraries do at exit belongs to ranks.
+def _status_of(rank: Callable[[], int | None]) -> int:
+    try:
+        return rank() or 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def _end(status: int) -> NoReturn:
+    """End a rank as Python ends forks of its own: threads are waited for, handlers of exit run, and
+    all is written. What was imported is not taken down: that takes a second, and would copy all
+    pages that ranks share."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)
     os._exit(status)
 
 
@@ -204,6 +224,8 @@ def _become(
     os.environ[EVENTS_FD] = str(events)
     for each in listener:
         os.environ[STORE_FD] = str(each)
+    # `ps -o comm` and `top`: the arguments that they show are those of the server.
+    Path("/proc/self/comm").write_text(f"rank{os.environ['RANK']}")
     printed = os.pread(1, os.fstat(1).st_size, 0)  # what the imports printed
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -38,7 +38,11 @@ def main() -> int:
     if ARGUMENT in sys.argv:
         from anygauge.training.fork_server import serve
 
-        sys.argv[1:] = serve(int(sys.argv[-1]))  # from here on this process is a rank
+        serve(int(sys.argv[-1]), _be_rank)
+    return _be_rank()
+
+
+def _be_rank() -> int:
     # Schedulers send these to every process of a job. What they mean, the agent tells its ranks.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
