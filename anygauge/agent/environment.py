@@ -91,10 +91,11 @@ class NodeEnvironment:
     def shared(self) -> dict[str, str] | None:
         """The variables that all ranks have alike, where a process that has these may become each.
 
-        None where the backend does not allow that, or where a variable that is not the backend's
-        own differs from rank to rank: who reads it, and when, nobody knows.
+        None where the backend does not allow that, and where ranks are bound here: libraries look
+        at their cores when they are loaded. And where a variable that is not the backend's own
+        differs from rank to rank: who reads it, and when, nobody knows.
         """
-        if not self._forked_ranks:
+        if not self._forked_ranks or self.cores:
             return None
         of_rank = [self.of_rank(rank) for rank in self._by_rank]
         names = {name for variables in of_rank for name in variables}

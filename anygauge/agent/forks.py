@@ -145,8 +145,6 @@ class ForkServer:
         environment: Mapping[str, str],
         log: int,
         events: int,
-        *,
-        cores: tuple[int, ...] = (),
         listener: int | None = None,
     ) -> ForkedProcess:
         """Start a rank.
@@ -155,7 +153,6 @@ class ForkServer:
             arguments: of the rank's module.
             environment: all its variables.
             log, events: descriptors that it writes to.
-            cores: that it is bound to; empty for no binding.
             listener: socket of the ranks' store, for the rank that serves it.
 
         Raises:
@@ -170,7 +167,6 @@ class ForkServer:
             "agent": os.getpid(),
             "arguments": list(arguments),
             "environment": dict(environment),
-            "cores": list(cores),
         }
         with ours, contextlib.suppress(TimeoutError, ConnectionError):
             with theirs:

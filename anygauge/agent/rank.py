@@ -77,7 +77,7 @@ class RankProcess:
 
         Args:
             directory: of its log and its result, until the start is accepted.
-            cores: logical processors that it is bound to; empty for no binding.
+            cores: logical processors that a new process is bound to; empty for no binding.
             listener: descriptor that it inherits: the socket of the ranks' store.
             idle_limit_s: how long it may neither work nor report.
             forks: has imported what the rank needs, and becomes it; None: a new process does.
@@ -109,11 +109,8 @@ class RankProcess:
                 self._process: RankHandle
                 if forks is not None:
                     variables = {**environment, **UNBUFFERED}
-                    self._process = forks.fork(
-                        *(argv[_PYTHON_MODULE:], variables, log.fileno(), writer),
-                        cores=cores,
-                        listener=listener,
-                    )
+                    arguments = argv[_PYTHON_MODULE:]
+                    self._process = forks.fork(arguments, variables, log.fileno(), writer, listener)
                 else:
                     self._process = _started(argv, environment, cores, log, writer, listener)
         except BaseException:

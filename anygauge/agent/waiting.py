@@ -28,7 +28,11 @@ def main() -> int:
     while (received := receive(channel)) is not None:
         message, descriptors = received
         if "prepare" in message:
-            forks.prepare(message["prepare"])
+            order = message["prepare"]
+            forks.prepare(order)
+            if forks.serves(order):  # a variable that was read already: the loader's, Python's
+                forks.close()
+                forks = ForkServer(order["environment"], order)
             continue
         channel.close()
         log, *_held = descriptors  # the rest, such as a folder's lock, stays open until the end

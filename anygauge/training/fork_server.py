@@ -215,8 +215,6 @@ def _become(
             os._exit(1)
         time.sleep(_PAUSE_S)
     tie_to_parent(signal.SIGKILL, order["agent"])
-    if order["cores"]:
-        os.sched_setaffinity(0, order["cores"])
     # Imports may have set variables, as they would have in the rank.
     changed = {name: text for name, text in os.environ.items() if given.get(name) != text}
     os.environ.clear()

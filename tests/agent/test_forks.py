@@ -122,17 +122,6 @@ def test_it_has_its_own_variables_and_those_that_imports_set(serve: Serve, tmp_p
     assert "ANYGAUGE_PARENT_PID" not in found
 
 
-def test_it_is_bound_to_its_cores_and_the_server_is_not(serve: Serve, tmp_path: Path) -> None:
-    core = min(os.sched_getaffinity(0))
-    server = serve()
-    rank = rank_of(server, tmp_path, FOREVER, cores=(core,))
-    assert os.sched_getaffinity(rank.pid) == {core}
-    other = rank_of(server, tmp_path, FOREVER)
-    assert os.sched_getaffinity(other.pid) == os.sched_getaffinity(0)
-    for each in (rank, other):
-        each.abandon()
-
-
 def test_it_has_no_descriptor_of_the_server(serve: Serve, tmp_path: Path) -> None:
     with (tmp_path / "socket").open("w") as listener:
         rank = rank_of(serve(), tmp_path, FOREVER, listener=listener.fileno())
@@ -197,6 +186,18 @@ def test_a_variable_that_was_read_before_makes_it_unfit() -> None:
         server.prepare(told)
         assert server.serves(told) == ("" if fits else f"it began with another value of {name}")
         server.close()
+
+
+def test_nothing_is_loaded_before_the_environment_is_known_that_reads_it() -> None:
+    code = (
+        "import importlib, sys, anygauge.training.worker\n"
+        "from anygauge.training.fork_server import PLAIN\n"
+        "for name in PLAIN: importlib.import_module(name)\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    late = {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "accelerate"}
+    assert not late & set(done.stdout.split())
 
 
 def test_another_folder_makes_it_unfit(

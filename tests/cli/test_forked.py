@@ -109,13 +109,12 @@ def test_a_fork_trains_as_a_process_of_its_own(tmp_path: Path) -> None:
     assert losses == [str(loss) for loss in same.steps("loss")]
 
 
-def test_a_variable_that_is_read_early_makes_the_imports_begin_again(tmp_path: Path) -> None:
+def test_a_variable_that_is_read_early_is_there_in_time(tmp_path: Path) -> None:
     path = run_file(tmp_path, environment={"MALLOC_ARENA_MAX": "1"}, strategy={"name": "single"})
     command = Command(path)
     assert command.end()[0] == 0
-    why = "what was imported early is not used: it began with another value of MALLOC_ARENA_MAX"
-    assert why in command.said()
     assert ", a fork" in command.said()
+    assert "what was imported early is not used" not in command.said()
 
 
 def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
