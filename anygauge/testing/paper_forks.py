@@ -15,7 +15,7 @@ from collections.abc import Callable
 from anygauge.testing.basic import Paper
 from anygauge.testing.check import NotAsked, check
 
-_IMPORTS_S, _RANK_S = 100.0, 30.0
+_IMPORTS_S, _RANK_S = 60.0, 20.0
 _MOST = 4000
 
 

@@ -45,7 +45,7 @@ from anygauge.testing.watch import (
 
 ENVIRONMENTS = "environments"
 ENVIRONMENT_TIMEOUT_S = 60.0
-TIMEOUTS_S = {"basic": 60.0, "device": 600.0, "ranks": 600.0}
+TIMEOUTS_S = {"basic": 120.0, "device": 600.0, "ranks": 600.0}
 NO_ANSWER = Answer(holds=False, detail="gave no answer")
 
 

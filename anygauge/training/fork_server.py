@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from anygauge.util.events import EVENTS_FD
 from anygauge.util.forking import receive, send
+from anygauge.util.imports import uncollected
 from anygauge.util.processes import tie_to_parent
 from anygauge.util.rendezvous import STORE_FD
 
@@ -50,9 +51,10 @@ def serve(descriptor: int, rank: Callable[[], int | None]) -> NoReturn:
         rank: what each rank does, with its arguments in `sys.argv`; returns its exit status.
     """
     channel = socket.socket(fileno=descriptor)
-    for name in PLAIN:
-        with contextlib.suppress(ImportError):  # torch or a model need it, or nobody does
-            importlib.import_module(name)
+    with uncollected():
+        for name in PLAIN:
+            with contextlib.suppress(ImportError):  # torch or a model need it, or nobody does
+                importlib.import_module(name)
     given: dict[str, str] = {}
     while (received := receive(channel)) is not None:
         message, descriptors = received
@@ -111,7 +113,7 @@ def preload(text: str, backend_name: str, options: Mapping[str, Any]) -> None:
     """
     from anygauge.config.resolved import parse_run
     from anygauge.registry import Registry
-    from anygauge.util.imports import quick_imports, uncollected, unused
+    from anygauge.util.imports import quick_imports, unused
 
     run = parse_run(text)
     with (
