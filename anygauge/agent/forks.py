@@ -31,7 +31,7 @@ LATE_ENDS = ("_SOCKET_IFNAME",)
 told its environment. Others may have been read before: by the loader, the allocator, Python."""
 
 _ANSWER_S = 30.0
-_END_S = 5.0
+_END_S = 1.0
 
 
 class ForkError(Exception):

@@ -75,7 +75,10 @@ def _status_of(rank: Callable[[], int | None]) -> int:
     try:
         return rank() or 0
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1
@@ -194,6 +197,7 @@ def _forked(
                 channel.close()
                 return _become(order, descriptors, given)
             except BaseException:
+                traceback.print_exc()
                 os._exit(1)
     for each in descriptors:
         os.close(each)
@@ -217,15 +221,19 @@ def _become(
             os._exit(1)
         time.sleep(_PAUSE_S)
     tie_to_parent(signal.SIGKILL, order["agent"])
-    # Imports may have set variables, as they would have in the rank.
+    # Imports may have set and removed variables, as they would have in the rank.
     changed = {name: text for name, text in os.environ.items() if given.get(name) != text}
+    kept = {
+        n: text for n, text in order["environment"].items() if n in os.environ or n not in given
+    }
     os.environ.clear()
-    os.environ.update(order["environment"] | changed)
+    os.environ.update(kept | changed)
     os.environ[EVENTS_FD] = str(events)
     for each in listener:
         os.environ[STORE_FD] = str(each)
     # `ps -o comm` and `top`: the arguments that they show are those of the server.
-    Path("/proc/self/comm").write_text(f"rank{os.environ['RANK']}")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"rank{os.environ['RANK']}")
     printed = os.pread(1, os.fstat(1).st_size, 0)  # what the imports printed
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -21,6 +21,8 @@ def preload(text: str, backend: str, options: Mapping[str, Any]) -> None:
             print(argument)
         elif action == "set":
             os.environ.update(argument)
+        elif action == "unset":
+            del os.environ[argument]
         elif action == "thread":
             threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
         elif action == "open":
