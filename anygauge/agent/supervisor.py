@@ -207,7 +207,7 @@ class Supervisor:
             if started.handle is not None:
                 self._selector.register(started.handle, selectors.EVENT_READ)
             on = f" on cores {', '.join(map(str, cores))}" if cores else ""
-            how = "" if self._forks is None else ", a fork"
+            how = "" if self._forks is None else " (a fork)"
             _note(f"rank {rank} started, process {started.pid}{how}{on}")
 
     def _started(

@@ -92,7 +92,7 @@ def test_two_ranks_are_forks(tmp_path: Path) -> None:
     command = Command(run_file(tmp_path), "--devices", "2")
     status, _, err = command.end()
     assert status == 0, err
-    assert command.said().count(", a fork") == 2
+    assert command.said().count("(a fork)") == 2
     assert "what was imported early is not used" not in command.said()
 
 
@@ -102,7 +102,7 @@ def test_a_fork_trains_as_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     command = Command(run_file(tmp_path / "a", strategy={"name": "single"}))
     assert command.end()[0] == 0
-    assert ", a fork" in command.said()
+    assert "(a fork)" in command.said()
     same = trained_here(run_file(tmp_path / "b", strategy={"name": "single"}))
     lines = [line for line in (command.folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line.split('"loss": ')[1].split(",")[0] for line in lines if '"loss"' in line]
@@ -113,7 +113,7 @@ def test_a_variable_that_is_read_early_is_there_in_time(tmp_path: Path) -> None:
     path = run_file(tmp_path, environment={"MALLOC_ARENA_MAX": "1"}, strategy={"name": "single"})
     command = Command(path)
     assert command.end()[0] == 0
-    assert ", a fork" in command.said()
+    assert "(a fork)" in command.said()
     assert "what was imported early is not used" not in command.said()
 
 
