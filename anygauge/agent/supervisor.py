@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
+from anygauge.agent.forks import ForkError, ForkServer
 from anygauge.agent.nodes import Instruction, Nodes
 from anygauge.agent.outcome import Failure, JobFailure, JobOutcome, NodeReport
 from anygauge.agent.rank import RankProcess, rank_numbers
@@ -82,6 +84,7 @@ class Supervisor:
         grace_s: seconds between `END_AT_ONCE` and SIGKILL when ranks are ended.
         cores: local rank -> logical processors that it is bound to.
         signals: requests to end that had arrived before, each with its time.
+        forks: imports what ranks need, and becomes them; it is closed once they have started.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class Supervisor:
         grace_s: float = GRACE_S,
         cores: Mapping[int, tuple[int, ...]] | None = None,
         signals: list[tuple[int, float]] | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
+        self._forks = forks
         self._job = job
         self._node_rank = node_rank
         self._hostname = hostname
@@ -134,11 +139,14 @@ class Supervisor:
         try:
             with _woken_by_signals(self._signals, self._selector):
                 self._nodes.attach(self._selector)
+                self._await_forks()
                 self._start()
+                self._close_forks()
                 self._act_on_signals()  # a signal that kept ranks from starting is handled here
                 while not self._over():
                     self._turn()
         finally:
+            self._close_forks()
             for rank in self._ranks:
                 rank.abandon()
             self._selector.close()
@@ -154,11 +162,32 @@ class Supervisor:
             self._nodes.report(self._report())
         return self._nodes.over
 
+    def _await_forks(self) -> None:
+        """Wait until ranks can be forked, or it is known that they cannot."""
+        if self._forks is None:
+            return
+        deadline = time.monotonic() + self._job.launch.join_timeout_s
+        self._selector.register(self._forks, selectors.EVENT_READ)
+        while not self._forks.settled() and not self._must_not_start:
+            if time.monotonic() > deadline:
+                break
+            self._turn()
+        self._selector.unregister(self._forks)
+
+    def _close_forks(self) -> None:
+        if self._forks is not None:
+            self._forks.close()
+            self._forks = None
+
+    @property
+    def _must_not_start(self) -> bool:
+        """Whether this node or another was asked to end."""
+        return bool(self._signals) or self._ended_with is not None or self._killed_at is not None
+
     def _start(self) -> None:
-        directory = self._job.start_directory
         count = self._job.launch.devices
         for local_rank in range(count):
-            if self._signals:
+            if self._must_not_start:
                 return
             numbers = rank_numbers(self._job, self._node_rank, local_rank)
             rank = int(numbers["RANK"])
@@ -168,11 +197,7 @@ class Supervisor:
                 # The rank inherits a copy of the socket; this one is closed.
                 with self._nodes.store_socket(rank) as store:
                     listener = None if store is None else store.fileno()
-                    started = RankProcess(
-                        *(rank, local_rank, self._argv, environment, directory, cores),
-                        listener=listener,
-                        idle_limit_s=self._limit_s,
-                    )
+                    started = self._started(rank, local_rank, environment, cores, listener)
             except OSError as error:
                 raise AnygaugeError(
                     f"rank {rank} cannot be started on {self._hostname}: {error}"
@@ -182,7 +207,26 @@ class Supervisor:
             if started.handle is not None:
                 self._selector.register(started.handle, selectors.EVENT_READ)
             on = f" on cores {', '.join(map(str, cores))}" if cores else ""
-            _note(f"rank {rank} started, process {started.pid}{on}")
+            how = "" if self._forks is None else " (a fork)"
+            _note(f"rank {rank} started, process {started.pid}{how}{on}")
+
+    def _started(
+        self,
+        rank: int,
+        local_rank: int,
+        environment: Mapping[str, str],
+        cores: tuple[int, ...],
+        listener: int | None,
+    ) -> RankProcess:
+        given = (rank, local_rank, self._argv, environment, self._job.start_directory, cores)
+        more: dict[str, Any] = {"listener": listener, "idle_limit_s": self._limit_s}
+        if self._forks is not None:
+            try:
+                return RankProcess(*given, **more, forks=self._forks)
+            except ForkError as error:
+                _note(f"ranks are not forked, but started one by one: {error}")
+                self._close_forks()
+        return RankProcess(*given, **more)
 
     def _turn(self) -> None:
         """Wait until something happens, and act on it."""

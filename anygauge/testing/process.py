@@ -45,7 +45,7 @@ from anygauge.testing.watch import (
 
 ENVIRONMENTS = "environments"
 ENVIRONMENT_TIMEOUT_S = 60.0
-TIMEOUTS_S = {"basic": 60.0, "device": 600.0, "ranks": 600.0}
+TIMEOUTS_S = {"basic": 120.0, "device": 600.0, "ranks": 600.0}
 NO_ANSWER = Answer(holds=False, detail="gave no answer")
 
 
@@ -226,7 +226,7 @@ def main(part: str) -> None:
 def import_checks(part: str) -> None:
     """Register the checks of a part; those of `basic` import no torch."""
     modules = {
-        "basic": ("basic", "paper_spec", "paper_rules", "paper_ends"),
+        "basic": ("basic", "paper_spec", "paper_rules", "paper_forks", "paper_ends"),
         "device": ("device", "figures", "ends"),
         "ranks": ("ranks", "ends"),
     }

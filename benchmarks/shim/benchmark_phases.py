@@ -92,6 +92,6 @@ class Phases:
             "transformers.trainer": of_trainer,
         }
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Any) -> None:
         """Write what was seen, as JSON."""
         path.write_text(json.dumps(self.taken()), encoding="utf-8")

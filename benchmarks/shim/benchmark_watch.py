@@ -18,7 +18,6 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 WAITS = "called a synchronizing CUDA operation"
@@ -62,7 +61,7 @@ class StepCounter:
 class StepWatch:
     """What happens after each step: see the module's text."""
 
-    def __init__(self, path: Path, first: int, count: int) -> None:
+    def __init__(self, path: Any, first: int, count: int) -> None:
         self._path = path
         self._first = first
         self._count = count

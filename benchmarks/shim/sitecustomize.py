@@ -2,9 +2,10 @@
 
 Python imports ``sitecustomize`` at its start from the first folder of its path that has one; the
 benchmark puts this folder there through ``PYTHONPATH``, for all contenders alike. Nothing happens
-in a process without a ``RANK``. What is counted of a collective is what a ring algorithm sends per
-rank, from the sizes of its tensors: (n-1)/n of the whole for a gather or scatter, twice that for
-an all-reduce. It is counted where torch hands the call to its process group, whoever made it.
+in a process without a ``RANK``, unless ranks are forked from it: a fork has one later. What is
+counted of a collective is what a ring algorithm sends per rank, from the sizes of its tensors:
+(n-1)/n of the whole for a gather or scatter, twice that for an all-reduce. It is counted where
+torch hands the call to its process group, whoever made it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,22 @@ WATCH = "ANYGAUGE_BENCHMARK_WATCH"
 """Steps before those that are watched, and their number: ``10:2`` (see `benchmark_watch`)."""
 PHASES = "ANYGAUGE_BENCHMARK_PHASES"
 """Set: the folder of the trace also gets the peak of each phase (see `benchmark_phases`)."""
+
+
+FORK_SERVER = "--fork-server"
+"""Argument of a process from which anygauge forks ranks."""
+
+
+class RankFile:
+    """``{kind}-rank{r}.json`` of this process, which may get its rank later."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._kind = folder, kind
+
+    def write_text(self, text: str, encoding: str) -> None:
+        """Write the file."""
+        path = self._folder / f"{self._kind}-rank{os.environ['RANK']}.json"
+        path.write_text(text, encoding=encoding)
 
 
 def _bytes(value: Any) -> int:
@@ -153,14 +170,14 @@ def peak_memory() -> int | None:
     return None
 
 
-def _start_tracing(folder: Path, rank: int) -> Callable[[Any], None]:
+def _start_tracing(file: RankFile) -> Callable[[Any], None]:
     calls: list[tuple[float, str, float]] = []
 
     def write() -> None:
         peak = device_memory() or peak_memory()
-        record = {"rank": rank, "peak_memory": peak, "calls": calls}
+        record = {"rank": int(os.environ["RANK"]), "peak_memory": peak, "calls": calls}
         record |= {"cpu_seconds": time.process_time(), "modules": len(sys.modules)}
-        (folder / f"traffic-rank{rank}.json").write_text(json.dumps(record), encoding="utf-8")
+        file.write_text(json.dumps(record), encoding="utf-8")
 
     atexit.register(write)
     return lambda module: count_calls(module.ProcessGroup, calls)
@@ -175,7 +192,7 @@ def _start_profiling(path: Path) -> Callable[[Any], None]:
 
     def begin(*_: Any) -> None:
         # From the end of the first step on: imports and building are not what is asked about.
-        if not running:
+        if not running and os.environ.get("RANK") == "0":
             running.append(True)
             profile.enable()
 
@@ -192,7 +209,7 @@ def _start_profiling(path: Path) -> Callable[[Any], None]:
     return lambda module: module.register_optimizer_step_post_hook(begin)
 
 
-def _start_watching(path: Path) -> Callable[[Any], None]:
+def _start_watching(path: RankFile) -> Callable[[Any], None]:
     from benchmark_watch import StepCounter, StepWatch
 
     first, count = map(int, os.environ[WATCH].split(":"))
@@ -200,7 +217,7 @@ def _start_watching(path: Path) -> Callable[[Any], None]:
     return lambda module: StepCounter(watch.after).watch(sys.modules["torch.autograd"], module)
 
 
-def _start_phases(path: Path) -> dict[str, Callable[[Any], None]]:
+def _start_phases(path: RankFile) -> dict[str, Callable[[Any], None]]:
     from benchmark_phases import Phases
 
     phases = Phases()
@@ -210,19 +227,19 @@ def _start_phases(path: Path) -> dict[str, Callable[[Any], None]]:
 
 def _main() -> None:
     rank = os.environ.get("RANK")
-    if rank is None:
+    if rank is None and FORK_SERVER not in sys.orig_argv:
         return
     hooks: dict[str, Callable[[Any], None]] = {}
     after: list[Callable[[Any], None]] = []
     if TRACE in os.environ:
         folder = Path(os.environ[TRACE])
-        hooks["torch.distributed.distributed_c10d"] = _start_tracing(folder, int(rank))
+        hooks["torch.distributed.distributed_c10d"] = _start_tracing(RankFile(folder, "traffic"))
         after.append(lambda module: module.register_optimizer_step_post_hook(_Peak.see))
         if WATCH in os.environ:
-            after.append(_start_watching(folder / f"watched-rank{rank}.json"))
+            after.append(_start_watching(RankFile(folder, "watched")))
         if PHASES in os.environ:
-            hooks |= _start_phases(folder / f"phases-rank{rank}.json")
-    if PROFILE in os.environ and rank == "0":
+            hooks |= _start_phases(RankFile(folder, "phases"))
+    if PROFILE in os.environ and rank in (None, "0"):
         after.append(_start_profiling(Path(os.environ[PROFILE])))
     if after:
         hooks["torch.optim.optimizer"] = lambda module: [each(module) for each in after]

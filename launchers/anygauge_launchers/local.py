@@ -80,10 +80,15 @@ class Local:
             for file in plan.files:
                 write_text(file.path, file.text, file.mode)
             log.parent.mkdir(parents=True, exist_ok=True)
+            environment = {**os.environ, **process.environment, **parent_environment()}
             with log.open("ab") as stderr:
+                if plan.waiting is not None and plan.waiting.run(
+                    process.argv, environment, stderr.fileno(), held=plan.held
+                ):
+                    return LocalJob(plan.waiting.process, log)
                 agent = subprocess.Popen(
                     process.argv,
-                    env={**os.environ, **process.environment, **parent_environment()},
+                    env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=stderr,

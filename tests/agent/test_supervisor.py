@@ -40,6 +40,7 @@ class AgentRun:
         self.directory = folder / "run directory"
         self.agent: subprocess.Popen[str] | None = None
         self.events: list[dict[str, Any]] = []
+        self.err = ""
 
     def start(
         self,
@@ -78,9 +79,9 @@ class AgentRun:
     def end(self) -> dict[str, Any]:
         """Wait for the agent; its last event."""
         assert self.agent is not None
-        out, err = self.agent.communicate(timeout=PATIENCE_S)
+        out, self.err = self.agent.communicate(timeout=PATIENCE_S)
         self.events = [json.loads(line) for line in out.splitlines()]
-        assert self.events, err
+        assert self.events, self.err
         assert self.events[-1]["event"] == "ended"
         assert self.events[-1]["exit_status"] == self.agent.returncode
         return self.events[-1]

@@ -176,11 +176,9 @@ def workers_of(folder: Path) -> dict[int, int]:
             continue
         try:
             argv = (entry / "cmdline").read_text().split("\0")
-            environ = (entry / "environ").read_text().split("\0")
+            log = (entry / "fd" / "1").readlink()  # a forked one has no arguments of its own
         except OSError:
             continue
-        if "anygauge.training.worker" in argv and any(str(folder) in a for a in argv):
-            ranks = [int(v[5:]) for v in environ if v.startswith("RANK=")]
-            if ranks:
-                found[ranks[0]] = int(entry.name)
+        if "anygauge.training.worker" in argv and log.is_relative_to(folder):
+            found[int(log.stem.removeprefix("rank"))] = int(entry.name)
     return found

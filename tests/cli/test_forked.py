@@ -1,0 +1,162 @@
+"""Ranks that are forked from a process which imports while the command checks: real runs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.interface import STOPPED
+from tests.helpers.runs import run_file, trained_here
+
+MARK = "MARK_OF_THIS_TEST"
+PATIENCE_S = 120.0
+SERVER, AGENT = "--fork-server", "anygauge.agent.waiting"
+
+
+class Command:
+    """``anygauge train``; everything that it starts bears a mark."""
+
+    def __init__(self, path: Path, *arguments: str, **environment: str) -> None:
+        self._mark = f"{MARK}={secrets.token_hex(8)}"
+        name, text = self._mark.split("=")
+        self.folder = path.parent / "out" / "tiny"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "anygauge.cli", "train", str(path), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, name: text},
+        )
+
+    def left(self) -> dict[int, str]:
+        """What bears the mark and still runs: process id -> command line."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                # A zombie has none; a fork shows the variables of what it was forked from.
+                if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+        return found
+
+    def of(self, what: str) -> list[int]:
+        """Process ids of those whose command line has these words."""
+        return [pid for pid, words in self.left().items() if what in words]
+
+    def until(self, condition: Any, what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain for {what}: {self.left()}"
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status and what it printed; nothing is left of it."""
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        self.until(lambda: not self.left(), "the end of all")
+        return self.process.returncode, out, err
+
+    def steps(self) -> int:
+        """So many are done."""
+        metrics = self.folder / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def said(self) -> str:
+        """By its agent."""
+        return (self.folder / "logs" / "agent0.log").read_text()
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    started: list[Command] = []
+    yield started
+    for command in started:
+        for pid in command.left():
+            os.kill(pid, signal.SIGKILL)
+        command.process.communicate()
+
+
+def test_two_ranks_are_forks(tmp_path: Path) -> None:
+    command = Command(run_file(tmp_path), "--devices", "2")
+    status, _, err = command.end()
+    assert status == 0, err
+    assert command.said().count("(a fork)") == 2
+    assert "what was imported early is not used" not in command.said()
+
+
+@pytest.mark.slow
+def test_a_fork_trains_as_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    command = Command(run_file(tmp_path / "a", strategy={"name": "single"}))
+    assert command.end()[0] == 0
+    assert "(a fork)" in command.said()
+    same = trained_here(run_file(tmp_path / "b", strategy={"name": "single"}))
+    lines = [line for line in (command.folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line.split('"loss": ')[1].split(",")[0] for line in lines if '"loss"' in line]
+    assert losses == [str(loss) for loss in same.steps("loss")]
+
+
+def test_a_variable_that_is_read_early_is_there_in_time(tmp_path: Path) -> None:
+    path = run_file(tmp_path, environment={"MALLOC_ARENA_MAX": "1"}, strategy={"name": "single"})
+    command = Command(path)
+    assert command.end()[0] == 0
+    assert "(a fork)" in command.said()
+    assert "what was imported early is not used" not in command.said()
+
+
+def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
+    command = Command(run_file(tmp_path, train={"no_such_field": 1}))
+    status, _, err = command.end()
+    assert status == 2
+    assert "no_such_field" in err
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_command_that_ends_while_it_imports_leaves_nothing(
+    tmp_path: Path, commands: list[Command], signum: int, status: int
+) -> None:
+    command = Command(run_file(tmp_path), "--devices", "2")
+    commands.append(command)
+    command.until(lambda: command.of(SERVER), "the server")
+    os.killpg(command.process.pid, signum)
+    assert command.end()[0] == status
+
+
+@pytest.mark.parametrize("what", ["command", AGENT])
+def test_nothing_outlives_a_command_or_an_agent_that_is_killed(
+    tmp_path: Path, commands: list[Command], what: str
+) -> None:
+    command = Command(run_file(tmp_path, train={"steps": 100_000}), "--devices", "2")
+    commands.append(command)
+    command.until(command.steps, "a step")
+    ranks = command.of(SERVER)
+    assert len(ranks) == 2, f"the server itself has ended: {command.left()}"
+    (agent,) = command.of(AGENT)
+    os.kill(command.process.pid if what == "command" else agent, signal.SIGKILL)
+    assert command.end()[0] != 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_forked_ranks_in_order(tmp_path: Path, commands: list[Command]) -> None:
+    command = Command(run_file(tmp_path, train={"steps": 100_000}), "--devices", "2")
+    commands.append(command)
+    command.until(command.steps, "a step")
+    os.killpg(command.process.pid, signal.SIGINT)
+    status, _, err = command.end()
+    assert status == STOPPED, err
+    assert any((command.folder / "checkpoints").iterdir()), err
