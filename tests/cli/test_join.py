@@ -339,6 +339,8 @@ def test_what_terminals_and_schedulers_send_asks_for_a_checkpoint(
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **by_hand(0, 1, free_port()), "OMP_NUM_THREADS": "3"},
+        # These tests may run under nohup themselves, and what is ignored stays so in a child.
+        preexec_fn=lambda: signal.signal(signum, signal.SIG_DFL),
     )
     try:
         until(lambda: steps_taken(folder) > 3, process, "steps")
