@@ -214,6 +214,8 @@ class RowBatches(OrderedBatches):
         """See `Batches`; looks at the lengths of all rows that are left."""
         if not self.layout.agrees:
             return []
+        if self.layout.packing:
+            return self.layout.each_width([int(self._sequences.tokens.max(initial=1))])
         together = self.layout.micro_batch if self.layout.alone else self.global_batch
         longest: set[int] = set()
         for first in range(start, self.steps, _STEPS_AT_ONCE):

@@ -38,7 +38,7 @@ def check(ranks: Sequence[Sequence[Part]], *, packed: bool) -> None:
         assert copies == list(COPIES.values()) * (len(whole) // 3)
         assert [(part.fallbacks, part.unproven) for part in whole] == [(0, 0)] * len(whole)
         if packed:
-            assert later == {2048} and len(whole[2].widths) == 1
+            assert whole[0].widths == later == {2048} and len(whole[2].widths) == 1
         else:
             # The test can fail: steps have several widths.
             assert len(later) > 1

@@ -151,19 +151,20 @@ def test_padding_is_measured_as_it_is_laid_out(
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("grouping", [False, True])
+@pytest.mark.parametrize("order", ["shuffled", "grouped", "packed"])
 def test_widths_of_a_run_are_known_before_it(
-    tokenized: TokenizedRows, grouping: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
+    tokenized: TokenizedRows, order: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all steps that are left, several epochs of them, and of no others."""
     monkeypatch.setattr("anygauge.data.row_batches._STEPS_AT_ONCE", 3)
-    schedule = Schedule(seed=5, global_batch=2 * ranks, epochs=2.5, grouping=grouping)
-    for layout in layouts(ranks):
+    grouping, packing = order == "grouped", order == "packed"
+    schedule = Schedule(seed=5, global_batch=ranks, epochs=2.5, grouping=grouping)
+    for layout in layouts(ranks, micro_batch=1, packing=packing):
         batches = RowBatches(tokenized, schedule, layout)
         every = [{width(each) for each in batches.step(at)} for at in range(batches.steps)]
         for start in range(batches.steps):
             assert batches.widths(start) == sorted(set.union(*every[start:]), reverse=True)
-        assert len(batches.widths(0)) > 1
+        assert (len(batches.widths(0)) > 1) != packing
         dummy = layout.dummy(24)
         assert (width(dummy), dummy.num_loss_tokens, dummy.tokens) == (24, 0, 0)
 
