@@ -86,7 +86,7 @@ of `8b` stand in fours, so that most steps are wide; those of `8b-narrow` alone.
 
 
 @dataclass
-class Part:
+class CensusPart:
     """A step or an evaluation of one rank."""
 
     name: str
@@ -129,13 +129,13 @@ class Part:
 HEAD = ("part", "width", "new", "reused", "copies: ours", "DeepSpeed's", "fallbacks", "unproven")
 
 
-def parts(record: Sequence[Sequence[Any]]) -> list[Part]:
+def parts(record: Sequence[Sequence[Any]]) -> list[CensusPart]:
     """A rank's record, cut into steps and evaluations.
 
     What leads to the first forward pass is part of step 1, and what is between two parts, of the
     second.
     """
-    found: list[Part] = []
+    found: list[CensusPart] = []
     begun = step = evaluation = 0
     for at, call in enumerate(record):
         if call[:2] == ["phase", "update"]:
@@ -152,8 +152,8 @@ def parts(record: Sequence[Sequence[Any]]) -> list[Part]:
     return found
 
 
-def _part(name: str, record: Sequence[Sequence[Any]]) -> Part:
-    part = Part(name)
+def _part(name: str, record: Sequence[Sequence[Any]]) -> CensusPart:
+    part = CensusPart(name)
     for call in record:
         part.add(call)
     return part
@@ -245,7 +245,7 @@ def counted(
     devices: int = 2,
     shapes: bool = True,
     **options: Any,
-) -> list[list[Part]]:
+) -> list[list[CensusPart]]:
     """Run, with options of the backend, and count: of each rank its parts.
 
     Raises:
@@ -268,7 +268,7 @@ def counted(
     return [parts(calls(record, rank)) for rank in ranks]
 
 
-def table(ranks: Sequence[Sequence[Part]]) -> Iterator[str]:
+def table(ranks: Sequence[Sequence[CensusPart]]) -> Iterator[str]:
     """Lines of a table: of each part, the rank that compiles most."""
     yield f"| {' | '.join(HEAD)} |"
     yield "|" + "---|" * len(HEAD)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gaudi_census import SCENARIOS, Part, counted
+from tests.gaudi_census import SCENARIOS, CensusPart, counted
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("anygauge_sim") is None,
@@ -23,7 +23,7 @@ COPIES = {"step 1": 0, "step 2": 1, "evaluation 1": 2}
 """A step's numbers are read in the next one, or by the evaluation, which reads its loss too."""
 
 
-def check(ranks: Sequence[Sequence[Part]], *, packed: bool) -> None:
+def check(ranks: Sequence[Sequence[CensusPart]], *, packed: bool) -> None:
     """Nothing is compiled after the second step and the first evaluation, and the host neither
     reads nor computes more than it should."""
     rounds = ROUND if packed else ROUND + LATER_ROUNDS
