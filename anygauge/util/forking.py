@@ -31,7 +31,9 @@ def send(
     text = json.dumps(message).encode()
     data = memoryview(_LENGTH.pack(len(text)) + text)
     sent = socket.send_fds(channel, [data], list(descriptors)) if descriptors else 0
-    channel.sendall(data[sent:])
+    # Nothing is an error, too, where the other side has read it all and closed its end.
+    if sent < len(data):
+        channel.sendall(data[sent:])
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

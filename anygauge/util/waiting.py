@@ -82,13 +82,16 @@ class WaitingAgent:
             with contextlib.suppress(OSError), self._channel:
                 send(self._channel, order, [log, *held])
                 return True
+        self._end()  # a job has one agent, also where this one has got a part of its order
         os.write(log, b"the agent that had begun early has ended; another one starts\n")
         return False
 
     def end(self) -> None:
         """End it, if it still waits."""
-        if self._channel.fileno() == -1:
-            return
+        if self._channel.fileno() != -1:
+            self._end()
+
+    def _end(self) -> None:
         self._channel.close()
         self.process.kill()
         self.process.communicate()
