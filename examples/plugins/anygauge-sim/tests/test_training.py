@@ -97,7 +97,7 @@ def patched(folder: Path, file: str, old: str, new: str) -> Path:
     return site
 
 
-CALL = "LazyBatches(batches, self.to_device), self.loss_function, tokens"
+CALL = "run_step(self.engine, index, batches, self.loss_function, tokens)"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ CALL = "LazyBatches(batches, self.to_device), self.loss_function, tokens"
 def test_what_strays_to_the_host_in_the_loop_fails(
     stray: str, message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = f"LazyBatches(batches, self.to_device), {stray}, tokens"
+    changed = f"run_step(self.engine, index, batches, {stray}, tokens)"
     site = patched(tmp_path, "anygauge/training/loop.py", CALL, changed)
     monkeypatch.setenv("PYTHONPATH", str(site))
     with pytest.raises(RunFailed) as failed:
