@@ -19,7 +19,7 @@ from anygauge.agent.rank import RankProcess
 from anygauge.util.processes import adopt_orphans
 from tests.agent.fake_agent import FORKED
 from tests.agent.fakes import FINISHED, FOREVER, PATIENCE_S, alive, read_pid, until, write_script
-from tests.agent.test_supervisor import Run
+from tests.agent.test_supervisor import AgentRun
 from tests.agent.test_supervisor import run as run
 
 MODULE = "tests.agent.fake_forked"
@@ -162,7 +162,9 @@ def test_a_server_that_has_died_gives_no_rank(serve: Serve, tmp_path: Path) -> N
         rank_of(server, tmp_path, FINISHED)
 
 
-def test_without_forks_ranks_start_one_by_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_forks_ranks_start_one_by_one(
+    run: AgentRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(FORKED, '[["thread", null]]')
     end = run({0: [FINISHED], 1: [FINISHED]})
     assert end["state"] == "ok"
@@ -258,7 +260,7 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path, imports: list[
 
 
 def test_a_request_to_end_while_it_imports_ends_all(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: AgentRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FORKED, '[["sleep", 600]]')
     agent = run.start({0: [FINISHED], 1: [FINISHED]})

@@ -10,7 +10,7 @@ import pytest
 
 from anygauge.interface import Graph, NonFiniteLossError, ShapeKind, ShapePolicy
 from anygauge.training.moving import ToDevice
-from tests.helpers.forked import Part, finished
+from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import Run, run_file, trained_here
 from tests.training.warm_up_ranks import COLD, WARM
 
@@ -126,7 +126,7 @@ def test_no_strategy_has_other_losses_for_it(name: str, tmp_path: Path) -> None:
     files = [
         run_file(tmp_path, name=each, launch={"devices": 2}, **shared) for each in ("cold", "warm")
     ]
-    cold, warm = finished([Part(file=str(each)) for each in files], module=RANKS_MODULE)
+    cold, warm = finished([RunPart(file=str(each)) for each in files], module=RANKS_MODULE)
     assert numbers(warm, "shapes") == numbers(cold, "shapes")
     first = {each.folder.name: each.steps("shapes")[0] for each in (cold, warm)}
     # A schedule of stages has one width in a step, and all its micro-batches under way.
@@ -141,9 +141,9 @@ def test_a_resumed_run_has_it_again_and_goes_on_exactly(tmp_path: Path) -> None:
     file = run_file(tmp_path, name="warm", checkpoint={"every": 3, "resume": "auto"}, **shared)
     reference, _, resumed = finished(
         [
-            Part(file=str(whole)),
-            Part(file=str(file), overrides=("train.steps=3",)),
-            Part(file=str(file)),
+            RunPart(file=str(whole)),
+            RunPart(file=str(file), overrides=("train.steps=3",)),
+            RunPart(file=str(file)),
         ],
         module=RANKS_MODULE,
     )
