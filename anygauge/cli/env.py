@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from anygauge.registry import Registry, ResolvedSetting
 
 
-class Format(enum.StrEnum):
+class OutputFormat(enum.StrEnum):
     """How the environment is printed."""
 
     table = "table"
@@ -45,7 +45,9 @@ def env(
     local_rank: Annotated[
         int | None, typer.Option("--local-rank", help="Show only this rank of the machine.")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.table,
+    format_: Annotated[
+        OutputFormat, typer.Option("--format", help="Output format.")
+    ] = OutputFormat.table,
     explain: Annotated[
         bool,
         typer.Option("--explain", help="Also show the rules, including those that do not apply."),
@@ -68,14 +70,14 @@ def env(
         )
     by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
     rules, fabrics = _explained(registry, job, ranks[0]) if explain else ([], {})
-    console = Console(emoji=False, highlight=False, soft_wrap=format_ is not Format.table)
-    if format_ is Format.json:
+    console = Console(emoji=False, highlight=False, soft_wrap=format_ is not OutputFormat.table)
+    if format_ is OutputFormat.json:
         record: dict[str, Any] = {
             str(r): [s.record(values=show_values) for s in found] for r, found in by_rank.items()
         }
         more = {"fabric": fabrics, "rules": rules} if explain else {}
         typer.echo(json.dumps(record | more, indent=2))
-    elif format_ is Format.shell:
+    elif format_ is OutputFormat.shell:
         for rank, found in by_rank.items():
             typer.echo(f"# local rank {rank}")
             for one in found:

@@ -196,6 +196,11 @@ class PrecisionSection(Section):
     reduce_dtype: Literal["param_dtype", "float32"] = Field(
         "float32", description="Type in which gradients are accumulated and reduced."
     )
+    fp8: bool = Field(
+        False,
+        description="Linear layers multiply in FP8 while they train, on backends that can; needs "
+        "param_dtype: bfloat16, or auto where that is bfloat16.",
+    )
 
 
 _LAUNCH = LaunchSettings()
@@ -330,7 +335,8 @@ def resolve_precision(section: PrecisionSection, support: Callable[[str], Suppor
             may turn out to be once a device is open.
 
     Raises:
-        UnsupportedError: the asked type is unsupported; quotes the capability's reason.
+        UnsupportedError: the asked type is unsupported; quotes the capability's reason. Or products
+            in FP8 are asked of weights that are not in bfloat16.
     """
     param_dtype: str = section.param_dtype
     why = "asked for"
@@ -344,9 +350,16 @@ def resolve_precision(section: PrecisionSection, support: Callable[[str], Suppor
             f"precision.param_dtype: {param_dtype!r} on this device: {support(param_dtype)}; "
             f"fast here: {', '.join(sorted(fast))}. Use one of these, or auto."
         )
+    if section.fp8 and param_dtype != "bfloat16":
+        raise UnsupportedError(
+            f"precision.fp8: weights would be in {param_dtype} ({why}), but products in FP8 were "
+            "tried with weights in bfloat16 alone. Set precision.param_dtype: bfloat16, or leave "
+            "precision.fp8 out"
+        )
     reduced = section.reduce_dtype
     return Precision(
         param_dtype=param_dtype,
         reduce_dtype=param_dtype if reduced == "param_dtype" else reduced,
         why=why,
+        fp8=section.fp8,
     )

@@ -8,7 +8,8 @@ and changes nothing.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,10 +28,11 @@ from anygauge.interface.environment import (
 from anygauge.interface.job import Job, Node
 from anygauge.interface.launch import LaunchProfile
 from anygauge.interface.placement import Graph, Placement
-from anygauge.util.errors import RunFileError
+from anygauge.util.errors import RunFileError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = [
     "API_VERSION",
@@ -239,6 +241,7 @@ CAPABILITIES: Mapping[str, str] = {
     "fused_adamw": "torch's fused AdamW by a kernel of the device's own; without it, torch's plain "
     "one updates",
     "adamw_8bit": "bitsandbytes' AdamW with 8-bit state, by a kernel of the device's own",
+    "fp8_products": "linear layers that multiply in FP8 while they train: `Backend.fp8_products`",
 }
 """Names of the capabilities that the core asks about, and what each means.
 
@@ -399,6 +402,29 @@ class Backend:
         Raises:
             UnsupportedError: the change does not go with the run.
         """
+
+    def fp8_products(
+        self, model: nn.Module, kept: Collection[nn.Module], *, reentrant: bool | None
+    ) -> Callable[[], AbstractContextManager[Any]]:
+        """Have linear layers of a model multiply in FP8 while it trains; ``precision.fp8`` asks.
+
+        Called once, before an engine takes the model, and where the capability ``fp8_products`` is
+        there. Layers may be replaced; their parameters stay the same objects under the same names,
+        as an engine may hold a part of each. Outside of the context, layers compute as before.
+
+        Args:
+            model: on the device, with its adapter; layers already recompute as the run asks for.
+            kept: modules to leave as they are, with all in them: the loss reads their weights.
+            reentrant: whether layers recompute by torch's reentrant form; None: they do not.
+
+        Returns:
+            Makes a context: one for each forward that trains, and for its backward where layers
+            are computed again.
+
+        Raises:
+            UnsupportedError: the device or its library cannot.
+        """
+        raise UnsupportedError(f"precision.fp8: backend {self.name!r} has no products in FP8")
 
     def engine_settings(self, engine: str) -> Sequence[Setting]:
         """Fields of an engine's own configuration that this device needs.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from anygauge.interface.backend import FULL, Backend, Requirement, Support
+from anygauge.interface.backend import FULL, Backend, Level, Requirement, Support
 from anygauge.interface.environment import Setting
 
 if TYPE_CHECKING:
@@ -57,12 +57,14 @@ class Precision:
         reduce_dtype: accumulation and reduction of gradients.
         master_dtype: the optimizer's copy of trained weights, and its state.
         why: how `param_dtype` was settled, in words.
+        fp8: linear layers multiply in FP8 while they train; see `Backend.fp8_products`.
     """
 
     param_dtype: str
     reduce_dtype: str
     master_dtype: str = "float32"
     why: str = "asked for"
+    fp8: bool = False
 
     @property
     def scales_loss(self) -> bool:
@@ -552,6 +554,11 @@ class StrategyRun:
     reentrant_only: str = ""
 
 
+NO_FP8 = Support(
+    Level.NOT_WRITTEN_YET, "nobody has tried products in FP8 with its engine, which does not ask"
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoForm:
     """A form of a strategy that ``strategy: auto`` may take.
@@ -596,6 +603,8 @@ class StrategySpec:
             clipped, so that a device's own kernel can do it; the reason if not.
         takes_update_kernel: options -> whether what the optimizer updates are plain tensors on the
             device, whole or parts, so that a device's own kernel of an elementwise update can.
+        takes_fp8: options -> whether its engine trains in the contexts that `Backend.fp8_products`
+            makes; the reason if not.
         shorthands: word -> (nodes, devices of each) -> fields of `options`: what a run file may
             write in place of the whole section, for layouts that have a name of their own.
         check: refuses what the options cannot do, by raising an `AnygaugeError`; cheap and pure.
@@ -624,6 +633,7 @@ class StrategySpec:
     share: Callable[[Any, int, int], Share] = share_of_its_own
     takes_clip_kernel: Callable[[Any], Support] = lambda options: FULL
     takes_update_kernel: Callable[[Any], Support] = lambda options: FULL
+    takes_fp8: Callable[[Any], Support] = lambda options: NO_FP8
     shorthands: Mapping[str, Callable[[int, int], Mapping[str, Any]]] = field(
         default_factory=dict, hash=False
     )

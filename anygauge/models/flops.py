@@ -41,8 +41,7 @@ def step_flops(
     per_token = 0.0
     seen: set[int] = set()
     for module in model.modules():
-        # peft's wrappers make a weight when they are asked for one.
-        weight = getattr(module, "weight", None) if isinstance(module, nn.Linear) else None
+        weight = _weight(module)
         if weight is None or id(weight) in seen:
             continue
         seen.add(id(weight))
@@ -55,3 +54,12 @@ def step_flops(
     )
     # Two products (scores, values) x 2 operations x half the row, three times (forward, backward).
     return StepFlops(per_token=per_token, per_token_and_position=6.0 * layers * heads * size)
+
+
+def _weight(module: nn.Module) -> Any:
+    """The weight of a linear layer, torch's or a device's own; None of any other module."""
+    if isinstance(module, nn.Linear):
+        return getattr(module, "weight", None)
+    # Not by getattr: peft's wrappers make a weight when they are asked for one.
+    own = module._parameters.get("weight")
+    return own if hasattr(module, "in_features") and hasattr(module, "out_features") else None

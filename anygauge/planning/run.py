@@ -21,7 +21,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from anygauge.config.schema import RunFile, resolve_precision
-from anygauge.interface import HOST_DEVICE, Backend, KernelSpec, Precision, SequencePart
+from anygauge.interface import (
+    HOST_DEVICE,
+    Backend,
+    KernelSpec,
+    Precision,
+    SequencePart,
+    UnsupportedError,
+)
 from anygauge.interface.strategy import (
     DeviceBatch,
     OptimizerFactory,
@@ -97,6 +104,11 @@ def rehearse_run(
     Raises:
         AnygaugeError: what the run's ranks would refuse, or what cannot be rehearsed.
     """
+    if run.precision.fp8:
+        raise UnsupportedError(
+            "precision.fp8: what a device's library keeps for it is not known, so it cannot be "
+            "planned. Plan without it: weights and optimizer are the same"
+        )
     precision = resolve_precision(run.precision, backend.support)
     planned = PlannedBackend(backend)
     planned.open(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from anygauge.interface import API_VERSION, AutoForm, StrategySpec, hookimpl
+from anygauge.interface import API_VERSION, FULL, AutoForm, StrategySpec, hookimpl
 from anygauge.strategies.auto_spec import AUTO
 from anygauge.strategies.ddp_spec import DDP
 from anygauge.strategies.fsdp_spec import FSDP
@@ -31,6 +31,7 @@ def anygauge_provide_strategies() -> Iterable[StrategySpec]:
             reference=True,
             world_sizes=(1,),
             needs_process_group=False,
+            takes_fp8=lambda options: FULL,
             auto=(AutoForm(place=10),),
         ),
     ]

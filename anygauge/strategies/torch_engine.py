@@ -33,6 +33,7 @@ from anygauge.strategies.common import (
     trained_parameters,
 )
 from anygauge.strategies.finite import FiniteSteps, scaled
+from anygauge.strategies.fp8 import fp8_contexts
 from anygauge.strategies.gradients import Gradients, LocalGradients
 from anygauge.strategies.layout import TensorLayout, Whole
 from anygauge.strategies.loss_scale import LossScale
@@ -68,6 +69,7 @@ class TorchEngine:
         self._graph = context.backend.graph
         self._backend = context.backend
         self._layout = layout or Whole(context.clip_grad_norm)
+        self._fp8 = fp8_contexts(model, context)
         self._trained = trained_parameters(model)
         dtype = torch_dtype(context.precision.master_dtype)
         held = [self._layout.local(p) for _, p in self._trained]
@@ -100,10 +102,12 @@ class TorchEngine:
         sums = []
         for index in range(len(batches)):
             with self._gradients.during(last=index == len(batches) - 1):
-                outputs = self._call(**batches[index].inputs)
+                with self._fp8.forward():
+                    outputs = self._call(**batches[index].inputs)
                 self._graph.mark_step(Phase.FORWARD)
                 loss = loss_function(outputs)
-                scaled(loss, factor).backward()
+                with self._fp8.backward():
+                    scaled(loss, factor).backward()
             self._gradients.collect()
             self._graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())

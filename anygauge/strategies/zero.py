@@ -39,6 +39,7 @@ from anygauge.strategies.common import (
     trained_parameters,
 )
 from anygauge.strategies.finite import FiniteSteps, scaled
+from anygauge.strategies.fp8 import PLAIN, Fp8Contexts, fp8_contexts
 from anygauge.strategies.materialise import buffers_of, materialise, restore_buffers
 from anygauge.strategies.zero_footprint import zero_footprint
 from anygauge.strategies.zero_nvme import folder_of_rank, load_operator
@@ -70,6 +71,7 @@ class ZeroEngine:
         stage: int,
         context: BuildContext,
         swapped: TemporaryDirectory[str] | None = None,
+        fp8: Fp8Contexts = PLAIN,
     ) -> None:
         """Args: swapped: where it keeps what is on a disk."""
         self._engine = engine
@@ -82,6 +84,7 @@ class ZeroEngine:
         self._trained = trained_parameters(self.model)
         self._state = ZeroState(engine, stage, self._trained, writes=context.rank == 0)
         self._swapped = swapped
+        self._fp8 = fp8
         self._steps = (
             None
             if hasattr(engine.optimizer, "clip_grad")
@@ -104,10 +107,12 @@ class ZeroEngine:
         scale = self._world_size / normalizer
         for index, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            outputs = self._engine(**batch.inputs)
+            with self._fp8.forward():
+                outputs = self._engine(**batch.inputs)
             self._backend.graph.mark_step(Phase.FORWARD)
             loss = loss_function(outputs)
-            self._engine.backward(scaled(loss, scale), scale_wrt_gas=False)
+            with self._fp8.backward():
+                self._engine.backward(scaled(loss, scale), scale_wrt_gas=False)
             self._backend.graph.mark_step(Phase.BACKWARD)
             sums.append(loss.detach())
         return StepResult(sums)
@@ -247,15 +252,16 @@ class Zero:
         )
         with gathered_by_peft(config) if sharded else contextlib.nullcontext():
             model = factory.adapt(model)
+        reentrant = self.options.reentrant or needs_reentrant_checkpointing()
+        factory.checkpoint_activations(model, reentrant=reentrant)
+        mark_recomputation(model, context.backend.graph)
+        fp8 = fp8_contexts(model, context, reentrant=reentrant)
+        # From here on, modules stay what they are.
         for reader, parameter in factory.external_parameters(model) if sharded else ():
             # DeepSpeed gathers what a module owns; the rest must be registered with it.
             deepspeed.zero.register_external_parameter(reader, parameter)
-        factory.checkpoint_activations(
-            model, reentrant=self.options.reentrant or needs_reentrant_checkpointing()
-        )
         if sharded and self.options.gather == "layer":
             gather_by_block(model)
-        mark_recomputation(model, context.backend.graph)
         compile_regions(model, context.backend)
         buffers = buffers_of(model)
         trained = trained_parameters(model)
@@ -269,7 +275,7 @@ class Zero:
         with uncompiled():  # it imports optimizers that it does not use here
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         restore_buffers(buffers)
-        return ZeroEngine(engine, self.options.stage, context, swapped)
+        return ZeroEngine(engine, self.options.stage, context, swapped, fp8)
 
 
 def on_the_host(

@@ -118,6 +118,15 @@ def takes_update_kernel(options: Any) -> Support:
     return FULL
 
 
+def takes_fp8(options: Any) -> Support:
+    """See `StrategySpec.takes_fp8`: in the stages that hold weights on the device, tried or not."""
+    if options.offload != "none":
+        return Support(
+            Level.NOT_WRITTEN_YET, "strategy.offload: not tried with weights or state on the host"
+        )
+    return FULL
+
+
 def load(backend: Backend) -> None:
     """See `StrategySpec.load`."""
     from anygauge.strategies.zero_runtime import import_deepspeed
@@ -138,6 +147,7 @@ ZERO = StrategySpec(
     install="pip install 'anygauge[zero]'",
     takes_clip_kernel=lambda options: _CLIPS,
     takes_update_kernel=takes_update_kernel,
+    takes_fp8=takes_fp8,
     check=check,
     lighter=(
         ({"stage": 3}, "weights are gathered by layer"),

@@ -28,6 +28,7 @@ from anygauge.testing import (  # noqa: F401  (their checks are of this part, to
     dimensions,
     elementwise,
     extremes,
+    fp8,
     given,
     gradients,
     graphs,

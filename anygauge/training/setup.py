@@ -245,6 +245,7 @@ def prepare_run(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
         f"{trained:,} trained ({trained / total:.2%}); {precision.param_dtype} ({precision.why})"
         + ("" if quantised is None else f"; linear layers {in_words(quantised)}")
+        + ("; linear layers multiply in FP8" if precision.fp8 else "")
     )
     rank.log(f"kernels: {plan.describe()}")
     peak = backend.placement.peak_flops(precision.param_dtype)
@@ -329,7 +330,8 @@ def prepare_run(
     )
     manager.scan()
     done = 0 if start is None else start.step
-    warm_up = WarmUp(batches, to_device, backend.placement, done)
+    # What is measured for products in FP8 must be of rows of the run.
+    warm_up = WarmUp(batches, to_device, backend.placement, done, off=precision.fp8)
     if str(warm_up):
         rank.log(str(warm_up))
     loop = Loop(

@@ -20,6 +20,7 @@ from anygauge.interface import (
 )
 from anygauge.models.initial import changes_base
 from anygauge.registry import Registry, missing_of
+from anygauge.training.fp8 import check_fp8
 from anygauge.training.quantised import check_quantised
 
 PAGED = "paged_memory"
@@ -115,6 +116,7 @@ def check_strategy(
     check_ranks(spec, world_size, registry)
     if ranks_run_here:
         check_installed(spec, registry)
+    check_fp8(run, spec, backend)
     precision = None
     if run.precision.param_dtype != "auto":
         precision = resolve_precision(run.precision, backend.support)

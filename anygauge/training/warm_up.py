@@ -26,12 +26,22 @@ class WarmUp:
     """
 
     def __init__(
-        self, batches: Batches, to_device: ToDevice, placement: Placement, start: int
+        self,
+        batches: Batches,
+        to_device: ToDevice,
+        placement: Placement,
+        start: int,
+        *,
+        off: bool = False,
     ) -> None:
-        """Args: start: steps that were done before this process."""
+        """Args:
+        start: steps that were done before this process.
+        off: no step has more than its own rows.
+        """
         layout = batches.layout
         self._to_device, self._placement = to_device, placement
-        self._steps = range(start, min(start + layout.shapes.warm_up, batches.steps))
+        most = 0 if off else layout.shapes.warm_up
+        self._steps = range(start, min(start + most, batches.steps))
         # A schedule that has several micro-batches under way needs one width for all of a step.
         widths = batches.widths(start) if self._steps and not layout.share.one_width else []
         self._dummies = {width: layout.dummy(width) for width in widths}

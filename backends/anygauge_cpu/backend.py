@@ -25,6 +25,12 @@ from anygauge_cpu.placement import CpuPlacement
 
 RELEASES = read_releases(Path(__file__).with_name("releases.json"))
 
+# Source: PyTorch, tools/autograd/derivatives.yaml, which has no line for _scaled_mm.
+NO_FP8 = Support(
+    Level.NOT_WRITTEN_YET,
+    "torch's product of FP8 numbers (_scaled_mm) has no gradient, and no layer here brings one",
+)
+
 
 class CpuCollectives(Collectives):
     """Gloo, which comes with every build of torch."""
@@ -82,6 +88,7 @@ class CpuBackend(Backend):
         "fused_adamw": FULL,
         # Source: bitsandbytes 0.50, backends/cpu/ops.py.
         "adamw_8bit": FULL,
+        "fp8_products": NO_FP8,
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

@@ -33,6 +33,12 @@ from anygauge_cuda.versions import RELEASES
 if TYPE_CHECKING:
     import torch
 
+# Source: PyTorch, tools/autograd/derivatives.yaml, which has no line for _scaled_mm.
+NO_FP8 = Support(
+    Level.NOT_WRITTEN_YET,
+    "torch's product of FP8 numbers (_scaled_mm) has no gradient, and the libraries that bring one "
+    "(Transformer Engine, torchao) are not connected yet",
+)
 # NVIDIA's advice for containers that run several processes with NCCL.
 _SHARED_MEMORY = ("--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864")
 
@@ -88,6 +94,7 @@ class CudaBackend(Backend):
         "fused_adamw": FULL,
         # Source: bitsandbytes 0.50, backends/cuda/ops.py.
         "adamw_8bit": FULL,
+        "fp8_products": NO_FP8,
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

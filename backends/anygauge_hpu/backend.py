@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import (
     FULL,
@@ -21,6 +22,13 @@ from anygauge.interface import (
 )
 from anygauge_hpu.diagnostics import checks
 from anygauge_hpu.environment import FABRICS, MODULES_VARIABLE, RULES, refuse_contradictions
+from anygauge_hpu.fp8 import (
+    convert,
+    fp8_support,
+    load_engine,
+    signal_recomputation,
+    training_context,
+)
 from anygauge_hpu.graph import HpuGraph
 from anygauge_hpu.kernels import fused_name
 from anygauge_hpu.mode import Mode, choose_mode
@@ -28,6 +36,9 @@ from anygauge_hpu.modules import PATTERNS
 from anygauge_hpu.options import OPTIONS, check_options
 from anygauge_hpu.placement import HpuPlacement
 from anygauge_hpu.software import PLUGIN, RELEASES, installed_version
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Source: Intel's instructions for several nodes, as optimum-habana's README has them.
 _CONTAINER = (
@@ -140,6 +151,10 @@ class HpuBackend(Backend):
         if self.mode is Mode.LAZY:
             self.unsupported_engines = {"fsdp2": NO_FSDP_IN_LAZY_MODE}
         self.kernels = _preferred_kernels(self.options)
+        self.capabilities = {
+            **self.capabilities,
+            "fp8_products": fp8_support(installed=version is not None),
+        }
 
     def check_environment(self, environ: Mapping[str, str]) -> None:
         """Refuse what contradicts the mode, and what would end the process."""
@@ -205,6 +220,29 @@ class HpuBackend(Backend):
                 "lacks (Intel's images have all of it), or remove the option"
             ) from error
         adapt_transformers_to_gaudi()
+
+    def fp8_products(
+        self, model: nn.Module, kept: Collection[nn.Module], *, reentrant: bool | None
+    ) -> Callable[[], AbstractContextManager[Any]]:
+        """Intel's layers in place of torch's, as optimum-habana: see `anygauge_hpu.fp8`.
+
+        Raises:
+            UnsupportedError: layers recompute by torch's newer form, the card or its software has
+                no FP8, or the model no layer for it.
+        """
+        if reentrant is False:
+            raise UnsupportedError(
+                "precision.fp8: Intel tests it with torch's reentrant form of recomputation alone. "
+                "Use strategy: {name: zero, reentrant: true}, or set train.gradient_checkpointing: "
+                "false"
+            )
+        engine = load_engine()
+        # In optimum-habana's order (trainer.py): first recomputation, then accelerate converts.
+        if reentrant:
+            signal_recomputation(model, engine)
+        # Kept from forward to backward, all layers in FP8 would be a whole model on each card.
+        convert(model, kept, engine, minimize_memory=reentrant is None)
+        return training_context(engine)
 
     def diagnostics(self) -> Sequence[Check]:
         """See `anygauge_hpu.diagnostics`."""

@@ -54,3 +54,13 @@ def test_auto_leaves_alone_what_works_at_a_price() -> None:
 def test_reduction_follows_compute_when_told_to() -> None:
     found = resolve({"float32", "bfloat16"}, set(), reduce_dtype="param_dtype")
     assert found.reduce_dtype == "bfloat16"
+
+
+def test_products_in_fp8_are_of_weights_in_bfloat16() -> None:
+    usual = PrecisionSection(param_dtype="bfloat16")
+    assert not resolve_precision(usual, lambda name: FULL).fp8
+    assert resolve_precision(PrecisionSection(fp8=True), lambda name: FULL).fp8
+    for dtype in ("float16", "float32"):
+        section = PrecisionSection(param_dtype=dtype, fp8=True)
+        with pytest.raises(UnsupportedError, match=rf"fp8: weights would be in {dtype} \(asked"):
+            resolve_precision(section, lambda name: FULL)

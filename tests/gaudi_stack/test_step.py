@@ -24,6 +24,8 @@ from anygauge.config.schema import RunFile
 from anygauge.interface import Phase
 from anygauge.strategies.zero_options import ZeroOptions
 from anygauge_hpu.backend import HpuBackend
+from anygauge_hpu.fp8 import ENGINE
+from anygauge_hpu.fp8 import RECIPE as FP8_RECIPE
 from tests.gaudi_stack import needs_optimum_habana
 from tests.gaudi_stack.test_recipe import RECIPE, ROOT, TOOLS, documented, told
 from tests.gaudi_stack.their_command import (
@@ -120,6 +122,40 @@ def test_what_is_in_no_table_is_equal() -> None:
     assert clipped[0] == clipped[1]
 
 
+def test_fp8_is_asked_for_as_by_them() -> None:
+    accelerate = _package().parent / "accelerate/utils"
+    assert read_defaults(accelerate / "dataclasses.py") == FP8_RECIPE
+    theirs = (accelerate / "transformer_engine.py").read_text(encoding="utf-8")
+    ours = (Path(anygauge_hpu.__file__).parent / "fp8.py").read_text(encoding="utf-8")
+    assert f"import {ENGINE} as te" in theirs
+    for source, engine in ((theirs, "te"), (ours, "engine")):
+        layers, contexts, recipes, regions = (
+            _calls(source, f"{engine}.{name}")
+            for name in (
+                *("Linear", "fp8_autocast", "recipe.DelayedScaling"),
+                "distributed.activation_checkpointing",
+            )
+        )
+        both = ["bias", "minimize_memory", "params_dtype", "skip_weight_param_allocation"]
+        assert layers and {tuple(sorted(call)) for call in layers} == {tuple(both)}
+        assert recipes == [[None]] and regions == [[]]
+        assert contexts == ([["enabled", "fp8_recipe"]] if engine == "te" else [])
+    assert "functools.partial(engine.fp8_autocast, enabled=True, fp8_recipe=recipe)" in ours
+    # Around forward, and around a backward that computes layers again; none in an evaluation.
+    trainer = _text("trainer.py")
+    assert "if self.accelerator.fp8_enabled and self.model.training:" in trainer
+    assert "if self.accelerator.fp8_enabled and self.args.gradient_checkpointing:" in trainer
+
+
+def _calls(source: str, function: str) -> list[list[str | None]]:
+    """The named arguments of each call of a function; None: by a mapping."""
+    return [
+        [each.arg for each in node.keywords]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function
+    ]
+
+
 def test_their_command_is_that_of_the_checkout() -> None:
     if not CHECKOUT:
         pytest.skip("ANYGAUGE_OPTIMUM_HABANA names no checkout of huggingface/optimum-habana")
@@ -176,10 +212,7 @@ def _kernels(run: RunFile) -> dict[str, tuple[Any, Any]]:
             imported(updates, f"{library}.optimizers", "Fused"),
             imported(trainer, f"{library}.optimizers", "Fused"),
         ),
-        "FP8 products": (
-            any("fp8" in name for name in type(run.precision).model_fields),
-            OPTIONS["fp8"],
-        ),
+        "FP8 products": (run.precision.fp8, OPTIONS["fp8"]),
     }
 
 

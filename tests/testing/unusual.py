@@ -20,6 +20,7 @@ from anygauge.interface import (
     Support,
 )
 from tests.testing.wrong import ANY, SOUND, Mutant, Wrong
+from tests.testing.wrong_fp8 import multiply_in_fp8
 
 GRAIN = 2**21
 
@@ -41,6 +42,9 @@ def _leaves(*given: Any) -> list[Any]:
     from torch.utils._pytree import tree_leaves
 
     return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+
+
+sound("linear layers multiply in FP8", base="cpu")(multiply_in_fp8)
 
 
 @sound("errors are raised late, at the next synchronisation")

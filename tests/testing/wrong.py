@@ -295,6 +295,7 @@ def table() -> Sequence[Mutant]:
         wrong_device,
         wrong_ends,
         wrong_exchanges,
+        wrong_fp8,
         wrong_groups,
         wrong_handles,
         wrong_loop,

@@ -94,6 +94,9 @@ class LazyBackend(Backend):
             Level.UNSUPPORTED_BY_VERSION,
             "torch has no process group for lazy tensors; use strategy.name: single",
         ),
+        "fp8_products": Support(
+            Level.NOT_WRITTEN_YET, "its graphs run on the host, in the run's type"
+        ),
     }
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

@@ -9,6 +9,7 @@ from anygauge.interface import (
     FULL,
     Backend,
     LaunchProfile,
+    Level,
     NotAvailableError,
     Placement,
     Support,
@@ -63,4 +64,7 @@ class SimBackend(Backend):
         "bfloat16": FULL,
         "float16": FULL,
         "collectives": FULL,
+        "fp8_products": Support(
+            Level.NOT_WRITTEN_YET, "a simulated card multiplies as the host does, in the run's type"
+        ),
     }

@@ -1,0 +1,1 @@
+"""Parts of the library that Intel calls experimental."""
