@@ -37,6 +37,9 @@ from anygauge.util.rendezvous import STORE_FD
 PLAIN = ("anygauge.config.resolved", "anygauge.registry", "sympy", "jinja2", "filelock", "PIL")
 """Modules that ranks import anyway, and that read no variable which an agent decides: they are
 imported while the environment is not known yet."""
+DRAFTS = "sklearn"
+"""transformers before 5 imports it for texts that a smaller model drafts; with it come pandas and
+pyarrow, which starts a thread. If a run needs it after all, its ranks are started one by one."""
 
 _ADOPTION_S = 10.0
 _PAUSE_S = 0.0005
@@ -120,7 +123,7 @@ def preload(text: str, backend_name: str, options: Mapping[str, Any]) -> None:
 
     run = parse_run(text)
     with (
-        quick_imports(unused(few_bits=run.has_few_bits, trackers=run.trackers)),
+        quick_imports([*unused(few_bits=run.has_few_bits, trackers=run.trackers), DRAFTS]),
         uncollected(),
     ):
         import anygauge.training.save
