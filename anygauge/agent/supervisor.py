@@ -231,11 +231,14 @@ class Supervisor:
     def _turn(self) -> None:
         """Wait until something happens, and act on it."""
         polled = any(rank.handle is None for rank in self._ranks)
+        failed = False
         for key, _ in self._selector.select(_TURN_WITHOUT_HANDLES_S if polled else _TURN_S):
             if isinstance(key.data, RankProcess):
-                self._read(key.data)
+                failed |= self._read(key.data)
             elif key.data == _SIGNALLED:
                 os.read(key.fd, 512)  # the signal itself is in self._signals
+        if failed:  # only now, since other ranks' last words may say why
+            self._fail()
         self._check_all()
         self._act_on_signals()
         for instruction in self._nodes.poll():
@@ -249,7 +252,8 @@ class Supervisor:
         for rank in self._ranks:
             if not rank.poll_exit(now):
                 continue
-            self._read(rank)
+            if self._read(rank):
+                self._fail()
             self._listen(rank, False)
             if rank.handle is not None:
                 self._selector.unregister(rank.handle)
@@ -259,7 +263,8 @@ class Supervisor:
             if not (rank.ok or rank.stopped_cleanly):
                 self._fail()
 
-    def _read(self, rank: RankProcess) -> None:
+    def _read(self, rank: RankProcess) -> bool:
+        """Take what it has written since; returns whether it has failed."""
         for event, line in rank.read_events():
             if event is None:
                 _note(f"rank {rank.rank} sent a line that is not an event: {line[:500]!r}")
@@ -270,10 +275,9 @@ class Supervisor:
                 self._expect_finish()  # a rank that reports is not stuck
         if rank.events_closed:
             self._listen(rank, False)
-        if rank.failure is not None:
-            self._fail()
         if (rank.finished_at is not None or rank.stopped) and self._first_finish is None:
             self._expect_finish()
+        return rank.failure is not None
 
     def _expect_finish(self) -> None:
         """Allow the remaining ranks, on all nodes, a limited time to finish from now on."""
