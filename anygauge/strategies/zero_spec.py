@@ -119,7 +119,7 @@ def takes_update_kernel(options: Any) -> Support:
 
 
 def takes_fp8(options: Any) -> Support:
-    """See `StrategySpec.takes_fp8`: in the stages that hold weights on the device, tried or not."""
+    """See `StrategySpec.takes_fp8`: in all stages, with everything on the device."""
     if options.offload != "none":
         return Support(
             Level.NOT_WRITTEN_YET, "strategy.offload: not tried with weights or state on the host"

@@ -7,7 +7,11 @@ own rounding are not shown.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +103,51 @@ def test_without_recomputation_weights_in_fp8_are_not_kept(folder: Path, mode: s
     assert again == [False] * (FORWARDS * LINEAR_LAYERS)
     # No recomputation: backward has no context.
     assert run.count("fp8_autocast") == [FORWARDS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_other_stages_multiply_in_fp8_too(lazy: TrainedOnStandIn, folder: Path, stage: int) -> None:
+    staged = {**FP8, "strategy": {"name": "zero", "stage": stage, "reentrant": True}}
+    run = trained(folder, f"stage-{stage}", attention="softmax", changes=merged(staged, EVALUATED))
+    assert run.count("fp8_gemm") == lazy.count("fp8_gemm")
+    assert run.run.steps("loss") == pytest.approx(lazy.run.steps("loss"), rel=1e-3)
+
+
+def test_the_stand_in_rounds_as_intels_tests_show(folder: Path, lazy: TrainedOnStandIn) -> None:
+    """The numbers of test_te_linear_fp8 and test_te_linear_out_of_scale of the bridge."""
+    code = """
+        import habana_frameworks.torch, torch
+        import habana_frameworks.torch.hpex.experimental.transformer_engine as te
+        def product(layer, x, w):
+            x = torch.full((2, 8), x, device="hpu", requires_grad=True)
+            layer.weight = torch.nn.Parameter(torch.full((4, 8), w, device="hpu"))
+            with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+                out = layer(x)
+            out.sum().backward()
+            return [float(t.detach().cpu().flatten()[0]) for t in (out, x.grad, layer.weight.grad)]
+        recipe = te.recipe.DelayedScaling(
+            margin=0, interval=1, fp8_format=te.recipe.Format.HYBRID, amax_history_len=1,
+            amax_compute_algo="max", reduce_amax=False,
+        )
+        def layer():
+            return te.Linear(8, 4, bias=False, skip_weight_param_allocation=True)
+        # In E4M3 0.47 is 0.46875 and 3.26 is 3.25; in E5M2 0.5 and 3.5.
+        assert product(layer(), 0.47, 3.26) == [8 * 0.46875 * 3.25, 4 * 3.5, 2 * 0.5]
+        large = layer()
+        first = product(large, 109000.0, 3.26)
+        assert first[0] < 8 * 240 * 3.26, first  # without a scale, cut at the largest number
+        assert product(large, 109000.0, 3.26) == [8 * 106496 * 3.25, 4 * 3.5, 2 * 114688]
+    """
+    site = folder / "standin-1.20.0"
+    environment = {**os.environ, **standin_environment(site, folder / "rounding")}
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**environment, "PT_HPU_LAZY_MODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow

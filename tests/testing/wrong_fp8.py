@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -96,31 +97,13 @@ def _product(round_: Callable[[Any, str], Any]) -> Any:
     return Product
 
 
-@mutant("layers in FP8 have parameters of their own", part="device", check=CHECK)
-def _(on: Wrong) -> None:
-    multiply_in_fp8(on, copies=True)
-
-
-@mutant("products in FP8 are products in bfloat16", part="device", check=CHECK)
-def _(on: Wrong) -> None:
-    multiply_in_fp8(on, round_=as_it_is)
-
-
-@mutant("products in FP8 have no scales", part="device", check=CHECK)
-def _(on: Wrong) -> None:
-    multiply_in_fp8(on, round_=without_scale)
-
-
-@mutant("layers multiply in FP8 outside of the context", part="device", check=CHECK)
-def _(on: Wrong) -> None:
-    multiply_in_fp8(on, everywhere=True)
-
-
-@mutant("layers that are to be kept multiply in FP8", part="device", check=CHECK)
-def _(on: Wrong) -> None:
-    multiply_in_fp8(on, all_layers=True)
-
-
-@mutant("products in FP8 work but are declared missing", part="device", check=CHECK)
-def _(on: Wrong) -> None:
-    multiply_in_fp8(on, declared=False)
+WRONG: dict[str, dict[str, Any]] = {
+    "layers in FP8 have parameters of their own": {"copies": True},
+    "products in FP8 are products in bfloat16": {"round_": as_it_is},
+    "products in FP8 have no scales": {"round_": without_scale},
+    "layers multiply in FP8 outside of the context": {"everywhere": True},
+    "layers that are to be kept multiply in FP8": {"all_layers": True},
+    "products in FP8 work but are declared missing": {"declared": False},
+}
+for _name, _how in WRONG.items():
+    mutant(_name, part="device", check=CHECK)(functools.partial(multiply_in_fp8, **_how))

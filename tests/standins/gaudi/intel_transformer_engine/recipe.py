@@ -9,15 +9,19 @@ class Format(enum.Enum):
     HYBRID = "HYBRID"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class DelayedScaling:
-    margin: int = 0
-    interval: int = 1
-    fp8_format: Format = Format.HYBRID
-    amax_history_len: int = 1
-    amax_compute_algo: str = "most_recent"
-    reduce_amax: bool = True
+    """The original has defaults, which are not published: here, all must be given."""
+
+    margin: int
+    interval: int
+    fp8_format: Format
+    amax_history_len: int
+    amax_compute_algo: str
+    reduce_amax: bool
 
     def __post_init__(self):
         assert isinstance(self.fp8_format, Format)
         assert self.amax_compute_algo in ("max", "most_recent")
+        if self.amax_history_len != 1 or self.reduce_amax:
+            raise NotImplementedError("the stand-in keeps the last measurement of its own rank")
