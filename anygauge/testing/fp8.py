@@ -14,7 +14,7 @@ from anygauge.testing.check import Opened, check
 
 ROUNDS = 40
 """Scales may follow from what was measured before, and not at each call, so that the first products
-may be worse: a vendor's library measures at every 16th, and at the first what came of no scale."""
+may be worse: a vendor's library takes new scales at every 16th call."""
 
 COARSE = 0.01
 """Least error of a sum of products in FP8, relative to its size. A factor of E4M3 has 4 bits: what

@@ -34,7 +34,8 @@ RECIPE = {
     "reduce_amax": False,
 }
 """How scales are found: optimum-habana's defaults (accelerate/utils/dataclasses.py). E4M3 in
-forward and E5M2 in backward; each rank measures for itself, once in 16 calls of a layer."""
+forward and E5M2 in backward; each rank measures for itself, and takes new scales at every 16th call
+of a layer."""
 
 
 def fp8_support(*, installed: bool) -> Support:

@@ -12,6 +12,7 @@ from .recipe import Format
 
 _recipe = None
 """That of the open context; None outside of one."""
+_FORWARD = ("input", "weight")
 _LARGEST = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}
 """Of E4M3, what Intel's Neural Compressor has for Gaudi 2."""
 
@@ -60,6 +61,7 @@ class Linear(nn.Module):
             raise NotImplementedError("the stand-in has layers over the weights of others alone")
         self.use_bias = bias
         self.fp8_meta = {}
+        self._amax = {}
         self._calls = 0
         self._first_time = []
         habana_standin.record("te.Linear", in_features, out_features, bias, minimize_memory)
@@ -89,15 +91,22 @@ class Linear(nn.Module):
         return _Fp8Product.apply(inp, weight, bias, self, measured, _recipe)
 
     def _measured(self, inp, weight, again):
-        """The scales of input and weight for this call; the next one may have others."""
+        """The scales of input and weight for this call; a later one may have others.
+
+        As in test_amax_measure_interval: each call measures, and scales follow from the call before
+        at the first call of each interval, so that those of the first interval are 1.
+        """
         if again:
             return self._first_time.pop(0)
-        largest = _LARGEST[_forward_type(_recipe)]
-        used = tuple(self._scale(name, inp.device) for name in ("input", "weight"))
-        if self._calls % _recipe.interval == 0:
-            for name, tensor in (("input", inp), ("weight", weight)):
-                self._measure(name, tensor, largest, _recipe.margin)
         self._calls += 1
+        largest = dict.fromkeys(_FORWARD, _LARGEST[_forward_type(_recipe)])
+        largest["gradient"] = _LARGEST[torch.float8_e5m2]
+        if _recipe.interval == 1 or self._calls % _recipe.interval == 1:
+            for name, amax in self._amax.items():
+                self._follow(name, amax, largest[name])
+        used = tuple(self._scale(name, inp.device) for name in _FORWARD)
+        for name, tensor in zip(_FORWARD, (inp, weight), strict=True):
+            self._measure(name, tensor)
         if distributed.announced:
             assert not torch.is_grad_enabled(), "shown with the reentrant form alone"
             self._first_time.append(used)
@@ -108,22 +117,25 @@ class Linear(nn.Module):
             self.fp8_meta[name] = torch.ones((), device=device)
         return self.fp8_meta[name]
 
-    def _measure(self, name, tensor, largest, margin):
+    def _measure(self, name, tensor):
         with torch.no_grad(), habana_standin.census().whole("hpu::amax", [tensor]) as results:
-            amax = tensor.detach().abs().amax().float()
-            before = self._scale(name, tensor.device)
+            self._amax[name] = tensor.detach().abs().amax().float()
+            results.append(self._amax[name])
+
+    def _follow(self, name, amax, largest):
+        before = self._scale(name, amax.device)
+        with torch.no_grad(), habana_standin.census().whole("hpu::scale", [amax]) as results:
             # A power of two: with another scale, 109000 would not become 106496 in E4M3 and 114688
             # in E5M2, as it does in test_te_linear_out_of_scale.
-            power = torch.exp2(torch.floor(torch.log2(largest / amax)) - margin)
-            found = torch.where(amax > 0, power, before)
-            results.append(found)
-        self.fp8_meta[name] = found
+            power = torch.exp2(torch.floor(torch.log2(largest / amax)) - _recipe.margin)
+            self.fp8_meta[name] = torch.where(amax > 0, power, before)
+            results.append(self.fp8_meta[name])
 
 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inp, weight, bias, layer, scales, recipe):
-        ctx.layer, ctx.recipe, ctx.scales = layer, recipe, scales
+        ctx.layer, ctx.scales = layer, scales
         ctx.biased = bias is not None
         census = habana_standin.census()
         kind = _forward_type(recipe)
@@ -151,10 +163,9 @@ class _Fp8Product(torch.autograd.Function):
             if ctx.layer.minimize_memory
             else held.pop(0)
         )
-        layer, recipe = ctx.layer, ctx.recipe
+        layer = ctx.layer
         scale = layer._scale("gradient", grad.device)
-        if layer._calls % recipe.interval in (0, 1):
-            layer._measure("gradient", grad, _LARGEST[torch.float8_e5m2], recipe.margin)
+        layer._measure("gradient", grad)
         census = habana_standin.census()
         with census.whole("hpu::fp8_gemm_v2_backward", [grad, w, x]) as results:
             g = _rounded(grad, torch.float8_e5m2, scale)
