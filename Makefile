@@ -120,7 +120,7 @@ test-core: $(BUILT)
 # DeepSpeed's release that is nearest to Intel's fork, which comes with the vendor's image.
 test-gaudi-stack:
 	@$(MAKE) --no-print-directory test-core \
-	    VENV=.venv-gaudi EXTRAS=dev,hpu PINS="deepspeed==0.16.9"
+	    VENV=.venv-gaudi EXTRAS=dev,hpu-lazy PINS="deepspeed==0.16.9"
 
 image-cpu:
 	@sh docker/image-cpu.sh

@@ -108,6 +108,7 @@ target "hpu" {
     BASE           = item.base
     TORCH_VERSION  = item.versions.torch
     DEEPSPEED      = item.versions.deepspeed
+    CONSTRAINTS    = item.arguments.constraints
     TRANSFORMERS   = item.arguments.transformers
     OPTIMUM_HABANA = item.arguments.optimum_habana
     VERSION        = VERSION

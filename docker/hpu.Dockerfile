@@ -13,15 +13,17 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 ARG TORCH_VERSION
 ARG DEEPSPEED
 ARG DEEPSPEED_SOURCE=git+https://github.com/HabanaAI/DeepSpeed.git
+# Pins of the rest: constraints.txt, or those that go with optimum-habana.
+ARG CONSTRAINTS
 # The torch that is there, with Intel's local part of the version, is a constraint on all others. What
 # it or its stack may want in a version of its own (torch 2.6 one of sympy, others one of numpy) is left
-# to them.
-COPY docker/constraints-hpu.txt /build/
+# to them; DeepSpeed is Intel's.
+COPY docker/${CONSTRAINTS} /build/pins.txt
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.startswith('${TORCH_VERSION}'), v" \
     && pip list --format=freeze | grep -iE '^(torch|habana|numpy)' > /build/constraints.txt \
-    && grep -vE '^(mpmath|networkx|numpy|pandas|pillow|protobuf|scikit-learn|scipy|setuptools|sympy)==' \
-        /build/constraints-hpu.txt >> /build/constraints.txt
+    && grep -vE '^(deepspeed|mpmath|networkx|numpy|pandas|pillow|protobuf|scikit-learn|scipy|setuptools|sympy)==' \
+        /build/pins.txt >> /build/constraints.txt
 # Intel's fork: its operations for Gaudi are Python, and there is nothing to build ahead.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     DS_BUILD_OPS=0 \

@@ -36,6 +36,7 @@ say "building cuda.Dockerfile, without CUDA's operations"
 say "building hpu.Dockerfile"
 # shellcheck disable=SC2086
 ./build $common --build-arg DEEPSPEED="$deepspeed" \
+    --build-arg CONSTRAINTS="$(field hpu arguments.constraints)" \
     --build-arg TRANSFORMERS="$(field hpu arguments.transformers)" \
     --build-arg OPTIMUM_HABANA="$(field hpu arguments.optimum_habana)" \
     --file "$top/docker/hpu.Dockerfile" --tag localhost/stand-in-hpu "$top" >/dev/null

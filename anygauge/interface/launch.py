@@ -44,6 +44,8 @@ class LaunchProfile:
         podman_flags: those that podman takes instead; None: the same.
         cluster_resource: resource name in a cluster scheduler, such as ``nvidia.com/gpu``.
         node_resources: further resources of a container with devices, name -> quantity.
+        runtime_class: of a cluster's pods with devices, where the cluster's default would not let
+            them open one.
         capabilities: what containers must be allowed, such as ``IPC_LOCK``.
         binding: how agents bind ranks: ``cores`` gives each an equal share of whole cores; or
             ``none``.
@@ -60,6 +62,7 @@ class LaunchProfile:
     podman_flags: tuple[str, ...] | None = None
     cluster_resource: str | None = None
     node_resources: Mapping[str, str] = field(default_factory=dict)
+    runtime_class: str | None = None
     capabilities: tuple[str, ...] = ()
     binding: str = "none"
     forked_ranks: bool = False

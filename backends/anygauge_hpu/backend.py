@@ -90,6 +90,9 @@ class HpuBackend(Backend):
         cluster_resource="habana.ai/gaudi",
         # Source: docs.habana.ai, Kubernetes quick start.
         node_resources={"hugepages-2Mi": "95000Mi", "memory": "409Gi"},
+        # Its runtime gives a pod the cards' uverbs devices; without them, opening a card ends with
+        # synStatus=26. Source: docs.habana.ai, Base Operator DaemonSets: habana-container-runtime.
+        runtime_class="habana",
         binding="cores",
     )
 

@@ -18,6 +18,7 @@ from anygauge_hpu.software import (
     built_for,
     installed_version,
     is_fork,
+    is_of,
     major_minor,
     release_of,
 )
@@ -66,12 +67,14 @@ def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     release, torch = release_of(versions[PLUGIN]), versions.get("torch", "")
     seen = f"{PLUGIN} {versions[PLUGIN]}, torch {torch or 'not installed'}"
     known = f"{RELEASES[0].name} to {RELEASES[-1].name}"
-    if release is None:
+    fits = release is not None and major_minor(torch) == major_minor(release.versions["torch"])
+    # A patch that is not known here may come with another torch, as 1.24.1 did.
+    if release is None or not (fits or is_of(versions[PLUGIN], release)):
         release_check = _warn("release", seen, f"releases known here: {known}; compare Intel's")
     else:
         release_check = _step(
             "release",
-            major_minor(torch) == major_minor(release.versions["torch"]),
+            fits,
             f"{seen}; {release.name} goes with torch {release.versions['torch']} "
             f"({release.source})",
             f"use {release.base}, or an image made of it (anygauge image --backend hpu)",

@@ -42,9 +42,17 @@ def why_missing() -> str | None:
 
 
 def release_of(version: str | None) -> ImageRelease | None:
-    """The known release that a plugin's version belongs to; None for an unknown one."""
+    """The known release that a plugin's version belongs to: the one of its three numbers, else the
+    newest of its first two; None for an unknown one.
+    """
     pair = major_minor(version)
-    return next((r for r in RELEASES if pair and major_minor(r.name) == pair), None)
+    alike = [r for r in RELEASES if pair and major_minor(r.name) == pair]
+    return next((r for r in alike if is_of(version, r)), alike[-1] if alike else None)
+
+
+def is_of(version: str | None, release: ImageRelease) -> bool:
+    """Whether a plugin's version, such as ``1.24.1.482``, has all numbers of a release."""
+    return f"{version}.".startswith(f"{release.name}.")
 
 
 def major_minor(version: str | None) -> tuple[int, int] | None:

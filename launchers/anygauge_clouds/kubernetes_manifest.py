@@ -130,9 +130,12 @@ def _placement(own: KubernetesOptions) -> Object:
 
 
 def _pod(job: Job, own: KubernetesOptions, name: str, container: Object, **more: Any) -> Object:
+    """The pods that have devices."""
+    runtime_class = own.runtime_class_for(job)
     return {
         **more,
         **_placement(own),
+        **({} if runtime_class is None else {"runtimeClassName": runtime_class}),
         **_priority(own),
         **({"hostIPC": True} if own.host_ipc else {}),
         "terminationGracePeriodSeconds": _grace_s(job, own),

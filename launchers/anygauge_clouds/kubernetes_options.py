@@ -100,6 +100,7 @@ class KubernetesOptions(CloudOptions):
         resources: of each pod beyond its devices, as limit and as request: memory, cpu, network
             devices; the backend's own by default.
         device_resource: used instead of the backend's, such as a slice of a card.
+        runtime_class: of pods with devices, instead of the backend's; ``none``: the cluster's.
         shm: memory for /dev/shm; loaders and collectives of one machine need it.
         restarts: how often the cluster starts all pods again, from the newest checkpoint, after
             it lost or pre-empted one.
@@ -121,6 +122,7 @@ class KubernetesOptions(CloudOptions):
     secrets: dict[Variable, SecretRef] = Field(default_factory=dict)
     resources: dict[Key, Quantity] = Field(default_factory=dict)
     device_resource: Key | None = None
+    runtime_class: Dotted | None = None
     shm: Size = "16Gi"
     capabilities: list[Capability] = Field(default_factory=list)
     host_ipc: bool = False
@@ -170,7 +172,10 @@ class KubernetesOptions(CloudOptions):
                 "JobSet, or launch.max_restarts, which restarts ranks"
             )
         if self.kind == "TrainJob":
-            for field in ("restarts", "host_ipc", "priority_class", "image_pull_policy", "keep_s"):
+            for field in (
+                *("restarts", "host_ipc", "priority_class", "image_pull_policy", "keep_s"),
+                "runtime_class",
+            ):
                 if getattr(self, field) not in (0, False, None):
                     raise ValueError(
                         f"{field}: a TrainJob takes this only from its runtime; leave it out"
@@ -211,6 +216,22 @@ class KubernetesOptions(CloudOptions):
                 "launch.options.kind: an MPIJob is for several machines, and launch.nodes is 1; "
                 "use JobSet"
             )
+
+    def runtime_class_for(self, job: Job) -> str | None:
+        """The RuntimeClass of pods with devices; None: the cluster's default."""
+        found = self.runtime_class or job.profile.runtime_class
+        return None if found == "none" else found
+
+    def notes_for(self, job: Job) -> tuple[str, ...]:
+        """What the user should know before."""
+        wanted = job.profile.runtime_class
+        if self.kind != "TrainJob" or wanted is None or self.runtime is not None:
+            return super().notes_for(job)
+        return (
+            *super().notes_for(job),
+            f"pods with devices need runtimeClassName: {wanted}, which a TrainJob takes from its "
+            "runtime alone: name one that has it in launch.options.runtime",
+        )
 
     def all_resources(self, job: Job) -> dict[str, str | int]:
         """What each pod asks for: its devices, and the resources that belong to them."""

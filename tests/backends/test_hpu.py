@@ -462,6 +462,15 @@ def test_a_sound_machine_passes(tmp_path: Path) -> None:
         ({}, {"habana_torch_plugin": "9.9.0"}, "release", Outcome.WARN),
         ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.9.0"}, "release", Outcome.FAIL),
         ({}, {"habana_torch_plugin": "1.24.0", "torch": "2.10.0a0+git1"}, "release", Outcome.PASS),
+        (
+            {},
+            {"habana_torch_plugin": "1.24.1.482", "torch": "2.11.0a0+git009b5f6"},
+            "release",
+            Outcome.PASS,
+        ),
+        ({}, {"habana_torch_plugin": "1.24.1.482", "torch": "2.10.0"}, "release", Outcome.FAIL),
+        # No patch that is not known yet is refused for its torch.
+        ({}, {"habana_torch_plugin": "1.24.2.9", "torch": "2.12.0"}, "release", Outcome.WARN),
         ({}, {"habana_torch_plugin": "1.21.0"}, "driver release", Outcome.WARN),
         ({}, {"deepspeed": "0.19.8"}, "deepspeed", Outcome.WARN),
         ({}, {"deepspeed": "0.16.1+1a2b3c"}, "deepspeed", Outcome.WARN),
@@ -502,6 +511,9 @@ def test_every_check_that_does_not_pass_says_what_to_do(tmp_path: Path) -> None:
 def test_releases_are_found_by_version() -> None:
     release = release_of("1.23.0.695")
     assert release is not None and release.versions["torch"] == "2.9.0"
+    found = {version: release_of(version) for version in ("1.24.0.1007", "1.24.1", "1.24.10.3")}
+    # Three numbers before two; of those that only share two, the newest.
+    assert [r and r.name for r in found.values()] == ["1.24.0", "1.24.1", "1.24.1"]
     assert release_of("2.0") is None and release_of(None) is None
     assert all(release.source for release in RELEASES)
     assert is_fork("2.6.0+hpu_1.20.0-543.git4952fce") and is_fork("2.10.0a0+gitc1e5ed4")

@@ -21,6 +21,7 @@ from anygauge.interface import (
 from anygauge_clouds.kubernetes import Kubernetes, KubernetesService
 from anygauge_clouds.service_job import ServiceJob
 from anygauge_clouds.submission import relocate
+from anygauge_hpu.backend import HpuBackend
 from tests.clouds.helpers import Client, assert_refused, client_for, events_text, job, merged
 from tests.helpers.machines import assert_pure
 
@@ -112,6 +113,7 @@ def test_pods_get_devices_memory_storage_and_secrets_by_name(kind: str) -> None:
         ("keep_s", 7, "ttlSecondsAfterFinished"),
         ("fs_group", 10001, "fsGroup"),
         ("run_as_user", 10002, "runAsUser"),
+        ("runtime_class", "cards", "runtimeClassName"),
     ],
 )
 def test_an_option_shows_in_every_kind_or_is_refused(
@@ -126,6 +128,21 @@ def test_an_option_shows_in_every_kind_or_is_refused(
     if shown is not None:
         assert find(made, shown) and find(made, shown) != find(plain, shown)
     assert made != plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_with_gaudi_cards_have_their_runtime_class(kind: str) -> None:
+    plan = rendered({"kind": kind}, profile=HpuBackend.launch)
+    found = find(manifest(plan), "runtimeClassName")
+    # Of an MPIJob, only the workers have cards; a TrainJob's patch has no such field.
+    pods = {"JobSet": 1, "PyTorchJob": 2, "MPIJob": 1, "TrainJob": 0}[kind]
+    assert found == ["habana"] * pods
+    notes = [note for note in plan.notes if "need runtimeClassName: habana" in note]
+    assert bool(notes) is (kind == "TrainJob")
+    change = {"runtime": "gaudi"} if kind == "TrainJob" else {"runtime_class": "none"}
+    without = rendered({"kind": kind, **change}, profile=HpuBackend.launch)
+    assert not find(manifest(without), "runtimeClassName")
+    assert not [note for note in without.notes if "runtimeClassName" in note]
 
 
 @pytest.mark.parametrize(

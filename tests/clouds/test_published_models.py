@@ -68,7 +68,10 @@ FULL_POD: dict[str, Any] = {
     "time_limit_s": 3600,
     "queue": "team-a",
 }
-MORE = {"host_ipc": True, "priority_class": "high", "image_pull_policy": "Always", "keep_s": 60}
+MORE = {
+    **{"host_ipc": True, "priority_class": "high", "image_pull_policy": "Always", "keep_s": 60},
+    "runtime_class": "habana",
+}
 
 
 @pytest.mark.parametrize("kind", test_kubernetes.KINDS)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.docker.bake import ROOT, targets
-from tests.helpers.runs import TINY, anygauge, run_file
+from tests.helpers.runs import anygauge, run_file
 from tests.helpers.tokenizer import FIXTURES
 
 pytestmark = pytest.mark.image
@@ -285,7 +285,7 @@ class TestOthers:
         assert found["torch"].partition("+")[0] == TARGET["args"]["TORCH_VERSION"]  # the base's
         assert found["transformers"] == wanted.get("TRANSFORMERS", pinned("transformers"))
         if backend == "hpu":
-            assert found["optimum-habana"] == wanted["OPTIMUM_HABANA"]
+            assert (found["optimum-habana"] or "") == wanted["OPTIMUM_HABANA"]
             assert found["deepspeed"].startswith("0.16.9")  # of the repository, not of an index
             assert found["numpy"] == "1.26.4"  # the base's, too
         else:
@@ -294,9 +294,6 @@ class TestOthers:
     @pytest.mark.parametrize("backend", ["cuda", "hpu"])
     def test_it_trains_as_any_user(self, folder: Path, backend: str) -> None:
         path = run_file(folder, train={"steps": 2})
-        if backend == "hpu":  # whose transformers reads no folder that a newer one wrote
-            tokenizer = {"tokenizer": str(folder / "tokenizer/tokenizer.json")}
-            path = run_file(folder, train={"steps": 2}, model={"config": TINY, **tokenizer})
         done = podman(
             *flags(folder, "--read-only", "--user=12345:0", "--tmpfs=/tmp"),
             *(f"localhost/stand-in-{backend}", "train", str(path), "--devices", "2"),

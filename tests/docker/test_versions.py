@@ -61,6 +61,8 @@ def test_further_arguments() -> None:
         assert target["args"]["DEEPSPEED"] == row["versions"]["deepspeed"]
         assert target["args"]["TRANSFORMERS"] == row["versions"]["transformers"]
         assert target["args"]["OPTIMUM_HABANA"] == row["versions"].get("optimum-habana", "")
+        pins = (ROOT / "docker" / target["args"]["CONSTRAINTS"]).read_text().splitlines()
+        assert f"transformers=={row['versions']['transformers']}" in pins
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -145,7 +147,8 @@ def test_operations_that_would_not_be_loaded_fail_the_build(
 
 
 def test_gaudis_releases_are_all_there() -> None:
-    assert [row["release"] for row in table("hpu")] == [f"1.{n}.0" for n in range(19, 25)]
+    known = [*(f"1.{n}.0" for n in range(19, 25)), "1.24.1"]
+    assert [row["release"] for row in table("hpu")] == known
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -165,7 +168,7 @@ def test_one_variable_names_the_repository_for_all(monkeypatch: pytest.MonkeyPat
     variables = {name: "registry.example.com/team/anygauge"}
     assert (
         own_image("hpu", PROFILES["hpu"].releases)
-        == (targets("hpu", variables)["hpu-1-24-0"]["tags"][0])
+        == (targets("hpu", variables)["hpu-1-24-1"]["tags"][0])
     )
 
 
@@ -175,18 +178,20 @@ def requirement(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("file", "given"),
+    ("file", "extras", "given"),
     [
-        ("constraints.txt", {"torch"}),
+        ("constraints.txt", ("cuda", "hpu"), {"torch"}),
         # By their own arguments of the build.
-        ("constraints-hpu.txt", {"torch", "deepspeed", "optimum-habana"}),
+        ("constraints-hpu-lazy.txt", ("hpu-lazy",), {"torch", "deepspeed", "optimum-habana"}),
     ],
 )
-def test_all_that_is_installed_is_pinned_within_its_range(file: str, given: set[str]) -> None:
+def test_all_that_is_installed_is_pinned_within_its_range(
+    file: str, extras: tuple[str, ...], given: set[str]
+) -> None:
     lines = (ROOT / "docker" / file).read_text().splitlines()
     pins = dict(line.split("==") for line in lines)
-    extra = "cuda" if file == "constraints.txt" else "hpu"
-    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra], "hatchling"]
+    optional = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *(r for e in extras for r in optional[e]), "hatchling"]
     for one in map(Requirement, wanted):
         if one.name not in given:
             assert one.specifier.contains(pins[one.name]), one
