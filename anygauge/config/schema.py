@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from anygauge.config.paths import is_remote
 from anygauge.config.sections import (
@@ -31,6 +31,16 @@ from anygauge.config.sections import (
 from anygauge.config.strategies import AnyStrategySection, ByName, default_section
 from anygauge.interface import LaunchSettings, Level, Support, UnsupportedError
 from anygauge.interface.strategy import Precision
+
+
+def _without_nulls(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    return {name: value for name, value in given.items() if value is not None}
+
+
+NULLS_REMOVED = BeforeValidator(_without_nulls)
+"""Of mappings whose names no section knows: a null removes what the base or the file has there."""
 
 
 class SourceSection(Section):
@@ -247,7 +257,7 @@ class LaunchSection(Section):
         default_factory=list,
         description="Variables of the shell that starts the run, passed on to every machine.",
     )
-    options: dict[str, Any] = Field(
+    options: Annotated[dict[str, Any], NULLS_REMOVED] = Field(
         default_factory=dict, description="Options that only the launcher reads."
     )
 
@@ -279,15 +289,15 @@ class RunFile(Section):
     precision: PrecisionSection = PrecisionSection()
     strategy: Annotated[AnyStrategySection, ByName] = Field(default_factory=default_section)
     launch: LaunchSection = LaunchSection()
-    kernels: dict[str, str] = Field(
+    kernels: Annotated[dict[str, str], NULLS_REMOVED] = Field(
         default_factory=dict,
         description="Operation -> kernel to use, which must be able to run here; report.json "
         "records it.",
     )
-    backend_options: dict[str, Any] = Field(
+    backend_options: Annotated[dict[str, Any], NULLS_REMOVED] = Field(
         default_factory=dict, description="Options that only the backend reads."
     )
-    environment: dict[str, str] = Field(
+    environment: Annotated[dict[str, str], NULLS_REMOVED] = Field(
         default_factory=dict, description="Variables for every rank; win over the backend's."
     )
     trackers: list[str] = Field(

@@ -6,12 +6,14 @@ import ast
 import os
 import re
 import sys
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from packaging.requirements import Requirement
 
 from anygauge.agent.environment import inspect_node
 from anygauge.interface import Outcome, Phase, RdmaDevice, RunFileError, Scope, UnsupportedError
@@ -24,7 +26,7 @@ from anygauge_hpu.mode import Mode, choose_mode
 from anygauge_hpu.modules import look, modules_here
 from anygauge_hpu.options import OPTIONS
 from anygauge_hpu.probe import probe
-from anygauge_hpu.software import PLUGIN, RELEASES, is_fork, release_of
+from anygauge_hpu.software import PLUGIN, RELEASES, installed_version, is_fork, release_of
 from tests.helpers.machines import BRIDGE, ETH0, ETH1, LO, assert_pure, by_name, job, machine
 from tests.helpers.tree import write_tree
 
@@ -506,6 +508,17 @@ def test_every_check_that_does_not_pass_says_what_to_do(tmp_path: Path) -> None:
     for check in checks(tmp_path, environ={"PT_HPU_LAZY_MODE": "1"}, versions={}):
         assert check.seen
         assert check.remedy or check.outcome == Outcome.PASS
+
+
+def test_what_is_installed_is_one_of_the_two_sets_of_extras() -> None:
+    """All other tests here run with it: transformers 5, or those that go with optimum-habana."""
+    project = tomllib.loads((SOURCES.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    fits = [
+        all(one.specifier.contains(installed_version(one.name) or "0") for one in wanted)
+        for wanted in (map(Requirement, extras[extra]) for extra in ("hpu", "hpu-lazy"))
+    ]
+    assert sorted(fits) == [False, True], fits
 
 
 def test_releases_are_found_by_version() -> None:

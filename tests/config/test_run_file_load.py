@@ -36,10 +36,10 @@ def test_what_is_no_number_stays_text(folder, minimal, written):
 
 
 def test_other_scalars_are_those_of_safe_yaml(folder, minimal):
-    text = "launch: {options: {a: yes, b: ~, c: 0x10, d: 1_000, e: '5', f: [1, {g: off}]}}"
+    text = "launch: {options: {a: yes, b: [~], c: 0x10, d: 1_000, e: '5', f: [1, {g: off}]}}"
     assert folder.load(minimal + text).run.launch.options == {
         "a": True,
-        "b": None,
+        "b": [None],
         "c": 16,
         "d": 1000,
         "e": "5",
@@ -96,6 +96,16 @@ def test_null_in_a_free_mapping_is_a_value(folder):
     )
     config = folder.load("extends: a.yaml\nmodel: {config: {rope: null}}").run.model.config
     assert config == {"model_type": "llama", "rope": None}
+
+
+def test_null_removes_an_option_of_the_base(folder, minimal):
+    names = ("backend_options", "environment", "kernels")
+    given = "".join(f"{name}: {{A: x, b: y}}\n" for name in names)
+    folder.write("a.yaml", f"{minimal}{given}launch: {{options: {{A: x, b: y}}}}\n")
+    nulls = "".join(f"{name}: {{A: null}}\n" for name in names)
+    run = folder.load(f"extends: a.yaml\n{nulls}launch: {{options: {{A: null}}}}\n").run
+    left = [*(getattr(run, name) for name in names), run.launch.options]
+    assert left == [{"b": "y"}] * 4
 
 
 def test_a_list_of_bases_and_a_base_reached_twice(folder, minimal):
