@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from anygauge.interface import ImageRelease
 from anygauge_cuda.versions import OLDEST_DRIVER, TORCH_BUILDS
 from anygauge_hpu.options import OPTIONS
 from anygauge_hpu.software import RELEASES
@@ -23,9 +24,15 @@ def rows(page: str, title: str) -> list[str]:
     return found
 
 
+def extra(release: ImageRelease) -> str:
+    if not release.built:
+        return "none"
+    return "`hpu`" if release.versions["transformers"] >= "5" else "`hpu-lazy`"
+
+
 def test_every_release_of_gaudis_software_is_listed() -> None:
     assert rows("gaudi.md", "release") == [
-        f"| {r.name} | {r.versions['torch']} | {r.versions['deepspeed']} | "
+        f"| {r.name} | {r.versions['torch']} | {r.versions['deepspeed']} | {extra(r)} | "
         + r.goes_with["optimum-habana"]
         + ("" if "optimum-habana" in r.versions or not r.built else ", not in the image")
         + (f" | `{r.base}` |" if r.built else f" | none: {r.note} |")
