@@ -8,7 +8,8 @@
 #   make test-launchers     ssh, Open MPI, Slurm and clouds' containers over emulated machines; as root, on
 #                    Debian; installs what is missing (20 minutes)
 #   make test-gaudi-stack   the tests of what touches transformers, peft and DeepSpeed, with the versions
-#                    that go with Gaudi, in an environment of their own (.venv-gaudi; docs/stacks.md)
+#                    that go with older releases of Gaudi (the extra hpu-lazy), in an environment of
+#                    their own (.venv-gaudi; docs/stacks.md)
 #   make image-cpu   build the container image for CPUs without Docker, and run the demo inside it, cut
 #                    off from any network; as root, on Debian; installs what is missing
 #   make test-image  the same, then the tests of that image

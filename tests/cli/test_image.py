@@ -90,7 +90,7 @@ def test_for_people_it_is_a_list_to_copy_from() -> None:
     assert done.returncode == 0
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()[1:]]
     assert [line[0] for line in lines] == [
-        "image", "base", "has", "source", "build", "run", "others",
+        "image", "base", "has", "source", "note", "build", "run", "others",
     ]  # fmt: skip
     assert "train 'a run.yaml'" in done.stdout and "1.19.0 (no image)" in done.stdout
 
