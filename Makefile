@@ -102,7 +102,7 @@ test-launchers: $(STAMP) .venv-clouds/.installed
 
 # What clouds publish of their jobs' models, and a simulated service; none of it goes with ours.
 CLOUDS := azure-ai-ml==1.35.2 kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 \
-    kubeflow-training==1.9.4 awscli==1.46.3 moto[sagemaker,server]==5.2.5 pluggy
+    awscli==1.46.3 moto[sagemaker,server]==5.2.5 pluggy
 
 .venv-clouds/.installed: $(STAMP)
 	@echo "==> installing the clouds' packages"

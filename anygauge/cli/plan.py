@@ -82,9 +82,6 @@ def plan(
         int | None,
         typer.Option("--scale", min=2, help="Show the speed on 1 up to this many machines."),
     ] = None,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", help="Draw what each phase takes to this file.")
-    ] = None,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -102,7 +99,6 @@ def plan(
     from anygauge.planning.trials import Trials
     from anygauge.registry import Hardware, Registry
     from anygauge.registry.hardware import measured_files
-    from anygauge.util.files import write_text
 
     if calibrate:
         if run_file is not None:
@@ -115,8 +111,6 @@ def plan(
         return
     if run_file is None:
         raise UsageError("no run file is given: anygauge plan RUN.yaml, or --calibrate without one")
-    if svg is not None:
-        _check_picture(svg)
     registry = Registry.load()
     described = Hardware.load(registry, [*measured_files(), *(hardware or ())])
     overrides = list(set_ or ())
@@ -134,8 +128,6 @@ def plan(
         shown = planned.Shown(quiet=json_)
         shown.trial(trial, target)  # the others may take their time
         shown.lines(*plan_time.lines(trial, target, rows))
-        if svg is not None:
-            write_text(svg, planned.draw(answers))
         if compare:
             answers.machines = [planned.row(r, t, trials, planned.name_of(t)) for r, t in cases]
             shown.rows("machine", answers.machines)
@@ -224,20 +216,6 @@ def _fetch(run: RunFile) -> None:
         copy = copy_of(run.model.name or "", run.model.revision)
         if copy is None or not (copy / CONFIG).is_file():
             raise
-
-
-def _check_picture(path: Path) -> None:
-    """Raises: UsageError: no file can be written there."""
-    from anygauge.interface import UsageError
-
-    if path.is_dir():
-        raise UsageError(
-            f"--svg {path}: it is a folder; name a file in it, such as {path}/plan.svg"
-        )
-    if not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"--svg {path}: there is no folder {path.absolute().parent}; create it first"
-        )
 
 
 @contextmanager

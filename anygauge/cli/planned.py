@@ -1,4 +1,4 @@
-"""The answers of ``anygauge plan``: how they are found, and shown as text, JSON and a picture."""
+"""The answers of ``anygauge plan``: how they are found, and shown as text and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from anygauge.planning.candidates import layouts, section_in_words
 from anygauge.planning.changes import Fitting, Largest, largest_batch, largest_sequence
 from anygauge.planning.fit import GIB
 from anygauge.planning.memory import KINDS, Peak
-from anygauge.planning.picture import picture
 from anygauge.planning.trials import Target, Trial, Trials, Try, changed
 from anygauge.training.strategy import share_of
 
@@ -142,7 +141,7 @@ def name_of(target: Target) -> str:
     return "this machine" if target.machine is None else target.machine.name
 
 
-# -- JSON and picture ------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def record(answers: PlanAnswers) -> dict[str, Any]:
@@ -229,16 +228,6 @@ def _largest(what: str, found: Largest) -> dict[str, Any]:
         "beyond": None if found.beyond is None else dict(found.beyond.lines),
         "refused": found.refused or None,
     }
-
-
-def draw(answers: PlanAnswers) -> str:
-    """See `picture`."""
-    trial, target = answers.trial, answers.target
-    total, _ = trial.memory.numbers
-    ranks = trial.run.launch.nodes * trial.run.launch.devices
-    what = f"{trial.run.name}: {total / 1e9:.1f}B parameters, {trial.memory.strategy}, {ranks} rank"
-    title = f"{what}{'s' if ranks > 1 else ''}"
-    return picture(trial.memory, trial.fit, title, target.card.name if target.card else "")
 
 
 # -- text ------------------------------------------------------------------------------------------

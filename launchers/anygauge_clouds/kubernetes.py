@@ -1,4 +1,4 @@
-"""Kubernetes: one agent in each pod of a JobSet, TrainJob, PyTorchJob or MPIJob, through kubectl.
+"""Kubernetes: one agent in each pod of a JobSet or a TrainJob, through kubectl.
 
 The manifest holds names, but no values of yours: what belongs to the job is in a Secret, which is
 made at submission and deleted with the job. Pods mount your own Secrets by their names.
@@ -26,7 +26,7 @@ from anygauge.interface import (
 from anygauge.util.clients import last_line, printed, run_client
 from anygauge.util.launch_options import read_options
 from anygauge_clouds.kubernetes_manifest import SUBMISSION_LABEL, manifest_of, secret_of
-from anygauge_clouds.kubernetes_options import KubernetesOptions
+from anygauge_clouds.kubernetes_options import NAME_LIMIT, KubernetesOptions
 from anygauge_clouds.service_job import Service, ServiceJob, ServiceState
 from anygauge_clouds.submission import relocate, service_name, variables_file, write_files
 
@@ -35,15 +35,9 @@ _COORDINATORS = {
     "JobSet": "jobset.sigs.k8s.io/jobset-name={},batch.kubernetes.io/job-completion-index=0",
     "TrainJob": "jobset.sigs.k8s.io/jobset-name={},batch.kubernetes.io/job-completion-index=0,"
     "jobset.sigs.k8s.io/replicatedjob-name=node",
-    "PyTorchJob": "training.kubeflow.org/job-name={},training.kubeflow.org/replica-type=master",
-    "MPIJob": "training.kubeflow.org/job-name={},training.kubeflow.org/job-role=launcher",
 }
-_PODS = {
-    "JobSet": "jobset.sigs.k8s.io/jobset-name={}",
-    "TrainJob": "jobset.sigs.k8s.io/jobset-name={}",
-    "PyTorchJob": "training.kubeflow.org/job-name={}",
-    "MPIJob": "training.kubeflow.org/job-name={}",
-}
+_PODS = "jobset.sigs.k8s.io/jobset-name={}"
+"""A TrainJob makes a JobSet of its name."""
 _NOT_FOUND = "(NotFound)"
 _DONE = ("Succeeded", "Complete", "Completed")
 
@@ -61,7 +55,7 @@ class Kubernetes:
         own.check(job)
         here = Path(job.run_directory)
         there = relocate(job, f"{own.storage.path}/{here.name}")
-        name = own.name or service_name(job, own.kind_limit)
+        name = own.name or service_name(job, NAME_LIMIT)
         manifest = manifest_of(there, own, name)
         service = KubernetesService(
             kind=own.kind, name=name, namespace=own.namespace, context=own.context
@@ -233,7 +227,7 @@ class KubernetesService(Service):
         )
         if done.returncode == 0 and force:
             # The object's own grace is not that of its pods.
-            pods = ("-l", _PODS[self.kind].format(self.name), "--grace-period=0", "--force")
+            pods = ("-l", _PODS.format(self.name), "--grace-period=0", "--force")
             done = run_client(self.kubectl("delete", "pods", *pods, "--wait=false"))
         if done.returncode:
             raise AnygaugeError(f"kubectl cannot end {self.shown}: {last_line(done.stderr)}")

@@ -1,7 +1,6 @@
-"""Kubernetes' objects: pods that run agents, and the four kinds that make one job of several.
+"""Kubernetes' objects: pods that run agents, and the two kinds that make one job of several.
 
-Sources: kubernetes-sigs/jobset 0.12, kubeflow/trainer 1.9.4 (PyTorchJob) and 2.3 (TrainJob),
-kubeflow/mpi-operator 0.8.
+Sources: kubernetes-sigs/jobset 0.12, kubeflow/trainer 2.3 (TrainJob).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SUBMISSION_LABEL = "anygauge.io/submission"
 
 def manifest_of(job: Job, own: KubernetesOptions, name: str) -> Object:
     """The object that kubectl creates."""
-    make = {"JobSet": _jobset, "TrainJob": _trainjob, "PyTorchJob": _pytorchjob, "MPIJob": _mpijob}
+    make = {"JobSet": _jobset, "TrainJob": _trainjob}
     api, spec = make[own.kind](job, own, name)
     metadata: Object = {"name": name, "namespace": own.namespace}
     labels = {
@@ -245,77 +244,3 @@ def _trainjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]
         **_limit(own),
     }
     return "trainer.kubeflow.org/v1alpha1", spec
-
-
-def _pytorchjob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
-    command = _agent(job, own, "$PET_NODE_RANK", "$MASTER_ADDR")
-    pod = _pod(job, own, name, _container(job, own, "pytorch", command))
-
-    def replicas(count: int) -> Object:
-        return {"replicas": count, "restartPolicy": "Never", "template": {"spec": pod}}
-
-    specs = {"Master": replicas(1)}
-    if job.launch.nodes > 1:
-        specs["Worker"] = replicas(job.launch.nodes - 1)
-    return "kubeflow.org/v1", {
-        "nprocPerNode": str(job.launch.devices),
-        "runPolicy": {
-            **{"cleanPodPolicy": "Running", "backoffLimit": 0, **_limit(own)},
-            "ttlSecondsAfterFinished": _kept_s(own),
-        },
-        "pytorchReplicaSpecs": specs,
-    }
-
-
-# What the operator would start, but so that images without host keys and without its settings work
-# as well. The keys that the operator mounts decide who may log in.
-SSHD = (
-    *("sh", "-c"),
-    "mkdir -p /run/sshd && ssh-keygen -A && exec /usr/sbin/sshd -De -o StrictModes=no",
-)
-
-
-def _mpijob(job: Job, own: KubernetesOptions, name: str) -> tuple[str, Object]:
-    own = own.model_copy(update={"run_as_user": 0})  # for sshd, and for the keys in /root/.ssh
-    agent = _agent(job, own, "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_COORDINATOR")
-    launcher = {
-        "name": "launcher",
-        "image": own.image_for(job),
-        **({} if own.image_pull_policy is None else {"imagePullPolicy": own.image_pull_policy}),
-        "command": [
-            *(own.python, "-m", "anygauge_clouds.mpi_pod", str(job.launch.nodes)),
-            *(*agent, "--tied", "--parent-too"),
-        ],
-    }
-    worker = _container(job, own, "worker", list(SSHD))
-    worker["readinessProbe"] = {"tcpSocket": {"port": 22}}
-    # Kubernetes ends sshd first, and with it the agent: so the agent must have ended before.
-    end = [own.python, "-m", "anygauge_clouds.mpi_pod", "end"]
-    worker["lifecycle"] = {"preStop": {"exec": {"command": end}}}
-    return "kubeflow.org/v2beta1", {
-        "slotsPerWorker": 1,  # of mpirun, which starts one agent on each
-        "launcherCreationPolicy": "WaitForWorkersReady",
-        "runPolicy": {
-            **{"cleanPodPolicy": "Running", "backoffLimit": own.restarts, **_limit(own)},
-            "ttlSecondsAfterFinished": _kept_s(own),
-        },
-        "mpiReplicaSpecs": {
-            "Launcher": {
-                "replicas": 1,
-                "restartPolicy": "OnFailure" if own.restarts else "Never",
-                "template": {
-                    "spec": {
-                        **_placement(own),
-                        **_priority(own),
-                        "terminationGracePeriodSeconds": _grace_s(job, own),
-                        "containers": [launcher],
-                    }
-                },
-            },
-            "Worker": {
-                "replicas": job.launch.nodes,
-                "restartPolicy": "Never",
-                "template": {"spec": _pod(job, own, name, worker)},
-            },
-        },
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
@@ -12,7 +11,7 @@ from anygauge.interface import Job, RunFileError
 from anygauge.util.launch_options import OptionsPart
 from anygauge_clouds.submission import CloudOptions, Folder, Variable
 
-Kind = Literal["JobSet", "TrainJob", "PyTorchJob", "MPIJob"]
+Kind = Literal["JobSet", "TrainJob"]
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 Label = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}$")]
@@ -41,8 +40,8 @@ Key = Annotated[str, StringConstraints(pattern=_KEY)]
 """A label's or resource's key, with or without a domain in front."""
 Value = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")]
 
-# A pod's name and host name are made from the job's, and may have 63 characters.
-_LIMITS: Mapping[Kind, int] = {"JobSet": 45, "TrainJob": 45, "PyTorchJob": 50, "MPIJob": 50}
+NAME_LIMIT = 45
+"""A pod's name and host name are made from the job's, and may have 63 characters."""
 
 
 class Claim(OptionsPart):
@@ -106,7 +105,7 @@ class KubernetesOptions(CloudOptions):
             it lost or pre-empted one.
         keep_s: seconds after which an ended job is removed; a week by default.
         time_limit_s: seconds after which the cluster ends the job.
-        run_as_user: user id of pods, instead of the image's; an MPIJob's are root, as its sshd is.
+        run_as_user: user id of pods, instead of the image's.
         run_as_group: their group id.
         fs_group: group that owns what claims hold, so that users other than root may write.
         runtime: of TrainJob.
@@ -142,11 +141,6 @@ class KubernetesOptions(CloudOptions):
     queue: Label | None = None
 
     @property
-    def kind_limit(self) -> int:
-        """Most characters of the object's name."""
-        return _LIMITS[self.kind]
-
-    @property
     def folders(self) -> tuple[str, ...]:
         """Where pods have files."""
         return (self.storage.path, *(volume.path for volume in self.volumes), *self.in_image)
@@ -166,11 +160,6 @@ class KubernetesOptions(CloudOptions):
         huge = [key for key in self.resources if key.startswith("hugepages-")]
         if huge and not {"memory", "cpu"} & self.resources.keys():
             raise ValueError(f"resources.{huge[0]}: Kubernetes requires memory or cpu beside it")
-        if self.kind == "PyTorchJob" and self.restarts:
-            raise ValueError(
-                "restarts: a PyTorchJob restarts single containers, not the whole job; use kind "
-                "JobSet, or launch.max_restarts, which restarts ranks"
-            )
         if self.kind == "TrainJob":
             for field in (
                 *("restarts", "host_ipc", "priority_class", "image_pull_policy", "keep_s"),
@@ -180,16 +169,12 @@ class KubernetesOptions(CloudOptions):
                     raise ValueError(
                         f"{field}: a TrainJob takes this only from its runtime; leave it out"
                     )
-        if self.kind == "MPIJob" and self.run_as_user not in (None, 0):
-            raise ValueError(
-                "run_as_user: a MPIJob runs as root, which its sshd needs; leave it out"
-            )
         if self.kind != "TrainJob" and self.runtime is not None:
             raise ValueError(f"runtime: belongs to kind TrainJob, and kind is {self.kind}")
-        if self.name is not None and len(self.name) > self.kind_limit:
+        if self.name is not None and len(self.name) > NAME_LIMIT:
             raise ValueError(
                 f"name: {len(self.name)} characters; pods of a {self.kind} are named after it, "
-                f"which leaves {self.kind_limit}"
+                f"which leaves {NAME_LIMIT}"
             )
         return self
 
@@ -210,11 +195,6 @@ class KubernetesOptions(CloudOptions):
             raise RunFileError(
                 f"launch.options.resources: with launch.fabric: {job.launch.fabric}, pods must "
                 f"ask for {wanted}; add it, with the number that each machine has"
-            )
-        if self.kind == "MPIJob" and job.launch.nodes == 1:
-            raise RunFileError(
-                "launch.options.kind: an MPIJob is for several machines, and launch.nodes is 1; "
-                "use JobSet"
             )
 
     def runtime_class_for(self, job: Job) -> str | None:

@@ -115,8 +115,6 @@ def test_a_run_computes_in_what_its_card_is_fast_in(
         ),
         ("--set model.name=./empty", 1, "config.json cannot be read"),
         ("--set train.micro_batch_sise=1", 2, "did you mean 'micro_batch_size'"),
-        ("--svg empty", 2, "it is a folder; name a file in it, such as empty/plan.svg"),
-        ("--svg nowhere/plan.svg", 2, "there is no folder"),
     ],
 )
 def test_what_is_wrong_gets_one_message(
@@ -183,12 +181,11 @@ def test_a_card_without_memory_is_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    small, drawn = str(small_card(tmp_path)), tmp_path / "plan.svg"
+    small = str(small_card(tmp_path))
     # Neither rows nor a tokenizer are needed.
     path = run_file(tmp_path, model={"config": TINY}, data={"train": {"path": "no.jsonl"}})
-    options = ["--hardware", small, "--machine", "blanks", "--svg", str(drawn)]
+    options = ["--hardware", small, "--machine", "blanks"]
     out = planned([str(path), *options], capsys)
-    assert drawn.read_text().endswith("</svg>\n")
     assert out.startswith(f"No verdict: the description of blank ({small}) does not say how much")
 
 

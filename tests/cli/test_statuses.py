@@ -30,7 +30,7 @@ WRONG = [
     *("strategies --backend cpuu", "strategies fsdp"),
     *("plan missing.yaml", "plan RUN --machine h1000:8", "plan RUN --machine h100:0"),
     *("plan RUN --set model.path=./missing", "plan RUN --hardware missing.toml", "plan"),
-    *("plan RUN --compare h1000:8", "plan RUN --largest rows", "plan RUN --svg missing/plan.svg"),
+    *("plan RUN --compare h1000:8", "plan RUN --largest rows"),
     *("backends --nonsense", "kernels --backend gpu", "kernels --nonsense"),
 ]
 

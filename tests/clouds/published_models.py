@@ -19,26 +19,15 @@ import yaml
 KUBERNETES = "1.33"
 # Unicode classes that Python's patterns lack; ours are narrower.
 JAVA_CLASSES = {r"\p{L}": "A-Za-z", r"\p{Z}": " ", r"\p{N}": "0-9"}
-PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float)}
 # An amount of a resource, which a number or a text may tell.
 QUANTITY = re.compile(r"\.(limits|requests)\.\S+$")
-# Checked by Kubernetes' own schemas instead, or free.
-ELSEWHERE = {"object", "datetime", "date", "V1PodTemplateSpec", "V1ObjectMeta"}
 
 
 def kubernetes(file: Path) -> Iterator[str]:
     """Kubeflow's and JobSet's models, and Kubernetes' schemas for the pods inside."""
     made = yaml.safe_load(file.read_text())
     kind, spec = made["kind"], made["spec"]
-    if kind in ("JobSet", "TrainJob"):
-        yield from _of_pydantic(kind, made)
-    else:
-        models = importlib.import_module("kubeflow.training.models")
-        if kind == "MPIJob":
-            # No model of v2beta1 is published as a package: v1's, but for what came with it.
-            spec.pop("launcherCreationPolicy")
-        yield from _of_openapi(models, f"KubeflowOrgV1{kind}", made, kind)
-        yield from _lost(made, _back(getattr(models, f"KubeflowOrgV1{kind}"), made), kind)
+    yield from _of_pydantic(kind, made)
     if kind == "JobSet":
         for one in spec["replicatedJobs"]:
             batch = {
@@ -59,18 +48,14 @@ def _pods(made: dict[str, Any], kind: str) -> Iterator[tuple[str, dict[str, Any]
     if kind == "JobSet":
         for one in spec["replicatedJobs"]:
             yield one["name"], one["template"]["spec"]["template"]
-    elif kind == "TrainJob":
-        # Its patch, with what comes from the runtime and the trainer.
+    else:
+        # A TrainJob's patch, with what comes from the runtime and the trainer.
         patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
         pod = patch["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         trainer = spec["trainer"]
         whole = {**pod["containers"][0], "image": trainer["image"], "command": trainer["command"],
                  "resources": trainer["resourcesPerNode"]}  # fmt: skip
         yield "node", {"spec": {**pod, "containers": [whole]}}
-    else:
-        replicas = spec.get("pytorchReplicaSpecs") or spec["mpiReplicaSpecs"]
-        for name, one in replicas.items():
-            yield name, one["template"]
 
 
 def _of_schema(made: dict[str, Any], path: str) -> Iterator[str]:
@@ -113,59 +98,6 @@ def _lost(given: Any, back: Any, path: str) -> Iterator[str]:
             yield from _lost(value, back[number], f"{path}[{number}]")
     elif given != back and not (QUANTITY.search(path) and str(given) == back):
         yield f"{path}: {given!r} came back as {back!r}"
-
-
-def _back(model: Any, made: dict[str, Any]) -> Any:
-    """The object as the model reads and writes it."""
-    client = importlib.import_module("kubernetes.client").ApiClient()
-    # It looks for models by name, among Kubernetes' own alone.
-    known = importlib.import_module("kubernetes.client.models")
-    for name, one in vars(importlib.import_module("kubeflow.training.models")).items():
-        if name.startswith("Kubeflow"):
-            setattr(known, name, one)
-    utils = importlib.import_module("kubeflow.training.utils.utils")
-    try:
-        return client.sanitize_for_serialization(
-            client.deserialize(utils.FakeResponse(made), model)
-        )
-    except (ValueError, TypeError, AttributeError) as error:
-        return f"nothing: {error}"
-
-
-def _of_openapi(models: Any, type_name: str, value: Any, path: str) -> Iterator[str]:
-    found = re.fullmatch(r"(list|dict)[\[(](?:str, ?)?(.*)[\])]", type_name)
-    if found:
-        wanted = list if found[1] == "list" else dict
-        if not isinstance(value, wanted):
-            yield f"{path}: expected {found[1]}, got {value!r}"
-            return
-        items = enumerate(value) if isinstance(value, list) else value.items()
-        for key, part in items:
-            yield from _of_openapi(models, found[2], part, f"{path}.{key}")
-        return
-    if type_name in PLAIN:
-        wrong_bool = isinstance(value, bool) and type_name != "bool"
-        if not isinstance(value, PLAIN[type_name]) or wrong_bool:
-            yield f"{path}: expected {type_name}, got {value!r}"
-        return
-    if type_name in ELSEWHERE:
-        return
-    model = getattr(models, type_name, None) or getattr(
-        importlib.import_module("kubernetes.client"), type_name
-    )
-    if not isinstance(value, dict):
-        yield f"{path}: expected {type_name}, got {value!r}"
-        return
-    names = {theirs: ours for ours, theirs in model.attribute_map.items()}
-    for key, part in value.items():
-        if key not in names:
-            yield f"{path}.{key}: unknown field"
-        else:
-            yield from _of_openapi(models, model.openapi_types[names[key]], part, f"{path}.{key}")
-    try:
-        model(**{ours: value.get(theirs) for ours, theirs in model.attribute_map.items()})
-    except (ValueError, TypeError) as error:
-        yield f"{path}: {error}"
 
 
 def azureml(file: Path) -> Iterator[str]:

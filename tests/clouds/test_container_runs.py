@@ -25,7 +25,7 @@ import yaml
 
 from tests.clouds.helpers import Client
 from tests.helpers.runs import FIXTURES, TINY, Run, anygauge, run_file, trained
-from tests.launchers.emulated import LOGIN, Machines, SshServers, why_not
+from tests.launchers.emulated import Machines, SshServers, why_not
 from tests.launchers.targets import until
 from tests.launchers.test_runs import losses
 
@@ -210,7 +210,7 @@ class TestKubernetes:
         (ROOT / "input").symlink_to(stuff)
         manifest = yaml.safe_load((folder / "manifest.yaml").read_text())
         self.made = made = manifest["metadata"]["name"]
-        cluster.named(**{f"{made}-node-0-0.{made}": "node1", f"{made}-master-0": "node1"})
+        cluster.named(**{f"{made}-node-0-0.{made}": "node1"})
         return self._containers(manifest)
 
     def _scratch(self, cluster: ContainerCluster) -> Path:
@@ -222,32 +222,18 @@ class TestKubernetes:
         spec = manifest["spec"]
         if manifest["kind"] == "TrainJob":
             return [spec["trainer"]] * spec["trainer"]["numNodes"]
-        if manifest["kind"] == "JobSet":
-            work = spec["replicatedJobs"][0]["template"]["spec"]
-            container = work["template"]["spec"]["containers"][0]
-            return [container] * int(work["completions"])
-        replicas = spec.get("pytorchReplicaSpecs") or spec["mpiReplicaSpecs"]
-        return [
-            replica["template"]["spec"]["containers"][0]
-            for replica in replicas.values()
-            for _ in range(replica["replicas"])
-        ]
+        work = spec["replicatedJobs"][0]["template"]["spec"]
+        container = work["template"]["spec"]["containers"][0]
+        return [container] * int(work["completions"])
 
     def variables(self, kind: str, rank: int) -> dict[str, str]:
         """What the controller sets, by its sources."""
         name = self.made
         if kind == "JobSet":
             return {"JOB_COMPLETION_INDEX": str(rank)}
-        coordinator = f"{name}-node-0-0.{name}" if kind == "TrainJob" else f"{name}-master-0"
-        torchrun = {
-            "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank),
-            "PET_MASTER_ADDR": coordinator, "PET_MASTER_PORT": "29500",
-        }  # fmt: skip
-        if kind == "TrainJob":
-            return torchrun
         return {
-            **torchrun, "PYTHONUNBUFFERED": "1", "PET_MASTER_PORT": "23456", "WORLD_SIZE": "2",
-            "MASTER_ADDR": coordinator, "MASTER_PORT": "23456", "RANK": str(rank),
+            "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank),
+            "PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29500",
         }  # fmt: skip
 
     def start(
@@ -258,7 +244,7 @@ class TestKubernetes:
             for rank, (node, pod) in enumerate(zip(NODES, pods, strict=True))
         ]
 
-    @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
+    @pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
     def test_the_losses_are_those_of_one_machine(
         self, cluster: ContainerCluster, kind: str, here: Run
     ) -> None:
@@ -270,23 +256,6 @@ class TestKubernetes:
         for name, count in before.items():
             assert cluster.machines.bytes_sent(name) > count + 100_000
         assert (folder / "run.yaml").is_file()  # the job brought it
-
-    def test_an_mpijob_starts_its_agents_through_the_operators_ssh(
-        self, cluster: ContainerCluster, here: Run
-    ) -> None:
-        launcher, *_workers = self.pods(cluster, "MPIJob", "mpijob")
-        hostfile = cluster.folder / "hostfile"
-        hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
-        variables = {
-            "K_MPI_JOB_ROLE": "launcher",
-            "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
-            "OMPI_MCA_orte_default_hostfile": str(hostfile),
-            "OMPI_MCA_orte_set_default_slots": "1",
-            # The operator's own image configures ssh; here its configuration is named.
-            "OMPI_MCA_plm_rsh_args": f"-o ConnectionAttempts=10 -F {cluster.ssh.config}",
-        }
-        ends = ends_of([cluster.start(LOGIN, launcher["command"], variables)])
-        assert_trained(ends, cluster.folder / "runs" / "mpijob", here)
 
     def test_variables_and_secrets_arrive_as_they_are(self, cluster: ContainerCluster) -> None:
         pods = self.pods(cluster, "JobSet", "probe", environment=watched(cluster.folder / "probe"))

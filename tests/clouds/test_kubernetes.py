@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     "tolerations": [{"key": "cards", "effect": "NoSchedule"}],
 }
 NAME = "tiny-run-1-d94772fd"
-KINDS = ("JobSet", "TrainJob", "PyTorchJob", "MPIJob")
+KINDS = ("JobSet", "TrainJob")
 
 
 def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
@@ -134,8 +134,8 @@ def test_an_option_shows_in_every_kind_or_is_refused(
 def test_pods_with_gaudi_cards_have_their_runtime_class(kind: str) -> None:
     plan = rendered({"kind": kind}, profile=HpuBackend.launch)
     found = find(manifest(plan), "runtimeClassName")
-    # Of an MPIJob, only the workers have cards; a TrainJob's patch has no such field.
-    pods = {"JobSet": 1, "PyTorchJob": 2, "MPIJob": 1, "TrainJob": 0}[kind]
+    # A TrainJob's patch has no such field.
+    pods = {"JobSet": 1, "TrainJob": 0}[kind]
     assert found == ["habana"] * pods
     notes = [note for note in plan.notes if "need runtimeClassName: habana" in note]
     assert bool(notes) is (kind == "TrainJob")
@@ -150,8 +150,6 @@ def test_pods_with_gaudi_cards_have_their_runtime_class(kind: str) -> None:
     [
         ("JobSet", "$JOB_COMPLETION_INDEX", f"{NAME}-node-0-0.{NAME}:4711"),
         ("TrainJob", "$PET_NODE_RANK", "$PET_MASTER_ADDR:4711"),
-        ("PyTorchJob", "$PET_NODE_RANK", "$MASTER_ADDR:4711"),
-        ("MPIJob", "$OMPI_COMM_WORLD_RANK", "$ANYGAUGE_COORDINATOR:4711"),
     ],
 )
 def test_each_kind_tells_the_agent_who_it_is(kind: str, rank: str, coordinator: str) -> None:
@@ -172,26 +170,8 @@ def test_machines_and_restarts_are_those_of_the_job() -> None:
     assert rule["onJobFailureReasons"] == ["DeadlineExceeded", "PodFailurePolicy"]
     assert work["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
     assert find(jobset, "activeDeadlineSeconds") == [60]
-    torch = manifest(rendered({"kind": "PyTorchJob"}))["spec"]
-    replicas = torch["pytorchReplicaSpecs"]
-    assert [(n, r["replicas"], r["restartPolicy"]) for n, r in replicas.items()] == [
-        ("Master", 1, "Never"), ("Worker", 1, "Never"),
-    ]  # fmt: skip
-    assert (torch["nprocPerNode"], torch["runPolicy"]["backoffLimit"]) == ("8", 0)
-    alone = manifest(rendered({"kind": "PyTorchJob"}, nodes=1))["spec"]["pytorchReplicaSpecs"]
-    assert set(alone) == {"Master"}
     train = manifest(rendered({"kind": "TrainJob"}))["spec"]
     assert (train["trainer"]["numNodes"], train["trainer"]["numProcPerNode"]) == (2, 8)
-    mpi = manifest(rendered({"kind": "MPIJob"}))["spec"]["mpiReplicaSpecs"]
-    assert (mpi["Worker"]["replicas"], find(mpi["Launcher"], "limits")) == (2, [])
-    worker = mpi["Worker"]["template"]["spec"]["containers"][0]
-    assert (
-        worker["command"][:2] == ["sh", "-c"] and "exec /usr/sbin/sshd -De" in worker["command"][2]
-    )
-    assert mpi["Worker"]["template"]["spec"]["securityContext"] == {"runAsUser": 0}
-    assert mpi["Launcher"]["template"]["spec"]["securityContext"] == {"runAsUser": 0}
-    assert worker["readinessProbe"] == {"tcpSocket": {"port": 22}}
-    assert worker["lifecycle"]["preStop"]["exec"]["command"][-1] == "end"
 
 
 def test_a_network_that_was_asked_for_brings_what_pods_need() -> None:
@@ -257,15 +237,10 @@ def test_the_job_is_described_as_its_machines_see_it() -> None:
             {},
             "priority_class: a TrainJob takes this only from",
         ),
-        (
-            {"kind": "PyTorchJob", "restarts": 2},
-            {},
-            "restarts single containers, not the whole job; use kind",
-        ),
         ({"runtime": "mine"}, {}, "runtime: belongs to kind TrainJob, and kind is JobSet"),
         ({"name": "a" * 50}, {}, "name: 50 characters; pods of a JobSet"),
         ({"name": "1st"}, {}, "launch.options.name: '1st'"),
-        ({"kind": "MPIJob"}, {"nodes": 1}, "an MPIJob is for several machines"),
+        ({"kind": "PyTorchJob"}, {}, "launch.options.kind: 'PyTorchJob'"),
         ({"restarts": -1}, {}, "launch.options.restarts: -1"),
         ({"node_selctor": {}}, {}, "node_selctor: the kubernetes launcher has no such option"),
         ({}, {"profile": job().profile.__class__()}, "names no image of its own"),

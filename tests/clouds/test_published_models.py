@@ -81,7 +81,7 @@ def test_kubernetes_objects_pass_the_published_models(
 ) -> None:
     change = {"kind": kind, **(FULL_POD if full else {})}
     if full and kind != "TrainJob":
-        change |= MORE if kind == "PyTorchJob" else {**MORE, "restarts": 2}
+        change |= {**MORE, "restarts": 2}
     assert problems("kubernetes", written(test_kubernetes.rendered(change), tmp_path)) == ""
 
 
@@ -101,13 +101,6 @@ Change = Callable[[dict[str, Any]], Any]
             "TrainJob",
             lambda m: m["spec"]["trainer"].update(numProcPerNode="many"),
             "numProcPerNode",
-        ),
-        ("PyTorchJob", lambda m: m["spec"].update(nprocPerNode=8), "expected str, got 8"),
-        ("MPIJob", lambda m: m["spec"].update(slotsPerWorker="1"), "expected int, got '1'"),
-        (
-            "MPIJob",
-            lambda m: m["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"].pop("containers"),
-            "containers",
         ),
     ],
 )

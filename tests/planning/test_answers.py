@@ -1,12 +1,10 @@
-"""What is shown of a plan: layouts of ranks, trials made once, verdict, tables, JSON, picture."""
+"""What is shown of a plan: layouts of ranks, trials made once, verdict, tables, JSON."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -15,9 +13,8 @@ from anygauge.interface import Card, RunFileError, UnsupportedError, UsageError
 from anygauge.planning import trials as trials_module
 from anygauge.planning.candidates import layouts, section_in_words
 from anygauge.planning.changes import largest_batch, nearest
-from anygauge.planning.fit import GIB, fit
+from anygauge.planning.fit import GIB
 from anygauge.planning.memory import RunMemory
-from anygauge.planning.picture import picture
 from anygauge.planning.trials import Target, Trials, changed
 from anygauge.registry import Registry
 from tests.docs.pages import ROOT, section, table_names
@@ -217,59 +214,3 @@ def test_answers_in_json(trials: Trials) -> None:
     assert record["machines"][0]["fit"]["fits"] and record["machines"][0]["phase"] == "step"
     assert record["strategies"][0]["refused"] == "not odd"
     assert record["strategies"][0]["fit"] is None
-
-
-# -- picture ---------------------------------------------------------------------------------------
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def bars(text: str) -> dict[float, float]:
-    """y of a bar -> where it ends."""
-    found: dict[float, float] = {}
-    for part in ElementTree.fromstring(text).iter(f"{SVG}rect"):
-        if part.get("height") == "30":
-            y, x, width = (float(part.get(name) or 0) for name in ("y", "x", "width"))
-            found[y] = max(found.get(y, 0), x + width)
-    return found
-
-
-@pytest.mark.parametrize("step", [GIB // 50, 20 * GIB, 80 * GIB, 900 * GIB])
-def test_bars_are_as_long_as_what_is_needed(step: int) -> None:
-    found = RunMemory.of_record(
-        {
-            **memory(step).record(),
-            "device": {
-                "load": {"total": step // 2, "kinds": {"a<b": step // 2}, "parts": [0, 0, 0]},
-                "step": {
-                    "total": step,
-                    "kinds": {"a<b": step // 2, "c": step // 2},
-                    "parts": [0] * 3,
-                },
-            },
-        }
-    )
-    held = fit(found, CARD, 8, 8)
-    assert held is not None
-    text = picture(found, held, "a title & more", "square")
-    ends = list(bars(text).values())
-    line = next(e for e in ElementTree.fromstring(text).iter(f"{SVG}line") if e.get("stroke-width"))
-    at = float(line.get("x1") or 0)
-    scale = (at - 104) / held.memory
-    for end, phase in zip(ends, ("load", "step"), strict=True):
-        assert end == pytest.approx(104 + held.phases[phase] * scale, abs=2)
-    assert max(*ends, at) <= 860 - 92 + 1
-    assert "a title &amp; more" in text and "a&lt;b" in text and "square: 40.0 GiB" in text
-    marks = [
-        e for e in ElementTree.fromstring(text).iter(f"{SVG}line") if e.get("stroke") == "#dddddd"
-    ]
-    assert 4 <= len(marks) <= 11
-
-
-def test_without_a_card_there_is_no_line() -> None:
-    text = picture(memory(GIB), None, "title", "")
-    assert not [e for e in ElementTree.fromstring(text).iter(f"{SVG}line") if e.get("stroke-width")]
-
-
-def test_the_picture_of_the_page_is_well_formed() -> None:
-    ElementTree.fromstring(Path(ROOT / "docs/images/plan.svg").read_text())
