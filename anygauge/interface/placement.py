@@ -34,6 +34,10 @@ HOST_DEVICE = "cpu"
 """Torch's name for the memory of the host: not a backend, but where files are read into."""
 
 
+_PEAK = "allocated_bytes.all.peak"
+"""As torch's allocators name it (torch.cuda.memory_stats)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryStats:
     """Bytes as the device's own allocator counts them (process memory where there is none).
@@ -68,6 +72,7 @@ class Placement:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self._device: torch.device | None = None
+        self._limit: int | None = None
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -162,7 +167,8 @@ class Placement:
 
     def event(self) -> Any:
         """Where `works_ahead`: a new event that measures time, as ``torch.cuda.Event`` does, with
-        `record`, `synchronize` and `elapsed_time`."""
+        `record`, `synchronize` and `elapsed_time`. A wait for it should block, not spin: the agent
+        takes a busy processor for progress."""
         return self._module().Event(enable_timing=True)
 
     # -- memory ----------------------------------------------------------------------------
@@ -170,12 +176,22 @@ class Placement:
     def memory(self) -> MemoryStats:
         """What this process holds on the device, in bytes."""
         module = self._module()
-        free_total = module.mem_get_info() if hasattr(module, "mem_get_info") else (None, None)
+        if self._limit is None and hasattr(module, "mem_get_info"):
+            self._limit = module.mem_get_info()[1]  # a call of the driver's, whose answer stays
+        # Torch's three functions below make all of these statistics anew, each to give one.
+        stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
+        if _PEAK in stats:
+            return MemoryStats(
+                in_use=int(stats["allocated_bytes.all.current"]),
+                peak=int(stats[_PEAK]),
+                reserved=int(stats["reserved_bytes.all.current"]),
+                limit=self._limit,
+            )
         return MemoryStats(
             in_use=int(module.memory_allocated()),
             peak=int(module.max_memory_allocated()),
             reserved=int(module.memory_reserved()) if hasattr(module, "memory_reserved") else None,
-            limit=free_total[1],
+            limit=self._limit,
         )
 
     def reset_peak(self) -> None:

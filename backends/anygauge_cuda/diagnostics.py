@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anygauge.interface import Check, Outcome
+from anygauge_cuda.placement import without_kernels
 from anygauge_cuda.probe import driver_version, probe
 from anygauge_cuda.versions import RELEASES, TORCH_BUILDS, driver_serves, published_builds
 
@@ -20,6 +21,7 @@ def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence
     ]
     if found.software.presence:
         results += [_build(), _compatibility(driver_version(root)), _usable(found.device_count)]
+        results += _surprises() if results[-1].outcome != Outcome.FAIL else ()
     else:
         results += [_skip(name, "needs a torch with CUDA") for name in (_BUILD, _PAIR, _USABLE)]
     return results
@@ -104,6 +106,10 @@ def _usable(expected: int | None) -> Check:
     count = torch.cuda.device_count()
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
     seen = f"{count} usable ({names})"
+    lacking = next(filter(None, map(without_kernels, range(count))), "")
+    if lacking:
+        found, _, remedy = lacking.partition(": ")
+        return Check(name=_USABLE, outcome=Outcome.FAIL, seen=found, remedy=remedy)
     if expected is None or count >= expected:
         return Check(name=_USABLE, outcome=Outcome.PASS, seen=seen)
     return Check(
@@ -112,3 +118,33 @@ def _usable(expected: int | None) -> Check:
         seen=f"{seen}, of {expected} in this machine",
         remedy="check CUDA_VISIBLE_DEVICES, if fewer were not meant",
     )
+
+
+def _surprises() -> Sequence[Check]:
+    """Where this machine differs from what a run expects; nothing where it does not."""
+    import torch
+
+    found = []
+    if torch.backends.cuda.matmul.allow_tf32:
+        found.append(
+            Check(
+                name="float32 products",
+                outcome=Outcome.WARN,
+                seen="TF32: 11 significant bits",
+                # Source: NVIDIA's release notes of its PyTorch images.
+                remedy="for runs in float32: environment: {TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: '0'} "
+                "in the run file (NVIDIA's images set it to 1)",
+            )
+        )
+    if torch.cuda.device_count() > 1 and not torch.cuda.can_device_access_peer(0, 1):
+        found.append(
+            Check(
+                name="peer access",
+                outcome=Outcome.WARN,
+                seen="GPU 0 cannot reach the memory of GPU 1: NCCL goes through the host's",
+                # Source: NVIDIA/nccl, issue 1838. Whether NCCL then fails shows only there.
+                remedy="if NCCL fails with 'peer access is not supported between these two "
+                "devices': environment: {NCCL_CUMEM_HOST_ENABLE: '0'} in the run file",
+            )
+        )
+    return found

@@ -7,6 +7,9 @@ available (NCCL_IB_PCI_RELAXED_ORDERING is 2 by default), and current AWS EFA pl
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from anygauge.interface import (
     ETHERNET,
     ONE_NODE,
@@ -31,6 +34,17 @@ TOPOLOGIES = ("/opt/microsoft/ndv4-topo.xml", "/opt/microsoft/ndv5-topo.xml")
 NCCL_SETTINGS = "/etc/nccl.conf"
 """NCCL's own file of settings, which some images fill for the machine they run on."""
 
+WSL_DEVICE = "/dev/dxg"
+"""A device of Windows' host, under WSL2."""
+
+DRIVER = "/proc/driver/nvidia/version"
+CARDS = "/proc/driver/nvidia/gpus/*/information"
+SLICES = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*/access"
+"""Where the driver has its version, its cards and their MIG slices (NVIDIA's README and MIG user
+guide)."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 _ALLOCATOR_SOURCE = "pytorch.org/docs: notes/cuda, optimizing memory usage"
 _NCCL_SOURCE = "NVIDIA NCCL user guide: environment variables"
 _EFA_SOURCE = "aws-ofi-nccl: doc/efa-env-var.md"
@@ -47,6 +61,12 @@ def _allocator(*, since_2_9: bool) -> EnvironmentRule:
         if other is not None:
             # Torch reads both names: ours must not compete with the user's.
             return Skip(f"{other} is set, and torch reads both names")
+        if "/mig/" in "".join(context.node.texts) or "MIG-" in (context.variable(VISIBLE) or ""):
+            # Source: vllm-project/ci-infra, pull request 355.
+            return Skip("a slice of a card (MIG) hides what torch asks of it when memory grows")
+        if WSL_DEVICE in context.node.files:
+            # Source: pytorch/pytorch, issue 192330.
+            return Skip("drivers before R615 fail under WSL2, and show no version there")
         return context.set_to(
             "expandable_segments:True", "batches of changing length do not fragment memory"
         )
@@ -54,12 +74,105 @@ def _allocator(*, since_2_9: bool) -> EnvironmentRule:
     return EnvironmentRule(
         name=name,
         value="expandable_segments:True, with torch "
-        + ("2.9 or newer" if since_2_9 else "below 2.9"),
+        + ("2.9 or newer" if since_2_9 else "below 2.9")
+        + "; not on MIG slices and under WSL2",
         scope=Scope.NODE,
         reason="blocks that can grow are reused for batches of another length",
         source=_ALLOCATOR_SOURCE,
         decide=decide,
     )
+
+
+def _models(context: RuleContext) -> list[str]:
+    """Names of the machine's cards, one for each."""
+    return re.findall(r"^Model:\s*(\S.*?)\s*$", "\n".join(context.node.texts.values()), re.M)
+
+
+def _old_consumer_cards(context: RuleContext) -> Setting | Skip:
+    if len([name for name in _models(context) if "GeForce RTX 40" in name]) < 2:
+        return Skip("for several GeForce RTX 40 in a machine only")
+    found = re.search(r"\b(\d{3,})\.(\d+)(?:\.(\d+))?\b", context.node.texts.get(DRIVER, ""))
+    version = tuple(int(part or 0) for part in found.groups()) if found else ()
+    if not version or version >= (550, 40, 7):
+        return Skip("for drivers below 550.40.07 only")
+    return context.set_to("1", f"the driver, {'.'.join(map(str, version))}, is below 550.40.07")
+
+
+def _consumer_rule(name: str) -> EnvironmentRule:
+    return EnvironmentRule(
+        name=name,
+        value="1 on several GeForce RTX 40 in one machine, with a driver below 550.40.07",
+        scope=Scope.NODE,
+        reason="such drivers report peer access that these cards have not: NCCL hangs or fails",
+        source="accelerate: utils/environment.py, check_cuda_p2p_ib_support",
+        decide=_old_consumer_cards,
+    )
+
+
+def _recorder_rule(
+    name: str,
+    value: Callable[[RuleContext], str],
+    *,
+    described: str,
+    reason: str,
+    since: tuple[int, int] = (0, 0),
+    below: tuple[int, int] | None = None,
+) -> EnvironmentRule:
+    """A variable of torch's flight recorder, by the versions that read this name."""
+
+    def decide(context: RuleContext) -> Setting | Skip:
+        if context.job.world_size == 1:
+            return Skip("there is one rank")
+        version = context.version("torch")
+        if version < since or (below is not None and version >= below):
+            return Skip(f"torch {context.node.libraries.get('torch')} reads the other name")
+        return context.set_to(value(context), reason)
+
+    return EnvironmentRule(
+        name=name,
+        value=f"{described}, on several ranks"
+        + (f", with torch {since[0]}.{since[1]} or newer" if since > (0, 0) else "")
+        + (f", with torch below {below[0]}.{below[1]}" if below else ""),
+        scope=Scope.NODE,
+        reason=reason,
+        source="PyTorch tutorial: flight recorder for debugging; torch's FlightRecorder.hpp",
+        decide=decide,
+    )
+
+
+_RECORDED = "20000"
+"""Collectives that are kept, as torchtitan has it (config, comm.trace_buf_size)."""
+_RENAMED = (2, 8)
+"""Source: pytorch/pytorch, pull request 152563; NVIDIA/nvidia-resiliency-ext, pull request 163."""
+
+_RECORDER = (
+    *(
+        _recorder_rule(
+            name,
+            lambda _: _RECORDED,
+            described=_RECORDED,
+            reason="keeps what each rank's last collectives were",
+            **bounds,
+        )
+        for name, bounds in (
+            ("TORCH_FR_BUFFER_SIZE", {"since": _RENAMED}),
+            ("TORCH_NCCL_TRACE_BUFFER_SIZE", {"below": _RENAMED}),
+        )
+    ),
+    _recorder_rule(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        lambda _: "1",
+        described="1",
+        reason="a collective that times out writes down which one each rank was in",
+    ),
+    # Newer torch has TORCH_FR_DUMP_TEMP_FILE beside it; all versions read this name.
+    _recorder_rule(
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+        lambda context: context.job.collectives_record,
+        described="logs/flight_rank_ in the run's folder, followed by the rank's number",
+        reason="the run's folder keeps that record, and the failure names it",
+    ),
+)
 
 
 def _nccl_interface(context: RuleContext) -> Setting | Skip:
@@ -227,6 +340,9 @@ RULES = (
         source=_NCCL_SOURCE + ", NCCL_NET",
         decide=_net,
     ),
+    _consumer_rule("NCCL_P2P_DISABLE"),
+    _consumer_rule("NCCL_IB_DISABLE"),
+    *_RECORDER,
     EnvironmentRule(
         name="NCCL_TOPO_FILE",
         value="the image's topology file on Azure ND, unless the image sets it itself",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from anygauge.interface import read_releases
@@ -42,3 +42,29 @@ def published_builds(torch: str) -> tuple[str, ...] | None:
     """CUDA versions that a torch such as ``2.13.0+cu130`` is published for; None if unknown."""
     found = re.match(r"(\d+\.\d+)(\.|$)", torch)
     return TORCH_BUILDS.get(found.group(1)) if found else None
+
+
+def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
+    """Whether a card of this compute capability runs what torch was built for.
+
+    Args:
+        built: as ``torch.cuda.get_arch_list`` has it. Code for ``sm_86`` runs on cards of the same
+            major version and no smaller minor one; what is compiled when it is loaded,
+            ``compute_86``, on all that are not smaller (CUDA C++ programming guide: compatibility).
+    """
+    found = (re.match(r"(sm|compute)_(\d+)(\d)", name) for name in built)
+    return any(
+        (int(each[2]), int(each[3])) <= capability
+        and (each[1] == "compute" or int(each[2]) == capability[0])
+        for each in found
+        if each
+    )
+
+
+def index_for(capability: tuple[int, int]) -> str:
+    """Where builds of torch for a card of this compute capability are found.
+
+    Source: torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC: builds for CUDA 12.9 and newer begin
+    at 7.5, those for 12.6 hold 5.0 to 9.0.
+    """
+    return "https://download.pytorch.org/whl/" + ("cu126" if capability < (7, 5) else "cu130")
