@@ -34,10 +34,6 @@ HOST_DEVICE = "cpu"
 """Torch's name for the memory of the host: not a backend, but where files are read into."""
 
 
-_PEAK = "allocated_bytes.all.peak"
-"""As torch's allocators name it (torch.cuda.memory_stats)."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryStats:
     """Bytes as the device's own allocator counts them (process memory where there is none).
@@ -178,21 +174,15 @@ class Placement:
         module = self._module()
         if self._limit is None and hasattr(module, "mem_get_info"):
             self._limit = module.mem_get_info()[1]  # a call of the driver's, whose answer stays
-        # Torch's three functions below make all of these statistics anew, each to give one.
+        # Torch's three functions make all of these statistics anew, each to give one.
         stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
-        if _PEAK in stats:
-            return MemoryStats(
-                in_use=int(stats["allocated_bytes.all.current"]),
-                peak=int(stats[_PEAK]),
-                reserved=int(stats["reserved_bytes.all.current"]),
-                limit=self._limit,
-            )
-        return MemoryStats(
-            in_use=int(module.memory_allocated()),
-            peak=int(module.max_memory_allocated()),
-            reserved=int(module.memory_reserved()) if hasattr(module, "memory_reserved") else None,
-            limit=self._limit,
-        )
+        if "allocated_bytes.all.peak" in stats:
+            in_use, peak = (stats[f"allocated_bytes.all.{when}"] for when in ("current", "peak"))
+            reserved = stats["reserved_bytes.all.current"]
+        else:
+            in_use, peak = module.memory_allocated(), module.max_memory_allocated()
+            reserved = module.memory_reserved() if hasattr(module, "memory_reserved") else None
+        return MemoryStats(in_use=in_use, peak=peak, reserved=reserved, limit=self._limit)
 
     def reset_peak(self) -> None:
         """Start a new peak from what is in use now."""

@@ -184,25 +184,19 @@ class _Pending:
     def compute(self, hidden: Tensor, layer: Any) -> Tensor:
         """Make the loss; returns what takes the place of the logits: (1, 1, 1), zero."""
         assert self.targets is not None
-        hidden, targets, low_rank = (
-            hidden.reshape(-1, hidden.shape[-1]),
-            self.targets,
-            self.low_rank,
-        )
-        skipped: dict[str, bool] = {}
-        if self.rows is not None:
-            skipped["skip_ignored"] = False
-            hidden, targets = (each.index_select(0, self.rows) for each in (hidden, targets))
-            if low_rank is not None:
-                low_rank = (low_rank[0].index_select(0, self.rows), low_rank[1])
+        rows = self.rows
+
+        def kept(each: Tensor) -> Tensor:
+            return each if rows is None else each.index_select(0, rows)
+
         self.loss = self.kernel(
-            hidden,
+            kept(hidden.reshape(-1, hidden.shape[-1])),
             layer.weight,
-            targets,
+            kept(self.targets),
             bias=layer.bias,
-            low_rank=low_rank,
+            low_rank=self.low_rank and (kept(self.low_rank[0]), self.low_rank[1]),
             ignore_index=IGNORE,
-            **skipped,
+            **({} if rows is None else {"skip_ignored": False}),
         )
         if not layer.weight.requires_grad and (
             self.low_rank is None or not self.low_rank[1].requires_grad

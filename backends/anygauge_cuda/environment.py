@@ -83,23 +83,18 @@ def _allocator(*, since_2_9: bool) -> EnvironmentRule:
     )
 
 
-def _models(context: RuleContext) -> list[str]:
-    """Names of the machine's cards, one for each."""
-    return re.findall(r"^Model:\s*(\S.*?)\s*$", "\n".join(context.node.texts.values()), re.M)
-
-
 def _old_consumer_cards(context: RuleContext) -> Setting | Skip:
-    if len([name for name in _models(context) if "GeForce RTX 40" in name]) < 2:
+    texts = context.node.texts
+    if "\n".join(texts.values()).count("GeForce RTX 40") < 2:
         return Skip("for several GeForce RTX 40 in a machine only")
-    found = re.search(r"\b(\d{3,})\.(\d+)(?:\.(\d+))?\b", context.node.texts.get(DRIVER, ""))
-    version = tuple(int(part or 0) for part in found.groups()) if found else ()
-    if not version or version >= (550, 40, 7):
+    found = re.search(r"\b(\d{3,})\.(\d+)(?:\.(\d+))?\b", texts.get(DRIVER, ""))
+    if found is None or tuple(int(part or 0) for part in found.groups()) >= (550, 40, 7):
         return Skip("for drivers below 550.40.07 only")
-    return context.set_to("1", f"the driver, {'.'.join(map(str, version))}, is below 550.40.07")
+    return context.set_to("1", f"the driver, {found[0]}, is below 550.40.07")
 
 
-def _consumer_rule(name: str) -> EnvironmentRule:
-    return EnvironmentRule(
+_CONSUMER_CARDS = tuple(
+    EnvironmentRule(
         name=name,
         value="1 on several GeForce RTX 40 in one machine, with a driver below 550.40.07",
         scope=Scope.NODE,
@@ -107,32 +102,26 @@ def _consumer_rule(name: str) -> EnvironmentRule:
         source="accelerate: utils/environment.py, check_cuda_p2p_ib_support",
         decide=_old_consumer_cards,
     )
+    for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+)
 
 
 def _recorder_rule(
-    name: str,
-    value: Callable[[RuleContext], str],
-    *,
-    described: str,
-    reason: str,
-    since: tuple[int, int] = (0, 0),
-    below: tuple[int, int] | None = None,
+    name: str, value: str, reason: str, reads: Callable[[tuple[int, int]], bool] = bool
 ) -> EnvironmentRule:
-    """A variable of torch's flight recorder, by the versions that read this name."""
+    """A variable of torch's flight recorder. Args: reads: whether a version of torch reads it."""
 
     def decide(context: RuleContext) -> Setting | Skip:
         if context.job.world_size == 1:
             return Skip("there is one rank")
-        version = context.version("torch")
-        if version < since or (below is not None and version >= below):
+        if not reads(context.version("torch")):
             return Skip(f"torch {context.node.libraries.get('torch')} reads the other name")
-        return context.set_to(value(context), reason)
+        record = context.job.collectives_record
+        return context.set_to(record if value == _RECORD else value.split(",")[0], reason)
 
     return EnvironmentRule(
         name=name,
-        value=f"{described}, on several ranks"
-        + (f", with torch {since[0]}.{since[1]} or newer" if since > (0, 0) else "")
-        + (f", with torch below {below[0]}.{below[1]}" if below else ""),
+        value=f"{value}; on several ranks",
         scope=Scope.NODE,
         reason=reason,
         source="PyTorch tutorial: flight recorder for debugging; torch's FlightRecorder.hpp",
@@ -140,37 +129,22 @@ def _recorder_rule(
     )
 
 
-_RECORDED = "20000"
-"""Collectives that are kept, as torchtitan has it (config, comm.trace_buf_size)."""
-_RENAMED = (2, 8)
-"""Source: pytorch/pytorch, pull request 152563; NVIDIA/nvidia-resiliency-ext, pull request 163."""
-
+_RECORD = "logs/flight_rank_ in the run's folder, followed by the rank's number"
+_KEEPS = "keeps what each rank's last collectives were; as many as torchtitan's"
+# The first was renamed: pytorch/pytorch, pull request 152563; NVIDIA/nvidia-resiliency-ext, 163.
+# The last has another name beside it in newer torch; all versions read this one.
 _RECORDER = (
-    *(
-        _recorder_rule(
-            name,
-            lambda _: _RECORDED,
-            described=_RECORDED,
-            reason="keeps what each rank's last collectives were",
-            **bounds,
-        )
-        for name, bounds in (
-            ("TORCH_FR_BUFFER_SIZE", {"since": _RENAMED}),
-            ("TORCH_NCCL_TRACE_BUFFER_SIZE", {"below": _RENAMED}),
-        )
+    _recorder_rule(
+        "TORCH_FR_BUFFER_SIZE", "20000, with torch 2.8 or newer", _KEEPS, lambda v: v >= (2, 8)
     ),
     _recorder_rule(
-        "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        lambda _: "1",
-        described="1",
-        reason="a collective that times out writes down which one each rank was in",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE", "20000, with torch below 2.8", _KEEPS, lambda v: v < (2, 8)
     ),
-    # Newer torch has TORCH_FR_DUMP_TEMP_FILE beside it; all versions read this name.
     _recorder_rule(
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-        lambda context: context.job.collectives_record,
-        described="logs/flight_rank_ in the run's folder, followed by the rank's number",
-        reason="the run's folder keeps that record, and the failure names it",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a rank whose collective times out writes them down"
+    ),
+    _recorder_rule(
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", _RECORD, "there; the run's failure names the file"
     ),
 )
 
@@ -340,8 +314,7 @@ RULES = (
         source=_NCCL_SOURCE + ", NCCL_NET",
         decide=_net,
     ),
-    _consumer_rule("NCCL_P2P_DISABLE"),
-    _consumer_rule("NCCL_IB_DISABLE"),
+    *_CONSUMER_CARDS,
     *_RECORDER,
     EnvironmentRule(
         name="NCCL_TOPO_FILE",

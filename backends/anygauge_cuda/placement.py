@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import NotAvailableError, PeakFlops, Placement
 from anygauge_cuda.peaks import published_peak
-from anygauge_cuda.versions import has_kernels, index_for
+from anygauge_cuda.versions import has_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -38,19 +38,18 @@ def hardware_dtypes(device: torch.device) -> frozenset[str]:
 
 
 def without_kernels(index: int) -> str:
-    """Why the installed torch cannot compute on a card, and what can; "" where it can.
-
-    Without this, the first operation fails: no kernel image is available for execution.
-    """
+    """Why the installed torch cannot compute on a card, and which can; "" where it can."""
     import torch
 
     built, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability(index)
     if not built or has_kernels(capability, built):
         return ""
+    # Source: torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC.
+    build = "cu126" if capability < (7, 5) else "cu130"
     return (
         f"{torch.cuda.get_device_name(index)} has compute capability "
         f"{'.'.join(map(str, capability))}, and torch {torch.__version__} has kernels for "
-        f"{' '.join(built)} alone: install one from {index_for(capability)} (make "
+        f"{' '.join(built)} alone: install one from https://download.pytorch.org/whl/{build} (make "
         "TORCH_INDEX=..., pip install torch --index-url ...)"
     )
 

@@ -45,12 +45,10 @@ def published_builds(torch: str) -> tuple[str, ...] | None:
 
 
 def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
-    """Whether a card of this compute capability runs what torch was built for.
+    """Whether a card runs what torch was built for (``torch.cuda.get_arch_list``).
 
-    Args:
-        built: as ``torch.cuda.get_arch_list`` has it. Code for ``sm_86`` runs on cards of the same
-            major version and no smaller minor one; what is compiled when it is loaded,
-            ``compute_86``, on all that are not smaller (CUDA C++ programming guide: compatibility).
+    Code for ``sm_86`` runs on cards of the same major version and no smaller minor one;
+    ``compute_86``, compiled when it is loaded, on all that are not smaller (CUDA C++ guide).
     """
     found = (re.match(r"(sm|compute)_(\d+)(\d)", name) for name in built)
     return any(
@@ -59,12 +57,3 @@ def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
         for each in found
         if each
     )
-
-
-def index_for(capability: tuple[int, int]) -> str:
-    """Where builds of torch for a card of this compute capability are found.
-
-    Source: torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC: builds for CUDA 12.9 and newer begin
-    at 7.5, those for 12.6 hold 5.0 to 9.0.
-    """
-    return "https://download.pytorch.org/whl/" + ("cu126" if capability < (7, 5) else "cu130")
