@@ -219,7 +219,7 @@ $(STAMP): pyproject.toml
 	@echo "==> what the builds need"
 	@$(PIP) install setuptools wheel hatchling editables ninja numpy packaging psutil py-cpuinfo
 	@echo "==> anygauge, deepspeed and the developer's tools"
-	@DS_BUILD_OPS=0 $(PIP) install --no-build-isolation --editable ".[$(EXTRAS)]" "torch==$(TORCH_VERSION)" \
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-build-isolation --editable ".[$(EXTRAS)]" "torch==$(TORCH_VERSION)" \
 	    $(PINS)
 	@$(PIP) check
 	@touch $@

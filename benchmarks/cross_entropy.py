@@ -62,13 +62,13 @@ def measure(
     dtype: torch.dtype, device: torch.device, rounds: int,
 ) -> dict[str, Any]:  # fmt: skip
     """One case: figures of all contenders."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, width, generator=generator).to(device, dtype).requires_grad_()
-    weight = torch.randn(classes, width, generator=generator).mul_(0.02).to(device, dtype)
+    # On the device: one thread of a host takes seconds for half a billion numbers.
+    drawn: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    hidden = torch.randn(tokens, width, **drawn).to(dtype).requires_grad_()
+    weight = torch.randn(classes, width, **drawn).mul_(0.02).to(dtype)
     weight.requires_grad_(trained)
-    targets = torch.randint(0, classes, (tokens,), generator=generator)
-    targets[torch.rand(tokens, generator=generator) < ignored] = -100
-    targets = targets.to(device)
+    targets = torch.randint(0, classes, (tokens,), **drawn)
+    targets[torch.rand(tokens, **drawn) < ignored] = -100
     torch.compiler.reset()
     found = compare(
         {

@@ -137,6 +137,15 @@ ENTRANTS: Mapping[str, Entrant] = {
             strategy={"name": "single"},
         ),
         Entrant(
+            name="anygauge-single-packed",
+            title="anygauge, single, packing",
+            module=None,
+            layout="packed",
+            needs=_TORCH,
+            alone=True,
+            strategy={"name": "single"},
+        ),
+        Entrant(
             name="trainer-single",
             title="HF Trainer",
             module=_SCRIPTS + "hf_trainer",

@@ -14,6 +14,8 @@ def main() -> None:
     parser.add_argument("folder")
     for name in ("vocabulary", "layers", "hidden", "intermediate", "heads", "positions", "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--kv-heads", type=int, default=0, help="0: as many as heads")
+    parser.add_argument("--device", default="cpu", help="draws the weights; a host takes minutes")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     given = parser.parse_args()
 
@@ -26,7 +28,7 @@ def main() -> None:
         intermediate_size=given.intermediate,
         num_hidden_layers=given.layers,
         num_attention_heads=given.heads,
-        num_key_value_heads=given.heads,
+        num_key_value_heads=given.kv_heads or given.heads,
         max_position_embeddings=given.positions,
         bos_token_id=None,
         eos_token_id=0,
@@ -35,7 +37,9 @@ def main() -> None:
         dtype=given.dtype,
     )
     torch.manual_seed(given.seed)
-    model = LlamaForCausalLM(config).to(getattr(torch, given.dtype))
+    torch.set_default_dtype(getattr(torch, given.dtype))
+    with torch.device(given.device):
+        model = LlamaForCausalLM(config)
     model.save_pretrained(given.folder)
     print(sum(parameter.numel() for parameter in model.parameters()))
 

@@ -200,7 +200,7 @@ def merged(ranks: Sequence[StepCounts]) -> StepCounts:
     """Steps of all ranks together, on the first rank's clock."""
     if len(ranks) == 1:
         return ranks[0]
-    # A trainer tells rank 0 alone, and of all ranks.
+    # Each rank of a trainer records its own mean.
     told = [steps.losses for steps in ranks if steps.losses]
     losses = [
         (sum(total for total, _ in step), sum(loss_tokens for _, loss_tokens in step))

@@ -29,6 +29,7 @@ class SessionSettings:
 
     Attributes:
         stored: type of the model's file.
+        kv_heads: of keys and values; 0: as many as heads.
         device, watched, hostfile, nodes: see `ContenderPlan`.
     """
 
@@ -58,6 +59,7 @@ class SessionSettings:
     watched: int = 0
     hostfile: str = ""
     nodes: int = 1
+    kv_heads: int = 0
 
 
 def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, ContenderPlan, str]:
@@ -84,6 +86,7 @@ def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, Cont
         "hidden": settings.hidden,
         "intermediate": settings.intermediate,
         "heads": settings.heads,
+        "kv-heads": settings.kv_heads,
         "positions": length,
         "seed": settings.seed,
     }
@@ -91,7 +94,7 @@ def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, Cont
     made = subprocess.run(
         [sys.executable, "-m", "benchmarks.make_model", str(model)]
         + [f"--{name}={value}" for name, value in sizes.items()]
-        + [f"--dtype={settings.stored}"],
+        + [f"--dtype={settings.stored}", f"--device={settings.device}"],
         cwd=ROOT,
         capture_output=True,
         text=True,

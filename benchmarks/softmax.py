@@ -71,11 +71,11 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """One size: figures of all contenders."""
     rows = max(1, elements // columns)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, columns, generator=generator).to(device, dtype).requires_grad_()
-    upstream = torch.randn(rows, columns, generator=generator).to(device, dtype)
-    hidden = torch.rand(rows, columns, generator=generator) < 0.3
-    mask = torch.zeros(rows, columns).masked_fill(hidden, torch.finfo(dtype).min).to(device, dtype)
+    drawn: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    x = torch.randn(rows, columns, **drawn).to(dtype).requires_grad_()
+    upstream = torch.randn(rows, columns, **drawn).to(dtype)
+    hidden = torch.rand(rows, columns, **drawn) < 0.3
+    mask = torch.zeros_like(upstream).masked_fill_(hidden, torch.finfo(dtype).min)
     torch.compiler.reset()  # sizes are compiled for one by one
     found = compare(
         {

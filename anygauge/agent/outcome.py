@@ -104,17 +104,22 @@ class Failure:
             by_signal=code < 0 and not aborted,
         )
 
-    def cause(self, *, host: str, world_size: int, log: Path, log_offset: int) -> str:
+    def cause(
+        self, *, host: str, world_size: int, log: Path, log_offset: int, record: Path | None = None
+    ) -> str:
         """The failure in words: who, what, and the end of its log.
 
         Args:
             log_offset: where this run begins in the rank's log, in bytes.
+            record: of its collectives, named if it is there; see `Job.collectives_record`.
         """
         who = f"rank {self.rank} on {host}"
         if self.for_user:
             return self.what if world_size == 1 else f"{self.what}\n({who})"
         lines = tail(log, log_offset)
         text = f"{who} {self.what}\nits log: {log}"
+        if record is not None and record.is_file():
+            text += f"\nwhat its collectives were doing: {record} (torchfrtrace reads all ranks')"
         if lines:
             text += "\nlast lines of it:\n" + "\n".join(f"  | {line}" for line in lines)
         return text

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -218,6 +219,7 @@ class Supervisor:
         cores: tuple[int, ...],
         listener: int | None,
     ) -> RankProcess:
+        self._record_of(rank).unlink(missing_ok=True)  # of an attempt before
         given = (rank, local_rank, self._argv, environment, self._job.start_directory, cores)
         more: dict[str, Any] = {"listener": listener, "idle_limit_s": self._limit_s}
         if self._forks is not None:
@@ -447,8 +449,12 @@ class Supervisor:
                 world_size=self._job.world_size,
                 log=rank.log,
                 log_offset=rank.log_offset,
+                record=self._record_of(rank.rank),
             ),
         )
+
+    def _record_of(self, rank: int) -> Path:
+        return Path(f"{self._job.collectives_record}{rank}")
 
     def _conclude(self, outcome: JobOutcome) -> int:
         text = outcome.cause

@@ -118,6 +118,12 @@ class Job:
     strategy_why: str = ""
 
     @property
+    def collectives_record(self) -> str:
+        """Beginning of a path, which a rank's number follows: where a device's collectives may
+        write what they were doing when they failed. The agent names the file in the failure."""
+        return f"{self.run_directory}/logs/flight_rank_"
+
+    @property
     def world_size(self) -> int:
         """Ranks in the whole job."""
         return self.launch.nodes * self.launch.devices

@@ -68,6 +68,7 @@ class Placement:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self._device: torch.device | None = None
+        self._limit: int | None = None
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -162,7 +163,8 @@ class Placement:
 
     def event(self) -> Any:
         """Where `works_ahead`: a new event that measures time, as ``torch.cuda.Event`` does, with
-        `record`, `synchronize` and `elapsed_time`."""
+        `record`, `synchronize` and `elapsed_time`. A wait for it should block, not spin: the agent
+        takes a busy processor for progress."""
         return self._module().Event(enable_timing=True)
 
     # -- memory ----------------------------------------------------------------------------
@@ -170,13 +172,17 @@ class Placement:
     def memory(self) -> MemoryStats:
         """What this process holds on the device, in bytes."""
         module = self._module()
-        free_total = module.mem_get_info() if hasattr(module, "mem_get_info") else (None, None)
-        return MemoryStats(
-            in_use=int(module.memory_allocated()),
-            peak=int(module.max_memory_allocated()),
-            reserved=int(module.memory_reserved()) if hasattr(module, "memory_reserved") else None,
-            limit=free_total[1],
-        )
+        if self._limit is None and hasattr(module, "mem_get_info"):
+            self._limit = module.mem_get_info()[1]  # a call of the driver's, whose answer stays
+        # Torch's three functions make all of these statistics anew, each to give one.
+        stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
+        if "allocated_bytes.all.peak" in stats:
+            in_use, peak = (stats[f"allocated_bytes.all.{when}"] for when in ("current", "peak"))
+            reserved = stats["reserved_bytes.all.current"]
+        else:
+            in_use, peak = module.memory_allocated(), module.max_memory_allocated()
+            reserved = module.memory_reserved() if hasattr(module, "memory_reserved") else None
+        return MemoryStats(in_use=in_use, peak=peak, reserved=reserved, limit=self._limit)
 
     def reset_peak(self) -> None:
         """Start a new peak from what is in use now."""

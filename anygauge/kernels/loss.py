@@ -21,6 +21,8 @@ from anygauge.interface import FULL, Level, Support
 IGNORE = -100
 """The label of a token that does not count."""
 
+_ROWS = "anygauge_loss_rows"
+
 LossKernel = Callable[..., Tensor]
 """``linear_cross_entropy`` of `anygauge.interface.kernels`."""
 
@@ -152,30 +154,49 @@ def _candidates(config: Any) -> list[LogitsRule]:
     return [LogitsRule(scale, cap) for cap in dict.fromkeys(caps) for scale in scales]
 
 
+def state_loss_rows(labels: Tensor, rows: Tensor) -> None:
+    """Note on (B, T) labels which of their B * T rows have a loss, as the host knows it.
+
+    A kernel that skips the others would ask the device, and wait for its answer.
+
+    Args:
+        rows: (n,) int64 on the device, rising.
+    """
+    setattr(labels, _ROWS, rows)
+
+
 class _Pending:
     """What one forward is asked for, and its answer.
 
     Attributes:
         targets: (B * T,); None: logits are wanted.
+        rows: what `state_loss_rows` noted; None: nobody did.
         low_rank: of an adapter of the output layer, on the way to it.
     """
 
     def __init__(self, kernel: LossKernel) -> None:
         self.kernel = kernel
         self.targets: Tensor | None = None
+        self.rows: Tensor | None = None
         self.low_rank: tuple[Tensor, Tensor] | None = None
         self.loss: Tensor | None = None
 
     def compute(self, hidden: Tensor, layer: Any) -> Tensor:
         """Make the loss; returns what takes the place of the logits: (1, 1, 1), zero."""
         assert self.targets is not None
+        rows = self.rows
+
+        def kept(each: Tensor) -> Tensor:
+            return each if rows is None else each.index_select(0, rows)
+
         self.loss = self.kernel(
-            hidden.reshape(-1, hidden.shape[-1]),
+            kept(hidden.reshape(-1, hidden.shape[-1])),
             layer.weight,
-            self.targets,
+            kept(self.targets),
             bias=layer.bias,
-            low_rank=self.low_rank,
+            low_rank=self.low_rank and (kept(self.low_rank[0]), self.low_rank[1]),
             ignore_index=IGNORE,
+            **({} if rows is None else {"skip_ignored": False}),
         )
         if not layer.weight.requires_grad and (
             self.low_rank is None or not self.low_rank[1].requires_grad
@@ -264,11 +285,12 @@ def _model_forward(pending: _Pending) -> Callable[..., Any]:
         if shift_labels is None:
             return type(self).forward(self, *args, **kwargs)
         pending.targets = shift_labels.reshape(-1)
+        pending.rows = getattr(shift_labels, _ROWS, None)
         try:
             outputs = type(self).forward(self, *args, **kwargs)
             loss = pending.loss
         finally:
-            pending.targets = pending.low_rank = pending.loss = None
+            pending.targets = pending.rows = pending.low_rank = pending.loss = None
         if loss is None:
             raise RuntimeError(f"{type(self).__name__} did not call its output layer")
         if outputs.logits.requires_grad:

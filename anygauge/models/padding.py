@@ -1,8 +1,10 @@
 """Lets the model library know from the host whether a batch has padding.
 
 For torch's fused attention it asks the mask, on the device, and waits for the answer in each
-forward: without padding it leaves the mask out, so that a faster kernel can serve. Who laid the
-batch out knows. A kernel that is causal by itself needs no mask of such batches at all.
+forward: without padding it leaves the mask out, so that a faster kernel can serve and keys are not
+repeated for each head. Who laid the batch out knows. Where a token sees all before it and nothing
+after, padding on the right is seen by no real token, and the loss leaves out what padding computes:
+such a batch needs no mask either.
 """
 
 from __future__ import annotations
@@ -48,11 +50,13 @@ def answer_from_host(model: nn.Module, attention: str, *, causal: bool = False) 
 
 def _unasked(made: Callable[..., Any], causal: bool) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        if causal and _current[0] is not None and _sees_all_before(kwargs):
+        has_padding = _current[0]
+        unseen = has_padding is not None and _sees_all_before(kwargs)
+        if causal and unseen:
             return None
-        if _current[0] is False:
+        if unseen or has_padding is False:
             kwargs["attention_mask"] = None
-        elif _current[0]:
+        elif has_padding:
             kwargs["allow_is_causal_skip"] = False
         return made(*args, **kwargs)
 

@@ -126,9 +126,7 @@ class TorchEngine:
             set_learning_rate(self._optimizer, lr)
             self._steps.step(norm)
         self._optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for part, master in self._copies:
-                part.copy_(master)
+        self._copy_masters()
         self._graph.mark_step(Phase.UPDATE)
         return UpdateResult(norm, skipped)
 
@@ -189,12 +187,18 @@ class TorchEngine:
                 for key in state_keys(kept):
                     pack(kept, key, self._layout.part(parameter, state.tensor(name, key)))
                 set_updates(kept, state.counters.updates)
-            for part, master in self._copies:
-                part.copy_(master)
+        self._copy_masters()
         self._scale.load(state.counters)
 
     def close(self) -> None:
         """Nothing is held that Python does not free."""
+
+    @torch.no_grad()
+    def _copy_masters(self) -> None:
+        """Parameters get their masters' values; in one call, as each launch costs the host time."""
+        if self._copies:
+            parts, masters = zip(*self._copies, strict=True)
+            torch._foreach_copy_(parts, masters)
 
     @property
     def _named_masters(self) -> list[tuple[str, nn.Parameter]]:

@@ -193,7 +193,7 @@ class LoopTrials:
         return f"{wrong}; one process on the device is as on the host; {cause}"
 
     def resumed(self) -> None:
-        """A run that drops out, from its middle: to the last digit.
+        """A run that drops out, from its middle: to the last digit, unless sums vary.
 
         Raises:
             AssertionError: says the first loss that differs, and the cause.

@@ -9,8 +9,9 @@ from typing import overload
 from torch import Tensor
 
 from anygauge.data import MicroBatch
-from anygauge.interface import Backend
+from anygauge.interface import Backend, ShapeKind
 from anygauge.interface.strategy import DeviceBatch, Share
+from anygauge.kernels.loss import IGNORE, state_loss_rows
 from anygauge.models.inputs import model_inputs, padded, positions, shift_labels
 from anygauge.models.masks import MaskPlan
 from anygauge.models.padding import state_padding
@@ -25,11 +26,14 @@ class HostBatch:
     Attributes:
         tensors: by name, each (B, T) int64 on the host; labels are shifted.
         has_padding: whether its mask has a zero.
+        loss_rows: (n,) int64, those of this rank's labels that have a loss; None where the number
+            of rows must be the same in each batch.
     """
 
     batch: MicroBatch
     tensors: Mapping[str, Tensor]
     has_padding: bool
+    loss_rows: Tensor | None = None
 
 
 class ToDevice:
@@ -59,6 +63,7 @@ class ToDevice:
         self._share = share
         self._progress = progress
         self._placement = backend.placement
+        self._dynamic = backend.graph.shapes.kind is ShapeKind.DYNAMIC
         self._packed = packed
         self._dtype = torch_dtype(compute)
         self.shapes: set[tuple[int, ...]] = set()
@@ -68,7 +73,10 @@ class ToDevice:
         tensors = {**batch.tensors(), "labels": shift_labels(batch.labels)}
         tensors = padded(tensors, self._share.multiple)
         has_padding = not bool(tensors["attention_mask"].all())
-        return HostBatch(batch, self._placement.pin(tensors), has_padding)
+        labels = self._own(tensors["labels"])
+        rows = (labels.flatten() != IGNORE).nonzero().squeeze(1) if self._dynamic else None
+        pin = self._placement.pin
+        return HostBatch(batch, pin(tensors), has_padding, pin(rows))
 
     def __call__(self, batch: MicroBatch | HostBatch) -> DeviceBatch:
         """One micro-batch on the device."""
@@ -80,10 +88,16 @@ class ToDevice:
         state_padding(moved.attention_mask, batch.has_padding)
         inputs = model_inputs(moved, self._dtype, self._packed, part)
         self.shapes.add(tuple(inputs["input_ids"].shape))
-        labels = moved.labels[:, positions(part, moved.labels.shape[1])]
+        labels = self._own(moved.labels)
+        if batch.loss_rows is not None:
+            state_loss_rows(labels, self._placement.to_device(batch.loss_rows))
         if self._routed:
             inputs["tokens"] = moved.attention_mask
         return DeviceBatch(inputs={**inputs, "shift_labels": labels})
+
+    def _own(self, labels: Tensor) -> Tensor:
+        """Labels of the positions that this rank computes."""
+        return labels[:, positions(self._share.sequence, labels.shape[1])]
 
 
 class LazyBatches(Sequence[DeviceBatch]):

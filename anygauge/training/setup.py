@@ -23,6 +23,7 @@ from anygauge.data import (
 from anygauge.interface import (
     Backend,
     Job,
+    Placement,
     UnsupportedError,
 )
 from anygauge.interface.strategy import (
@@ -241,11 +242,14 @@ def prepare_run(
     if start is not None:
         engine.import_state(start)
     total, trained = parameter_counts(engine)
+    bits = backend.placement.float32_product_bits
+    shortened = bits < Placement.float32_product_bits and precision.param_dtype == "float32"
     rank.log(
         f"model: {type(factory.config).__name__.removesuffix('Config')}, {total:,} parameters, "
         f"{trained:,} trained ({trained / total:.2%}); {precision.param_dtype} ({precision.why})"
         + ("" if quantised is None else f"; linear layers {in_words(quantised)}")
         + ("; linear layers multiply in FP8" if precision.fp8 else "")
+        + (f"; products keep {bits} bits of each factor" if shortened else "")
     )
     rank.log(f"kernels: {plan.describe()}")
     peak = backend.placement.peak_flops(precision.param_dtype)

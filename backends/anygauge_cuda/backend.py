@@ -15,6 +15,7 @@ from anygauge.interface import (
     Level,
     RunFileError,
     Setting,
+    ShapePolicy,
     Support,
     own_image,
 )
@@ -22,10 +23,15 @@ from anygauge_cuda.diagnostics import checks
 from anygauge_cuda.environment import (
     ALLOCATOR_NEW,
     ALLOCATOR_OLD,
+    CARDS,
+    DRIVER,
     FABRICS,
     NCCL_SETTINGS,
     RULES,
+    SLICES,
     TOPOLOGIES,
+    VISIBLE,
+    WSL_DEVICE,
 )
 from anygauge_cuda.placement import CudaPlacement, hardware_dtypes
 from anygauge_cuda.versions import RELEASES
@@ -54,7 +60,8 @@ class CudaBackend(Backend):
     """NVIDIA GPUs.
 
     Options: ``ofi_nccl_version`` (such as ``"1.6"``) states the version of the aws-ofi-nccl plugin
-    on EFA, where it is older than 1.7.
+    on EFA, where it is older than 1.7. ``pad_to_multiple_of`` (1) rounds the width of each batch
+    up to a multiple of so many tokens: cuDNN's attention builds a plan for each new width.
     """
 
     name = "cuda"
@@ -63,11 +70,14 @@ class CudaBackend(Backend):
     collectives_class = CudaCollectives
     attention = "sdpa"
     attention_why = "torch chooses a fused operation by shape and mask"
-    known_options = ("ofi_nccl_version",)
+    known_options = ("ofi_nccl_version", "pad_to_multiple_of")
+    # Source: torch.use_deterministic_algorithms, operations that differ on CUDA.
+    sums_vary = "atomic additions finish in any order"
     fabrics = FABRICS
     environment_rules = RULES
-    variables = (ALLOCATOR_OLD, ALLOCATOR_NEW)
-    files = (*TOPOLOGIES, NCCL_SETTINGS)
+    variables = (ALLOCATOR_OLD, ALLOCATOR_NEW, VISIBLE)
+    files = (*TOPOLOGIES, NCCL_SETTINGS, WSL_DEVICE)
+    readings = (DRIVER, CARDS, SLICES)
     launch = LaunchProfile(
         visibility_variable="CUDA_VISIBLE_DEVICES",
         image=own_image("cuda", RELEASES),
@@ -104,6 +114,13 @@ class CudaBackend(Backend):
             RunFileError: an option is unknown, or the version is not a version.
         """
         super().__init__(options)
+        multiple = self.options.get("pad_to_multiple_of", 1)
+        if type(multiple) is not int or multiple < 1:
+            raise RunFileError(
+                f"backend_options.pad_to_multiple_of: {multiple!r} is not a number of tokens; 64 "
+                "is one, and 1 rounds nothing"
+            )
+        self.graph.shapes = ShapePolicy(multiple=multiple)
         version = self.options.get("ofi_nccl_version")
         if version is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)*", str(version)):
             raise RunFileError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anygauge.interface import Check, Outcome
+from anygauge_cuda.placement import without_kernels
 from anygauge_cuda.probe import driver_version, probe
 from anygauge_cuda.versions import RELEASES, TORCH_BUILDS, driver_serves, published_builds
 
@@ -20,6 +21,7 @@ def checks(root: Path = Path("/"), torch_folder: Path | None = None) -> Sequence
     ]
     if found.software.presence:
         results += [_build(), _compatibility(driver_version(root)), _usable(found.device_count)]
+        results += _surprises() if results[-1].outcome != Outcome.FAIL else ()
     else:
         results += [_skip(name, "needs a torch with CUDA") for name in (_BUILD, _PAIR, _USABLE)]
     return results
@@ -43,6 +45,10 @@ def _skip(name: str, seen: str) -> Check:
     return Check(name=name, outcome=Outcome.SKIP, seen=seen, remedy="solve the checks above first")
 
 
+def _warn(name: str, seen: str, remedy: str) -> Check:
+    return Check(name=name, outcome=Outcome.WARN, seen=seen, remedy=remedy)
+
+
 def _build() -> Check:
     import torch
 
@@ -51,21 +57,13 @@ def _build() -> Check:
     published = published_builds(version)
     if published is None:
         known = ", ".join(TORCH_BUILDS)
-        return Check(
-            name=name,
-            outcome=Outcome.WARN,
-            seen=seen,
-            remedy=f"anygauge does not know the CUDA versions of this torch, only of torch {known}",
-        )
-    if cuda in published:
-        return Check(name=name, outcome=Outcome.PASS, seen=seen)
-    return Check(
-        name=name,
-        outcome=Outcome.WARN,
-        seen=seen,
-        remedy=f"this torch is published for CUDA {', '.join(published)}: a build of one's own "
-        "must bring an NCCL for it, too",
+        remedy = f"anygauge does not know the CUDA versions of this torch, only of torch {known}"
+        return _warn(name, seen, remedy)
+    remedy = (
+        f"this torch is published for CUDA {', '.join(published)}: a build of one's own must bring "
+        "an NCCL for it, too"
     )
+    return _step(name, True, seen, "") if cuda in published else _warn(name, seen, remedy)
 
 
 def _compatibility(driver: str | None) -> Check:
@@ -78,12 +76,8 @@ def _compatibility(driver: str | None) -> Check:
     seen = f"driver {driver}, torch built for CUDA {cuda}"
     serves = driver_serves(driver, cuda)
     if serves is None:
-        return Check(
-            name=name,
-            outcome=Outcome.WARN,
-            seen=seen,
-            remedy="compare with NVIDIA's CUDA Compatibility guide: this version is not known here",
-        )
+        remedy = "compare with NVIDIA's CUDA Compatibility guide: this version is not known here"
+        return _warn(name, seen, remedy)
     images = [r.name for r in RELEASES if r.built and driver_serves(driver, r.versions["cuda"])]
     ready = f"; images for this driver: anygauge image --release {images[-1]}" if images else ""
     return _step(name, serves, seen, f"install a newer driver, or a torch for an older CUDA{ready}")
@@ -95,20 +89,35 @@ def _usable(expected: int | None) -> Check:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return Check(
-            name=_USABLE,
-            outcome=Outcome.FAIL,
-            seen=str(error),
-            remedy="compare driver and torch above; check CUDA_VISIBLE_DEVICES",
-        )
+        remedy = "compare driver and torch above; check CUDA_VISIBLE_DEVICES"
+        return _step(_USABLE, False, str(error), remedy)
     count = torch.cuda.device_count()
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
     seen = f"{count} usable ({names})"
+    lacking = next(filter(None, map(without_kernels, range(count))), "")
+    if lacking:
+        found, _, remedy = lacking.partition(": ")
+        return _step(_USABLE, False, found, remedy)
     if expected is None or count >= expected:
-        return Check(name=_USABLE, outcome=Outcome.PASS, seen=seen)
-    return Check(
-        name=_USABLE,
-        outcome=Outcome.WARN,
-        seen=f"{seen}, of {expected} in this machine",
-        remedy="check CUDA_VISIBLE_DEVICES, if fewer were not meant",
-    )
+        return _step(_USABLE, True, seen, "")
+    seen = f"{seen}, of {expected} in this machine"
+    return _warn(_USABLE, seen, "check CUDA_VISIBLE_DEVICES, if fewer were not meant")
+
+
+def _surprises() -> Sequence[Check]:
+    """Where this machine differs from what a run expects; nothing where it does not."""
+    import torch
+
+    found = []
+    if torch.backends.cuda.matmul.allow_tf32:
+        # Source: NVIDIA's release notes of its PyTorch images, which set this variable to 1.
+        remedy = "for runs in float32: environment: {TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: '0'}"
+        found.append(_warn("float32 products", "TF32, of 11 significant bits", remedy))
+    if torch.cuda.device_count() > 1 and not torch.cuda.can_device_access_peer(0, 1):
+        # Source: NVIDIA/nccl, issue 1838. Whether NCCL then fails shows only there.
+        remedy = (
+            "if NCCL fails with 'peer access is not supported between these two devices': "
+            "environment: {NCCL_CUMEM_HOST_ENABLE: '0'} in the run file"
+        )
+        found.append(_warn("peer access", "GPU 0 cannot reach the memory of GPU 1", remedy))
+    return found

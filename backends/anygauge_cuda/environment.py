@@ -7,6 +7,9 @@ available (NCCL_IB_PCI_RELAXED_ORDERING is 2 by default), and current AWS EFA pl
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from anygauge.interface import (
     ETHERNET,
     ONE_NODE,
@@ -31,6 +34,17 @@ TOPOLOGIES = ("/opt/microsoft/ndv4-topo.xml", "/opt/microsoft/ndv5-topo.xml")
 NCCL_SETTINGS = "/etc/nccl.conf"
 """NCCL's own file of settings, which some images fill for the machine they run on."""
 
+WSL_DEVICE = "/dev/dxg"
+"""A device of Windows' host, under WSL2."""
+
+DRIVER = "/proc/driver/nvidia/version"
+CARDS = "/proc/driver/nvidia/gpus/*/information"
+SLICES = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*/access"
+"""Where the driver has its version, its cards and their MIG slices (NVIDIA's README and MIG user
+guide)."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 _ALLOCATOR_SOURCE = "pytorch.org/docs: notes/cuda, optimizing memory usage"
 _NCCL_SOURCE = "NVIDIA NCCL user guide: environment variables"
 _EFA_SOURCE = "aws-ofi-nccl: doc/efa-env-var.md"
@@ -47,6 +61,12 @@ def _allocator(*, since_2_9: bool) -> EnvironmentRule:
         if other is not None:
             # Torch reads both names: ours must not compete with the user's.
             return Skip(f"{other} is set, and torch reads both names")
+        if "/mig/" in "".join(context.node.texts) or "MIG-" in (context.variable(VISIBLE) or ""):
+            # Source: vllm-project/ci-infra, pull request 355.
+            return Skip("a slice of a card (MIG) hides what torch asks of it when memory grows")
+        if WSL_DEVICE in context.node.files:
+            # Source: pytorch/pytorch, issue 192330.
+            return Skip("drivers before R615 fail under WSL2, and show no version there")
         return context.set_to(
             "expandable_segments:True", "batches of changing length do not fragment memory"
         )
@@ -54,12 +74,79 @@ def _allocator(*, since_2_9: bool) -> EnvironmentRule:
     return EnvironmentRule(
         name=name,
         value="expandable_segments:True, with torch "
-        + ("2.9 or newer" if since_2_9 else "below 2.9"),
+        + ("2.9 or newer" if since_2_9 else "below 2.9")
+        + "; not on MIG slices and under WSL2",
         scope=Scope.NODE,
         reason="blocks that can grow are reused for batches of another length",
         source=_ALLOCATOR_SOURCE,
         decide=decide,
     )
+
+
+def _old_consumer_cards(context: RuleContext) -> Setting | Skip:
+    texts = context.node.texts
+    if "\n".join(texts.values()).count("GeForce RTX 40") < 2:
+        return Skip("for several GeForce RTX 40 in a machine only")
+    found = re.search(r"\b(\d{3,})\.(\d+)(?:\.(\d+))?\b", texts.get(DRIVER, ""))
+    if found is None or tuple(int(part or 0) for part in found.groups()) >= (550, 40, 7):
+        return Skip("for drivers below 550.40.07 only")
+    return context.set_to("1", f"the driver, {found[0]}, is below 550.40.07")
+
+
+_CONSUMER_CARDS = tuple(
+    EnvironmentRule(
+        name=name,
+        value="1 on several GeForce RTX 40 in one machine, with a driver below 550.40.07",
+        scope=Scope.NODE,
+        reason="such drivers report peer access that these cards have not: NCCL hangs or fails",
+        source="accelerate: utils/environment.py, check_cuda_p2p_ib_support",
+        decide=_old_consumer_cards,
+    )
+    for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+)
+
+
+def _recorder_rule(
+    name: str, value: str, reason: str, reads: Callable[[tuple[int, int]], bool] = bool
+) -> EnvironmentRule:
+    """A variable of torch's flight recorder. Args: reads: whether a version of torch reads it."""
+
+    def decide(context: RuleContext) -> Setting | Skip:
+        if context.job.world_size == 1:
+            return Skip("there is one rank")
+        if not reads(context.version("torch")):
+            return Skip(f"torch {context.node.libraries.get('torch')} reads the other name")
+        record = context.job.collectives_record
+        return context.set_to(record if value == _RECORD else value.split(",")[0], reason)
+
+    return EnvironmentRule(
+        name=name,
+        value=f"{value}; on several ranks",
+        scope=Scope.NODE,
+        reason=reason,
+        source="PyTorch tutorial: flight recorder for debugging; torch's FlightRecorder.hpp",
+        decide=decide,
+    )
+
+
+_RECORD = "logs/flight_rank_ in the run's folder, followed by the rank's number"
+_KEEPS = "keeps what each rank's last collectives were; as many as torchtitan's"
+# The first was renamed: pytorch/pytorch, pull request 152563; NVIDIA/nvidia-resiliency-ext, 163.
+# The last has another name beside it in newer torch; all versions read this one.
+_RECORDER = (
+    _recorder_rule(
+        "TORCH_FR_BUFFER_SIZE", "20000, with torch 2.8 or newer", _KEEPS, lambda v: v >= (2, 8)
+    ),
+    _recorder_rule(
+        "TORCH_NCCL_TRACE_BUFFER_SIZE", "20000, with torch below 2.8", _KEEPS, lambda v: v < (2, 8)
+    ),
+    _recorder_rule(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a rank whose collective times out writes them down"
+    ),
+    _recorder_rule(
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", _RECORD, "there; the run's failure names the file"
+    ),
+)
 
 
 def _nccl_interface(context: RuleContext) -> Setting | Skip:
@@ -227,6 +314,8 @@ RULES = (
         source=_NCCL_SOURCE + ", NCCL_NET",
         decide=_net,
     ),
+    *_CONSUMER_CARDS,
+    *_RECORDER,
     EnvironmentRule(
         name="NCCL_TOPO_FILE",
         value="the image's topology file on Azure ND, unless the image sets it itself",

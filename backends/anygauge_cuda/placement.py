@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import NotAvailableError, PeakFlops, Placement
 from anygauge_cuda.peaks import published_peak
+from anygauge_cuda.versions import has_kernels
 
 if TYPE_CHECKING:
     import torch
 
-_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Exhausted memory that torch's allocator did not see: the driver or cuBLAS asked for it."""
+_OUT_OF_MEMORY = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "NVML_SUCCESS == r INTERNAL ASSERT FAILED",
+)
+"""Exhausted memory that torch's allocator did not see, as the driver or cuBLAS asked for it; or of
+which it could not report how much there is (pytorch/pytorch, issue 112377)."""
 
 
 def hardware_dtypes(device: torch.device) -> frozenset[str]:
@@ -31,6 +37,23 @@ def hardware_dtypes(device: torch.device) -> frozenset[str]:
     return frozenset(found)
 
 
+def without_kernels(index: int) -> str:
+    """Why the installed torch cannot compute on a card, and which can; "" where it can."""
+    import torch
+
+    built, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability(index)
+    if not built or has_kernels(capability, built):
+        return ""
+    # Source: torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC.
+    build = "cu126" if capability < (7, 5) else "cu130"
+    return (
+        f"{torch.cuda.get_device_name(index)} has compute capability "
+        f"{'.'.join(map(str, capability))}, and torch {torch.__version__} has kernels for "
+        f"{' '.join(built)} alone: install one from https://download.pytorch.org/whl/{build} (make "
+        "TORCH_INDEX=..., pip install torch --index-url ...)"
+    )
+
+
 class CudaPlacement(Placement):
     """One GPU, by its number among those that the process may see."""
 
@@ -40,7 +63,8 @@ class CudaPlacement(Placement):
         """Take the GPU of this local rank.
 
         Raises:
-            NotAvailableError: torch has no CUDA, CUDA has no usable GPU, or too few of them.
+            NotAvailableError: torch has no CUDA, CUDA has no usable GPU, or too few of them; or
+                torch has no kernels for this one.
         """
         import torch
 
@@ -56,7 +80,16 @@ class CudaPlacement(Placement):
                 f"CUDA cannot be used: {error}. `anygauge backends` shows what was looked at on "
                 "this machine"
             ) from error
-        return super().open(local_rank)
+        device = super().open(local_rank)
+        lacking = without_kernels(local_rank)
+        if lacking:
+            super().close()
+            raise NotAvailableError(lacking)
+        return device
+
+    def event(self) -> Any:
+        """Waits for it block: a wait that spins takes a core, and looks like work to the agent."""
+        return self._module().Event(enable_timing=True, blocking=True)
 
     def close(self) -> None:
         """Give cached memory back to the driver: others may need it while this process lives on."""
@@ -99,5 +132,13 @@ class CudaPlacement(Placement):
 
         if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
             # Multiplications then run in TF32, and the plain float32 rate is not a bound on them.
-            return None
+            dtype = "tf32"
         return published_peak(torch.cuda.get_device_name(self.device), dtype)
+
+    @property
+    def float32_product_bits(self) -> int:  # type: ignore[override]
+        """11 where products run in TF32, as in NVIDIA's images of torch, which set
+        TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
+        import torch
+
+        return 11 if torch.backends.cuda.matmul.allow_tf32 else 24

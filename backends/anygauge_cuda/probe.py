@@ -1,8 +1,8 @@
 """Are there NVIDIA GPUs, is their driver loaded, and is torch built for them? Files only.
 
 A GPU shows itself in three places, any of which a container may hide: the PCI bus, the driver's
-folder in /proc, and the device files. Under Windows' WSL there is none of them, but a paravirtual
-device and the driver's library.
+folder in /proc, and the device files. Under gVisor there are the device files alone. Under Windows'
+WSL there is none of them, but a paravirtual device and the driver's library.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ _VENDOR = "0x10de"
 _DISPLAY_CLASS = "0x03"  # PCI base class 3: VGA (0x0300) and 3D (0x0302) controllers
 _WSL_DEVICE = "dev/dxg"
 _WSL_LIBRARIES = "usr/lib/wsl/lib"
+# What a container under WSL gets instead (nvidia-container-toolkit, pkg/nvcdi/driver-wsl.go).
+_WSL_DRIVERS = "usr/lib/wsl/drivers"
+_CONTROL = "dev/nvidiactl"
 
 _VERSION = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
 _MODEL = re.compile(r"^Model:\s*(\S.*?)\s*$", re.MULTILINE)
@@ -76,12 +79,16 @@ def _devices(root: Path, nodes: list[str], listed: list[str], on_bus: list[str])
 
 
 def _driver(root: Path) -> Finding:
-    looked = ("/proc/driver/nvidia/version", "/sys/module/nvidia/version", f"/{_WSL_LIBRARIES}")
+    files = ("/proc/driver/nvidia/version", "/sys/module/nvidia/version")
+    looked = (*files, f"/{_WSL_LIBRARIES}", f"/{_CONTROL}")
     version = driver_version(root)
     if version:
         return Finding.yes(f"NVIDIA driver {version}", *looked)
     if _is_wsl(root):
         return Finding.yes("the Windows host's driver", *looked)
+    if (root / _CONTROL).exists() and not (root / "proc/driver/nvidia").exists():
+        # gVisor hands the driver's device files in, and neither /proc nor /sys of the host.
+        return Finding.yes("an NVIDIA driver of a version that is not shown here", *looked)
     return Finding.no("the NVIDIA kernel driver is not loaded", *looked)
 
 
@@ -133,7 +140,10 @@ def _on_pci_bus(root: Path) -> list[str]:
 
 def _is_wsl(root: Path) -> bool:
     # /dev/dxg alone serves other vendors' GPUs too.
-    return (root / _WSL_DEVICE).exists() and any((root / _WSL_LIBRARIES).glob("libcuda.so*"))
+    return (root / _WSL_DEVICE).exists() and any(
+        any((root / folder).glob(pattern))
+        for folder, pattern in ((_WSL_LIBRARIES, "libcuda.so*"), (_WSL_DRIVERS, "*/libcuda.so*"))
+    )
 
 
 def _gpus(count: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from anygauge.interface import read_releases
@@ -42,3 +42,18 @@ def published_builds(torch: str) -> tuple[str, ...] | None:
     """CUDA versions that a torch such as ``2.13.0+cu130`` is published for; None if unknown."""
     found = re.match(r"(\d+\.\d+)(\.|$)", torch)
     return TORCH_BUILDS.get(found.group(1)) if found else None
+
+
+def has_kernels(capability: tuple[int, int], built: Iterable[str]) -> bool:
+    """Whether a card runs what torch was built for (``torch.cuda.get_arch_list``).
+
+    Code for ``sm_86`` runs on cards of the same major version and no smaller minor one;
+    ``compute_86``, compiled when it is loaded, on all that are not smaller (CUDA C++ guide).
+    """
+    found = (re.match(r"(sm|compute)_(\d+)(\d)", name) for name in built)
+    return any(
+        (int(each[2]), int(each[3])) <= capability
+        and (each[1] == "compute" or int(each[2]) == capability[0])
+        for each in found
+        if each
+    )

@@ -34,6 +34,8 @@ class Recorder:
         self._file = (Path(plan.output) / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8")
         self._tokens: list[Tensor | int] = []
         self._slots = 0
+        self._losses: list[Tensor] = []
+        self._late_losses: list[Tensor] = []
         self._late: list[tuple[float, list[Tensor | int], int]] = []
         atexit.register(self._write_late)
 
@@ -51,8 +53,26 @@ class Recorder:
 
         model.register_forward_pre_hook(count, with_kwargs=True)
 
+    def watch_losses(self, trainer: Any) -> None:
+        """Keep what each micro-batch of a trainer returns, parts of a step's mean loss. The trainer
+        itself logs as seldom as its users have it: to log is to wait for the device."""
+        usual = trainer.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            loss: Tensor = usual(*args, **kwargs)
+            self._losses.append(loss.detach())
+            return loss
+
+        trainer.training_step = training_step
+
     def step(self) -> None:
         """An optimizer step has ended now."""
+        if self._losses:
+            loss, self._losses = torch.stack(self._losses).float().sum(), []
+            if loss.device.type == "cpu":
+                self.loss(float(loss))
+            else:
+                self._late_losses.append(loss)
         step = (time.time(), self._tokens, self._slots)
         if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in self._tokens):
             self._late.append(step)
@@ -65,7 +85,7 @@ class Recorder:
         self._write({"loss_sum": loss_sum, "loss_tokens": loss_tokens})
 
     def loss(self, value: float) -> None:
-        """Loss of the last step over all ranks, as the contender itself reports it."""
+        """Mean loss of the last step on this rank."""
         self._write({"loss": value})
 
     def note(self, **facts: Any) -> None:
@@ -75,6 +95,8 @@ class Recorder:
     def _write_late(self) -> None:
         for step in self._late:
             self._write_step(*step)
+        for loss in self._late_losses:
+            self.loss(float(loss))
 
     def _write_step(self, moment: float, tokens: Sequence[Tensor | int], slots: int) -> None:
         self._write({"time": moment, "tokens": sum(map(int, tokens)), "slots": slots})
@@ -191,7 +213,7 @@ def trainer_arguments(plan: ContenderPlan) -> dict[str, Any]:
         "bf16": plan.dtype == "bfloat16",
         "use_cpu": plan.device == "cpu",
         "torch_compile": plan.compiled,
-        "logging_steps": 1,
+        # Else it asks the device in each step whether the loss is a number.
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
         "per_device_eval_batch_size": plan.micro_batch,
@@ -227,15 +249,11 @@ def finish(plan: ContenderPlan, trainer: Any) -> None:
 
 
 def trainer_callback(recorder: Recorder) -> Any:
-    """A callback of transformers' trainers that records steps and losses."""
+    """A callback of transformers' trainers that records steps."""
     from transformers import TrainerCallback
 
     class Recording(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             recorder.step()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if logs and "loss" in logs:
-                recorder.loss(float(logs["loss"]))
 
     return Recording()

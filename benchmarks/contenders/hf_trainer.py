@@ -46,6 +46,7 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[trainer_callback(recorder)],
     )
+    recorder.watch_losses(trainer)
     trainer.train()
     finish(plan, trainer)
 

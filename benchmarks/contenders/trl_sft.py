@@ -46,6 +46,7 @@ def main() -> None:
         callbacks=[trainer_callback(recorder)],
     )
     recorder.watch(trainer.model)
+    recorder.watch_losses(trainer)
     trainer.train()
     finish(plan, trainer)
     if packed:

@@ -10,6 +10,8 @@ Imports only what comes with Python.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +27,8 @@ KEPT = re.compile(r"(torch|triton|pytorch-triton|nvidia-.*|cuda-.*)$")
 BUILDERS = ("setuptools", "wheel", "hatchling", "editables", "packaging")
 OPTIONAL = {"deepspeed": "zero", "trl": "bench"}
 """Distribution -> the extra that wants it: contenders that need it are left out without."""
+WITHOUT_OPERATIONS = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+"""For DeepSpeed's build, which would look for CUDA's compiler where it finds a card."""
 ASIDE = ("liger-kernel", "nvidia-ml-py")
 """Taken along where the folder has them."""
 
@@ -100,23 +104,37 @@ def main(wheels: Path, environment: Path) -> None:
     if not wheels.is_dir():
         raise InstallError(f"WHEELS={wheels} is not a folder")
     files = {name_of(path.name) for path in wheels.iterdir()}
-    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=False)
-    if made.returncode:
-        raise InstallError("venv failed: it needs ensurepip (Debian, Ubuntu: python3-venv)")
+    own = bool(importlib.util.find_spec("ensurepip"))
+    if not own and not importlib.util.find_spec("pip"):
+        raise InstallError(
+            f"{sys.executable} has neither ensurepip (Debian, Ubuntu: python3-venv) nor pip"
+        )
+    venv = [sys.executable, "-m", "venv", "--clear", *([] if own else ["--without-pip"])]
+    if subprocess.run([*venv, str(environment)], check=False).returncode:
+        raise InstallError(f"{' '.join(venv)} failed: the lines above say why")
     link_packages(environment)
     kept = environment / "machine.txt"
     all_here = [(d.name, d.version) for d in metadata.distributions()]
     kept.write_text(constraints(all_here), encoding="utf-8")
     here = {re.sub(r"[-_.]+", "-", name).lower() for name, _ in all_here}
+    python = str(environment / "bin" / "python")
     pip = [
-        *(str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"),
-        *("install", "--quiet", "--no-index", "--find-links", str(wheels)),
+        *((python, "-m", "pip") if own else (sys.executable, "-m", "pip", "--python", python)),
+        *(
+            "--disable-pip-version-check",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--find-links",
+            str(wheels),
+        ),
         *("--constraint", str(kept), "--no-build-isolation"),
     ]
     aside = [name for name in ASIDE if name in files]
     chosen = f"{ROOT}[{','.join(extras(files | here))}]"
     for wanted in (BUILDERS, ("--editable", chosen, *aside)):
-        if subprocess.run([*pip, *wanted], check=False).returncode:
+        built = {**os.environ, **WITHOUT_OPERATIONS}
+        if subprocess.run([*pip, *wanted], check=False, env=built).returncode:
             raise InstallError(
                 f"pip did not find all that is needed in {wheels} and in {sys.executable}: the "
                 "lines above name what is missing. docs/gpu.md says how to fill the folder on a "

@@ -72,12 +72,6 @@ PARTS: Mapping[str, Part] = {
             chart=SPEED,
         ),
         Part(
-            name="kit",
-            title="The conformance kit",
-            share=12,
-            run=_HERE + "pytests:kit",
-        ),
-        Part(
             name="attention",
             title="Attention, padded and packed",
             share=4,
@@ -132,6 +126,12 @@ PARTS: Mapping[str, Part] = {
             run=_HERE + "training:llama_8b",
             quick=False,
             chart=SPEED,
+        ),
+        Part(
+            name="kit",
+            title="The conformance kit",
+            share=12,
+            run=_HERE + "pytests:kit",
         ),
     )
 }

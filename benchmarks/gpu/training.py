@@ -31,6 +31,7 @@ class Size:
     """Of a Llama, and of what it is given in a step.
 
     Attributes:
+        kv_heads: of keys and values; 0: as many as heads.
         classes: of its output.
         length: tokens of a row; the most of one where rows differ.
     """
@@ -39,6 +40,7 @@ class Size:
     hidden: int
     intermediate: int
     heads: int
+    kv_heads: int = 0
     classes: int
     length: int
     micro_batch: int
@@ -49,7 +51,9 @@ class Size:
     @property
     def parameters(self) -> int:
         """About; norms are not counted."""
-        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
+        shared = (self.kv_heads or self.heads) / self.heads
+        attention = int((2 + 2 * shared) * self.hidden**2)
+        layer = attention + 3 * self.hidden * self.intermediate
         return self.layers * layer + 2 * self.classes * self.hidden
 
 
@@ -58,24 +62,28 @@ TINY = Size(
     warmup=2,
 )  # fmt: skip
 HALF_B = Size(
-    layers=14, hidden=1536, intermediate=4096, heads=12, classes=32_000, length=1024, micro_batch=8
-)
+    layers=14, hidden=1536, intermediate=4096, heads=12, kv_heads=4, classes=32_000, length=1024,
+    micro_batch=8,
+)  # fmt: skip
 THREE_B = Size(
-    layers=28, hidden=3072, intermediate=8192, heads=24, classes=32_000, length=2048,
-    micro_batch=4, checkpointing=True,
+    layers=28, hidden=3072, intermediate=8192, heads=24, kv_heads=8, classes=128_256,
+    length=2048, micro_batch=4, checkpointing=True,
 )  # fmt: skip
 EIGHT_B = Size(
-    layers=32, hidden=4096, intermediate=14_336, heads=32, classes=32_000, length=2048,
-    micro_batch=2, checkpointing=True,
+    layers=32, hidden=4096, intermediate=14_336, heads=32, kv_heads=8, classes=128_256,
+    length=2048, micro_batch=2, checkpointing=True,
 )  # fmt: skip
 
 
 def one_device(context: Context, report: Report) -> None:
-    """`single` beside HF Trainer, and `zero` beside HF Trainer with DeepSpeed, on one device."""
-    groups = {"unsharded": ["anygauge-single", "trainer-single"]}
-    if not context.tiny:
-        groups["ZeRO-3"] = ["anygauge", "trainer"]
-    compare(context, report, groups, HALF_B)
+    """`single` beside HF Trainer: rows of one length; rows that differ, padded and packed."""
+    clock = Clock(context.seconds)
+    peers = [] if context.tiny else ["trainer-single"]
+    half = replace(context, seconds=context.seconds / 2)
+    compare(half, report, {"unsharded": ["anygauge-single", "trainer-single"]}, HALF_B)
+    groups = {"padded": ["anygauge-single", *peers], "packed": ["anygauge-single-packed"]}
+    rest = replace(context, seconds=clock.left)
+    compare(rest, report, groups, HALF_B, workload="generated")
 
 
 def compiled(context: Context, report: Report) -> None:
@@ -165,6 +173,7 @@ def compare(
     if context.machine:
         foresee(context, report, groups, settings)
         return
+    before = list(report.rows)
     rows, plan, about = prepare(workload, settings)
     report.note(f"{about[:1].upper()}{about[1:]}. LoRA r16 on all linear layers.")
     outcomes: list[RunOutcome] = []
@@ -184,14 +193,14 @@ def compare(
                 plan,
                 rows,
                 replace(settings, timeout_s=max(1.0, clock.left)),
-                folder=context.path / f"round{round_ + 1}" / name,
+                folder=context.path / workload / f"round{round_ + 1}" / name,
                 round_=round_ + 1,
             )
             print(f"round {round_ + 1}, {name}: {outcome.status} {outcome.problem}", flush=True)
             print("\n".join(outcome.log), flush=True)
             outcomes.append(outcome)
             longest = max(longest, outcome.wall_seconds or 0.0)
-            report.rows[:] = []
+            report.rows[:] = before
             for each in table(groups, outcomes, predictions):
                 report.add(each)
     _notes(report, predictions, context)
@@ -224,7 +233,7 @@ def foresee(context: Context, report: Report, groups: Groups, settings: SessionS
         "intermediate_size": settings.intermediate,
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
-        "num_key_value_heads": settings.heads,
+        "num_key_value_heads": settings.kv_heads or settings.heads,
         "max_position_embeddings": settings.length,
         "tie_word_embeddings": False,
     }
@@ -248,6 +257,7 @@ def settings_of(context: Context, size: Size, ranks: int) -> SessionSettings:
         hidden=size.hidden,
         intermediate=size.intermediate,
         heads=size.heads,
+        kv_heads=size.kv_heads,
         vocabulary=400 if context.tiny else 4096,
         classes=size.classes,
         length=size.length,

@@ -129,20 +129,26 @@ class StepWatch:
         self._began = time.perf_counter()
 
     def _end_profile(self) -> None:
-        import torch
-
         _synchronize()
         seconds = time.perf_counter() - self._began
         self._profile.stop()
         events = list(self._profile.events())
-        on_device = [e for e in events if e.device_type is not torch.autograd.DeviceType.CPU]
-        working = on_device or events  # the host is a device, too
+        working = on_device(events) or events  # the host is a device, too
         spans = ((e.time_range.start, e.time_range.end) for e in working)
         self._found["busy"] = min(1.0, union(spans) / 1e6 / seconds)
         self._found["operations"] = len(working) / self._count
         self._found["synchronizations"] = {
             name: sum(e.name == name for e in events) / self._count for name in WAITING_CALLS
         }
+
+
+def on_device(events: Iterable[Any]) -> list[Any]:
+    """Those of the device, of a profile's events. A range that somebody named spans time in which
+    the device was idle, too."""
+    from torch.autograd import DeviceType
+
+    # Not `is`: each access makes a new object.
+    return [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:

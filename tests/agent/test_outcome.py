@@ -39,6 +39,19 @@ def earliest(failures: list[Failure]) -> Failure:
     return failures[int(outcome.cause)]
 
 
+def test_a_record_of_the_collectives_is_named_where_there_is_one(tmp_path: Path) -> None:
+    failure = exit_of(3, -signal.SIGABRT, last_alive=1.0, observed=1.0)
+    record = tmp_path / "flight_rank_3"
+
+    def cause() -> str:
+        log = tmp_path / "rank3.log"
+        return failure.cause(host="h", world_size=4, log=log, log_offset=0, record=record)
+
+    assert str(record) not in cause()
+    record.write_bytes(b"pickled")
+    assert f"what its collectives were doing: {record}" in cause()
+
+
 def test_a_kill_noticed_after_a_peers_report_is_still_the_cause() -> None:
     killed = exit_of(1, -signal.SIGKILL, last_alive=10.0, observed=10.3)
     assert earliest([report(0, 10.1), killed]) is killed

@@ -17,6 +17,7 @@ from anygauge.interface import (
     RdmaDevice,
     RunFileError,
     Scope,
+    Skip,
 )
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
@@ -24,7 +25,7 @@ from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
 from anygauge_cuda.diagnostics import _compatibility, checks
 from anygauge_cuda.peaks import published_peak
-from anygauge_cuda.placement import CudaPlacement, hardware_dtypes
+from anygauge_cuda.placement import CudaPlacement, hardware_dtypes, without_kernels
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
 from anygauge_cuda.versions import driver_serves
 from tests.helpers.machines import (
@@ -81,6 +82,17 @@ def test_a_complete_machine_is_available(tmp_path: Path) -> None:
     assert found.device_count == 2
     assert "535.129.03" in found.driver.detail
     assert "CUDA 12.8" in found.software.detail
+
+
+def test_a_driver_under_gvisor_shows_its_device_files_alone(tmp_path: Path) -> None:
+    found = look(tmp_path, {"dev/nvidia0": "", "dev/nvidiactl": ""}, TORCH)
+    assert found.available, found.reason
+    assert found.device_count == 1 and "not shown" in found.driver.detail
+
+
+def test_a_container_under_wsl_has_the_driver_in_its_store(tmp_path: Path) -> None:
+    library = "usr/lib/wsl/drivers/nv_dispi.inf_amd64_1/libcuda.so.1.1"
+    assert look(tmp_path, {"dev/dxg": "", library: ""}, TORCH).available
 
 
 def test_a_machine_without_gpus_says_what_is_missing(tmp_path: Path) -> None:
@@ -211,7 +223,7 @@ def test_environment_is_pure(
 def test_every_setting_has_a_reason_and_a_source() -> None:
     node = machine(interfaces=(LO, ETH0, ETH1), rdma_devices=(EFA,))
     settings = CudaBackend().environment(job(nodes=2, devices=2), node, 0)
-    assert len(settings) == 6
+    assert len(settings) == 9
     for setting in settings:
         assert setting.reason
         assert setting.source
@@ -226,6 +238,9 @@ def test_a_single_node_needs_no_fabric() -> None:
         "PYTORCH_CUDA_ALLOC_CONF",
         "GLOO_SOCKET_IFNAME",
         "OMP_NUM_THREADS",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     }
     assert found["GLOO_SOCKET_IFNAME"].value == "lo"
     assert found["OMP_NUM_THREADS"].value == "2"
@@ -290,6 +305,66 @@ def test_the_allocator_of_the_run_file_has_no_rival(name: str) -> None:
     assert not any(n.endswith("ALLOC_CONF") for n in found)
 
 
+MIG = "/proc/driver/nvidia/capabilities/gpu0/mig/gi1/access"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"texts": {MIG: "DeviceFileMinor: 12"}}, "MIG"),
+        ({"variables": {"CUDA_VISIBLE_DEVICES": "MIG-3a1b"}}, "MIG"),
+        ({"files": {"/dev/dxg": "/dev/dxg"}}, "WSL2"),
+    ],
+)
+def test_segments_do_not_grow_where_that_fails(fields: dict[str, Any], why: str) -> None:
+    decided = CudaBackend().explain_environment(job(), machine(**fields))
+    (skipped,) = (d for rule, d in decided if rule.name == "PYTORCH_CUDA_ALLOC_CONF")
+    assert isinstance(skipped, Skip) and why in skipped.reason
+
+
+def cards(*names: str, driver: str = "545.23.08") -> dict[str, str]:
+    folder = "/proc/driver/nvidia"
+    listed = {f"{folder}/gpus/{n}/information": f"Model: \t {name}" for n, name in enumerate(names)}
+    return {**listed, f"{folder}/version": f"NVRM version: NVIDIA Kernel Module  {driver}  x"}
+
+
+RTX = "NVIDIA GeForce RTX 4090"
+
+
+@pytest.mark.parametrize(
+    ("texts", "disabled"),
+    [
+        (cards(RTX, RTX), True),
+        (cards(RTX, RTX, driver="550.40.07"), False),
+        (cards(RTX, RTX, driver="550.40"), True),
+        (cards(RTX), False),
+        (cards("NVIDIA L40S", "NVIDIA L40S"), False),
+        ({}, False),
+    ],
+)
+def test_consumer_cards_with_old_drivers_get_no_peer_access(
+    texts: dict[str, str], disabled: bool
+) -> None:
+    found = by_name(CudaBackend().environment(job(devices=2), machine(texts=texts), None))
+    names = {name for name in found if name.endswith("_DISABLE")}
+    assert names == ({"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} if disabled else set())
+
+
+@pytest.mark.parametrize(
+    ("torch", "name"),
+    [("2.7.1+cu126", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ("2.8.0", "TORCH_FR_BUFFER_SIZE")],
+)
+def test_collectives_are_recorded_under_the_name_that_torch_reads(torch: str, name: str) -> None:
+    node, two = machine(libraries={"torch": torch}), job(devices=2)
+    found = by_name(CudaBackend().environment(two, node, None))
+    assert [each for each in found if each.endswith("BUFFER_SIZE")] == [name]
+    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"].value == "1"
+    prefix = found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].value
+    assert prefix == two.collectives_record == "/runs/run/logs/flight_rank_"
+    alone = by_name(CudaBackend().environment(job(), node, None))
+    assert not any(each.startswith("TORCH_") for each in alone)
+
+
 def test_without_a_rank_there_are_no_settings_of_a_rank() -> None:
     scopes = {s.scope for s in CudaBackend().environment(job(nodes=2), machine(), None)}
     assert Scope.RANK not in scopes
@@ -303,6 +378,29 @@ def test_without_a_rank_there_are_no_settings_of_a_rank() -> None:
 def test_options_are_refused() -> None:
     with pytest.raises(RunFileError, match=r"backend_options\.tf32"):
         CudaBackend({"tf32": True})
+
+
+@pytest.mark.parametrize("value", [0, -64, "64", True, 1.5])
+def test_widths_are_rounded_to_whole_tokens(value: Any) -> None:
+    with pytest.raises(RunFileError, match=r"backend_options\.pad_to_multiple_of: .*64"):
+        CudaBackend({"pad_to_multiple_of": value})
+
+
+def test_rounded_widths_are_few() -> None:
+    widths = range(1, 2049, 7)
+    usual, rounded = (
+        {shapes.padded_length(width, 2048) for width in widths}
+        for shapes in (
+            CudaBackend().graph.shapes,
+            CudaBackend({"pad_to_multiple_of": 64}).graph.shapes,
+        )
+    )
+    assert len(usual) == len(widths), "nothing is rounded until it is asked for"
+    assert len(rounded) == 2048 // 64
+
+
+def test_its_sums_vary() -> None:
+    assert CudaBackend().sums_vary
 
 
 def test_deepspeed_is_told_its_accelerator() -> None:
@@ -370,6 +468,52 @@ def test_peaks_are_known_for_whole_known_cards(name: str, dtype: str, value: flo
     peak = published_peak(name, dtype)
     assert (peak.value if peak else None) == value
     assert peak is None or "datasheet" in peak.source
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "index"),
+    [
+        ((8, 0), "sm_80 sm_90", ""),
+        ((8, 9), "sm_80 sm_90", ""),
+        ((9, 0), "sm_80 sm_90a", ""),
+        ((12, 0), "sm_90 sm_120a", ""),
+        ((12, 1), "sm_90 compute_90", ""),
+        ((7, 0), "sm_75 sm_80 sm_90", "cu126"),
+        ((6, 1), "sm_75 sm_80 compute_90", "cu126"),
+        ((7, 5), "sm_80 sm_90", "cu130"),
+        ((8, 0), "sm_86 sm_90", "cu130"),
+        ((10, 0), "sm_50 sm_90", "cu130"),
+    ],
+)
+def test_a_card_is_compared_with_the_kernels_of_torch(
+    capability: tuple[int, int], built: str, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_arch_list", built.split)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    said = without_kernels(0)
+    assert (f"https://download.pytorch.org/whl/{index} " in said) if index else said == ""
+
+
+@pytest.mark.parametrize(("allowed", "bits", "rate"), [(False, 24, 19.5e12), (True, 11, 156e12)])
+def test_products_in_tf32_are_known_as_such(
+    allowed: bool, bits: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
+    placement = CudaBackend().placement
+    placement._device = torch.device("cuda", 0)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        assert placement.float32_product_bits == bits
+        peak = placement.peak_flops("float32")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert peak is not None and peak.value == rate
 
 
 # -- diagnostics -----------------------------------------------------------------------------
@@ -476,6 +620,12 @@ def test_exhausted_memory_is_recognised() -> None:
     assert placement.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert placement.is_out_of_memory(
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    )
+    assert placement.is_out_of_memory(
+        RuntimeError(
+            "NVML_SUCCESS == r INTERNAL ASSERT FAILED at "
+            '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":1165, please report a bug to PyTorch.'
+        )
     )
     assert not placement.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
 

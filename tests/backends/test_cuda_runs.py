@@ -125,6 +125,7 @@ def test_variables_are_set_before_cuda_is_opened(job: EndedJob) -> None:
         variables = init[1]
         assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         assert variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
         assert variables["GLOO_SOCKET_IFNAME"] == "lo"
         # A rank sees all cards and takes its own by number; what NCCL finds by itself is not set.
         assert "CUDA_VISIBLE_DEVICES" not in variables
@@ -140,6 +141,13 @@ def test_nccl_joins_all_ranks_on_the_card_that_is_open(job: EndedJob) -> None:
         assert made[3] == LaunchSettings().collective_timeout_s
         # Named when the group is made: NCCL connects at once, and to this card.
         assert connected == ["connect", f"cuda:{device}"]
+
+
+def test_a_wait_for_a_step_blocks(job: EndedJob) -> None:
+    """One that spins takes a core, and the agent takes it for work."""
+    for each in job.calls("event"):
+        timed = [blocking for _, timing, blocking in each if timing]
+        assert timed and all(timed)
 
 
 def test_messages_of_the_host_do_not_go_through_nccl(job: EndedJob) -> None:
@@ -192,3 +200,39 @@ def test_all_checks_of_the_doctor_pass(folder: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 6 and all(": pass " in line for line in lines), done.stdout
     assert lines[-1] == f"usable GPUs: pass 2 usable ({NAME})"
+
+
+OLD = """
+import cuda_standin
+cuda_standin.CAPABILITY = (7, 0)
+from pathlib import Path
+import sys
+from anygauge.interface import NotAvailableError
+from anygauge_cuda.backend import CudaBackend
+from anygauge_cuda.diagnostics import checks
+machine = Path(sys.argv[1])
+print(checks(machine, machine / "torch")[-1])
+try:
+    CudaBackend().open(0)
+except NotAvailableError as error:
+    print(error)
+"""
+
+
+def test_a_card_without_kernels_is_refused_before_it_is_used(folder: Path) -> None:
+    site = folder / "cuda-standin"
+    if not site.exists():
+        standin_site(folder)
+    done = subprocess.run(
+        [sys.executable, "-c", OLD, str(site / "machine")],
+        env={**os.environ, **standin_environment(site, folder / "old")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    doctor, refused = done.stdout.splitlines()
+    assert "outcome='fail'" in doctor
+    for line in (doctor, refused):
+        assert "compute capability 7.0" in line and "kernels for sm_80 sm_90 alone" in line
+        assert "https://download.pytorch.org/whl/cu126" in line

@@ -15,7 +15,7 @@ import torch
 from benchmarks.processes import SHIM
 
 sys.path.insert(0, str(SHIM))
-from benchmark_watch import WAITS, StepCounter, StepWatch, union
+from benchmark_watch import WAITS, StepCounter, StepWatch, on_device, union
 
 sys.path.remove(str(SHIM))
 
@@ -23,6 +23,18 @@ sys.path.remove(str(SHIM))
 def test_spans_are_covered_once() -> None:
     assert union([]) == 0
     assert union([(5, 6), (0, 2), (1, 3), (1.5, 2.5)]) == 4
+
+
+def test_events_of_the_host_are_not_those_of_a_device() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        torch.ones(3).sum()
+    events = list(profiled.events())
+    assert events and on_device(events) == []
+    device = SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA, is_user_annotation=False)
+    named = SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA, is_user_annotation=True)
+    assert on_device([*events, device, named]) == [device]
 
 
 def test_a_step_ends_with_the_first_update_after_a_backward() -> None:

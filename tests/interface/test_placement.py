@@ -25,6 +25,29 @@ class Queued(Placement):
         return self._functions
 
 
+def test_memory_is_asked_for_once_a_step_and_its_limit_once() -> None:
+    asked: list[str] = []
+
+    def stats() -> dict[str, int]:
+        asked.append("stats")
+        kinds = {"allocated_bytes": (5, 7), "reserved_bytes": (8, 9)}
+        return {
+            f"{kind}.all.{what}": value
+            for kind, values in kinds.items()
+            for what, value in zip(("current", "peak"), values, strict=True)
+        }
+
+    def info() -> tuple[int, int]:
+        asked.append("driver")
+        return 1, 100
+
+    placement = Queued(True, memory_stats=stats, mem_get_info=info)
+    for _ in range(3):
+        found = placement.memory()
+        assert (found.in_use, found.peak, found.reserved, found.limit) == (5, 7, 8, 100)
+    assert asked == ["driver", "stats", "stats", "stats"]
+
+
 @pytest.mark.parametrize(
     ("pinned", "module", "wanted"),
     [

@@ -1,7 +1,7 @@
 """Compile every Triton kernel for a GPU, without one: prints a line of JSON for each.
 
-Run as a script, without TRITON_INTERPRET: ``compile_triton.py CAPABILITY WHICH`` with 80 or 90, and
-``all`` or ``largest``: of each kernel only what takes most registers.
+Run as a script, without TRITON_INTERPRET: ``compile_triton.py CAPABILITY WHICH`` with 80 to 120,
+and ``all`` or ``largest``: of each kernel only what takes most registers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def spilled(ptx: str, capability: int) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        arch = "sm_90a" if capability == 90 else f"sm_{capability}"
+        arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
         done = subprocess.run(
             [get_ptxas(capability).path, "-v", f"-arch={arch}", file.name, "-o", "/dev/null"],
             capture_output=True,

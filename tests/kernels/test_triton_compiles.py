@@ -22,6 +22,10 @@ SPILLED_AT_MOST = 96
         (90, "largest"),
         pytest.param(90, "all", marks=pytest.mark.slow),
         pytest.param(80, "all", marks=pytest.mark.slow),
+        (100, "largest"),
+        (120, "largest"),
+        pytest.param(100, "all", marks=pytest.mark.slow),
+        pytest.param(120, "all", marks=pytest.mark.slow),
     ],
 )
 def test_every_kernel_compiles_and_fits_its_registers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from importlib import metadata
 from typing import Any
 
@@ -16,6 +17,7 @@ from anygauge.kernels.loss import (
     logits_rule,
     model_loss,
     return_loss,
+    state_loss_rows,
     summed_cross_entropy,
 )
 from anygauge.models.inputs import shift_labels
@@ -135,6 +137,30 @@ def compare(model: Any, wanted: float, exact: dict[str, torch.Tensor]) -> dict[s
 def agree(model: Any) -> None:
     wanted, exact = exactly(model)
     compare(fused(model), wanted, exact)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_the_host_knows_are_not_asked_for(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama", tie_word_embeddings=tied)
+    rule, _ = logits_rule(model)
+    return_loss(model, functools.partial(rule.bound(linear_cross_entropy), skip_ignored=True))
+
+    def computed(*, stated: bool) -> list[torch.Tensor]:
+        model.zero_grad()
+        given = batch()
+        labels = given["shift_labels"]
+        if stated:
+            state_loss_rows(labels, (labels.flatten() != -100).nonzero().squeeze(1))
+            monkeypatch.setattr(torch.Tensor, "nonzero", None)
+        loss = model_loss(model(**given, use_cache=False))
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    wanted = computed(stated=False)
+    for one, other in zip(computed(stated=True), wanted, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("model_type", MODELS)

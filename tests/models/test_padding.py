@@ -48,19 +48,86 @@ def test_the_model_computes_the_same_and_the_device_is_not_asked(
     mask = torch.ones_like(ids)
     if has_padding:
         mask[1, 5:] = 0
+    real = mask.bool()
     with torch.no_grad():
-        wanted = model(ids, attention_mask=mask).logits
+        wanted = model(ids, attention_mask=mask).logits[real]
         assert asked and all(got and may_ask for got, may_ask in asked)
         asked.clear()
         answer_from_host(model, "sdpa")
         state_padding(mask, has_padding)
-        found = model(ids, attention_mask=mask).logits
+        found = model(ids, attention_mask=mask).logits[real]
         assert asked and not any(got and may_ask for got, may_ask in asked)
         assert torch.equal(found, wanted)
         asked.clear()
-        again = model(ids, attention_mask=mask.clone()).logits
+        again = model(ids, attention_mask=mask.clone()).logits[real]
     assert all(got and may_ask for got, may_ask in asked), "nobody stated it of this one"
     assert torch.equal(again, wanted)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, int]]:
+    """For each call of fused attention: whether it has a mask, is causal, and heads of its keys."""
+    seen = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def noting(query: Any, key: Any, value: Any, attn_mask: Any = None, **named: Any) -> Any:
+        seen.append((attn_mask is not None, bool(named.get("is_causal")), key.shape[1]))
+        return fused(query, key, value, attn_mask=attn_mask, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    return seen
+
+
+LAYERS = {
+    "all before": ({"num_key_value_heads": 4}, {(False, True, 4)}),
+    "all before, heads in groups": ({}, {(False, True, 2)}),
+    "a window": (SLIDING, {(True, False, 4)}),
+    "window and all before": (
+        {
+            "model_type": "qwen2",
+            "num_key_value_heads": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 3,
+        },
+        {(True, False, 4), (False, True, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "expected"), LAYERS.values(), ids=LAYERS)
+def test_padding_on_the_right_costs_neither_a_mask_nor_a_bit(
+    fields: dict[str, Any], expected: set[Any], called: list[tuple[bool, bool, int]]
+) -> None:
+    """Torch's flash attention takes no mask, and grouped keys are repeated for one."""
+    torch.manual_seed(0)
+    fields = {**TINY, **fields}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    ids = torch.arange(16).reshape(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    labels = ids.where(mask.bool(), torch.full_like(ids, -100))
+
+    def computed() -> list[torch.Tensor]:
+        called.clear()
+        model.zero_grad()
+        outputs = model(ids, attention_mask=mask, labels=labels)
+        outputs.loss.backward()
+        gradients = (parameter.grad.clone() for parameter in model.parameters())
+        return [outputs.logits.detach()[mask.bool()], *gradients]
+
+    wanted = computed()
+    assert set(called) == {(True, False, 4)}, "the library alone gives a mask, and repeats keys"
+    answer_from_host(model, "sdpa")
+    state_padding(mask, True)
+    found = computed()
+    assert set(called) == expected
+    # Gradients of keys that are not repeated are summed over heads in another order.
+    tolerance = 1e-6 if config.num_key_value_heads < 4 and expected != {(True, False, 4)} else 0.0
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=tolerance)
+    assert torch.equal(found[0], wanted[0])
 
 
 class CausalAlone:

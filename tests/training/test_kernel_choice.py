@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,12 +19,14 @@ from anygauge.interface import (
 from anygauge.kernels import plan
 from anygauge.kernels.choose import KernelChoice, kernels_of_run, load_kernel
 from anygauge.kernels.install import ModelKernels
+from anygauge.kernels.loss import state_loss_rows
 from anygauge.kernels.plan import KernelPlan, plan_kernels
 from anygauge.models.factory import CausalModelFactory
 from anygauge.registry import Registry
 from anygauge_cpu.backend import CpuBackend
 from anygauge_kernels import why_no_compiler
-from tests.helpers.runs import TINY
+from tests.helpers.runs import TINY, trained_here
+from tests.helpers.runs import run_file as write_run_file
 
 LLAMA = {"model_type": "llama"}
 OWN_ATTENTION = {"model_type": "bloom"}
@@ -254,3 +257,21 @@ def test_what_is_planned_is_what_the_model_gets() -> None:
         assert len(lora) == replaced
         assert "forward" in vars(model.get_base_model())  # either way, the loss is the model's
         assert ("forward" in vars(model.get_output_embeddings())) == (kernels.loss is not None)
+
+
+def test_a_run_states_the_rows_that_have_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the loss asks the device for them in each micro-batch, and waits."""
+    stated: list[bool] = []
+
+    def noting(labels: torch.Tensor, rows: torch.Tensor) -> None:
+        wanted = (labels.flatten() != -100).nonzero().squeeze(1)
+        stated.append(torch.equal(rows, wanted))
+        state_loss_rows(labels, rows)
+
+    monkeypatch.setattr("anygauge.training.moving.state_loss_rows", noting)
+    train = {"steps": 2, "global_batch_size": 4, "micro_batch_size": 2}
+    path = write_run_file(tmp_path, name="rows", strategy={"name": "single"}, train=train)
+    assert trained_here(path).status == 0
+    assert len(stated) >= 4 and all(stated)

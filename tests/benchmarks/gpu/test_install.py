@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from benchmarks.gpu import install
 
@@ -69,3 +76,63 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(install.InstallError, match="is not a folder"):
         install.main(tmp_path / "absent", tmp_path / "environment")
     assert not (tmp_path / "environment").exists()
+
+
+@pytest.mark.parametrize("ensured", [True, False])
+def test_a_python_without_ensurepip_uses_its_own_pip(
+    ensured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    built: list[Any] = []
+
+    def run(argv: list[str], check: bool, env: Any = None) -> Any:
+        ran.append(argv)
+        built.append(env)
+        if "venv" in argv:
+            (tmp_path / "venv/lib/python3.12/site-packages").mkdir(parents=True)
+        return SimpleNamespace(returncode=0)
+
+    found = {"pip": True, "ensurepip": ensured}
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: found[name] or None)
+    monkeypatch.setattr(install.subprocess, "run", run)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    install.main(wheels, tmp_path / "venv")
+    python = str(tmp_path / "venv/bin/python")
+    venv, *pips = ran
+    assert ("--without-pip" in venv) is not ensured
+    for pip in pips:
+        wanted = [python, "-m", "pip"] if ensured else [sys.executable, "-m", "pip", "--python"]
+        assert pip[: len(wanted)] == wanted and python in pip
+    # DeepSpeed's build looks for a compiler of CUDA's where it finds a card.
+    assert all(env["DS_ACCELERATOR"] == "cpu" and env["DS_BUILD_OPS"] == "0" for env in built[1:])
+
+
+HEAVY = {"torch", "pyarrow", "numpy", "pandas"}
+
+
+def needed(name: str, seen: set[str]) -> set[str]:
+    """What a distribution brings along, of those that are installed here."""
+    key = re.sub(r"[-_.]+", "-", name).lower()
+    if key not in seen:
+        seen.add(key)
+        try:
+            wanted = metadata.requires(key) or []
+        except metadata.PackageNotFoundError:
+            wanted = []
+        for each in map(Requirement, wanted):
+            if each.marker is None or each.marker.evaluate({"extra": ""}):
+                needed(each.name, seen)
+    return seen
+
+
+def test_the_recipe_of_the_docs_carries_nothing_heavy() -> None:
+    """pip download brings torch and NVIDIA's libraries, 2.9 GiB, for whatever needs torch."""
+    page = (install.ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    lines = [shlex.split(line) for line in page.splitlines() if line.startswith("pip download")]
+    assert lines
+    for line in lines:
+        alone = "--no-deps" in line
+        names = [Requirement(word).name for word in line[4:] if not word.startswith("-")]
+        brought = set(names) if alone else set().union(*(needed(name, set()) for name in names))
+        assert not brought & HEAVY, (line, brought & HEAVY)

@@ -216,6 +216,10 @@ def _cuda_maybeExchangeDevice(device: int) -> int:
     return _cuda_exchangeDevice(device)
 
 
+def _cuda_canDeviceAccessPeer(device: int, peer_device: int) -> bool:
+    return _checked(device) != _checked(peer_device)
+
+
 def _cuda_isInBadFork() -> bool:
     return False
 
@@ -393,6 +397,7 @@ def _streams() -> dict[str, type]:
             external: bool = False,
         ) -> Any:  # fmt: skip
             cards()
+            record("event", enable_timing, blocking)
             return super().__new__(cls, device="cuda", enable_timing=enable_timing)
 
         def record(self, stream: Any) -> None:
