@@ -116,7 +116,7 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
         return 1
     with _terminal(handover, job, own_process=own_process) as terminal:
         try:
-            status = reported(job, launch.rank, terminal.events)
+            status = reported(job, launch.rank, terminal.events, answer["lock"])
         except SystemExit:
             status = 1
     terminal.conclude(handover, job)

@@ -8,13 +8,13 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_text, write_text
+from anygauge.util.run_lock import LOCK, open_lock
 from anygauge.util.start import START
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
     from anygauge.training.checkpoints.identity import Finished
 
-LOCK = ".lock"
 RUN_FILE = "run.yaml"
 """For people and for commands; ranks and their agents read `Job.run_file`."""
 RESOLVED = "run.json"
@@ -126,8 +125,7 @@ def claimed(folder: Path) -> Iterator[int]:
     Raises:
         AnygaugeError: a run is writing to it now, or its lock cannot be opened.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = _open_lock(folder / LOCK)
+    lock = open_lock(folder)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,40 +141,6 @@ def claimed(folder: Path) -> Iterator[int]:
         yield lock
     finally:
         os.close(lock)
-
-
-def _open_lock(path: Path) -> int:
-    """Open a lock file, which need not be there; nothing is written to it.
-
-    Raises:
-        AnygaugeError: something else is there, or it cannot be opened.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if path.is_symlink():
-            raise AnygaugeError(_no_lock(path, "a link")) from None
-        raise AnygaugeError(
-            f"{path} cannot be opened: {error.strerror}. This lock keeps two runs out of one "
-            "folder: make sure that you can read and write it, or give the run another 'name' or "
-            "--output"
-        ) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise AnygaugeError(_no_lock(path, "not a regular file"))
-    if descriptor > 2:
-        return descriptor
-    # Where standard streams were closed, a child's own ones would take its place.
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(descriptor)
-    return moved
-
-
-def _no_lock(path: Path, what: str) -> str:
-    return (
-        f"{path} is {what}. anygauge creates this lock itself, to keep two runs out of one folder, "
-        "and uses nothing else in its place: remove it, or give the run another 'name' or --output"
-    )
 
 
 # -- starts that came to nothing take no name from a later run -------------------------------------

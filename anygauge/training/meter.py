@@ -6,6 +6,7 @@ counts the model's own operations, so recomputation lowers it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -69,7 +70,10 @@ class MetricsLogger:
         """
         if rank == 0:
             cut_after(path, history.step if history else 0)
-        self._file = path.open("a", encoding="utf-8") if rank == 0 else None
+        # Without a buffer: what could not be written is known, and is kept for the next line.
+        self._file = path.open("ab", buffering=0) if rank == 0 else None
+        self._unwritten = b""
+        self._warned = False
         self._steps = steps
         self._world_size = world_size
         self._volume = volume
@@ -204,10 +208,26 @@ class MetricsLogger:
             )
 
     def _write(self, record: dict[str, Any]) -> None:
-        assert self._file is not None
         record = {"time": time.time(), **record}
-        self._file.write(json.dumps(finite(record)) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps(finite(record)).encode() + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what waits. A run does not end for a line of metrics: it is written with a later
+        one, once that is possible."""
+        assert self._file is not None
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._warned:
+                self._events.message(
+                    f"{self._file.name} cannot be written now: {error.strerror}. The run goes on; "
+                    "its metrics are kept, and written once that is possible. A checkpoint or the "
+                    "result may fail in the same way: free space",
+                    "warning",
+                )
+            self._warned = True
 
     def close(self, status: RunStatus) -> None:
         """End sampling, files and trackers; takes a bounded time and raises nothing of theirs."""
@@ -215,7 +235,15 @@ class MetricsLogger:
             self._system.stop()
         if self._file is not None:
             self._system_samples()
-            self._file.close()
+            self._flush()
+            if self._unwritten:
+                lines = self._unwritten.count(b"\n")
+                self._events.message(
+                    f"{self._file.name} lacks the last {lines} lines: they could not be written",
+                    "warning",
+                )
+            with contextlib.suppress(OSError):  # of what was written before, on a network disk
+                self._file.close()
         self._trackers.close(status, {} if status == "failed" else self.summary())
 
     @property
