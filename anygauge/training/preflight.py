@@ -15,7 +15,7 @@ import resource
 import signal
 import sys
 import tempfile
-import traceback
+from importlib.util import find_spec
 from typing import NoReturn
 
 from anygauge.config.resolved import parse_run
@@ -23,6 +23,7 @@ from anygauge.interface import AnygaugeError
 from anygauge.training.checks import Question, check_run, nothing
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import die_with_parent
+from anygauge.util.text import describe
 
 GIB = 2**30
 MODEL_LIMIT = 4 * GIB
@@ -94,18 +95,19 @@ def main() -> int:
         run = parse_run(question.run)
         hide = nothing if with_torch else hide_torch
         found = check_run(question, run, events.message, enter, hide)
-    except AnygaugeError as error:
-        if "torch" in sys.modules and sys.modules["torch"] is None and misses_torch(error):
-            begin_again_with_torch(text, answers)
-        events.send("refused", error=type(error).__name__, message=str(error))
-    except ImportError as error:
-        events.send("unchecked", message=f"{error.name} is not installed here")
     except MemoryError:
         events.send("refused", error="AnygaugeError", message="out of memory")
     except Exception as error:
-        traceback.print_exc()
-        said = (str(error).strip() or "no reason given").splitlines()[0]
-        events.send("unchecked", message=f"{type(error).__name__}: {said}")
+        hidden = sys.modules.get("torch", error) is None
+        if hidden and misses_torch(error):
+            begin_again_with_torch(text, answers)
+        if isinstance(error, AnygaugeError):
+            events.send("refused", error=type(error).__name__, message=str(error))
+        elif not hidden and find_spec("torch") is None and misses_torch(error):
+            events.send("unchecked", message="torch is not installed here")
+        else:
+            message = f"the checks before the run failed: {describe(error)}"
+            events.send("refused", error="AnygaugeError", message=message)
     else:
         settings = None
         if found.settings is not None:
