@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_text, write_text
 from anygauge.util.run_lock import LOCK, open_lock
@@ -138,9 +140,63 @@ def claimed(folder: Path) -> Iterator[int]:
         (folder / CANCELLED).unlink(missing_ok=True)
         # Where ranks of an earlier part of the run met: they would take each other for alive.
         (folder / RENDEZVOUS).unlink(missing_ok=True)
+        _remove_parts(folder, "*", locked=True)
         yield lock
     finally:
         os.close(lock)
+
+
+@contextlib.contextmanager
+def merging(output: Path) -> Iterator[None]:
+    """Hold the lock of the folder that a merge writes to, so that nobody takes what it writes for
+    what a kill has left; and remove what earlier merges have left.
+
+    Where another process holds the lock, nothing is removed.
+    """
+    folder = output.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    of_run = (folder / LOCK).is_file()
+    # Elsewhere the lock is on the folder itself: no file of ours is left beside a user's.
+    lock = open_lock(folder) if of_run else os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        locked = True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held, or a file system without locks
+            locked = False
+        _remove_parts(folder, "*" if of_run else output.name, locked=locked)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _remove_parts(folder: Path, name: str, *, locked: bool) -> None:
+    """Remove results that were being written when their process was killed, and name those that
+    stay: see `anygauge.models.export.completed`."""
+    for path in sorted(folder.glob(".*.part")):
+        part = re.fullmatch(r"\.(.+)\.([0-9]{1,7})\.part", path.name)
+        if part is None or name not in ("*", part[1]) or path.is_symlink() or not path.is_dir():
+            continue
+        if locked and not _runs(int(part[2])):
+            shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            typer.echo(
+                f"note: {path} is left of an earlier result: process {part[2]} runs on this "
+                f"machine, or another command writes to {folder} now. If neither writes it, "
+                "remove it",
+                err=True,
+            )
+
+
+def _runs(pid: int) -> bool:
+    """Whether another process of this machine has the id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()
 
 
 # -- starts that came to nothing take no name from a later run -------------------------------------
