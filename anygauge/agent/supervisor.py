@@ -44,10 +44,10 @@ _SIGNALLED = "signals"  # data of the selector's key that becomes ready when one
 
 
 def collect_signals(received: list[tuple[int, float]]) -> None:
-    """From now on, append each signal and its time (seconds since the epoch) to a list."""
+    """From now on, append each signal and its time (monotonic) to a list."""
 
     def note(signum: int, frame: FrameType | None) -> None:
-        received.append((signum, time.time()))
+        received.append((signum, time.monotonic()))
 
     for number in SIGNALS:
         signal.signal(number, note)
@@ -336,7 +336,7 @@ class Supervisor:
         signum, at = self._signals[0]
         if self._cancelled_at is None:
             _note(f"received {signal.Signals(signum).name}: ending the ranks")
-            self._stop(signum, at)
+            self._stop(signum, time.time() - (time.monotonic() - at))
             self._nodes.broadcast(Instruction.STOP, signum)
         # Schedulers deliver one request twice in a row, to the step and to its processes. A
         # terminal that closes adds nothing to the Ctrl-C before it.
