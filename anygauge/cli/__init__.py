@@ -94,8 +94,7 @@ def _open_standard_streams() -> None:
 class EscapedStream:
     """A stream that control characters do not pass, whoever prints: see `escaped`.
 
-    rich writes to the stream itself, since styles and bars consist of them; what it shows is
-    escaped by `anygauge.cli.console`.
+    rich writes to the stream itself: see `anygauge.cli.console`.
     """
 
     def __init__(self, stream: Any) -> None:

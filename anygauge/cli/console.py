@@ -1,7 +1,7 @@
 """The console that commands print through, by rich: it escapes control characters.
 
-Names of files, hosts and models, and texts of rows, come from others and must not drive a terminal.
-What commands print without rich passes through `anygauge.cli.EscapedStream`.
+Names of files, hosts and models, and texts of rows, must not drive a terminal. What commands print
+without rich passes through `anygauge.cli.EscapedStream`.
 """
 
 from __future__ import annotations

@@ -148,22 +148,19 @@ def claimed(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def merging(output: Path) -> Iterator[None]:
-    """Hold the lock of the folder that a merge writes to, so that nobody takes what it writes for
-    what a kill has left; and remove what earlier merges have left.
-
-    Where another process holds the lock, nothing is removed.
+    """Remove what killed merges have left, and hold the lock of `output`'s folder meanwhile, so
+    that nobody removes what this one writes.
     """
     folder = output.parent
     folder.mkdir(parents=True, exist_ok=True)
     of_run = (folder / LOCK).is_file()
-    # Elsewhere the lock is on the folder itself: no file of ours is left beside a user's.
-    lock = open_lock(folder) if of_run else os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    # Elsewhere the folder itself is locked: no file of ours stays among a user's.
+    lock = open_lock(folder) if of_run else os.open(folder, os.O_RDONLY)
     try:
-        locked = True
-        try:
+        locked = False
+        with contextlib.suppress(OSError):  # another process has it, or there are no locks here
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # held, or a file system without locks
-            locked = False
+            locked = True
         _remove_parts(folder, "*" if of_run else output.name, locked=locked)
         yield
     finally:
@@ -171,8 +168,8 @@ def merging(output: Path) -> Iterator[None]:
 
 
 def _remove_parts(folder: Path, name: str, *, locked: bool) -> None:
-    """Remove results that were being written when their process was killed, and name those that
-    stay: see `anygauge.models.export.completed`."""
+    """Remove results that a kill has left half-written (`anygauge.models.export.completed`), and
+    name those that stay."""
     for path in sorted(folder.glob(".*.part")):
         part = re.fullmatch(r"\.(.+)\.([0-9]{1,7})\.part", path.name)
         if part is None or name not in ("*", part[1]) or path.is_symlink() or not path.is_dir():
@@ -182,8 +179,7 @@ def _remove_parts(folder: Path, name: str, *, locked: bool) -> None:
         if path.exists():
             typer.echo(
                 f"note: {path} is left of an earlier result: process {part[2]} runs on this "
-                f"machine, or another command writes to {folder} now. If neither writes it, "
-                "remove it",
+                f"machine, or another command writes to {folder}. If neither writes it, remove it",
                 err=True,
             )
 
@@ -192,10 +188,8 @@ def _runs(pid: int) -> bool:
     """Whether another process of this machine has the id."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except (ProcessLookupError, PermissionError) as error:
+        return isinstance(error, PermissionError)
     return pid != os.getpid()
 
 

@@ -70,7 +70,7 @@ class MetricsLogger:
         """
         if rank == 0:
             cut_after(path, history.step if history else 0)
-        # Without a buffer: what could not be written is known, and is kept for the next line.
+        # Without a buffer, so that it is known what could not be written.
         self._file = path.open("ab", buffering=0) if rank == 0 else None
         self._unwritten = b""
         self._warned = False
@@ -213,21 +213,19 @@ class MetricsLogger:
         self._flush()
 
     def _flush(self) -> None:
-        """Write what waits. A run does not end for a line of metrics: it is written with a later
-        one, once that is possible."""
+        """Write what waits; what cannot be written now waits for the next line."""
         assert self._file is not None
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             if not self._warned:
+                self._warned = True
                 self._events.message(
-                    f"{self._file.name} cannot be written now: {error.strerror}. The run goes on; "
-                    "its metrics are kept, and written once that is possible. A checkpoint or the "
-                    "result may fail in the same way: free space",
+                    f"{self._file.name} cannot be written now: {error.strerror}. The run goes on, "
+                    "and writes its metrics later; a checkpoint or the result may fail: free space",
                     "warning",
                 )
-            self._warned = True
 
     def close(self, status: RunStatus) -> None:
         """End sampling, files and trackers; takes a bounded time and raises nothing of theirs."""
@@ -236,12 +234,8 @@ class MetricsLogger:
         if self._file is not None:
             self._system_samples()
             self._flush()
-            if self._unwritten:
-                lines = self._unwritten.count(b"\n")
-                self._events.message(
-                    f"{self._file.name} lacks the last {lines} lines: they could not be written",
-                    "warning",
-                )
+            if lacking := self._unwritten.count(b"\n"):
+                self._events.message(f"{self._file.name} lacks the last {lacking} lines", "warning")
             with contextlib.suppress(OSError):  # of what was written before, on a network disk
                 self._file.close()
         self._trackers.close(status, {} if status == "failed" else self.summary())

@@ -49,6 +49,16 @@ def misses_torch(error: BaseException) -> bool:
     return False
 
 
+def failed(error: Exception) -> dict[str, str]:
+    """The event that an error of the checks comes to: a refusal, unless torch is not installed."""
+    if isinstance(error, AnygaugeError):
+        return {"event": "refused", "error": type(error).__name__, "message": str(error)}
+    if find_spec("torch") is None and misses_torch(error):
+        return {"event": "unchecked", "message": "torch is not installed here"}
+    message = f"the checks before the run failed: {describe(error)}"
+    return {"event": "refused", "error": "AnygaugeError", "message": message}
+
+
 def begin_again_with_torch(text: str, answers: int) -> NoReturn:
     """Replace this process by one that answers the same question with torch.
 
@@ -98,16 +108,9 @@ def main() -> int:
     except MemoryError:
         events.send("refused", error="AnygaugeError", message="out of memory")
     except Exception as error:
-        hidden = sys.modules.get("torch", error) is None
-        if hidden and misses_torch(error):
+        if sys.modules.get("torch", error) is None and misses_torch(error):
             begin_again_with_torch(text, answers)
-        if isinstance(error, AnygaugeError):
-            events.send("refused", error=type(error).__name__, message=str(error))
-        elif not hidden and find_spec("torch") is None and misses_torch(error):
-            events.send("unchecked", message="torch is not installed here")
-        else:
-            message = f"the checks before the run failed: {describe(error)}"
-            events.send("refused", error="AnygaugeError", message=message)
+        events.send(**failed(error))
     else:
         settings = None
         if found.settings is not None:

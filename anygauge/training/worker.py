@@ -26,7 +26,7 @@ from anygauge.util.files import write_text
 from anygauge.util.forking import ARGUMENT
 from anygauge.util.processes import die_with_parent
 from anygauge.util.rendezvous import STORE_FD
-from anygauge.util.run_lock import check_lock, identity_of, open_lock
+from anygauge.util.run_lock import check_lock
 from anygauge.util.start import settled
 from anygauge.util.text import finite
 
@@ -124,14 +124,10 @@ def run_rank(
 
     Args:
         opened: takes what must be closed once all is done.
-        lock: the run directory's, as whoever holds it open knows it (`identity_of`); None: rank 0
-            opens it.
+        lock: the run directory's (`identity_of`), which the starting process holds open; without
+            it, nobody notices that the folder was moved.
     """
     folder = Path(job.run_directory)
-    if index == 0 and lock is None:
-        descriptor = open_lock(folder)
-        opened.callback(os.close, descriptor)
-        lock = identity_of(descriptor)
     progress = Progress(events)
     opened.enter_context(progress.reporting())
     quick = opened.enter_context(contextlib.ExitStack())

@@ -1,8 +1,7 @@
 """The lock of a run's folder: it keeps other runs out, and tells the folder from its namesakes.
 
-A command holds it for as long as its run may write. If the folder is moved or removed meanwhile, a
-run that is started under its name makes another lock. So the ranks of the first, which know theirs
-by device and inode, see before they write that the folder is not theirs any more.
+If the folder is moved or removed while its run goes on, a run that is started under its name makes
+another lock. So ranks know theirs by device and inode, and compare before they write.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LOCK = ".lock"
 def open_lock(folder: Path) -> int:
     """Open the lock of a folder; both are made if they are not there. Nothing is written to it.
 
-    While the descriptor is open, no other file gets the lock's inode number.
+    While it is open, no other file gets its inode number.
 
     Raises:
         AnygaugeError: something else is in its place, or it cannot be opened.
@@ -55,12 +54,13 @@ def _no_lock(path: Path, what: str) -> str:
     )
 
 
-def identity_of(lock: int) -> str:
-    """``DEVICE:INODE`` of an open lock, by which processes of its machine know it."""
-    return _identity(os.fstat(lock))
+def identity_of(lock: int | Path) -> str:
+    """``DEVICE:INODE`` of a lock, open or by its path: processes of its machine know it by this.
 
-
-def _identity(found: os.stat_result) -> str:
+    Raises:
+        OSError: it is not there.
+    """
+    found = os.stat(lock)  # noqa: PTH116 - also of a descriptor
     return f"{found.st_dev}:{found.st_ino}"
 
 
@@ -73,27 +73,18 @@ def check_lock(folder: Path, identity: str | None) -> None:
     Raises:
         AnygaugeError: says what has happened to the folder.
     """
-    what = None if identity is None else _lost(folder, identity)
-    if what is not None:
-        raise AnygaugeError(
-            f"{folder} is not this run's folder any more: {what}. Nothing was written there. What "
-            "the run wrote before is where its folder is now; to resume it, move the folder back "
-            "under its name and give the same command with --resume auto"
-        )
-
-
-def _lost(folder: Path, identity: str) -> str | None:
+    if identity is None:
+        return
+    what = "moved or removed while the run was going on"
     try:
-        found = (folder / LOCK).lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        if folder.is_dir():
-            return f"its {LOCK} was removed, or it was replaced by another folder"
-        return "it was moved or removed while the run was going on"
+        if identity_of(folder / LOCK) == identity:
+            return
+        what += ", and another run was started under its name"
     except OSError as error:
-        return f"its {LOCK} cannot be read ({error.strerror})"
-    if _identity(found) == identity:
-        return None
-    return (
-        "it was moved or removed while the run was going on, and another run was started under "
-        "its name"
+        if folder.is_dir():
+            what = f"emptied or replaced: its {LOCK} cannot be read ({error.strerror})"
+    raise AnygaugeError(
+        f"{folder} is not this run's folder any more: it was {what}. Nothing was written there. "
+        "What the run wrote before is where its folder is now; to resume it, move the folder back "
+        "under its name and give the same command with --resume auto"
     )
