@@ -286,7 +286,7 @@ def test_an_adapter_to_start_from_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "but its header needs"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "but its header needs"),
         (lambda path: path.write_bytes(POINTER), "a Git LFS pointer"),
         (lambda path: save_file({"x": np.zeros(2, "f4")}, path), "14 tensors are missing, first"),
     ],
