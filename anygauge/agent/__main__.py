@@ -35,6 +35,7 @@ from anygauge.agent.supervisor import GRACE_S, Supervisor, collect_signals
 from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.util.processes import die_with_parent, tie_to_parent
 from anygauge.util.rendezvous import file_of
+from anygauge.util.run_lock import check_lock, identity_of, open_lock
 from anygauge.util.start import settled
 
 if TYPE_CHECKING:
@@ -140,6 +141,10 @@ class _Agent:
         if job.run_text:
             claim_run_directory(job, self._node_rank)
             resume = True
+        folder = Path(job.run_directory)
+        # Devices have other numbers on other machines: there an agent takes the lock that it finds
+        # or makes. It is open until this process ends.
+        lock = arguments.lock or identity_of(open_lock(folder))
         if job.launch.nodes > 1:
             _log_to(job.start_directory / "logs" / f"agent{self._node_rank}.log")
         if job.working_directory:
@@ -174,6 +179,7 @@ class _Agent:
         if job.fetch:
             fetch_on_all(job, nodes, environment(0), self._host, self._requests)
         while True:
+            check_lock(folder, lock)  # starting a rank makes folders
             meeting = file_of(nodes.rendezvous)
             if meeting is not None:
                 # Ranks of an attempt that was killed have left their keys there.
@@ -182,11 +188,12 @@ class _Agent:
                 replace(job, rendezvous=nodes.rendezvous),
                 node_rank=self._node_rank,
                 hostname=self._host,
-                rank_argv=self._rank_argv or worker_argv(arguments.job, nodes, resume=resume),
+                rank_argv=self._rank_argv or worker_argv(arguments.job, nodes, lock, resume=resume),
                 rank_environment=environment,
                 nodes=nodes,
                 grace_s=arguments.grace,
                 cores=own.cores if own else {},
+                lock=lock,
                 signals=self._requests,
                 forks=self._forks,
             ).run()
@@ -258,15 +265,16 @@ class _Agent:
             path.write_text(cause[:_CAUSE_SIZE])
 
 
-def worker_argv(job_file: str, nodes: Nodes, *, resume: bool) -> tuple[str, ...]:
+def worker_argv(job_file: str, nodes: Nodes, lock: str, *, resume: bool) -> tuple[str, ...]:
     """The command of a rank.
 
     Args:
+        lock: of the run directory (`identity_of`).
         resume: it resumes from the newest checkpoint.
     """
     return (
         *(sys.executable, "-m", "anygauge.training.worker", "--job", job_file),
-        *("--rendezvous", nodes.rendezvous, *(("--resume",) if resume else ())),
+        *("--lock", lock, "--rendezvous", nodes.rendezvous, *(("--resume",) if resume else ())),
     )
 
 
@@ -366,6 +374,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="read further arguments and variables from standard input, and end with it",
     )
+    parser.add_argument("--lock", help="of the run directory, which the starting process holds")
     parser.add_argument("--events", help="a file for events, instead of standard output")
     parser.add_argument("--variables", help="a JSON file of variables: name -> value")
     parser.add_argument("--secrets", help="a folder with one file for each further variable")

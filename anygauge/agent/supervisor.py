@@ -25,6 +25,7 @@ from anygauge.agent.outcome import Failure, JobFailure, JobOutcome, NodeReport
 from anygauge.agent.rank import RankProcess, rank_numbers
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.processes import END_AT_ONCE
+from anygauge.util.run_lock import check_lock
 
 GRACE_S = 5.0
 """Seconds between `END_AT_ONCE` and SIGKILL."""
@@ -43,10 +44,10 @@ _SIGNALLED = "signals"  # data of the selector's key that becomes ready when one
 
 
 def collect_signals(received: list[tuple[int, float]]) -> None:
-    """From now on, append each signal and its time (seconds since the epoch) to a list."""
+    """From now on, append each signal and its time (monotonic) to a list."""
 
     def note(signum: int, frame: FrameType | None) -> None:
-        received.append((signum, time.time()))
+        received.append((signum, time.monotonic()))
 
     for number in SIGNALS:
         signal.signal(number, note)
@@ -84,6 +85,7 @@ class Supervisor:
         nodes: the job's other nodes, and where events go.
         grace_s: seconds between `END_AT_ONCE` and SIGKILL when ranks are ended.
         cores: local rank -> logical processors that it is bound to.
+        lock: of the run directory (`identity_of`); where it is another, no results are recorded.
         signals: requests to end that had arrived before, each with its time.
         forks: imports what ranks need, and becomes them; it is closed once they have started.
     """
@@ -99,6 +101,7 @@ class Supervisor:
         nodes: Nodes,
         grace_s: float = GRACE_S,
         cores: Mapping[int, tuple[int, ...]] | None = None,
+        lock: str | None = None,
         signals: list[tuple[int, float]] | None = None,
         forks: ForkServer | None = None,
     ) -> None:
@@ -111,6 +114,7 @@ class Supervisor:
         self._nodes = nodes
         self._grace_s = grace_s
         self._cores = cores or {}
+        self._lock = lock
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
         self._signals = [] if signals is None else signals
@@ -333,7 +337,7 @@ class Supervisor:
         signum, at = self._signals[0]
         if self._cancelled_at is None:
             _note(f"received {signal.Signals(signum).name}: ending the ranks")
-            self._stop(signum, at)
+            self._stop(signum, time.time() - (time.monotonic() - at))
             self._nodes.broadcast(Instruction.STOP, signum)
         # Schedulers deliver one request twice in a row, to the step and to its processes. A
         # terminal that closes adds nothing to the Ctrl-C before it.
@@ -463,8 +467,9 @@ class Supervisor:
             text = f"{text}\nprocesses that SIGKILL did not end: {[rank.pid for rank in stuck]}"
         for rank in self._ranks:
             try:
+                check_lock(Path(self._job.run_directory), self._lock)
                 rank.write_result(self._state_of(rank, outcome.state), self._hostname)
-            except OSError as error:
+            except (OSError, AnygaugeError) as error:
                 _note(f"{rank.result} cannot be written: {error}")
         _note(f"ended: {outcome.state}, exit status {outcome.exit_status}")
         if outcome.state == "again":
@@ -491,5 +496,6 @@ class Supervisor:
 
 
 def _note(text: str) -> None:
-    """Write a line to the agent's own log."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent: {text}", file=sys.stderr, flush=True)
+    """Write a line to the agent's own log; a full disk must not end a run."""
+    with contextlib.suppress(OSError):
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent: {text}", file=sys.stderr, flush=True)

@@ -12,8 +12,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from anygauge.util.errors import AnygaugeError
+from anygauge.util.text import escaped
 
 COMMANDS = {
     "train": "Fine-tune a model as described in a run file.",
@@ -42,6 +44,8 @@ _HOMES = {
 def main() -> None:
     """Entry point: an error meant for the user is one message, without a traceback."""
     _open_standard_streams()
+    streams: Any = sys
+    streams.stdout, streams.stderr = EscapedStream(sys.stdout), EscapedStream(sys.stderr)
     try:
         status = run(sys.argv[1:], own_process=True)
         sys.stdout.flush()
@@ -85,6 +89,24 @@ def _open_standard_streams() -> None:
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+class EscapedStream:
+    """A stream that control characters do not pass, whoever prints: see `escaped`.
+
+    rich writes to the stream itself: see `anygauge.cli.console`.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        """See `io.TextIOBase.write`."""
+        self.rich_proxied_file.write(escaped(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
 
 
 def _unread() -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from anygauge.cli.console import Console
 from anygauge.cli.intent import choose_backend
 from anygauge.interface import Backend, Card, UsageError
 from anygauge.registry import Hardware, Registry

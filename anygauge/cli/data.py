@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from anygauge.cli.console import Console
 from anygauge.cli.intent import BackendOption, RunFileArgument, SetOption
 
 if TYPE_CHECKING:

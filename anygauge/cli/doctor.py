@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from anygauge.cli.console import Console
 from anygauge.cli.intent import BackendOption, choose_backend
 from anygauge.interface import AnygaugeError, Backend, Check, Outcome
 

@@ -8,9 +8,8 @@ import textwrap
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from anygauge.agent.rank import rank_numbers
+from anygauge.cli.console import Console
 from anygauge.cli.env import environment_table, rank_environments, shown_ranks
 from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.listings import describe_launcher

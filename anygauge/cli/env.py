@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from anygauge.cli.console import Console
 from anygauge.cli.intent import BackendOption, DevicesOption, Intent, NodesOption, SetOption
 from anygauge.interface import Backend, Job, LaunchSettings, Node, RunFileError, Setting
+from anygauge.util.text import escaped
 
 if TYPE_CHECKING:
     from anygauge.registry import Registry, ResolvedSetting
@@ -264,4 +265,7 @@ def _shell(one: ResolvedSetting, *, values: bool) -> str:
         return f"# {one.name} is a secret: not shown"
     if one.private and not values:
         return f"# {one.name} is set by the run file: not shown (--show-values shows it)"
+    if escaped(one.value) != one.value:
+        inside = one.value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"export {one.name}=$'{escaped(inside)}'"
     return f"export {one.name}={shlex.quote(one.value)}"

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from anygauge.cli.console import Console
 
 if TYPE_CHECKING:
     from anygauge.models.hub import Wanted

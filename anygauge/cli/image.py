@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from anygauge.cli.console import Console
 from anygauge.cli.intent import BackendOption, choose_backend
 from anygauge.interface import (
     REPOSITORY_VARIABLE,

@@ -163,6 +163,7 @@ def _answer(
     from anygauge.cli.train import refuse_second
     from anygauge.util.files import write_text
     from anygauge.util.rendezvous import served_address
+    from anygauge.util.run_lock import identity_of
     from anygauge.util.start import START
 
     job = replace(intent.job, rendezvous=served_address(foreign.host, foreign.port))
@@ -175,7 +176,8 @@ def _answer(
             job = replace(job, run_file=str(folder / START / Path(job.run_file).name))
         refuse_second(intent, folder)
         # The interpreter that takes over keeps the claim, to the end of the rank.
-        os.set_inheritable(held.enter_context(claimed(folder)), True)
+        lock = held.enter_context(claimed(folder))
+        os.set_inheritable(lock, True)
         made_ready(folder, staged=staged)
         write_run(Path(job.run_file), intent.run.model_copy(update={"backend": job.backend}))
         path, text = Path(job.run_file).with_name("job.json"), job.dump()
@@ -185,7 +187,8 @@ def _answer(
         return {"id": job.id, "refused": str(error), "exit_status": status}
     if not quiet:
         typer.echo(f"run: {folder}")
-    return {"id": job.id, "job": str(path), "digest": digest(text)}
+    found = {"id": job.id, "job": str(path), "digest": digest(text)}
+    return {**found, "lock": identity_of(lock)}
 
 
 def digest(text: str) -> str:

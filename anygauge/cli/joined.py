@@ -24,15 +24,15 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from anygauge.agent.supervisor import SIGNALS
+from anygauge.cli.console import Console
 from anygauge.cli.join import Handover, digest
 from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent
 from anygauge.util.start import START, settled
+from anygauge.util.text import escaped
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -66,7 +66,7 @@ def main() -> int:
     try:
         return take_over(handover, own_process=True)
     except AnygaugeError as error:
-        print(f"error: {error}\n(rank {handover.launch.rank})", file=sys.stderr)
+        print(escaped(f"error: {error}\n(rank {handover.launch.rank})"), file=sys.stderr)
         handover.launch.report(str(error))
         return error.exit_status
 
@@ -96,11 +96,11 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
     if "refused" in answer:
         launch.report(answer["refused"])
         if launch.rank == 0:
-            print(f"error: {answer['refused']}", file=sys.stderr)
+            print(escaped(f"error: {answer['refused']}"), file=sys.stderr)
         return int(answer["exit_status"])
     if "done" in answer:
         if launch.rank == 0:
-            print(answer["done"])
+            print(escaped(answer["done"]))
         return 0
     job = _job(handover, answer)
     if handover.provenance is not None:
@@ -112,11 +112,11 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
     if refusal is not None:
         launch.report(refusal)
         if launch.rank == 0:
-            print(f"error: {refusal}", file=sys.stderr)
+            print(escaped(f"error: {refusal}"), file=sys.stderr)
         return 1
     with _terminal(handover, job, own_process=own_process) as terminal:
         try:
-            status = reported(job, launch.rank, terminal.events)
+            status = reported(job, launch.rank, terminal.events, answer["lock"])
         except SystemExit:
             status = 1
     terminal.conclude(handover, job)
@@ -285,7 +285,7 @@ def _fetch(store: dist.Store, key: str, launch: ForeignLaunch, job: Job, quiet: 
 
     def log(text: str) -> None:
         if not quiet:
-            print(text, file=sys.stderr)
+            print(escaped(text), file=sys.stderr)
 
     where = f"{socket.gethostname()}: " if launch.nodes > 1 else ""
     try:

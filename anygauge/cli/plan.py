@@ -223,7 +223,7 @@ def _waiting(subject: str) -> Iterator[None]:
     """Say what is rehearsed where that takes long, on a terminal alone."""
     import threading
 
-    from rich.console import Console
+    from anygauge.cli.console import Console
 
     console = Console(stderr=True, emoji=False, highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:

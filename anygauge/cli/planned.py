@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from anygauge.cli import plan_time
+from anygauge.cli.console import Console
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, UsageError
 from anygauge.planning.candidates import layouts, section_in_words

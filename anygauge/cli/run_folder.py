@@ -8,13 +8,15 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_text, write_text
+from anygauge.util.run_lock import LOCK, open_lock
 from anygauge.util.start import START
 
 if TYPE_CHECKING:
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
     from anygauge.training.checkpoints.identity import Finished
 
-LOCK = ".lock"
 RUN_FILE = "run.yaml"
 """For people and for commands; ranks and their agents read `Job.run_file`."""
 RESOLVED = "run.json"
@@ -126,8 +127,7 @@ def claimed(folder: Path) -> Iterator[int]:
     Raises:
         AnygaugeError: a run is writing to it now, or its lock cannot be opened.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = _open_lock(folder / LOCK)
+    lock = open_lock(folder)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,43 +140,57 @@ def claimed(folder: Path) -> Iterator[int]:
         (folder / CANCELLED).unlink(missing_ok=True)
         # Where ranks of an earlier part of the run met: they would take each other for alive.
         (folder / RENDEZVOUS).unlink(missing_ok=True)
+        _remove_parts(folder, "*", locked=True)
         yield lock
     finally:
         os.close(lock)
 
 
-def _open_lock(path: Path) -> int:
-    """Open a lock file, which need not be there; nothing is written to it.
-
-    Raises:
-        AnygaugeError: something else is there, or it cannot be opened.
+@contextlib.contextmanager
+def merging(output: Path) -> Iterator[None]:
+    """Remove what killed merges have left, and hold the lock of `output`'s folder meanwhile, so
+    that nobody removes what this one writes.
     """
+    folder = output.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    of_run = (folder / LOCK).is_file()
+    # Elsewhere the folder itself is locked: no file of ours stays among a user's.
+    lock = open_lock(folder) if of_run else os.open(folder, os.O_RDONLY)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if path.is_symlink():
-            raise AnygaugeError(_no_lock(path, "a link")) from None
-        raise AnygaugeError(
-            f"{path} cannot be opened: {error.strerror}. This lock keeps two runs out of one "
-            "folder: make sure that you can read and write it, or give the run another 'name' or "
-            "--output"
-        ) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise AnygaugeError(_no_lock(path, "not a regular file"))
-    if descriptor > 2:
-        return descriptor
-    # Where standard streams were closed, a child's own ones would take its place.
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(descriptor)
-    return moved
+        locked = False
+        with contextlib.suppress(OSError):  # another process has it, or there are no locks here
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        _remove_parts(folder, "*" if of_run else output.name, locked=locked)
+        yield
+    finally:
+        os.close(lock)
 
 
-def _no_lock(path: Path, what: str) -> str:
-    return (
-        f"{path} is {what}. anygauge creates this lock itself, to keep two runs out of one folder, "
-        "and uses nothing else in its place: remove it, or give the run another 'name' or --output"
-    )
+def _remove_parts(folder: Path, name: str, *, locked: bool) -> None:
+    """Remove results that a kill has left half-written (`anygauge.models.export.completed`), and
+    name those that stay."""
+    for path in sorted(folder.glob(".*.part")):
+        part = re.fullmatch(r"\.(.+)\.([0-9]{1,7})\.part", path.name)
+        if part is None or name not in ("*", part[1]) or path.is_symlink() or not path.is_dir():
+            continue
+        if locked and not _runs(int(part[2])):
+            shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            typer.echo(
+                f"note: {path} is left of an earlier result: process {part[2]} runs on this "
+                f"machine, or another command writes to {folder}. If neither writes it, remove it",
+                err=True,
+            )
+
+
+def _runs(pid: int) -> bool:
+    """Whether another process of this machine has the id."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError) as error:
+        return isinstance(error, PermissionError)
+    return pid != os.getpid()
 
 
 # -- starts that came to nothing take no name from a later run -------------------------------------

@@ -13,14 +13,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from anygauge.cli.console import Console
 from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.cli.run_folder import LAUNCHED, logs_of
 from anygauge.interface import STOPPED, RunningJob
 from anygauge.util.start import START, settled
+from anygauge.util.text import escaped
 
 Event = Mapping[str, Any]
 Handler = Callable[[int, FrameType | None], Any]
@@ -206,7 +207,7 @@ class View:
         if level == "warning":
             text = f"warning: {text}"
         style = "" if level == "info" else "yellow"
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        self._console.print(Text(escaped(text), style=style), soft_wrap=True)
 
     def ask(self, question: str) -> str:
         """A letter from the terminal; another Ctrl-C is c, SIGTERM and the end of input are d."""
@@ -325,7 +326,9 @@ def show_stopped(errors: Console, how: str) -> None:
 
 def fail(errors: Console, text: str) -> None:
     """Show why a run failed."""
-    errors.print(Text("error: ", style="bold red") + Text(text, style="red"), soft_wrap=True)
+    errors.print(
+        Text("error: ", style="bold red") + Text(escaped(text), style="red"), soft_wrap=True
+    )
 
 
 def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:

@@ -119,12 +119,14 @@ def merge(
         raise UsageError(f"{model} is not a run with an adapter: name one with --adapter FOLDER")
     fetch_wanted(origin.section)
 
+    from anygauge.cli.run_folder import merging
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
 
     quiet_libraries()
-    report = fold(origin.section, origin.adapter, output, load_tokenizer(origin.section))
+    with merging(output):
+        report = fold(origin.section, origin.adapter, output, load_tokenizer(origin.section))
     print(f"merged {origin.adapter} into {origin.section.name}: {output}")
     print(
         f"the merged model's logits differ by {report.rounding:.1e} of their norm from those of "

@@ -102,8 +102,8 @@ def add_adapter(
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    if folder is not None and not on_meta:
-        fill(adapted, folder, ADAPTER_NAME)
+    if folder is not None:
+        fill(adapted, folder, ADAPTER_NAME, values=not on_meta)
     return adapted
 
 

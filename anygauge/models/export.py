@@ -31,7 +31,7 @@ from anygauge.util.files import usual_mode
 
 @contextlib.contextmanager
 def completed(folder: Path) -> Iterator[Path]:
-    """Give a folder to write to; on success it takes the place of `folder`.
+    """Give a folder to write to; on success it takes the place of `folder`, whose parent is there.
 
     Raises:
         VerificationError: as raised within; what was written is then kept as ``NAME-unverified``.
@@ -39,7 +39,7 @@ def completed(folder: Path) -> Iterator[Path]:
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary.mkdir()
     try:
         yield temporary
         for file in temporary.iterdir():
@@ -136,7 +136,7 @@ def save_adapter(
     config = model.peft_config[ADAPTER_NAME]
     if first:
         state, config = for_the_base_as_it_was(state, adapter_state(model, first, shapes), config)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     path = folder / WEIGHTS_FILE
     save_file(state, path, metadata={"format": "pt"})
     path.chmod(usual_mode(folder))
@@ -187,7 +187,7 @@ def save_model(
 
     if not state or any(tensor.numel() == 0 for tensor in state.values()):
         raise ModelError(f"{folder}: the model to save is empty; nothing was written")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     save_torch_state_dict(
         {name: tensor.contiguous() for name, tensor in state.items()},
         folder,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from anygauge.interface import HOST_DEVICE, ModelError
+from anygauge.util.files import open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +138,7 @@ def _type_of(name: str, file: str) -> torch.dtype:
 def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Read what weights a folder says that it has, and refuse files that cannot be whole.
 
-    Reads headers alone, without torch.
+    Reads headers, and of PyTorch's own files the first and last bytes, without torch.
 
     Returns:
         Tensor name -> shape; None where PyTorch's own files do not tell without being loaded.
@@ -146,9 +147,13 @@ def check_weights(folder: Path) -> dict[str, tuple[int, ...]] | None:
         ModelError: there are no weights, the index does not fit, or a file was cut.
     """
     file_of = WeightFiles(folder, look_inside=False).index
-    if not all(file.endswith(".safetensors") for file in file_of.values()):
+    files = dict.fromkeys(file_of.values())
+    for file in files:
+        if not file.endswith(".safetensors"):
+            _check_archive(folder / file)
+    if not all(file.endswith(".safetensors") for file in files):
         return None
-    inside = {file: _header(folder / file) for file in dict.fromkeys(file_of.values())}
+    inside = {file: read_header(folder / file) for file in files}
     absent = sorted(name for name, file in file_of.items() if name and name not in inside[file])
     if absent:
         raise ModelError(
@@ -162,11 +167,23 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
 
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a safetensors file; its layout is in the library's README, "Format"."""
+_POINTER = b"version https://git-lfs"
+"""How the text begins that Git LFS keeps in a file's place: its specification, "The Pointer"."""
+_IS_POINTER = "it is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
+
+
+def read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a safetensors file; its layout is in the library's README, "Format".
+
+    Raises:
+        ModelError: it is not such a file, or was cut.
+    """
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+        with open_regular(path) as file:
+            first = file.read(8)
+            if first == _POINTER[:8]:
+                raise ValueError(_IS_POINTER)
+            length = int.from_bytes(first, "little")
             if not 0 < length <= _LONGEST_HEADER:
                 raise ValueError(f"its header would have {length:,} bytes")
             fields = dict(json.loads(file.read(length)))
@@ -229,11 +246,7 @@ def _pickled(path: Path) -> Mapping[str, Tensor]:
     """The tensors of a file of torch's own."""
     import torch
 
-    if path.is_file() and not zipfile.is_zipfile(path):
-        raise ModelError(
-            f"{path} cannot be read as weights: it is not an archive as torch has written it since "
-            "1.6. Compare its size with the original's, or get the model's .safetensors"
-        )
+    _check_archive(path)
     handle = torch.load(path, map_location=HOST_DEVICE, mmap=True, weights_only=True)
     if not isinstance(handle, dict):
         raise ModelError(f"{path} holds a {type(handle).__name__}; expected tensors by name")
@@ -242,6 +255,32 @@ def _pickled(path: Path) -> Mapping[str, Tensor]:
             kind = type(value).__name__
             raise ModelError(f"{path} holds a {kind} under {name!r}; expected tensors by name")
     return handle
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse a file of torch's own that is not a whole archive, by its first and last bytes.
+
+    Raises:
+        ModelError: says what it is instead.
+    """
+    try:
+        with open_regular(path) as file:
+            first = file.read(len(_POINTER))
+            if zipfile.is_zipfile(file):
+                return
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read as weights: {error.strerror}") from None
+    what = "it is not an archive as torch has written it since 1.6"
+    if first == _POINTER:
+        what = _IS_POINTER
+    elif first.startswith(b"PK"):
+        what = "it was cut, as its end is missing"
+    elif first.startswith(pickle.PROTO):
+        what += ", but of an older torch (torch.load and torch.save of a newer one convert it)"
+    raise ModelError(
+        f"{path} cannot be read as weights: {what}. Compare its size with the original's, or get "
+        "the model's .safetensors"
+    )
 
 
 def weight_map(index: Path) -> Mapping[str, str]:

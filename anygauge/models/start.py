@@ -9,6 +9,7 @@ from typing import Any
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
+from anygauge.models.files import read_header
 from anygauge.models.targets import Factors
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -153,8 +154,11 @@ def _differs(field: str, given: object, saved: object, folder: Path) -> ModelErr
     )
 
 
-def fill(adapted: Any, folder: Path, adapter_name: str) -> None:
+def fill(adapted: Any, folder: Path, adapter_name: str, *, values: bool) -> None:
     """Give the trained parameters the saved tensors' values, in the parameters' own type.
+
+    Args:
+        values: False only checks that the saved tensors fit, by the file's header.
 
     Raises:
         ModelError: names or shapes are not those of this model's adapter, or a value is NaN.
@@ -164,32 +168,36 @@ def fill(adapted: Any, folder: Path, adapter_name: str) -> None:
     from safetensors.torch import load_file
 
     path = folder / WEIGHTS_FILE
-    try:
-        saved = load_file(path, device=HOST_DEVICE)
-    except Exception as error:
-        raise ModelError(
-            f"{path} cannot be read as tensors ({error}); is it whole? Fetch it again"
-        ) from error
+    shapes = read_header(path)
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     # The values pass through unchanged: this is peft's map from its file's names to parameters.
     places = get_peft_model_state_dict(
         adapted, state_dict=trained, adapter_name=adapter_name, save_embedding_layers=False
     )
-    if saved.keys() != places.keys():
-        lacking, strange = sorted(places.keys() - saved.keys()), sorted(saved.keys() - places)
+    if shapes.keys() != places.keys():
+        lacking, strange = sorted(places.keys() - shapes.keys()), sorted(shapes.keys() - places)
         raise ModelError(
             f"{path} does not fit this model: "
             + (f"{len(lacking)} tensors are missing, first {lacking[0]!r}; " if lacking else "")
             + (f"{len(strange)} belong to no layer, first {strange[0]!r}; " if strange else "")
             + "start from an adapter of this base"
         )
+    for name, parameter in places.items():
+        if shapes[name] != tuple(parameter.shape):
+            raise ModelError(
+                f"{path}: tensor {name!r} has shape {shapes[name]}, but this model needs "
+                f"{tuple(parameter.shape)}; start from an adapter of this base"
+            )
+    if not values:
+        return
+    try:
+        saved = load_file(path, device=HOST_DEVICE)
+    except Exception as error:
+        raise ModelError(
+            f"{path} cannot be read as tensors ({error}); is it whole? Fetch it again"
+        ) from error
     with torch.no_grad():
         for name, parameter in places.items():
-            if saved[name].shape != parameter.shape:
-                raise ModelError(
-                    f"{path}: tensor {name!r} has shape {tuple(saved[name].shape)}, but this model "
-                    f"needs {tuple(parameter.shape)}; start from an adapter of this base"
-                )
             if not saved[name].isfinite().all():
                 raise ModelError(f"{path}: tensor {name!r} holds values that are not numbers")
             parameter.copy_(saved[name])

@@ -22,13 +22,13 @@ from anygauge.interface import (
     Setting,
 )
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
-from anygauge.models.files import check_weights
+from anygauge.models.files import check_weights, read_header
 from anygauge.models.formats import refuse_format
 from anygauge.models.hub import CONFIG, copy_of, is_whole, names_hub
 from anygauge.models.plain import surely_fit
 from anygauge.models.quiet import quiet_libraries
 from anygauge.models.source import check_positions, load_config
-from anygauge.models.start import refuse_no_adapter
+from anygauge.models.start import WEIGHTS_FILE, refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described, enlarge, new_tokens
@@ -168,6 +168,7 @@ def check_run(
         check_vocabulary(config, tokenizer)
     if run.adapter is not None and run.adapter.start_from is not None and question.has_files:
         refuse_no_adapter(Path(run.adapter.start_from))
+        read_header(Path(run.adapter.start_from) / WEIGHTS_FILE)
     if built:
         _build(question, run, folder, shapes, found)
     elif question.engine:

@@ -6,6 +6,7 @@ counts the model's own operations, so recomputation lowers it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -69,7 +70,10 @@ class MetricsLogger:
         """
         if rank == 0:
             cut_after(path, history.step if history else 0)
-        self._file = path.open("a", encoding="utf-8") if rank == 0 else None
+        # Without a buffer, so that it is known what could not be written.
+        self._file = path.open("ab", buffering=0) if rank == 0 else None
+        self._unwritten = b""
+        self._warned = False
         self._steps = steps
         self._world_size = world_size
         self._volume = volume
@@ -204,10 +208,24 @@ class MetricsLogger:
             )
 
     def _write(self, record: dict[str, Any]) -> None:
-        assert self._file is not None
         record = {"time": time.time(), **record}
-        self._file.write(json.dumps(finite(record)) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps(finite(record)).encode() + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what waits; what cannot be written now waits for the next line."""
+        assert self._file is not None
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self._events.message(
+                    f"{self._file.name} cannot be written now: {error.strerror}. The run goes on, "
+                    "and writes its metrics later; a checkpoint or the result may fail: free space",
+                    "warning",
+                )
 
     def close(self, status: RunStatus) -> None:
         """End sampling, files and trackers; takes a bounded time and raises nothing of theirs."""
@@ -215,7 +233,11 @@ class MetricsLogger:
             self._system.stop()
         if self._file is not None:
             self._system_samples()
-            self._file.close()
+            self._flush()
+            if lacking := self._unwritten.count(b"\n"):
+                self._events.message(f"{self._file.name} lacks the last {lacking} lines", "warning")
+            with contextlib.suppress(OSError):  # of what was written before, on a network disk
+                self._file.close()
         self._trackers.close(status, {} if status == "failed" else self.summary())
 
     @property

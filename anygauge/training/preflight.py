@@ -15,7 +15,7 @@ import resource
 import signal
 import sys
 import tempfile
-import traceback
+from importlib.util import find_spec
 from typing import NoReturn
 
 from anygauge.config.resolved import parse_run
@@ -23,6 +23,7 @@ from anygauge.interface import AnygaugeError
 from anygauge.training.checks import Question, check_run, nothing
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import die_with_parent
+from anygauge.util.text import describe
 
 GIB = 2**30
 MODEL_LIMIT = 4 * GIB
@@ -46,6 +47,16 @@ def misses_torch(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def failed(error: Exception) -> dict[str, str]:
+    """The event that an error of the checks comes to: a refusal, unless torch is not installed."""
+    if isinstance(error, AnygaugeError):
+        return {"event": "refused", "error": type(error).__name__, "message": str(error)}
+    if find_spec("torch") is None and misses_torch(error):
+        return {"event": "unchecked", "message": "torch is not installed here"}
+    message = f"the checks before the run failed: {describe(error)}"
+    return {"event": "refused", "error": "AnygaugeError", "message": message}
 
 
 def begin_again_with_torch(text: str, answers: int) -> NoReturn:
@@ -94,18 +105,12 @@ def main() -> int:
         run = parse_run(question.run)
         hide = nothing if with_torch else hide_torch
         found = check_run(question, run, events.message, enter, hide)
-    except AnygaugeError as error:
-        if "torch" in sys.modules and sys.modules["torch"] is None and misses_torch(error):
-            begin_again_with_torch(text, answers)
-        events.send("refused", error=type(error).__name__, message=str(error))
-    except ImportError as error:
-        events.send("unchecked", message=f"{error.name} is not installed here")
     except MemoryError:
         events.send("refused", error="AnygaugeError", message="out of memory")
     except Exception as error:
-        traceback.print_exc()
-        said = (str(error).strip() or "no reason given").splitlines()[0]
-        events.send("unchecked", message=f"{type(error).__name__}: {said}")
+        if sys.modules.get("torch", error) is None and misses_torch(error):
+            begin_again_with_torch(text, answers)
+        events.send(**failed(error))
     else:
         settings = None
         if found.settings is not None:

@@ -22,6 +22,7 @@ from anygauge.registry import installed_version
 from anygauge.strategies.common import torch_dtype
 from anygauge.strategies.materialise import materialise
 from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
+from anygauge.util.run_lock import check_lock
 
 PACKAGES = (
     "anygauge",
@@ -54,6 +55,7 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
         return {}
     compute = torch_dtype(prepared.precision.param_dtype)
     shapes = trained_shapes(prepared.engine)
+    check_lock(folder.parent, rank.lock)
     with completed(folder) as part:
         if run.adapter is None:
             check_whole(trained, shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -71,6 +72,7 @@ from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.group import check_trackers, no_trackers, open_trackers
 from anygauge.training.warm_up import WarmUp
 from anygauge.util.events import EventWriter
+from anygauge.util.run_lock import check_lock
 from anygauge.util.start import put_in_place
 
 
@@ -99,6 +101,7 @@ class Rank:
     Attributes:
         listener: descriptor of the socket on which the ranks' store listens, where it is this
             rank's.
+        lock: of rank 0: the run directory's lock, which must be there whenever it writes.
     """
 
     index: int
@@ -107,6 +110,7 @@ class Rank:
     events: EventWriter
     progress: Progress
     listener: int | None = None
+    lock: str | None = None
 
     def log(self, text: str) -> None:
         """A line for the terminal, once per run."""
@@ -261,7 +265,9 @@ def prepare_run(
         share=share,
         routed=run.train.router_aux_loss_coef > 0,
     )
+    check = functools.partial(check_lock, Path(job.run_directory), rank.lock)
     if rank.index == 0:
+        check()
         put_in_place(job.start_directory, Path(job.run_directory))
     meter = MetricsLogger(
         path=Path(job.run_directory) / "metrics.jsonl",
@@ -326,6 +332,7 @@ def prepare_run(
             first=factory.first_factors,
         ),
         log=rank.log,
+        check_folder=check,
         writing=lambda step: rank.progress.unlike_others(
             f"writing the checkpoint of step {step}",
             backend.collectives,

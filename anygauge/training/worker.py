@@ -26,6 +26,7 @@ from anygauge.util.files import write_text
 from anygauge.util.forking import ARGUMENT
 from anygauge.util.processes import die_with_parent
 from anygauge.util.rendezvous import STORE_FD
+from anygauge.util.run_lock import check_lock
 from anygauge.util.start import settled
 from anygauge.util.text import finite
 
@@ -52,6 +53,7 @@ def _be_rank() -> int:
         "--rendezvous", default=None, help="where ranks meet; None: as the job says"
     )
     parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
+    parser.add_argument("--lock", help="of the run directory: DEVICE:INODE, held by the agent")
     arguments = parser.parse_args()
     job = Job.load(arguments.job)
     if arguments.rendezvous is not None:
@@ -59,14 +61,18 @@ def _be_rank() -> int:
     if arguments.resume:
         job = replace(job, resume=True)
     index = int(os.environ["RANK"])
-    return reported(job, index, EventWriter.of_rank(index))
+    return reported(job, index, EventWriter.of_rank(index), arguments.lock)
 
 
-def reported(job: Job, index: int, events: EventWriter) -> int:
-    """Run a rank whose environment is decided, and report how it ended; returns the exit status."""
+def reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int:
+    """Run a rank whose environment is decided, and report how it ended; returns the exit status.
+
+    Args:
+        lock: see `run_rank`.
+    """
     opened = contextlib.ExitStack()
     try:
-        outcome = run_rank(job, index, events, opened)
+        outcome = run_rank(job, index, events, opened, lock)
     # A failure is reported before anything is closed: peers would report a broken connection
     # first. What is open then ends with the process.
     except AnygaugeError as error:
@@ -108,13 +114,20 @@ class Stopped:
 
 
 def run_rank(
-    job: Job, index: int, events: EventWriter, opened: contextlib.ExitStack
+    job: Job,
+    index: int,
+    events: EventWriter,
+    opened: contextlib.ExitStack,
+    lock: str | None = None,
 ) -> dict[str, Any] | Stopped:
     """Open the device, train, save; returns the run's summary, or where it stopped.
 
     Args:
         opened: takes what must be closed once all is done.
+        lock: the run directory's (`identity_of`), which the starting process holds open; without
+            it, nobody notices that the folder was moved.
     """
+    folder = Path(job.run_directory)
     progress = Progress(events)
     opened.enter_context(progress.reporting())
     quick = opened.enter_context(contextlib.ExitStack())
@@ -140,12 +153,13 @@ def run_rank(
             events=events,
             progress=progress,
             listener=int(os.environ[STORE_FD]) if STORE_FD in os.environ else None,
+            lock=lock if index == 0 else None,
         )
         if rank.world_size != job.world_size:
             raise AnygaugeError(
                 f"WORLD_SIZE is {rank.world_size}, but job.json expects {job.world_size} ranks"
             )
-        began = time.time()
+        began = time.monotonic()
         registry = Registry.load()
         backend = open_device(job, rank, run, registry)
         strategy = create_strategy(registry, run)
@@ -159,7 +173,7 @@ def run_rank(
             rank.log(str(done))
             return done.finished.summary
         quick.close()
-        start_s = time.time() - began
+        start_s = time.monotonic() - began
         for library in backend.collectives.limit(limit):
             rank.warn(
                 f"launch.collective_timeout_s: {library} cannot change the limit of its existing "
@@ -182,7 +196,7 @@ def run_rank(
                     f"strategy {prepared.choices['strategy']}"
                 ],
             )
-            write_versions(Path(job.run_directory), prepared.spec)
+            write_versions(folder, prepared.spec)
         try:
             complete = prepared.loop.run()
             summary = {}
@@ -196,15 +210,16 @@ def run_rank(
         prepared.meter.close("finished" if complete else "stopped")
         if not complete:
             step = prepared.meter.history.step
-            return Stopped(step, str(checkpoint_folder(Path(job.run_directory), step)))
+            return Stopped(step, str(checkpoint_folder(folder, step)))
     if prepared.meter.troubles:
         summary["trackers"] = "; ".join(prepared.meter.troubles)
     summary["start_s"] = start_s
-    summary["seconds"] = time.time() - began
+    summary["seconds"] = time.monotonic() - began
     if index == 0:
         report = {**summary, "identity": prepared.identity, "settings": settings_of(run)}
         text = json.dumps(finite(report), indent=2, allow_nan=False)
-        write_text(Path(job.run_directory) / REPORT, text + "\n")
+        check_lock(folder, lock)
+        write_text(folder / REPORT, text + "\n")
     return summary
 
 

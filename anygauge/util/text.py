@@ -1,9 +1,11 @@
-"""Text that messages and files share: near names, lists, errors in one line, values as JSON."""
+"""Text that messages and files share: near names, lists, errors in one line, what a terminal shows,
+values as JSON."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import re
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,6 +37,15 @@ def describe(error: BaseException) -> str:
     if not frames:
         return words
     return f"{words} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    r"""A text for a terminal: control characters but for newlines and tabs become ``\x1b`` and the
+    like, and so do bytes of a file's name that are not UTF-8."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def short(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from anygauge.util.events import read_event
 from anygauge.util.files import write_text
 from anygauge.util.launch_options import LauncherOptions, read_options
 from anygauge.util.processes import parent_environment
+from anygauge.util.run_lock import identity_of
 from anygauge.util.start import settled
 
 
@@ -75,6 +77,9 @@ class Local:
                 f"{len(plan.processes)} (hosts: {[p.host for p in plan.processes]})"
             )
         process = plan.processes[0]
+        # Its files are those of this machine, so the agent can tell the lock by device and inode.
+        own = ("--lock", identity_of(plan.held[0])) if plan.held else ()
+        argv = (*process.argv, *own)
         log = Path(plan.files[0].path).parent / "logs" / "agent0.log"
         try:
             for file in plan.files:
@@ -83,11 +88,11 @@ class Local:
             environment = {**os.environ, **process.environment, **parent_environment()}
             with log.open("ab") as stderr:
                 if plan.waiting is not None and plan.waiting.run(
-                    process.argv, environment, stderr.fileno(), held=plan.held
+                    argv, environment, stderr.fileno(), held=plan.held
                 ):
                     return LocalJob(plan.waiting.process, log)
                 agent = subprocess.Popen(
-                    process.argv,
+                    argv,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -138,7 +143,7 @@ class LocalJob:
         for line in self._agent.stdout:
             event = read_event(line)
             if event is None:
-                with settled(self._log).open("ab") as log:
+                with contextlib.suppress(OSError), settled(self._log).open("ab") as log:
                     log.write(line)
             else:
                 yield event

@@ -312,7 +312,7 @@ class _Connection:
             if event is not None:
                 yield event
                 continue
-            with settled(self._log).open("ab") as log:
+            with contextlib.suppress(OSError), settled(self._log).open("ab") as log:
                 log.write(line)
 
     def why_it_ended(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from anygauge.agent.nodes import Nodes, Outbox
-from anygauge.agent.supervisor import Supervisor
+from anygauge.agent.supervisor import SIGNALS, Supervisor, collect_signals
 from anygauge.interface import STOPPED
 from anygauge.util.processes import END_AT_ONCE
 from tests.agent.fakes import (
@@ -444,6 +444,33 @@ def test_results_of_an_earlier_run_are_not_mistaken_for_this_one(run: AgentRun) 
     assert not stale.exists()
 
 
+def test_an_agent_does_not_make_a_moved_folder_again(run: AgentRun) -> None:
+    run.start({0: [["touch", "up"], ["wait", "moved"], FINISHED]})
+    run.wait("up")
+    run.directory.rename(run.folder / "elsewhere")
+    (run.folder / "moved").touch()
+    assert run.end()["state"] == "ok"
+    assert not run.directory.exists() and "is not this run's folder any more" in run.err
+
+
+def test_the_time_of_a_signal_does_not_follow_a_clock_that_is_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(1000, 0, -10))
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    received: list[tuple[int, float]] = []
+    collect_signals(received)
+    try:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    (_, first), (_, second) = received
+    assert 0 <= second - first < 5
+
+
 def test_an_invalid_job_file_is_reported_as_an_event(run: AgentRun, tmp_path: Path) -> None:
     job_file = tmp_path / "job.json"
     job_file.write_text("{}")
@@ -465,7 +492,7 @@ def test_a_request_that_came_before_the_ranks_starts_none(tmp_path: Path) -> Non
         devices=2, rendezvous="file:///nowhere",
     )  # fmt: skip
     outbox = Outbox(writer)
-    asked = [(int(signal.SIGTERM), time.time())]
+    asked = [(int(signal.SIGTERM), time.monotonic())]
     supervisor = Supervisor(
         job, node_rank=0, hostname="here", rank_argv=("/nowhere/program",),
         rank_environment=lambda local_rank: {}, nodes=Nodes(job, outbox), signals=asked,

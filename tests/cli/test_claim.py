@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli.run_folder import claimed
+from anygauge.cli.run_folder import claimed, merging
 from anygauge.interface import AnygaugeError
 from tests.agent.fakes import FOREVER, alive, read_pid, until, write_script
 
@@ -42,6 +42,50 @@ def test_the_lock_is_its_owners_alone_and_is_not_truncated(tmp_path: Path) -> No
     lock.write_text("kept")
     with claimed(tmp_path):
         assert lock.read_text() == "kept"
+
+
+def half_written(folder: Path, name: str, pid: int) -> Path:
+    part = folder / f".{name}.{pid}.part"
+    part.mkdir(parents=True)
+    (part / "model.safetensors").write_bytes(b"half")
+    return part
+
+
+def test_a_start_removes_what_a_kill_left_and_names_what_may_be_in_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = half_written(tmp_path, "model", ended.pid)
+    used = half_written(tmp_path, "merged", os.getppid())
+    strange = half_written(tmp_path, "model", 1).rename(tmp_path / ".model.x.part")
+    with claimed(tmp_path):
+        assert not left.exists() and used.exists() and strange.exists()
+    said = capsys.readouterr().err
+    assert str(used) in said and f"process {os.getppid()} runs on this machine" in said
+    assert str(left) not in said and str(strange) not in said
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_a_merge_removes_what_a_killed_one_left(
+    of_run: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, output = half_written(tmp_path / "new", "merged", ended.pid), tmp_path / "new" / "merged"
+    other = half_written(tmp_path / "new", "of-someone", ended.pid)
+    if of_run:
+        with claimed(tmp_path / "new"):  # it is a run's, and has been cleaned up
+            pass
+        assert not left.exists()
+        left = half_written(tmp_path / "new", "merged", ended.pid)
+    with merging(output):
+        assert not left.exists() and other.exists() == (not of_run)
+        left = half_written(tmp_path / "new", "merged", ended.pid)
+        with merging(output):  # another, on a machine where that process is not seen
+            assert left.exists() and str(left) in capsys.readouterr().err
+        if of_run:
+            assert is_claimed(tmp_path / "new")
 
 
 def test_a_link_in_its_place_is_refused_and_its_target_untouched(tmp_path: Path) -> None:

@@ -131,12 +131,10 @@ def test_a_check_that_says_nothing_more_and_does_not_end(
 def test_what_a_check_could_not_do_is_told_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    event = json.dumps({"event": "unchecked", "message": "transformers is not installed here"})
+    event = json.dumps({"event": "unchecked", "message": "torch is not installed here"})
     stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'")
     found = preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
-    assert found.notes == [
-        "only the ranks will check model and rows: transformers is not installed here"
-    ]
+    assert found.notes == ["only the ranks will check model and rows: torch is not installed here"]
 
 
 def test_the_class_of_a_refusal_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,5 +42,6 @@ def exported(size: int = 6) -> Iterator[tuple[str, str, Tensor | None]]:
 def write(folder: Path, **options: Any) -> Path:
     """A checkpoint of the step that its folder's name has."""
     record = {**RECORD, "step": int(folder.name.removeprefix("step-"))}
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder, exported(), record, [{"host": torch.zeros(4)}], **options)
     return folder

@@ -138,16 +138,18 @@ def trained_here(path: Path) -> Run:
     Not for strategy `zero`: DeepSpeed changes the process that imports it.
     """
     from anygauge.cli.intent import read_intent
-    from anygauge.cli.run_folder import write_run
+    from anygauge.cli.run_folder import claimed, write_run
     from anygauge.training.worker import run_rank
     from anygauge.util.events import EventWriter
+    from anygauge.util.run_lock import identity_of
 
     intent = read_intent(path, [], {}, need_device=True)
     assert intent.run.strategy.name != "zero"
-    write_run(Path(intent.job.run_file), intent.run)
     identity = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, identity), contextlib.ExitStack() as opened:
-        run_rank(intent.job, 0, EventWriter(None), opened)
+        lock = identity_of(opened.enter_context(claimed(Path(intent.job.run_directory))))
+        write_run(Path(intent.job.run_file), intent.run)
+        run_rank(intent.job, 0, EventWriter(None), opened, lock)
     return Run(folder=Path(intent.job.run_directory), status=0, out="", err="")
 
 

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from anygauge.cli.run_folder import claimed
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError, UnsupportedError
 from anygauge_launchers import anygauge_provide_launchers
 from anygauge_launchers.local import Local, LocalJob
@@ -111,7 +113,17 @@ def test_a_job_runs_where_paths_have_spaces(folder: Path, started: list[LocalJob
     assert events == ["step", "finished", "rank_exited", "ended"]
     assert running.wait() == 0
     assert Job.load(folder / "run" / "job.json").run_directory == str(folder / "run")
-    assert not list((folder / "run").glob(".*"))
+    assert [path.name for path in (folder / "run").glob(".*")] == [".lock"]
+
+
+def test_the_agent_learns_which_lock_the_folder_had(folder: Path, started: list[LocalJob]) -> None:
+    with claimed(folder / "run") as lock:
+        (folder / "run").rename(folder / "moved")
+        with claimed(folder / "run"):  # a start of the same name, before the agent begins
+            running = Local().submit(replace(plan_of(folder, {0: [FINISHED]}), held=(lock,)))
+            started.append(running)
+            (ended,) = running.events()
+    assert ended["state"] == "failed" and "another run was started under its name" in ended["cause"]
 
 
 def test_lines_that_are_no_events_go_to_the_agents_log(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from safetensors.numpy import save_file
 
@@ -28,13 +30,13 @@ from anygauge.interface import (
     RunFileError,
     UnsupportedError,
 )
-from anygauge.models.files import check_weights
+from anygauge.models.files import WeightFiles, check_weights
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.registry import Registry
 from anygauge.training.checks import Findings, Question, check_run, check_settings
-from anygauge.training.preflight import misses_torch
-from tests.helpers.runs import TINY, run_file
+from anygauge.training.preflight import failed, misses_torch
+from tests.helpers.runs import TINY, run_file, trained_here
 from tests.helpers.tokenizer import make_tokenizer
 
 HIDDEN, INNER = 32, 64
@@ -175,6 +177,52 @@ def test_weights_that_are_not_whole(damage: Any, expected: str, folder: Path) ->
         check_weights(folder)
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 5000\n"
+
+
+def archive(new: bool = True) -> bytes:
+    written = io.BytesIO()
+    weights = {"model.norm.weight": torch.zeros(2000)}
+    torch.save(weights, written, _use_new_zipfile_serialization=new)
+    return written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("pytorch_model.bin", archive()[:5000], r"pytorch_model\.bin .*it was cut"),
+        (
+            "pytorch_model.bin",
+            POINTER,
+            "a Git LFS pointer, not the file itself",
+        ),
+        ("pytorch_model.bin", archive(new=False), "since 1.6, but of an older torch"),
+        ("pytorch_model.bin", b"<html>not found</html>", "since 1.6. Compare"),
+        (
+            "model.safetensors",
+            POINTER,
+            "a Git LFS pointer, not the file itself",
+        ),
+    ],
+    ids=["cut", "pointer", "old", "page", "pointer of safetensors"],
+)
+def test_the_first_bytes_of_weights(
+    name: str, content: bytes, expected: str, tmp_path: Path, folder: Path
+) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelError, match=expected):
+        checked(of_folder(tmp_path, folder))
+    with pytest.raises(ModelError, match="cannot be read as weights"):
+        WeightFiles(folder)  # and ranks refuse it
+
+
+def test_whole_weights_of_torchs_own_format(tmp_path: Path, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(archive())
+    assert checked(of_folder(tmp_path, folder)).notes == []
+
+
 def test_a_tokenizer_of_another_model(tmp_path: Path, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
@@ -233,6 +281,42 @@ def test_an_adapter_to_start_from_that_is_none(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(text))
     with pytest.raises(ModelError, match=r"is not an adapter folder: adapter_config.json"):
         checked(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "but its header needs"),
+        (lambda path: path.write_bytes(POINTER), "a Git LFS pointer"),
+        (lambda path: save_file({"x": np.zeros(2, "f4")}, path), "14 tensors are missing, first"),
+    ],
+    ids=["cut", "pointer", "other names"],
+)
+def test_the_weights_of_an_adapter_to_start_from(
+    damage: Any, expected: str, tmp_path: Path, folder: Path
+) -> None:
+    first = trained_here(of_folder(tmp_path, folder, name="first", strategy={"name": "single"}))
+    start = first.folder / "adapter"
+    path = of_folder(tmp_path, folder, adapter={"start_from": str(start)})
+    fields = yaml.safe_load(path.read_text())
+    del fields["adapter"]["r"]
+    path.write_text(yaml.safe_dump(fields))
+    checked(path)
+    damage(start / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=expected):
+        checked(path)
+
+
+def test_only_a_missing_torch_leaves_the_checks_to_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = ModuleNotFoundError("No module named 'torch'", name="torch")
+    assert failed(missing)["event"] == "refused"  # it is installed, so the error is another
+    monkeypatch.setattr("anygauge.training.preflight.find_spec", lambda name: None)
+    assert failed(missing) == {"event": "unchecked", "message": "torch is not installed here"}
+    other = failed(KeyError("layers"))
+    assert (other["event"], other["error"]) == ("refused", "AnygaugeError")
+    assert other["message"] == "the checks before the run failed: KeyError: 'layers'"
 
 
 def chats(tmp_path: Path) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def write_checkpoint(
     temporary = folder.with_name(f".{folder.name}.part")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        folder.parent.mkdir(exist_ok=True)  # not the run directory: it was there
+        temporary.mkdir()
         parameters = _write_tensors(temporary, exported, shard_bytes, export_adapter is not None)
         if export_adapter is not None:
             export_adapter(temporary / ADAPTER, parameters)

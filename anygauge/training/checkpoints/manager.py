@@ -58,6 +58,7 @@ class CheckpointManager:
         record: what else goes into ``checkpoint.json``; called on rank 0.
         export_adapter: writes trained parameters in peft's format; None where there is no adapter.
         log: a line for the terminal.
+        check_folder: raises where `run_directory` is not this run's any more; for rank 0.
         writing: entered while a step's checkpoint is written: the other ranks wait for rank 0.
         losses: step -> evaluation loss of the checkpoints that exist.
     """
@@ -70,6 +71,7 @@ class CheckpointManager:
     record: Callable[[], Mapping[str, Any]]
     export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None
     log: Callable[[str], None]
+    check_folder: Callable[[], None] = lambda: None
     writing: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
     losses: dict[int, float | None] = field(default_factory=dict)
 
@@ -125,6 +127,7 @@ class CheckpointManager:
                 "counters": {name: getattr(counters, name) for name in counters.__slots__},
                 **self.record(),
             }
+            self.check_folder()
             size = write_checkpoint(
                 folder, exported, record, rng, export_adapter=self.export_adapter
             )

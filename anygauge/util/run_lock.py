@@ -1,0 +1,90 @@
+"""The lock of a run's folder: it keeps other runs out, and tells the folder from its namesakes.
+
+If the folder is moved or removed while its run goes on, a run that is started under its name makes
+another lock. So ranks know theirs by device and inode, and compare before they write.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from anygauge.util.errors import AnygaugeError
+
+LOCK = ".lock"
+
+
+def open_lock(folder: Path) -> int:
+    """Open the lock of a folder; both are made if they are not there. Nothing is written to it.
+
+    While it is open, no other file gets its inode number.
+
+    Raises:
+        AnygaugeError: something else is in its place, or it cannot be opened.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if path.is_symlink():
+            raise AnygaugeError(_no_lock(path, "a link")) from None
+        raise AnygaugeError(
+            f"{path} cannot be opened: {error.strerror}. This lock keeps two runs out of one "
+            "folder: make sure that you can read and write it, or give the run another 'name' or "
+            "--output"
+        ) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise AnygaugeError(_no_lock(path, "not a regular file"))
+    if descriptor > 2:
+        return descriptor
+    # Where standard streams were closed, a child's own ones would take its place.
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
+
+
+def _no_lock(path: Path, what: str) -> str:
+    return (
+        f"{path} is {what}. anygauge creates this lock itself, to keep two runs out of one folder, "
+        "and uses nothing else in its place: remove it, or give the run another 'name' or --output"
+    )
+
+
+def identity_of(lock: int | Path) -> str:
+    """``DEVICE:INODE`` of a lock, open or by its path: processes of its machine know it by this.
+
+    Raises:
+        OSError: it is not there.
+    """
+    found = os.stat(lock)  # noqa: PTH116 - also of a descriptor
+    return f"{found.st_dev}:{found.st_ino}"
+
+
+def check_lock(folder: Path, identity: str | None) -> None:
+    """Refuse to write to a folder that is not the run's any more.
+
+    Args:
+        identity: of the run's lock; None: nothing is compared.
+
+    Raises:
+        AnygaugeError: says what has happened to the folder.
+    """
+    if identity is None:
+        return
+    what = "moved or removed while the run was going on"
+    try:
+        if identity_of(folder / LOCK) == identity:
+            return
+        what += ", and another run was started under its name"
+    except OSError as error:
+        if folder.is_dir():
+            what = f"emptied or replaced: its {LOCK} cannot be read ({error.strerror})"
+    raise AnygaugeError(
+        f"{folder} is not this run's folder any more: it was {what}. Nothing was written there. "
+        "What the run wrote before is where its folder is now; to resume it, move the folder back "
+        "under its name and give the same command with --resume auto"
+    )

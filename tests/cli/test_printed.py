@@ -1,0 +1,67 @@
+"""What commands print cannot drive a terminal: control characters are escaped."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from rich.table import Table
+
+import anygauge.cli
+from anygauge.cli import EscapedStream
+from anygauge.cli.console import Console
+from anygauge.cli.terminal import View, fail
+from anygauge.util.text import escaped
+from tests.helpers.runs import anygauge as command
+
+HOSTILE = "a\x1b[2J\x07\r\x9b1A\x7f\udcffb"
+SHOWN = r"a\x1b[2J\x07\r\x9b1A\x7f\udcffb"
+
+
+def test_newlines_and_tabs_and_other_letters_stay() -> None:
+    assert escaped("a\n\tä漢\u202f🙂") == "a\n\tä漢\u202f🙂"
+    assert escaped(HOSTILE) == SHOWN
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_printed_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Terminal()
+    monkeypatch.setattr("sys.stdout", EscapedStream(written))
+    print(HOSTILE, end="\n")
+    typer.echo(HOSTILE)
+    Console(force_terminal=True, width=80).print("styled", style="bold")
+    assert written.getvalue() == f"{SHOWN}\n{SHOWN}\n\x1b[1mstyled\x1b[0m\n"
+
+
+def test_what_is_printed_by_rich() -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, highlight=False, width=200)
+    console.print(HOSTILE, style="bold", markup=False)
+    View(console, quiet=False).show({"event": "message", "text": HOSTILE})
+    fail(console, HOSTILE)
+    table = Table()
+    table.add_column(HOSTILE)
+    console.print(table)
+    assert written.getvalue().count(SHOWN) == 3
+    styles = r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[1A|\x1b\[2K|\r"
+    assert escaped(text := re.sub(styles, "", written.getvalue())) == text
+
+
+def test_a_command(tmp_path: Path) -> None:
+    done = command(["data", tmp_path / "none\x1b[2J.yaml"])
+    assert r"none\x1b[2J.yaml" in done.stderr and "\x1b" not in done.stderr + done.stdout
+
+
+def test_all_commands_print_so() -> None:
+    folder = Path(anygauge.cli.__file__).parent
+    own = [
+        p.name for p in folder.glob("*.py") if "from rich.console import Console" in p.read_text()
+    ]
+    assert own == []
