@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data.chat import Chat
-from anygauge.data.formats import CHAT_FORMATS, Row, detect_format, parse
+from anygauge.data.formats import CHAT_FORMATS, Row, detect_format, parse_all
 from anygauge.data.records import Record
 from anygauge.data.spans import Aligner, bounded_parts, rendered, rendered_spans
 from anygauge.data.template import ChatTemplate, Span, read_template
@@ -160,7 +160,7 @@ class RowEncoder:
         Raises:
             DataError: a record cannot be used; names file and row.
         """
-        rows = [parse(record, self.source.format, self.source, self.field) for record in records]
+        rows = parse_all(records, self.source.format, self.source, self.field)
         batch = _Batch(self.data)
         plain = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
         texts = [(index, row.text) for index, row in plain if row.prompt is None]
@@ -201,7 +201,10 @@ class RowEncoder:
         all_count = self.data.loss_on == "all"
         aligned = self._aligner.align(
             [prompt + answer for _, prompt, answer in kept],
-            [[(0 if all_count else len(prompt), len(prompt + answer))] for _, prompt, answer in kept],
+            [
+                [(0 if all_count else len(prompt), len(prompt + answer))]
+                for _, prompt, answer in kept
+            ],
         )
         start, end = np.asarray(self._start, dtype=np.int32), np.asarray(self._end, dtype=np.int32)
         for (index, *_), (ids, loss_mask) in zip(kept, aligned, strict=True):

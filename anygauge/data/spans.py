@@ -1,8 +1,9 @@
 """Which characters of a rendered chat have a loss, and which tokens: those of its answers.
 
-An answer is what the assistant says, up to its end token. A chat is rendered once as a whole. Where its template has ``{% generation %}`` marks, they tell.
-Otherwise a turn is what the rendering grows by between the turns before it with the generation
-prompt, and the turns up to it; this needs both to be beginnings of the whole. Templates that
+An answer is what the assistant says, up to its end token. A chat is rendered once as a whole.
+Where its template has ``{% generation %}`` marks, they tell. Otherwise a turn is what the rendering
+grows by between the turns before it with the generation prompt, and the turns up to it; this needs
+both to be beginnings of the whole. Templates that
 render a turn in another way once others follow it (they drop earlier reasoning, or move the tools)
 break that: there a mark is written into the turn, found in the rendering of the whole chat, and
 the text that follows it in the shorter renderings is found behind it in the whole. Where neither
