@@ -234,6 +234,31 @@ def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], 
     return undo
 
 
+def keep_recomputed_until_backward(model: Any) -> Callable[[], None]:
+    """Have ZeRO-3 keep what a layer's recomputation gathers through that layer's backward.
+
+    DeepSpeed gives these weights to the module whose backward asked for the recomputation, and
+    frees them with it (since 0.19.6): the rest of the layer's backward gathers its own a third
+    time. So they are given to the layer. Of use in non-reentrant recomputation; returns the undoing.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    give = getattr(coordinator, "update_recompute_parameters", None)
+    if give is None:
+        return lambda: None
+    layer_of = {module: layer for layer in decoder_layers(model) for module in layer.modules()}
+
+    def give_to_layer(module: nn.Module, parameter: nn.Parameter) -> None:
+        give(layer_of.get(module, module), parameter)
+
+    coordinator.update_recompute_parameters = give_to_layer
+
+    def undo() -> None:
+        coordinator.update_recompute_parameters = give
+
+    return undo
+
+
 def leave_as_a_step_does(model: nn.Module) -> None:
     """After an evaluation, gather and free weights so that the next step finds what any step does.
 
