@@ -163,13 +163,12 @@ class RowEncoder:
         rows = parse_all(records, self.source.format, self.source, self.field)
         batch = _Batch(self.data)
         plain = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
-        texts = [(index, row.text) for index, row in plain if row.prompt is None]
-        pairs = [(index, row.prompt, row.text) for index, row in plain if row.prompt is not None]
-        self._encode_texts(texts, batch)
-        self._encode_pairs(pairs, batch)
-        self._encode_chats(
-            [(index, row) for index, row in enumerate(rows) if isinstance(row, Chat)], batch
-        )
+        chats = [(index, row) for index, row in enumerate(rows) if isinstance(row, Chat)]
+        kept = [(index, row) for index, row in plain if row.text.strip()]
+        batch.dropped_empty += len(plain) - len(kept)
+        self._encode_texts([each for each in kept if each[1].prompt is None], batch)
+        self._encode_answers([each for each in kept if each[1].prompt is not None], batch)
+        self._encode_chats(chats, batch)
         return batch.finish(len(rows))
 
     def key(self) -> str:
@@ -188,28 +187,21 @@ class RowEncoder:
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
-    def _encode_texts(self, rows: Sequence[tuple[int, str]], batch: _Batch) -> None:
-        kept = [(index, text) for index, text in rows if text.strip()]
-        batch.dropped_empty += len(rows) - len(kept)
-        tokens = encode_texts(self.tokenizer, [text for _, text in kept])
-        for (index, _), ids in zip(kept, tokens, strict=True):
+    def _encode_texts(self, rows: Sequence[tuple[int, Row]], batch: _Batch) -> None:
+        tokens = encode_texts(self.tokenizer, [row.text for _, row in rows])
+        for (index, _), ids in zip(rows, tokens, strict=True):
             batch.add_text(index, self._start + ids + self._end)
 
-    def _encode_pairs(self, rows: Sequence[tuple[int, str, str]], batch: _Batch) -> None:
-        kept = [row for row in rows if row[2].strip()]
-        batch.dropped_empty += len(rows) - len(kept)
+    def _encode_answers(self, rows: Sequence[tuple[int, Row]], batch: _Batch) -> None:
         all_count = self.data.loss_on == "all"
-        aligned = self._aligner.align(
-            [prompt + answer for _, prompt, answer in kept],
-            [
-                [(0 if all_count else len(prompt), len(prompt + answer))]
-                for _, prompt, answer in kept
-            ],
-        )
-        start, end = np.asarray(self._start, dtype=np.int32), np.asarray(self._end, dtype=np.int32)
-        for (index, *_), (ids, loss_mask) in zip(kept, aligned, strict=True):
-            counts = np.pad(loss_mask, (len(start), len(end)), constant_values=(all_count, True))
-            batch.add(index, np.concatenate([start, ids, end]), counts)
+        texts = [f"{row.prompt}{row.text}" for _, row in rows]
+        begins = [0 if all_count else len(row.prompt or "") for _, row in rows]
+        spans = [[(begin, len(text))] for begin, text in zip(begins, texts, strict=True)]
+        around = (len(self._start), len(self._end))
+        aligned = self._aligner.align(texts, spans)
+        for (index, _), (ids, loss_mask) in zip(rows, aligned, strict=True):
+            whole = np.asarray([*self._start, *ids, *self._end], dtype=np.int32)
+            batch.add(index, whole, np.pad(loss_mask, around, constant_values=(all_count, True)))
 
     def _encode_chats(self, chats: Sequence[tuple[int, Chat]], batch: _Batch) -> None:
         if not chats:

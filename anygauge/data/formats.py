@@ -101,14 +101,10 @@ def parse_all(
             lacking = sum(error.name not in each.values for each in records)
             if lacking == len(records):
                 raise
-            others = (
-                "the others have it"
-                if lacking == 1
-                else f"{lacking} of {len(records)} rows here lack it, the others have it"
-            )
+            also = f", as {lacking - 1} more here do" if lacking > 1 else ""
             raise DataError(
-                f"{record.origin}: the row lacks the column {error.name!r}; {others}; columns "
-                f"here: {listed(record)}. Correct or remove the row"
+                f"{record.origin}: the row lacks the column {error.name!r}{also}; the others have "
+                f"it. Correct or remove the row; columns here: {listed(record)}"
             ) from None
     return rows
 

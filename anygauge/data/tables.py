@@ -247,7 +247,7 @@ def _parquet(
         plain = pa.schema(column.with_type(_plain(column.type)) for column in found)
         wanted = list(range(opened.num_row_groups) if groups is None else groups)
         parts = [wanted]
-        if any(map(_holds_categories, found.types)):
+        if any(pa.types.is_nested(kind) and kind != _plain(kind) for kind in found.types):
             # pyarrow does not join the categories of several row groups below a list or struct.
             parts = [[group] for group in wanted]
         for part in parts:
@@ -269,23 +269,13 @@ def _plain(kind: Any) -> Any:
         return pa.struct([field.with_type(_plain(field.type)) for field in kind])
     if pa.types.is_map(kind):
         return pa.map_(_plain(kind.key_type), _plain(kind.item_type), kind.keys_sorted)
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
-    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
-    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
-        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        item = kind.value_field.with_type(_plain(kind.value_type))
+        size = kind.list_size if pa.types.is_fixed_size_list(kind) else -1
+        return pa.large_list(item) if pa.types.is_large_list(kind) else pa.list_(item, size)
     if pa.types.is_string_view(kind):
         return pa.large_string()
     return pa.large_binary() if pa.types.is_binary_view(kind) else kind
-
-
-def _holds_categories(kind: Any) -> bool:
-    """Whether there are categories below a list, struct or map."""
-    import pyarrow as pa
-
-    below = [kind.field(number) for number in range(kind.num_fields)]
-    return any(pa.types.is_dictionary(one.type) or _holds_categories(one.type) for one in below)
 
 
 def _empty(path: str) -> DataError:

@@ -237,9 +237,9 @@ def synchronise_before_release(synchronize: Callable[[], None]) -> Callable[[], 
 def keep_recomputed_until_backward(model: Any) -> Callable[[], None]:
     """Have ZeRO-3 keep what a layer's recomputation gathers through that layer's backward.
 
-    DeepSpeed gives these weights to the module whose backward asked for the recomputation, and
-    frees them with it (since 0.19.6): the rest of the layer's backward gathers its own a third
-    time. So they are given to the layer. Of use in non-reentrant recomputation; returns the undoing.
+    Since 0.19.6, DeepSpeed frees these weights with the module whose backward began a non-reentrant
+    recomputation, and the rest of the layer gathers its own a third time. So they are given to the
+    layer. Returns the undoing.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
@@ -252,11 +252,7 @@ def keep_recomputed_until_backward(model: Any) -> Callable[[], None]:
         give(layer_of.get(module, module), parameter)
 
     coordinator.update_recompute_parameters = give_to_layer
-
-    def undo() -> None:
-        coordinator.update_recompute_parameters = give
-
-    return undo
+    return lambda: setattr(coordinator, "update_recompute_parameters", give)
 
 
 def leave_as_a_step_does(model: nn.Module) -> None:

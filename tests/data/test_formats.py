@@ -186,8 +186,8 @@ def test_a_column_that_one_row_lacks(lacking):
     source = SourceSection(path="data.jsonl")
     with pytest.raises(DataError) as caught:
         parse_all(records, "prompt_completion", source, "data.train")
-    others = "the others have it" if len(lacking) == 1 else "2 of 30 rows here lack it, the others"
-    message = f"data.jsonl:26: the row lacks the column 'completion'; {others}"
+    also = "" if len(lacking) == 1 else ", as 1 more here do"
+    message = f"data.jsonl:26: the row lacks the column 'completion'{also}; the others have it"
     assert str(caught.value).startswith(message)
 
 
