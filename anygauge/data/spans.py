@@ -334,7 +334,8 @@ class Aligner:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._has_offsets = bool(getattr(tokenizer, "is_fast", False))
-        self._added = np.asarray(sorted(tokenizer.added_tokens_decoder), dtype=np.int64)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = np.asarray(sorted(added), dtype=np.int64)
         # SentencePiece puts a space before a text, so before a piece too unless something precedes.
         self._puts_space = self._ids("\nb") != self._ids("\n") + self._ids("b")
 
