@@ -131,8 +131,8 @@ def _show_checks(console: Console, found: Findings, expected: Expectation) -> No
     console.print("\n[bold]Checks[/bold] before ranks start", markup=True)
     if found.data:
         console.print(f"  data: {found.data}")
-    if found.advice:
-        console.print(f"  {found.advice}", style="yellow")
+    for line in found.advice.splitlines():
+        console.print(f"  {line}", style="yellow")
     for line in expected.lines:
         console.print(f"  {line}")
     for note in (*found.notes, *filter(None, [expected.note])):

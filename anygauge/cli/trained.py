@@ -57,7 +57,7 @@ def generate(
 ) -> None:
     """Let a model answer, and print only the answer; if it is empty, a line on standard error."""
     if prompt is None:
-        prompt = sys.stdin.read().rstrip("\n")
+        prompt = sys.stdin.read().removeprefix("\ufeff").rstrip("\n")
     origin = model_origin(model, adapter, tokenizer)
     fetch_wanted(origin.section)
 

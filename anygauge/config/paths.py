@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from anygauge.config.tree import Problem, YamlNode, dotted
-from anygauge.util.text import did_you_mean
+from anygauge.util.text import near_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
@@ -192,5 +192,4 @@ def _is_source(path: Place) -> bool:
 def _neighbour(target: Path) -> str:
     if not target.parent.is_dir():
         return "" if target.parent == target else f" (nor is there a folder {target.parent})"
-    names = sorted(each.name for each in target.parent.iterdir())
-    return did_you_mean(target.name, names)
+    return near_file(target)

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from anygauge.interface import DataError
+from anygauge.interface import DataAccessError, DataError
 from anygauge.util.files import flush, write_text
+from anygauge.util.text import near_file
 
 OFF = "off"
 VARIABLE = "ANYGAUGE_CACHE"
@@ -147,7 +148,7 @@ class Cache:
         except OSError as error:
             raise _unusable(self.folder if self._kept else None, error) from None
         if found is None:
-            raise DataError(
+            raise DataAccessError(
                 f"the cache entry {place} was damaged while anygauge built it. Does another "
                 "program delete files there?"
             )
@@ -261,7 +262,8 @@ def key_of(*parts: Any) -> str:
 def unreadable(path: str, error: OSError) -> DataError:
     """What to say of a data file that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
-        return DataError(f"{path}: no such file (looked at {Path(path).expanduser().absolute()})")
+        file = Path(path).expanduser().absolute()
+        return DataError(f"{path}: no such file (looked at {file}){near_file(file)}")
     return DataError(f"{path} cannot be read: {error.strerror or error}")
 
 
@@ -285,11 +287,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _unusable(folder: Path | None, error: OSError) -> DataError:
+def _unusable(folder: Path | None, error: OSError) -> DataAccessError:
     where = f"the cache {folder}" if folder else f"the temporary folder {tempfile.gettempdir()}"
     remedy = (
         f"name another folder in data.cache or {VARIABLE}, or switch it off (data.cache: off)"
         if folder
         else "make room there, or name another folder in TMPDIR"
     )
-    return DataError(f"{where} cannot be used: {error.strerror or error}; {remedy}")
+    return DataAccessError(f"{where} cannot be used: {error.strerror or error}; {remedy}")

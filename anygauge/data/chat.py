@@ -30,6 +30,7 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
+_SHAREGPT_ALONE = tuple(role for role in SHAREGPT_ROLES if role not in ROLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def chat_from_messages(record: Record, source: SourceSection, field: str) -> Cha
 
 
 def chat_from_sharegpt(record: Record, source: SourceSection, field: str) -> Chat:
-    """A column of turns with `from` and `value`.
+    """A column of turns with `from` and `value`, or with `role` and `content` and its roles.
 
     Raises:
         DataError: the record cannot be used; names file, row and turn.
@@ -162,6 +163,11 @@ def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
             f"{where} has 'from' instead of 'role': set {field}.format to sharegpt and "
             f"{field}.conversations to this column"
         )
+    if turn.get("role") in _SHAREGPT_ALONE:
+        raise DataError(
+            f"{where} has the role {turn['role']!r}, which is ShareGPT's: set {field}.format to "
+            f"sharegpt and {field}.conversations to this column"
+        )
     role = _role(turn, "role", ROLES, where)
     # Other keys that a template may read are kept: name, tool_call_id, reasoning_content.
     kept = {key: value for key, value in turn.items() if value is not None}
@@ -184,10 +190,10 @@ def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
 
 def _sharegpt(turn: Mapping[str, Any], where: str, field: str) -> Turn:
     if "from" not in turn and "role" in turn:
-        raise DataError(
-            f"{where} has 'role' instead of 'from': set {field}.format to messages and "
-            f"{field}.messages to this column"
-        )
+        name = _role(turn, "role", tuple(SHAREGPT_ROLES), where)
+        if name != "function_call":
+            return _message({**turn, "role": SHAREGPT_ROLES[name]}, where, field)
+        turn = {"from": name, "value": turn.get("content")}
     name = _role(turn, "from", tuple(SHAREGPT_ROLES), where)
     if turn.get("value") is None:
         found = "null as value" if "value" in turn else "no value"

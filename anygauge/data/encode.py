@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data.chat import Chat
-from anygauge.data.formats import CHAT_FORMATS, Row, detect_format, parse
+from anygauge.data.formats import CHAT_FORMATS, Row, detect_format, parse_all
 from anygauge.data.records import Record
-from anygauge.data.spans import Aligner, rendered, rendered_spans
+from anygauge.data.spans import Aligner, bounded_parts, rendered, rendered_spans
 from anygauge.data.template import ChatTemplate, Span, read_template
 from anygauge.interface import ModelError
 
 __all__ = ["Counts", "Encoded", "RowEncoder", "detect_format"]
 
-_VERSION = 3
+_VERSION = 4
 """Counts up when the same rows become other tokens, masks or counts, so that none are read from a
 cache."""
 
@@ -146,7 +146,7 @@ class RowEncoder:
         self._given = read_template(data.chat_template)
         self._start, self._end = start_ids(tokenizer), [int(tokenizer.eos_token_id)]
         self._template: ChatTemplate | None = None
-        self._aligner: Aligner | None = None
+        self._aligner = Aligner(tokenizer)
         if source.format in CHAT_FORMATS:
             self._template = ChatTemplate(tokenizer, self._given)
 
@@ -160,11 +160,14 @@ class RowEncoder:
         Raises:
             DataError: a record cannot be used; names file and row.
         """
-        rows = [parse(record, self.source.format, self.source, self.field) for record in records]
+        rows = parse_all(records, self.source.format, self.source, self.field)
         batch = _Batch(self.data)
         plain = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
         chats = [(index, row) for index, row in enumerate(rows) if isinstance(row, Chat)]
-        self._encode_plain(plain, batch)
+        kept = [(index, row) for index, row in plain if row.text.strip()]
+        batch.dropped_empty += len(plain) - len(kept)
+        self._encode_texts([each for each in kept if each[1].prompt is None], batch)
+        self._encode_answers([each for each in kept if each[1].prompt is not None], batch)
         self._encode_chats(chats, batch)
         return batch.finish(len(rows))
 
@@ -184,35 +187,33 @@ class RowEncoder:
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
-    def _encode_plain(self, rows: Sequence[tuple[int, Row]], batch: _Batch) -> None:
-        answers = encode_texts(self.tokenizer, [row.text for _, row in rows])
-        prompts = encode_texts(self.tokenizer, [row.prompt or "" for _, row in rows])
-        for (index, row), prompt, answer in zip(rows, prompts, answers, strict=True):
-            if not row.text.strip():
-                batch.dropped_empty += 1
-            elif row.prompt is None:
-                batch.add_text(index, self._start + answer + self._end)
-            else:
-                before = self._start + prompt
-                ids = np.asarray(before + answer + self._end, dtype=np.int32)
-                loss_mask = np.ones(len(ids), dtype=np.bool_)
-                if self.data.loss_on != "all":
-                    loss_mask[: len(before)] = False
-                batch.add(index, ids, loss_mask)
+    def _encode_texts(self, rows: Sequence[tuple[int, Row]], batch: _Batch) -> None:
+        tokens = encode_texts(self.tokenizer, [row.text for _, row in rows])
+        for (index, _), ids in zip(rows, tokens, strict=True):
+            batch.add_text(index, self._start + ids + self._end)
+
+    def _encode_answers(self, rows: Sequence[tuple[int, Row]], batch: _Batch) -> None:
+        all_count = self.data.loss_on == "all"
+        texts = [f"{row.prompt}{row.text}" for _, row in rows]
+        begins = [0 if all_count else len(row.prompt or "") for _, row in rows]
+        spans = [[(begin, len(text))] for begin, text in zip(begins, texts, strict=True)]
+        around = (len(self._start), len(self._end))
+        aligned = self._aligner.align(texts, spans)
+        for (index, _), (ids, loss_mask) in zip(rows, aligned, strict=True):
+            whole = np.asarray([*self._start, *ids, *self._end], dtype=np.int32)
+            batch.add(index, whole, np.pad(loss_mask, around, constant_values=(all_count, True)))
 
     def _encode_chats(self, chats: Sequence[tuple[int, Chat]], batch: _Batch) -> None:
         if not chats:
             return
         if self._template is None:
             self._template = ChatTemplate(self.tokenizer, self._given)
-        if self._aligner is None:
-            self._aligner = Aligner(self.tokenizer)
         if self.data.loss_on == "last_turn":
             chats = [(index, replace(chat, answers=chat.answers[-1:])) for index, chat in chats]
         kept = [(index, chat) for index, chat in chats if not chat.is_blank]
         batch.dropped_empty += len(chats) - len(kept)
         texts = [self._text(chat, self._template) for _, chat in kept]
-        aligned = self._aligner.align(*zip(*texts, strict=True)) if texts else []
+        aligned = self._aligner.align([text for text, _ in texts], [spans for _, spans in texts])
         for (index, _), (ids, loss_mask) in zip(kept, aligned, strict=True):
             batch.add(index, ids, loss_mask)
 
@@ -286,10 +287,6 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
     return [special, state]
 
 
-_AT_ONCE = 2_000_000
-"""Characters that a tokenizer is given; it takes hundreds of bytes of memory for each."""
-
-
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """The tokens that stand for a prompt, alike in training and in generation.
 
@@ -304,24 +301,11 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """The tokens of each text, with nothing put before or behind it."""
-    if not texts:
-        return []
     found: list[list[int]] = []
-    for part in _bounded_parts(texts):
+    for part in bounded_parts(texts):
         # verbose=False: long texts are cut later, so the tokenizer's warning would mislead.
         found += tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
     return found
-
-
-def _bounded_parts(texts: list[str]) -> Iterator[list[str]]:
-    """The texts, as many at once as memory allows, which is one at least."""
-    start = length = 0
-    for end, text in enumerate(texts):
-        if length and length + len(text) > _AT_ONCE:
-            yield texts[start:end]
-            start, length = end, 0
-        length += len(text)
-    yield texts[start:]
 
 
 def start_ids(tokenizer: Any) -> list[int]:

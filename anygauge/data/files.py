@@ -71,8 +71,8 @@ def read_json_list(text: str, path: str, limit: int | None = None) -> ReadWhole:
         value = load_json(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{path}:{error.lineno}: not valid JSON "
-            f"({error.msg} at column {error.colno}); a list of objects is expected"
+            f"{path}:{error.lineno}: not valid JSON ({complaint(error)}); a list of objects is "
+            "expected"
         ) from None
     except DoubleKeyError as error:
         raise DataError(f"{_place_of(text, path)}: {error}") from None

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anygauge.config.paths import data_suffix
 from anygauge.config.schema import SourceSection
 from anygauge.data.chat import Chat, chat_from_columns, chat_from_messages, chat_from_sharegpt
-from anygauge.data.records import Record, byte_length, listed, missing, text_column
+from anygauge.data.records import (
+    MissingColumnError,
+    Record,
+    byte_length,
+    column,
+    listed,
+    text_column,
+)
 from anygauge.interface import DataError, RunFileError
 
 PLACEHOLDER = "{prompt}"
@@ -79,6 +87,26 @@ def detect_format(first: Record, source: SourceSection, field: str) -> str:
             "the model would never see the prompt"
         )
     return row_format
+
+
+def parse_all(
+    records: Sequence[Record], row_format: str, source: SourceSection, field: str
+) -> list[Row | Chat]:
+    """Neighbouring records; see `parse`. Of a column that one lacks, the others say more."""
+    rows = []
+    for record in records:
+        try:
+            rows.append(parse(record, row_format, source, field))
+        except MissingColumnError as error:
+            lacking = sum(error.name not in each.values for each in records)
+            if lacking == len(records):
+                raise
+            also = f", as {lacking - 1} more here do" if lacking > 1 else ""
+            raise DataError(
+                f"{record.origin}: the row lacks the column {error.name!r}{also}; the others have "
+                f"it. Correct or remove the row; columns here: {listed(record)}"
+            ) from None
+    return rows
 
 
 def parse(record: Record, row_format: str, source: SourceSection, field: str) -> Row | Chat:
@@ -182,8 +210,7 @@ def _prompt_completion(record: Record, source: SourceSection, field: str) -> Row
     if all(turns):
         return chat_from_columns(record, source, field)
     for name, setting in zip(names, ("prompt", "completion"), strict=True):
-        if name not in record.values:
-            raise missing(record, name, f"{field}.{setting}")
+        column(record, name, f"{field}.{setting}")
     if any(turns):
         raise DataError(
             f"{record.origin}: {names[turns.index(True)]!r} holds a list and "

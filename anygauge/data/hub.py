@@ -15,7 +15,8 @@ from anygauge.config.schema import SourceSection
 from anygauge.data.cache import Cache, key_of
 from anygauge.data.records import INDEX_MARK, Record
 from anygauge.data.streams import LineStream, RowStream, StreamedRow, TableStream
-from anygauge.interface import DataError
+from anygauge.interface import DataAccessError, DataError
+from anygauge.util.text import near_file
 
 _ANSWER_S = 10.0
 """The hub must answer within this time, or it is called unreachable."""
@@ -219,7 +220,7 @@ def _unloadable(
     return DataError(
         f"{field}: the data set {source.path!r} (subset {source.subset or 'default'}, split "
         f"{source.split!r}, revision {source.revision or 'main'}) cannot be loaded{at}: {said}; "
-        f"{remedy}"
+        f"{remedy}{near_file(Path(source.path).absolute())}"
     )
 
 
@@ -235,15 +236,15 @@ def _check(source: SourceSection, field: str) -> str:
         RevisionNotFoundError,
     )
 
-    file = Path(source.path)
+    file = Path(source.path).absolute()
     try:
         found = HfApi().dataset_info(source.path, revision=source.revision, timeout=_ANSWER_S)
         return str(found.sha)
     except RepositoryNotFoundError:
         raise DataError(
-            f"{field}.path: {source.path!r} is not a file (looked at {file.absolute()}) nor a data "
-            "set of the hub that can be seen from here; correct it, or log in if it is private "
-            "(hf auth login)"
+            f"{field}.path: {source.path!r} is not a file (looked at {file}){near_file(file)} nor "
+            "a data set of the hub that can be seen from here; correct it, or log in if it is "
+            "private (hf auth login)"
         ) from None
     except RevisionNotFoundError:
         raise DataError(
@@ -255,8 +256,8 @@ def _check(source: SourceSection, field: str) -> str:
         raise DataError(f"{field}.path: the hub refuses {source.path!r}: {said}") from None
     except Exception as error:  # which class it is depends on the library below the library
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        raise DataError(
-            f"{field}.path: {source.path!r} is not a file (looked at {file.absolute()}), and the "
-            f"hub ({endpoint}) cannot be reached: {error}. If the data set was downloaded before, "
-            "export HF_HUB_OFFLINE=1 to use that copy"
+        raise DataAccessError(
+            f"{field}.path: {source.path!r} is not a file (looked at {file}){near_file(file)}, and "
+            f"the hub ({endpoint}) cannot be reached: {error}. If the data set was downloaded "
+            "before, export HF_HUB_OFFLINE=1 to use that copy"
         ) from None

@@ -16,7 +16,7 @@ from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data.batches import Batches, Layout, Schedule
 from anygauge.data.cache import Cache, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
-from anygauge.data.formats import detect_format, parse
+from anygauge.data.formats import detect_format, parse_all
 from anygauge.data.order import Split
 from anygauge.data.records import Reader
 from anygauge.data.row_batches import RowBatches
@@ -113,9 +113,7 @@ def peek(data: DataSection, train: TrainSection | None = None) -> None:
     read_template(data.chat_template)
     for field, source in (*_fields("train", data), *_fields("eval", data)):
         records = first_records(source, PEEKED_ROWS, field, streaming=data.streaming)
-        row_format = detect_format(records[0], source, field)
-        for record in records:
-            parse(record, row_format, source, field)
+        parse_all(records, detect_format(records[0], source, field), source, field)
     if train is None or train.steps is not None or not data.streaming:
         return
     for field, source in _fields("train", data):

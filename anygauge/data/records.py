@@ -71,7 +71,8 @@ def parse_object(line: bytes, origin: str, offset: int) -> Mapping[str, Any]:
     Raises:
         DataError: not UTF-8, not JSON, or no object.
     """
-    text = decode(line, lambda _: origin, offset)
+    # Up to the next filled line: JSON itself takes fewer blanks than may stand between them.
+    text = decode(line.rstrip(), lambda _: origin, offset)
     try:
         value = load_json(text)
     except DoubleKeyError as error:
@@ -166,7 +167,7 @@ def kind(value: Any) -> str:
 def complaint(error: Exception) -> str:
     """What is wrong with JSON, in words."""
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
@@ -182,17 +183,20 @@ def column(record: Record, name: str, setting: str | None) -> Any:
         DataError: the record has no such column.
     """
     if name not in record.values:
-        raise missing(record, name, setting)
+        raise MissingColumnError(record, name, setting)
     return record.values[name]
 
 
-def missing(record: Record, name: str, setting: str | None) -> DataError:
-    """The error for a column that is not there; names those that are, and the nearest."""
-    remedy = f"; set {setting} to one of them" if setting else "; alpaca rows need it"
-    return DataError(
-        f"{record.origin}: no column {name!r}; columns here: {listed(record)}{remedy}"
-        + did_you_mean(name, record.values)
-    )
+class MissingColumnError(DataError):
+    """A column that is not there; names those that are, and the nearest."""
+
+    def __init__(self, record: Record, name: str, setting: str | None) -> None:
+        remedy = f"; set {setting} to one of them" if setting else "; alpaca rows need it"
+        super().__init__(
+            f"{record.origin}: no column {name!r}; columns here: {listed(record)}{remedy}"
+            + did_you_mean(name, record.values)
+        )
+        self.name = name
 
 
 def text_column(record: Record, name: str, setting: str | None) -> str:

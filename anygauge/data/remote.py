@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from anygauge.data.cache import Cache, key_of
-from anygauge.interface import DataError
+from anygauge.interface import DataAccessError, DataError
 from anygauge.util.hiding import without_users
 
 WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -294,7 +294,7 @@ def _retried(what: str, work: Callable[[], Any]) -> Any:
             if isinstance(error, PermissionError) or status in (401, 403):
                 raise DataError(f"{what} may not be read: {said}") from None
             if wait is None:
-                raise DataError(
+                raise DataAccessError(
                     f"{what} cannot be read, after {len(WAITS_S) + 1} tries: {said}. Check the "
                     "address and the network (HTTPS_PROXY), then resume the run"
                 ) from None

@@ -1,16 +1,17 @@
-"""Which characters of a rendered chat have a loss: what the assistant says, up to its end token.
+"""Which characters of a rendered chat have a loss, and which tokens: those of its answers.
 
-A chat is rendered once as a whole. Where its template has ``{% generation %}`` marks, they tell.
-Otherwise a turn is what the rendering grows by between the turns before it with the generation
-prompt, and the turns up to it; this needs both to be beginnings of the whole. Templates that
+An answer is what the assistant says, up to its end token. A chat is rendered once as a whole.
+Where its template has ``{% generation %}`` marks, they tell. Otherwise a turn is what the rendering
+grows by between the turns before it with the generation prompt, and the turns up to it; this needs
+both to be beginnings of the whole. Templates that
 render a turn in another way once others follow it (they drop earlier reasoning, or move the tools)
 break that: there a mark is written into the turn, found in the rendering of the whole chat, and
 the text that follows it in the shorter renderings is found behind it in the whole. Where neither
 gives an answer, the chat is refused: a mask is never guessed.
 
-The text is then tokenised as a whole. Where a token would stand on both sides of a stretch's
-border, it is cut at the borders and tokenised in pieces instead: so the mask is that of the
-characters, and an answer's tokens are those that follow a prompt tokenised by itself.
+The text, or a prompt with its completion, is then tokenised as a whole. Where a token would stand
+on both sides of a stretch's border, it is cut at the borders and tokenised in pieces instead: so
+the mask is that of the characters.
 """
 
 from __future__ import annotations
@@ -303,20 +304,40 @@ def _untold(chat: Chat, finder: _Finder, index: int) -> DataError:
 
 Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
+_BEFORE = ("\n", "0", "a")
+"""What precedes a piece; one that joins with its beginning is of no use."""
+
+_AT_ONCE = 2_000_000
+"""Characters that a tokenizer is given; it takes hundreds of bytes of memory for each."""
+
+
+def bounded_parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts, as many at once as memory allows, which is one at least."""
+    start = length = 0
+    for end, text in enumerate(texts):
+        if length and length + len(text) > _AT_ONCE:
+            yield list(texts[start:end])
+            start, length = end, 0
+        length += len(text)
+    if texts:
+        yield list(texts[start:])
+
 
 class Aligner:
     """Tokenises texts with stretches.
 
     Args:
-        tokenizer: a tokenizer of the transformers library with offsets (a fast one).
+        tokenizer: a tokenizer of the transformers library. One without offsets (a slow one) always
+            tokenises in pieces.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._added = np.asarray(sorted(tokenizer.added_tokens_decoder), dtype=np.int64)
-        line_end, both = self._ids("\n"), self._ids("\nb")
+        self._has_offsets = bool(getattr(tokenizer, "is_fast", False))
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = np.asarray(sorted(added), dtype=np.int64)
         # SentencePiece puts a space before a text, so before a piece too unless something precedes.
-        self._line_end = None if both == line_end + self._ids("b") else line_end
+        self._puts_space = self._ids("\nb") != self._ids("\n") + self._ids("b")
 
     def align(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
         """Tokens of each text, and their loss mask.
@@ -324,25 +345,26 @@ class Aligner:
         Args:
             spans: for each text the stretches with a loss: sorted, not touching, in characters.
         """
-        if not texts:
-            return []
-        # verbose=False: long texts are cut later, so the tokenizer's warning would mislead.
-        encoding = self.tokenizer(
-            list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+        if not self._has_offsets:
+            return [self._in_pieces(*each) for each in zip(texts, spans, strict=True)]
         result: list[Tokens] = []
-        for text, stretches, ids, offsets in zip(
-            texts, spans, encoding["input_ids"], encoding["offset_mapping"], strict=True
-        ):
-            loss_mask = self._loss_mask(ids, offsets, stretches)
-            if loss_mask is None:
-                result.append(self._in_pieces(text, stretches))
-            else:
-                result.append((np.asarray(ids, dtype=np.int32), loss_mask))
+        for part in bounded_parts(texts):
+            # verbose=False: long texts are cut later, so the tokenizer's warning would mislead.
+            encoding = self.tokenizer(
+                part, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            pairs = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
+            for text, (ids, offsets) in zip(part, pairs, strict=True):
+                stretches = spans[len(result)]
+                loss_mask = self._loss_mask(text, ids, offsets, stretches)
+                if loss_mask is None:
+                    result.append(self._in_pieces(text, stretches))
+                else:
+                    result.append((np.asarray(ids, dtype=np.int32), loss_mask))
         return result
 
     def _loss_mask(
-        self, ids: list[int], offsets: list[tuple[int, int]], spans: Sequence[Span]
+        self, text: str, ids: list[int], offsets: list[tuple[int, int]], spans: Sequence[Span]
     ) -> NDArray[np.bool_] | None:
         loss_mask = np.zeros(len(ids), dtype=np.bool_)
         if not ids:
@@ -352,13 +374,16 @@ class Aligner:
         # ends, but not behind its own start, as several tokens may share one character.
         ends = np.maximum.accumulate(given[:, 1])
         starts = np.minimum(given[:, 0], np.concatenate(([0], ends[:-1])))
-        added = np.isin(np.asarray(ids), self._added)
+        # An added token may swallow white space around it; it belongs to where its own text stands.
+        for token in np.flatnonzero(np.isin(np.asarray(ids), self._added)).tolist():
+            start, end = given[token].tolist()
+            if own := text[start:end].strip():
+                starts[token] = start = text.index(own, start)
+                ends[token] = start + len(own)
         for first, last in spans:
             touches = (starts < last) & (ends > first)
             inside = touches & (starts >= first) & (ends <= last)
-            # An added token may swallow white space around it; it belongs to where it begins.
-            inside |= touches & added & (starts >= first)
-            if np.any(touches & ~inside & ~added):
+            if np.any(touches & ~inside):
                 return None
             loss_mask |= inside
         return loss_mask
@@ -381,10 +406,10 @@ class Aligner:
     def _piece(self, text: str, *, is_first: bool) -> list[int]:
         if not text:
             return []
-        if self._line_end is not None and not is_first:
-            ids = self._ids("\n" + text)
-            if ids[: len(self._line_end)] == self._line_end:
-                return ids[len(self._line_end) :]
+        for before in _BEFORE if self._puts_space and not is_first else ():
+            ids, own = self._ids(before + text), self._ids(before)
+            if ids[: len(own)] == own:
+                return ids[len(own) :]
         return self._ids(text)
 
     def _ids(self, text: str) -> list[int]:

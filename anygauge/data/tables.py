@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.config.paths import data_suffix
-from anygauge.data.cache import Cache, key_of
+from anygauge.data.cache import Cache, key_of, unreadable
 from anygauge.data.records import INDEX_MARK, LINE_MARK, Record
 from anygauge.interface import DataError
 
@@ -43,7 +43,7 @@ class Table:
         self.name = name or path
         self.mark = table_mark(path)
         self._first = 2 if self.mark == LINE_MARK else 0
-        key = key_of("table", cache.digest(path), self.mark, limit)
+        key = key_of("plain table", cache.digest(path), self.mark, limit)
         entry = cache.entry("tables", key, lambda folder: _convert(path, self.name, folder, limit))
         file = pa.ipc.open_file(pa.memory_map(str(entry.folder / _ARROW)))
         self._batches = [file.get_batch(number) for number in range(file.num_record_batches)]
@@ -145,7 +145,7 @@ def _local_batches(path: str, name: str, limit: int | None) -> Iterator[Any]:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise DataError(f"{path}: no such file (looked at {file.absolute()})")
+        raise unreadable(path, FileNotFoundError())
     left = limit
     for batch in batches_of(lambda: file.open("rb"), name):
         kept = batch if left is None else batch.slice(0, left)
@@ -181,9 +181,11 @@ def batches_of(
         yield from _csv(open_file, name) if is_csv else _parquet(open_file, groups, batch_size)
     except (pa.ArrowException, OSError) as error:
         said = str(error).strip().partition("\n")[0]
+        what = "not valid CSV" if is_csv else "not valid Parquet"
+        if isinstance(error, pa.ArrowNotImplementedError):
+            what = f"pyarrow {pa.__version__} cannot read it"
         raise DataError(
-            f"{name}: {'not valid CSV' if is_csv else 'not valid Parquet'} "
-            f"({said}); correct the file, or write its rows as JSON Lines"
+            f"{name}: {what} ({said}); correct the file, or write its rows as JSON Lines"
         ) from None
 
 
@@ -241,15 +243,39 @@ def _parquet(
 
     # Buffered before, all row groups would be read at once.
     with open_file() as file, parquet.ParquetFile(file, pre_buffer=False) as opened:
-        # An Arrow file has one dictionary per column, while each row group has its own.
-        plain = pa.schema(
-            column.with_type(column.type.value_type)
-            if pa.types.is_dictionary(column.type)
-            else column
-            for column in opened.schema_arrow
-        )
-        for batch in opened.iter_batches(batch_size=batch_size, row_groups=groups and list(groups)):
-            yield batch.cast(plain)
+        found = opened.schema_arrow
+        plain = pa.schema(column.with_type(_plain(column.type)) for column in found)
+        wanted = list(range(opened.num_row_groups) if groups is None else groups)
+        parts = [wanted]
+        if any(pa.types.is_nested(kind) and kind != _plain(kind) for kind in found.types):
+            # pyarrow does not join the categories of several row groups below a list or struct.
+            parts = [[group] for group in wanted]
+        for part in parts:
+            for batch in opened.iter_batches(batch_size=batch_size, row_groups=part):
+                yield batch.cast(plain)
+
+
+def _plain(kind: Any) -> Any:
+    """A type without categories and views.
+
+    An Arrow file has one dictionary per column, while each row group of Parquet has its own; and
+    rows of views cannot be taken by number.
+    """
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_plain(kind.key_type), _plain(kind.item_type), kind.keys_sorted)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        item = kind.value_field.with_type(_plain(kind.value_type))
+        size = kind.list_size if pa.types.is_fixed_size_list(kind) else -1
+        return pa.large_list(item) if pa.types.is_large_list(kind) else pa.list_(item, size)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    return pa.large_binary() if pa.types.is_binary_view(kind) else kind
 
 
 def _empty(path: str) -> DataError:

@@ -11,7 +11,7 @@ from anygauge.config.paths import CHAT_TEMPLATE, holds_template
 from anygauge.data.chat import Turn
 from anygauge.data.template_bounds import TemplateBoundError, bounded
 from anygauge.interface import DataError, ModelError, RunFileError
-from anygauge.util.files import read_bounded
+from anygauge.util.files import read_text
 
 Span = tuple[int, int]
 Tools = Sequence[dict[str, Any]] | None
@@ -48,7 +48,7 @@ def read_template(given: str | None) -> str | None:
         return given
     file = Path(given).expanduser()
     try:
-        text = read_bounded(file, MOST_BYTES).decode("utf-8")
+        text = read_text(file, MOST_BYTES)
     except FileNotFoundError:
         raise RunFileError(
             f"data.chat_template: {given}: no such file (looked at {file.absolute()}); give a "

@@ -97,7 +97,7 @@ def read_hardware(
         UsageError: it is not TOML, or says what cannot be; names the place and what is valid.
     """
     try:
-        document = tomllib.loads(text)
+        document = tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{where}: not TOML: {error}") from None
     reader = _Reader(where, sourced)

@@ -105,7 +105,7 @@ def read_releases(file: Path) -> tuple[ImageRelease, ...]:
     Args:
         file: JSON with one entry under ``variable``, whose ``default`` is the list of rows.
     """
-    (table,) = json.loads(file.read_text(encoding="utf-8"))["variable"].values()
+    (table,) = json.loads(file.read_text(encoding="utf-8-sig"))["variable"].values()
     return tuple(map(_release, table["default"]))
 
 

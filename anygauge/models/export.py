@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from anygauge.config.schema import ModelSection
-from anygauge.interface import ModelError
+from anygauge.interface import ResultError
 from anygauge.models.adapter import ADAPTER_NAME
 from anygauge.models.factory import dtype_name
 from anygauge.models.initial import for_the_base_as_it_was
@@ -67,7 +67,7 @@ def adapter_state(
         shapes: the whole shape of each trained parameter.
 
     Raises:
-        ModelError: a tensor is missing or has lost its shape, which is how sharded parameters
+        ResultError: a tensor is missing or has lost its shape, which is how sharded parameters
             show when they are saved wrongly.
     """
     from peft import get_peft_model_state_dict
@@ -77,7 +77,7 @@ def adapter_state(
         model, state_dict=dict(trained), adapter_name=ADAPTER_NAME, save_embedding_layers=False
     )
     if len(state) != len(shapes):
-        raise ModelError(
+        raise ResultError(
             f"{len(shapes)} tensors were trained, but peft would store {len(state)}; nothing was "
             "written"
         )
@@ -88,19 +88,19 @@ def check_whole(trained: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
     """Refuse to save anything but every trained tensor, whole and finite.
 
     Raises:
-        ModelError: names the first tensor that is not.
+        ResultError: names the first tensor that is not.
     """
     if not shapes:
-        raise ModelError("no tensor was trained, so nothing was written")
+        raise ResultError("no tensor was trained, so nothing was written")
     for name, shape in shapes.items():
         tensor = trained.get(name)
         if tensor is None or tuple(tensor.shape) != shape or not tensor.numel():
             found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
-            raise ModelError(
+            raise ResultError(
                 f"the trained tensor {name} {found}, expected shape {shape}; nothing was written"
             )
         if not tensor.isfinite().all():
-            raise ModelError(
+            raise ResultError(
                 f"the trained tensor {name} holds values that are not numbers; nothing was written"
             )
 
@@ -128,7 +128,7 @@ def save_adapter(
         first: of factors that were taken out of the base's weights, what they were then.
 
     Raises:
-        ModelError: there is nothing to write, or what was read back is not what was written.
+        ResultError: there is nothing to write, or what was read back is not what was written.
     """
     from safetensors.torch import load_file, save_file
 
@@ -144,7 +144,7 @@ def save_adapter(
     if back.keys() != state.keys() or any(
         not torch.equal(back[name], tensor) for name, tensor in state.items()
     ):
-        raise ModelError(
+        raise ResultError(
             f"{path}: the file holds other values than were written; is the disk full?"
         )
     config.base_model_name_or_path = base.name
@@ -181,12 +181,12 @@ def save_model(
         generation: the model's generation configuration, if it has one of its own.
 
     Raises:
-        ModelError: there is nothing to write.
+        ResultError: there is nothing to write.
     """
     from huggingface_hub import save_torch_state_dict
 
     if not state or any(tensor.numel() == 0 for tensor in state.values()):
-        raise ModelError(f"{folder}: the model to save is empty; nothing was written")
+        raise ResultError(f"{folder}: the model to save is empty; nothing was written")
     folder.mkdir(exist_ok=True)
     save_torch_state_dict(
         {name: tensor.contiguous() for name, tensor in state.items()},

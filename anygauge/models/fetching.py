@@ -83,14 +83,14 @@ def _lines(descriptor: int, turn: Callable[[], bool]) -> Iterator[bytes]:
             *lines, text = (text + new).split(b"\n")
             yield from lines
         elif time.monotonic() - heard > SILENCE_S:
-            raise ModelError(
+            raise HubUnreachableError(
                 f"nothing arrived from the hub for {SILENCE_S:.0f} s: check the network and the "
                 "disk of HF_HOME; complete files are kept"
             )
 
 
-def _broken(code: int, output: IO[bytes]) -> ModelError:
+def _broken(code: int, output: IO[bytes]) -> HubUnreachableError:
     output.seek(0)
     last = output.read().decode(errors="replace").strip().splitlines()[-1:]
     said = f": {last[0].strip()}" if last else ""
-    return ModelError(f"fetching the model ended with {describe_exit(code)}{said}")
+    return HubUnreachableError(f"fetching the model ended with {describe_exit(code)}{said}")

@@ -13,6 +13,8 @@ from anygauge.interface import ModelError
 class HubUnreachableError(ModelError):
     """No answer of the hub could be had: it may have the model or not."""
 
+    exit_status = 1
+
 
 _LOG_IN = "log in (hf auth login, or HF_TOKEN)"
 _COPY = "; a copy is on this machine: export HF_HUB_OFFLINE=1 to use it"

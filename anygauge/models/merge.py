@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.schema import ModelSection
-from anygauge.interface import HOST_DEVICE, ModelError
+from anygauge.interface import HOST_DEVICE, ResultError
 from anygauge.models import card
 from anygauge.models.conversion import in_published_form
 from anygauge.models.export import completed, save_model
@@ -58,7 +58,7 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
     The sum is made in float32, so that an adapter's small update is not rounded away twice.
 
     Raises:
-        ModelError: the merged model differs from base with adapter, or equals the base, in
+        ResultError: the merged model differs from base with adapter, or equals the base, in
             float32 or once rounded to the base's type; nothing is written then.
     """
     stored = stored_dtype(section)
@@ -146,7 +146,7 @@ def _check_codes(report: MergeReport, adapter: Path, dtype: torch.dtype) -> None
         return
     allowed = VERIFIED[dtype] if report.quantised.startswith("nf4") else CODES_TOLERANCE
     if not report.from_codes <= allowed:
-        raise ModelError(
+        raise ResultError(
             f"merging {adapter} into the dequantised base ({report.quantised}) went wrong: logits "
             f"differ by {report.from_codes:.1e} of their norm from the adapter on the quantised "
             f"base, more than {allowed:.0e}; nothing was written"
@@ -155,17 +155,17 @@ def _check_codes(report: MergeReport, adapter: Path, dtype: torch.dtype) -> None
 
 def _check(report: MergeReport, effect: float, adapter: Path, stored: torch.dtype) -> None:
     if not report.from_adapter <= TOLERANCE:
-        raise ModelError(
+        raise ResultError(
             f"merging {adapter} went wrong: logits differ by {report.from_adapter:.2e} of their "
             f"norm from base with adapter, more than {TOLERANCE:.0e}; nothing was written"
         )
     if effect == 0.0:
-        raise ModelError(
+        raise ResultError(
             f"the adapter in {adapter} changes nothing: merged and base give equal logits; "
             "nothing was written. Was it trained?"
         )
     if report.rounding > effect / 2:
-        raise ModelError(
+        raise ResultError(
             f"the adapter in {adapter} would be lost when the merged weights are rounded to the "
             f"base's {_said(stored)}: it changes the logits by {effect:.1e} of their norm, and "
             f"the rounding by {report.rounding:.1e}; nothing was written. Use it without merging, "

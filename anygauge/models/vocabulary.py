@@ -169,7 +169,7 @@ def _listed(given: str | list[str], where: str) -> list[str]:
     if isinstance(given, str):
         where = f"{where}: {given}"
         try:
-            tokens = Path(given).read_text(encoding="utf-8").splitlines()
+            tokens = Path(given).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"{where} cannot be read as lines of text: {error}") from None
         if not tokens:

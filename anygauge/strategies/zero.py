@@ -50,6 +50,7 @@ from anygauge.strategies.zero_runtime import (
     gathered_by_peft,
     gradients_finite,
     import_deepspeed,
+    keep_recomputed_until_backward,
     leave_as_a_step_does,
     one_partition_group,
     refuse_unserved_type,
@@ -95,6 +96,9 @@ class ZeroEngine:
             synchronise_before_release(context.backend.placement.synchronize)
             if stage == 3 and context.backend.graph.sync_on_release
             else lambda: None
+        )
+        self._undo_keeping = (
+            keep_recomputed_until_backward(self.model) if stage == 3 else lambda: None
         )
 
     def run_step(
@@ -183,6 +187,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Take hooks off and free DeepSpeed's buffers."""
         self._undo_release()
+        self._undo_keeping()
         destroy(self._engine)
         if self._swapped is not None:
             self._swapped.cleanup()

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import ModelSection, RunFile
 from anygauge.interface import (
@@ -33,7 +33,11 @@ from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described, enlarge, new_tokens
 from anygauge.registry import Registry
+from anygauge.training.schedule import peak_advice
 from anygauge.training.strategy import create_strategy, workload_of
+
+if TYPE_CHECKING:
+    from anygauge.data import StreamedRows, TokenizedRows
 
 EIGHT_BIT_MISSING = (
     "train.optimizer.name: adamw_8bit needs the package bitsandbytes, which is not installed; "
@@ -68,7 +72,7 @@ class Findings:
     Attributes:
         notes: what could not be checked here, and why.
         data: what became of the training rows; "" where they were not read.
-        advice: on their length; "" where there is none.
+        advice: on their length and on the learning rate, a line for each; "" where there is none.
         settings: of the engine, if asked for.
         engine_note: what is not known of these.
     """
@@ -173,9 +177,13 @@ def check_run(
         _build(question, run, folder, shapes, found)
     elif question.engine:
         _settings(question, run, None, found)
+    rows = None
     if tokenizer is not None:
         enter("data")
-        _rows(question, run, tokenizer, log, found)
+        rows = _rows(question, run, tokenizer, log, found)
+    # In a run, the ranks say it.
+    if question.engine and (short := _peak_advice(run, rows)):
+        found.advice = "\n".join(filter(None, [found.advice, short]))
     return found
 
 
@@ -259,20 +267,33 @@ def _tokenizer(section: ModelSection, has_files: bool, found: Findings) -> Any:
 
 def _rows(
     question: Question, run: RunFile, tokenizer: Any, log: Callable[[str], None], found: Findings
-) -> None:
+) -> TokenizedRows | StreamedRows | None:
     from anygauge.config.paths import is_remote
     from anygauge.data import advice, prepare
 
     sources = (*run.data.train_sources, *run.data.eval_sources)
     if not question.has_files:
         found.notes.append("the ranks will read the rows, on the job's machines")
-        return
+        return None
     if any(is_remote(source.path) for source in sources):
         found.notes.append("the ranks will read the rows of the hub and of other machines")
-        return
+        return None
     data = prepare(run.data, tokenizer, run.train.seed, log=log, run=question.id)
     found.data = data.report
     found.advice = advice(data.train, run.data) or ""
+    return data.train
+
+
+def _peak_advice(run: RunFile, rows: TokenizedRows | StreamedRows | None) -> str | None:
+    from anygauge.data import Layout, TokenizedRows, training_batches
+
+    train, data = run.train, run.data
+    steps = train.steps
+    warms_up = train.schedule.warmup_steps or train.schedule.warmup_ratio
+    if steps is None and warms_up and isinstance(rows, TokenizedRows):
+        layout = Layout(micro_batch=1, max_length=data.max_length, pad_id=0, packing=data.packing)
+        steps = training_batches(rows, data, train, layout, list).steps
+    return None if steps is None else peak_advice(steps, train.optimizer.lr, train.schedule)
 
 
 def _build(

@@ -17,7 +17,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection)
         step: from 0.
         steps: in the whole run.
     """
-    warmup = schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
+    warmup = _warmup(steps, schedule)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     if schedule.name == "constant":
@@ -28,3 +28,20 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection)
     else:
         share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * share)
+
+
+def peak_advice(steps: int, peak: float, schedule: ScheduleSection) -> str | None:
+    """What to say and to set where the run ends within its warmup; None where it does not."""
+    if steps > _warmup(steps, schedule):
+        return None
+    field = "warmup_steps" if schedule.warmup_steps else "warmup_ratio"
+    highest = learning_rate(steps - 1, steps, peak, schedule)
+    return (
+        f"train.schedule.{field} {getattr(schedule, field):g}: the learning rate rises during all "
+        f"{steps} steps of this run, to {highest:.1e}, and never reaches train.optimizer.lr "
+        f"{peak:.1e}. Set warmup_steps to at most {steps - 1} instead, or train longer"
+    )
+
+
+def _warmup(steps: int, schedule: ScheduleSection) -> int:
+    return schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)

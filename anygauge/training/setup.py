@@ -67,6 +67,7 @@ from anygauge.training.meter import MetricsLogger, StepTokens
 from anygauge.training.moving import ToDevice
 from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
 from anygauge.training.progress import Progress
+from anygauge.training.schedule import peak_advice
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.group import check_trackers, no_trackers, open_trackers
@@ -199,6 +200,8 @@ def prepare_run(
         layout,
         lambda counts: sum_on_host([count * share.leads for count in counts]),
     )
+    if short := peak_advice(batches.steps, run.train.optimizer.lr, run.train.schedule):
+        rank.warn(short)
     evaluations = {}
     if data.eval is not None:
         rank.log(f"evaluation: {described(data.eval)}")

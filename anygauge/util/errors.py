@@ -3,8 +3,10 @@
     AnygaugeError                   a sentence for the user; shown without a traceback
     ├── RunFileError                the run file or an override is wrong (exit status 2)
     ├── UsageError                  an option or argument of a command is wrong (exit status 2)
-    ├── DataError                   a file or row of the data is wrong
-    ├── ModelError                  the model, tokenizer or adapter cannot be used
+    ├── DataError                   a file or row of the data is wrong (exit status 2)
+    │   └── DataAccessError         the network or the cache failed, not the rows (1)
+    ├── ModelError                  the model, tokenizer or adapter cannot be used (exit status 2)
+    │   └── ResultError             what was trained or merged cannot be written as it is (1)
     ├── PluginError                 a plugin is broken, misspelt, doubled or too old
     │   ├── UnknownNameError        no plugin provides what was named (exit status 2)
     │   └── NotAvailableError       the plugin is sound, but cannot run on this machine
@@ -22,11 +24,13 @@ __all__ = [
     "LOST",
     "STOPPED",
     "AnygaugeError",
+    "DataAccessError",
     "DataError",
     "ModelError",
     "NonFiniteLossError",
     "NotAvailableError",
     "PluginError",
+    "ResultError",
     "RunFileError",
     "UnknownNameError",
     "UnsupportedError",
@@ -71,9 +75,25 @@ class UsageError(AnygaugeError):
 class DataError(AnygaugeError):
     """A data file or row that cannot be used."""
 
+    exit_status = 2
+
+
+class DataAccessError(DataError):
+    """The network, a server or the cache's disk failed; the rows themselves may be right."""
+
+    exit_status = 1
+
 
 class ModelError(AnygaugeError):
     """A model, tokenizer or adapter that cannot be loaded or does not fit the run."""
+
+    exit_status = 2
+
+
+class ResultError(ModelError):
+    """A trained or merged model that is wrong, or that cannot be written."""
+
+    exit_status = 1
 
 
 class PluginError(AnygaugeError):

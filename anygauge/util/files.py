@@ -55,6 +55,8 @@ def write_text(path: str | Path, text: str, mode: int = 0o666) -> None:
 def read_text(path: Path, limit: int) -> str:
     """What a small text file holds: what it is said to be is never read on for ever.
 
+    A byte order mark, which some editors write, is dropped.
+
     Args:
         limit: most bytes.
 
@@ -62,7 +64,7 @@ def read_text(path: Path, limit: int) -> str:
         OSError: as of `read_bounded`.
         UnicodeDecodeError: it is not UTF-8.
     """
-    return read_bounded(path, limit).decode("utf-8")
+    return read_bounded(path, limit).decode("utf-8-sig")
 
 
 def usual_mode(folder: Path) -> int:

@@ -22,6 +22,13 @@ def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.7) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def near_file(path: Path) -> str:
+    """The same for a file or folder that is not there, from what its folder holds."""
+    if not path.parent.is_dir():
+        return ""
+    return did_you_mean(path.name, sorted(each.name for each in path.parent.iterdir()))
+
+
 def listed(names: Iterable[str]) -> str:
     """Names in order, or ``none``."""
     return ", ".join(sorted(names)) or "none"

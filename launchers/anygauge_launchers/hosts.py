@@ -74,7 +74,7 @@ def _read_hostfile(job: Job, path: Path) -> tuple[str, ...]:
         RunFileError: it cannot be read, or a line is not one of a host file.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RunFileError(f"launch.options.hostfile: {path} cannot be read: {error}") from error
     found = []

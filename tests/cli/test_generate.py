@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from transformers import PretrainedConfig
 
 from anygauge.cli import run as command
 from anygauge.config.schema import ModelSection
+from anygauge.data import prompt_ids
 from anygauge.interface import FULL, ModelError, UsageError
 from tests.helpers.tokenizer import make_tokenizer
 from tests.standins.hub import Hub
@@ -96,7 +98,10 @@ def test_an_empty_answer_is_told(
         )
         yield SimpleNamespace(placement=placement, support=lambda name: FULL, attention="eager")
 
-    def says(*_: Any, show: Any, **options: Any) -> str:
+    asked = []
+
+    def says(model: Any, tokenizer: Any, ids: Any, *, show: Any, **options: Any) -> str:
+        asked.append(ids)
         show(answer)
         return answer
 
@@ -107,8 +112,11 @@ def test_an_empty_answer_is_told(
         lambda *_, **options: SimpleNamespace(config=PretrainedConfig(vocab_size=512)),
     )
     monkeypatch.setattr(generate, "generate", says)
-    make_tokenizer(tmp_path)
-    assert command(["generate", str(tmp_path), "--prompt", "hello"]) == 0
+    tokenizer = make_tokenizer(tmp_path)
+    # A file that an editor began with a byte order mark.
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffhello\n"))
+    assert command(["generate", str(tmp_path)]) == 0
+    assert asked == [prompt_ids(tokenizer, "hello")]
     out, err = capsys.readouterr()
     assert out == f"{answer}\n"
     assert ("the model ended it with its first token" in err) == (not answer)

@@ -102,7 +102,7 @@ def test_a_refusal_is_one_message_and_leaves_nothing(
     path = run_file(tmp_path, model={"name": NAME})
     status, out, err = run(tmp_path, hub.address, *ANYGAUGE, "train", path, *more)
     said = "is gated: accept its licence at" if access == "gated" else "is not a folder here"
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith(f"error: model.name: '{NAME}' {said}") and len(err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
@@ -115,7 +115,7 @@ def test_a_copy_that_was_cut_is_refused_with_its_remedy(tmp_path: Path, hub: Hub
     (weights,) = tmp_path.glob("hub/hub/models--*/snapshots/*/model.safetensors")
     os.truncate(weights, 1000)
     status, _, err = run(tmp_path, hub.address, *ANYGAUGE, "train", path)
-    assert status == 1 and "cannot be read as weights" in err
+    assert status == 2 and "cannot be read as weights" in err
     copy = weights.parents[2]
     assert f"machine's copy of {NAME}: remove {copy}, and repeat the command" in err
     assert not (tmp_path / "out").exists()

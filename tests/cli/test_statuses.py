@@ -22,6 +22,10 @@ WRONG = [
     *("launch RUN --detach", "launch RUN --render .", "launch RUN --backend nvidia"),
     *("job status missing", "job status .", "job logs .", "job begin .", "job status"),
     *("data missing.yaml", "data RUN --backend amd", "data RUN --rows many"),
+    *("data RUN --set data.train.prompt=qestion", "data RUN --set data.train.path=empty.jsonl"),
+    "data RUN --set data.max_length=4 --set data.too_long=drop --set data.cache=off",
+    "data RUN --set data.train.path=blank.jsonl --set data.cache=off",
+    "train RUN --backend cpu --set adapter.targets=[q_porj] --set data.cache=off",
     *("generate", "generate ./missing --prompt a", "generate RUN --temperature -1"),
     *("merge ./missing --output new", "merge model", "merge model --output ."),
     *("env --backend apple", "env --local-rank 7 --backend cpu", "env --format xml"),
@@ -49,6 +53,8 @@ def test_what_is_wrong_in_a_command_line_ends_with_2(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_file(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "blank.jsonl").write_text('{"prompt": "a", "completion": " "}\n')
     monkeypatch.chdir(tmp_path)
     words = [str(run) if word == "RUN" else word for word in line.split()]
     before = sorted(tmp_path.rglob("*"))

@@ -5,11 +5,22 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
+from anygauge.data import Record
 from anygauge.data.spans import Aligner
-from tests.helpers.masks import text_of
+from tests.helpers.masks import encoder, text_of
 from tests.helpers.tokenizer import FIXTURES, make_tokenizer
 
 WORDS = (FIXTURES / "text.txt").read_text(encoding="utf-8")
@@ -106,3 +117,57 @@ def test_a_token_that_swallows_white_space_belongs_to_where_it_begins(tmp_path):
     [(ids, loss_mask)] = Aligner(tokenizer).align([text], [[(start, end)]])
     assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert text_of(tokenizer, ids[loss_mask].tolist()) == "answer<end>"
+
+
+def test_a_token_that_swallows_white_space_before_it_belongs_to_where_its_text_stands(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    tokenizer.add_tokens([AddedToken("<end>", lstrip=True, special=True)], special_tokens=True)
+    text = "ask\n<end>well <end>\nask"
+    first, last = text.index("<end>"), text.rindex("<end>")
+    [(ids, loss_mask)] = Aligner(tokenizer).align([text], [[(first, last + len("<end>"))]])
+    assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert text_of(tokenizer, ids[loss_mask].tolist()) == "<end>well<end>"
+    assert aligned(tokenizer, text, (first, first + 2))[1] == (True, "<e"), "cut in the token"
+
+
+def test_an_unknown_token_has_its_loss_where_white_space_is_dropped():
+    inner = Tokenizer(models.WordPiece({"[UNK]": 0, "say": 1, "it": 2}, unk_token="[UNK]"))
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    )
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+    for answer in ("7 8 it", "it 7"):
+        [(ids, mask)] = Aligner(tokenizer).align([f"say\n{answer}"], [[(4, 4 + len(answer))]])
+        assert (len(ids), mask.tolist()) == (len(mask), [False] + [True] * len(answer.split()))
+
+
+def prefixed(joins):
+    """Byte-level, with a space before every text; `joins` that space and a line break."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "Ċ")] if joins else []
+    vocabulary = {name: number for number, name in enumerate([*names, *map("".join, merges)])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=names[0])
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [spaced("always"), spaced("first"), prefixed(False), prefixed(True)],
+    ids=["always", "first", "prefixed", "joined"],
+)
+@pytest.mark.parametrize("has_offsets", [True, False])
+def test_an_answer_gets_no_space_that_its_row_lacks(tokenizer, has_offsets):
+    rows = encoder(tokenizer, "prompt_completion", {"template": "{prompt}"})
+    rows._aligner._has_offsets = has_offsets
+    for prompt, answer in [("Say it.\n", "river"), ("Say it", "self"), ("Say it.", " Well.\n")]:
+        record = Record({"prompt": prompt, "completion": answer}, "c.jsonl:1")
+        [sequence], _ = rows.encode([record])
+        whole = tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]
+        ids = sequence.ids.tolist()
+        assert text_of(tokenizer, ids[:-1]) == text_of(tokenizer, whole)
+        assert ids[:-1] == whole or not has_offsets or prompt == "Say it"
+        names = tokenizer.convert_ids_to_tokens(sequence.ids[sequence.loss_mask].tolist()[:-1])
+        assert "".join(names).replace("Ċ", "\n").replace("Ġ", "▁") == answer.replace(" ", "▁")

@@ -160,6 +160,10 @@ def test_chats_that_say_nothing(turn, is_blank):
         ([{"role": "usr", "content": "q"}], "did you mean 'user'?"),
         ([{"role": ["user"], "content": "q"}], "has the role ['user']"),
         ([{"from": "human", "value": "q"}], "set data.train.format to sharegpt"),
+        (
+            [U, {"role": "gpt", "content": "a"}],
+            "set data.train.format to sharegpt and data.train.conversations to this column",
+        ),
         ([U, {"role": "assistant"}], "turn 2 of 'messages' (assistant) has no content"),
         ([{"role": "user", "content": None}], "turn 1 of 'messages' (user) has null as content"),
         ([{"role": "user", "content": 3}], "turn 1 of 'messages' holds a number; text is expected"),
@@ -225,13 +229,25 @@ def test_columns_that_hold_no_turns(value, words):
         ({"from": "gpt"}, "(gpt) has no value"),
         ({"from": "function_call", "value": "add(1)"}, "not JSON ('add(1)'); an object with name"),
         ({"from": "function_call", "value": "{}"}, "not an object with a name and arguments"),
-        (U, "set data.train.format to messages and data.train.messages to this column"),
+        ({"role": "bot", "content": "a"}, "has the role 'bot'; valid: human, user, gpt"),
     ],
 )
 def test_malformed_sharegpt(turn, words):
     with pytest.raises(DataError) as caught:
         chat("sharegpt", {"conversations": [{"from": "human", "value": "q"}, turn]})
     assert words in str(caught.value)
+
+
+def test_roles_of_sharegpt_in_turns_of_messages_are_read_as_sharegpt():
+    calls = {"role": "function_call", "content": '{"name": "add", "arguments": {"a": 1}}'}
+    turns = [{"role": "system", "content": "s"}, {"role": "human", "content": "q"}, calls]
+    turns += [{"role": "observation", "content": "1"}, {"role": "gpt", "content": "a", "weight": 0}]
+    one = chat("sharegpt", {"messages": turns}, conversations="messages")
+    assert [turn["role"] for turn in one.turns] == [
+        "system", "user", "assistant", "tool", "assistant"
+    ]  # fmt: skip
+    assert one.turns[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert one.answers == (2,) and one.turns[4]["content"] == "a"
 
 
 def test_the_turns_of_a_record_are_not_changed():

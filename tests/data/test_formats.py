@@ -11,6 +11,7 @@ from anygauge.data.formats import (
     Row,
     detect_format,
     parse,
+    parse_all,
     prompt_template,
     render,
     render_alpaca,
@@ -173,6 +174,21 @@ def test_a_wrong_column_lists_the_columns_and_the_nearest():
     assert "columns here: question, answer" in message
     assert "set data.train.prompt to one of them" in message
     assert "did you mean 'question'?" in message
+
+
+@pytest.mark.parametrize("lacking", [[26], [26, 28]])
+def test_a_column_that_one_row_lacks(lacking):
+    columns = {"prompt": "q", "completion": "a"}
+    records = [
+        Record({"prompt": "q"} if line in lacking else columns, f"data.jsonl:{line}")
+        for line in range(1, 31)
+    ]
+    source = SourceSection(path="data.jsonl")
+    with pytest.raises(DataError) as caught:
+        parse_all(records, "prompt_completion", source, "data.train")
+    also = "" if len(lacking) == 1 else ", as 1 more here do"
+    message = f"data.jsonl:26: the row lacks the column 'completion'{also}; the others have it"
+    assert str(caught.value).startswith(message)
 
 
 def test_messages_name_the_field_they_are_about():

@@ -68,7 +68,9 @@ def test_json_lines(source, cache):
 
 
 @given(
-    rows=st.lists(st.sampled_from(["", "  ", '{"a": 1}', ' {"b": "xyz"}', "\r"]), max_size=30),
+    rows=st.lists(
+        st.sampled_from(["", " \v", "\f", '{"a": 1}', ' {"b": "xyz"}', "\r"]), max_size=30
+    ),
     block=st.integers(1, 40),
     limit=st.none() | st.integers(1, 9),
     ends=st.booleans(),
@@ -98,6 +100,7 @@ def test_no_key_is_added_to_a_row_because_another_has_it(source, cache):
     ("content", "said"),
     [
         ('{"a": 1}\n\n{"a": }\n', "data.jsonl:3: one JSON object per line is expected, but this line is not valid JSON (Expecting value at column 7)"),  # noqa: E501
+        ('{"a": "\tb"}\n', "not valid JSON (Invalid control character at column 8)"),
         ('{"a": 1}\n[1]\n', "data.jsonl:2: a JSON object is expected, found a list"),
         (b'{"a": 1}\n{"a": "\xff"}\n', "data.jsonl:2: not UTF-8 at byte 16 of the file (0xff)"),
         ('{"a": 1}'.encode("utf-16"), "it seems to be UTF-16; save the file as UTF-8"),
@@ -216,6 +219,36 @@ def test_parquet_with_categories(tmp_path, cache):
     assert [record.values["word"] for record in records] == ["a", "b", "c", None]
 
 
+def test_parquet_with_categories_within_turns(tmp_path, cache):
+    roles = pa.array(["user", "assistant"] * 3).dictionary_encode()
+    turns = pa.StructArray.from_arrays([roles, pa.array([*"abcdef"])], names=["role", "content"])
+    chats = pa.ListArray.from_arrays(pa.array([0, 2, 4, 6], pa.int32()), turns)
+    parquet.write_table(pa.table({"chat": chats}), tmp_path / "data.parquet", row_group_size=1)
+    records = read(SourceSection(path=str(tmp_path / "data.parquet")), cache)
+    assert [turn["role"] for turn in records[2].values["chat"]] == ["user", "assistant"]
+    assert [turn["content"] for record in records for turn in record.values["chat"]] == [*"abcdef"]
+
+
+VIEW = pa.string_view()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        (VIEW, ["one", None]),
+        (pa.list_(VIEW), [["one"], ["two", None]]),
+        (pa.list_(VIEW, 1), [["one"], ["two"]]),
+        (pa.struct([("a", VIEW)]), [{"a": "one"}, {"a": "two"}]),
+        (pa.map_(pa.string(), VIEW), [[("k", "one")], []]),
+    ],
+    ids=str,
+)
+def test_parquet_with_views(kind, rows, tmp_path, cache):
+    parquet.write_table(pa.table({"a": pa.array(rows, kind)}), tmp_path / "data.parquet")
+    records = read(SourceSection(path=str(tmp_path / "data.parquet")), cache, [1, 0])
+    assert [record.values["a"] for record in records] == rows[::-1]
+
+
 def test_a_table_of_many_batches(tmp_path, cache):
     path = tmp_path / "data.parquet"
     parquet.write_table(pa.table({"n": np.arange(10_000)}), path, row_group_size=1500)
@@ -227,8 +260,9 @@ def test_a_table_of_many_batches(tmp_path, cache):
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt", ".csv", ".parquet"])
 def test_a_file_that_is_not_there(tmp_path, cache, suffix):
     source = SourceSection(path=str(tmp_path / f"nowhere{suffix}"))
+    (tmp_path / f"nowhere1{suffix}").touch()
     for look in (open_reader, lambda source, *_: first_records(source, 1, "data.train")):
-        with pytest.raises(DataError, match=r"nowhere.*: no such file"):
+        with pytest.raises(DataError, match=rf"nowhere.*: no such file .*mean 'nowhere1{suffix}'"):
             look(source, cache, "data.train")
 
 

@@ -23,7 +23,7 @@ from anygauge.data.lines import FilledLines
 from anygauge.data.remote import open_remote, remote_identity
 from anygauge.data.sources import first_records, open_reader, open_stream
 from anygauge.data.streams import BlockOrder, Blocks
-from anygauge.interface import DataError, RunFileError, Share
+from anygauge.interface import DataAccessError, DataError, RunFileError, Share
 from tests.standins.files import File, FileServer
 from tests.standins.hub import TOKEN, Hub, Repository, use_hub
 
@@ -357,8 +357,9 @@ def test_a_connection_that_breaks_is_tried_again(
     assert (file.cut, file.busy) == ([], 0)
     file.cut = [100] * 6
     said = r"rows\.jsonl \(byte 0\) cannot be read, after 6 tries: .*then resume the run"
-    with pytest.raises(DataError, match=said), open_remote(server.address("rows.jsonl")) as opened:
-        opened.read()
+    with pytest.raises(DataAccessError, match=said) as failed:
+        open_remote(server.address("rows.jsonl")).read()
+    assert failed.value.exit_status == 1, "not what the run file names is wrong"
 
 
 def test_a_file_that_changes_meanwhile_is_refused(server: FileServer) -> None:

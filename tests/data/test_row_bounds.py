@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from anygauge.config.schema import SourceSection
-from anygauge.data import encode, formats, lines, records
+from anygauge.data import formats, lines, records, spans
 from anygauge.data.cache import Cache
 from anygauge.data.chat import Chat
 from anygauge.data.encode import encode_texts
@@ -137,9 +137,9 @@ def test_texts_are_tokenised_as_many_at_once_as_memory_allows(
 ) -> None:
     texts = ["one two", "", "three" * 9, "four", "five", "six"]
     together = encode_texts(tokenizer, texts)
-    monkeypatch.setattr(encode, "_AT_ONCE", 10)
+    monkeypatch.setattr(spans, "_AT_ONCE", 10)
     assert encode_texts(tokenizer, texts) == together
-    assert [len(part) for part in encode._bounded_parts(texts)] == [2, 1, 2, 1]
+    assert [len(part) for part in spans.bounded_parts(texts)] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt"])

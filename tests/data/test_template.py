@@ -24,7 +24,8 @@ def test_a_file_or_the_template_itself(tmp_path):
     assert read_template(None) is None
     assert read_template(ECHO) == ECHO
     file = tmp_path / "chat.jinja"
-    file.write_text("{% if true %}é{% endif %}", encoding="utf-8")
+    # Some editors write a byte order mark.
+    file.write_text("{% if true %}é{% endif %}", encoding="utf-8-sig")
     assert read_template(str(file)) == "{% if true %}é{% endif %}"
 
 

@@ -58,9 +58,9 @@ def test_what_is_left_out_is_unknown() -> None:
     assert (machine.card, machine.cards, machine.network) == ("", 0, None)
 
 
-def test_a_user_may_leave_sources_out() -> None:
+def test_a_user_may_leave_sources_out_and_begin_with_a_byte_order_mark() -> None:
     text = '[card.a]\nmemory = "24 GiB"\nlink = ["0 GB/s", "measured"]\n[machine.b]\nprice = 2.5\n'
-    (card,), (machine,) = read_hardware(text, "mine.toml", sourced=False)
+    (card,), (machine,) = read_hardware("\ufeff" + text, "mine.toml", sourced=False)
     assert (card.memory, card.sources["memory"]) == (24 * 2**30, "mine.toml")
     assert (card.link, card.sources["link"]) == (0, "measured")
     assert (machine.price, machine.sources["price"]) == (2.5, "mine.toml")

@@ -112,7 +112,8 @@ def test_bad_host_files_are_named(text: str, said: str, tmp_path: Path) -> None:
 
 
 def test_host_files_of_open_mpi_and_deepspeed_are_read(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("# ours\nnode7 slots=8 max_slots=16  # the big one\n\nnode9\n")
+    text = "node7 slots=8 max_slots=16  # the big one\n\nnode9\n# ours\n"
+    (tmp_path / "hosts").write_text(text, encoding="utf-8-sig")
     plan = Ssh().render(job(), {"hostfile": str(tmp_path / "hosts")})
     assert [process.host for process in plan.processes] == ["node7", "node9"]
 

@@ -275,7 +275,7 @@ def test_tokens_that_are_none(one_model: Path, fields: Any, message: str) -> Non
 def test_a_file_of_tokens(one_model: Path, tmp_path: Path) -> None:
     path = file(tmp_path / "run", one_model)
     fields = yaml.safe_load(path.read_text())
-    (path.parent / "tokens.txt").write_text("gaugeword\nother word\n")
+    (path.parent / "tokens.txt").write_text("gaugeword\r\nother word\r\n", encoding="utf-8-sig")
     fields["model"] = {"name": str(one_model), "new_tokens": "tokens.txt"}
     path.write_text(yaml.safe_dump(fields))
     run = load_run_file(path).run

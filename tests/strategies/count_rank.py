@@ -122,8 +122,7 @@ def main(way: str, output: Path) -> None:
         micro_batch=1,
         max_norm=1.0,
     )
-    options = json.loads(os.environ.get("ZERO_OPTIONS", "{}"))
-    strategy = Zero(ZeroOptions(options=options))
+    strategy = Zero(ZeroOptions(**json.loads(os.environ["ZERO_OPTIONS"])))
     if way == "anygauge":
         engine = strategy.build(context)
         step = anygauge_step(engine, context)

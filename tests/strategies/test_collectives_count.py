@@ -12,7 +12,7 @@ from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, ski
 from tests.helpers.ranks import run_ranks
 
 
-def counted(way: str, folder: Path, **options: int) -> dict[str, Any]:
+def counted(way: str, folder: Path, *, gather: str = "layer", **options: int) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     output = folder / way
     run_ranks(
@@ -20,7 +20,7 @@ def counted(way: str, folder: Path, **options: int) -> dict[str, Any]:
         [way, str(output)],
         world=2,
         folder=folder,
-        environment={"ZERO_OPTIONS": json.dumps(options)},
+        environment={"ZERO_OPTIONS": json.dumps({"gather": gather, "options": options})},
     )
     found: dict[str, Any] = json.loads((folder / f"{way}.0.json").read_text())
     return found
@@ -40,6 +40,21 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_frozen_weight_is_gathered_twice_at_most(ours: dict[str, Any]) -> None:
     # Forward, and recomputation kept through backward; some stay from one to the other.
     assert 1.0 < gathered(ours) <= 2.0
+
+
+def test_gathered_by_module_it_is_gathered_twice_too(ours: dict[str, Any], tmp_path: Path) -> None:
+    # Room for less than the model: what is gathered for a forward is gone before its backward.
+    layer = 1_800_000
+    found = counted(
+        "anygauge",
+        tmp_path,
+        gather="module",
+        stage3_max_live_parameters=3 * layer,
+        stage3_max_reuse_distance=2 * layer,
+        stage3_prefetch_bucket_size=layer,
+    )
+    assert 1.5 < gathered(found) <= 2.0
+    assert found["losses"] == pytest.approx(ours["losses"], rel=1e-5)
 
 
 def test_as_many_elements_as_a_hand_written_loop_in_fewer_calls(

@@ -91,6 +91,18 @@ def test_a_sound_model_folder_and_its_rows(tmp_path: Path, folder: Path) -> None
     assert found.data.startswith("40 of 40 rows; ")
 
 
+@pytest.mark.parametrize("length", [{"steps": 5}, {"steps": None, "epochs": 0.5}], ids=str)
+def test_a_dry_run_says_that_the_peak_is_never_reached(
+    tmp_path: Path, folder: Path, length: dict[str, Any]
+) -> None:
+    def found(warmup: int) -> str:
+        train = {**length, "schedule": {"warmup_steps": warmup}}
+        return checked(of_folder(tmp_path, folder, train=train), engine=True).advice
+
+    assert "rises during all 5 steps" in found(5) and "at most 4" in found(5)
+    assert found(4) == ""
+
+
 def test_rows_are_tokenised_once_and_ranks_say_that_this_run_did_it(tmp_path: Path) -> None:
     path = run_file(tmp_path)
     first = checked(path, id="this")

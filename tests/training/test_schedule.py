@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.sections import ScheduleSection
-from anygauge.training.schedule import learning_rate
+from anygauge.training.schedule import learning_rate, peak_advice
 
 
 def rates(steps: int, **fields: object) -> list[float]:
@@ -47,3 +48,20 @@ def test_rates_stay_between_zero_and_the_peak_and_never_rise_after_warmup(
     found = rates(steps, name=name, warmup_steps=warmup, final_ratio=final)
     assert all(0 < rate <= 1 for rate in found)
     assert all(b <= a + 1e-12 for a, b in zip(found[warmup:], found[warmup + 1 :], strict=False))
+
+
+@given(
+    steps=st.integers(1, 30),
+    warmup=st.one_of(
+        st.builds(lambda n: {"warmup_steps": n}, st.integers(0, 40)),
+        st.builds(lambda share: {"warmup_ratio": share}, st.floats(0, 1)),
+    ),
+)
+def test_a_peak_that_is_never_reached_is_said_with_what_reaches_it(
+    steps: int, warmup: dict[str, float]
+) -> None:
+    found = peak_advice(steps, 1.0, ScheduleSection.model_validate(warmup))
+    assert (found is None) == (max(rates(steps, **warmup)) == 1.0)
+    if found is not None:
+        (most,) = re.findall(r"Set warmup_steps to at most (\d+)", found)
+        assert max(rates(steps, warmup_steps=int(most))) == 1.0
