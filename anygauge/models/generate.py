@@ -15,8 +15,10 @@ from anygauge.models.adapter import load_adapter
 from anygauge.models.factory import dtype_name
 from anygauge.models.files import NOT_PLAIN, is_pickle_refused
 from anygauge.models.formats import plain_weights
+from anygauge.models.hub import GENERATION_CONFIG
 from anygauge.models.quantisation import quantisation, read_record
 from anygauge.models.quantised import dequantise, keep_scales, transformers_config
+from anygauge.models.result_files import read_fields
 from anygauge.models.source import load_config, local_folder
 from anygauge.models.start import refuse_no_adapter
 from anygauge.models.vocabulary import fit_adapter
@@ -41,7 +43,7 @@ def load_for_inference(
     Raises:
         ModelError: weights or adapter cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     if section.name is None:
         raise ModelError(
@@ -80,6 +82,8 @@ def load_for_inference(
     if adapter is not None:
         refuse_no_adapter(adapter)
         fit_adapter(model, adapter)
+        if fields := read_fields(adapter / GENERATION_CONFIG):
+            model.generation_config = GenerationConfig.from_dict(fields)
         model = load_adapter(model, adapter)
     if asked is not None and not dequantised:
         # peft reads an adapter onto the host.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from anygauge.models.export import completed, save_model
 from anygauge.models.files import WeightFiles
 from anygauge.models.generate import load_for_inference, quantisation_of
 from anygauge.models.quantisation import in_words
+from anygauge.models.result_files import ResultFiles
 from anygauge.models.source import local_folder
 from anygauge.models.verify import TOLERANCE as VERIFIED
 from anygauge.models.verify import probe_tokens, relative_difference
@@ -52,15 +54,29 @@ class MergeReport:
     from_codes: float | None = None
 
 
-def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) -> MergeReport:
+def merge(
+    section: ModelSection,
+    adapter: Path,
+    output: Path,
+    tokenizer: Any,
+    *,
+    chat_template: str | None = None,
+    end_ids: Sequence[int] = (),
+) -> MergeReport:
     """Write the merged model to `output`, in the base's own type, with a model card.
 
     The sum is made in float32, so that an adapter's small update is not rounded away twice.
+
+    Args:
+        chat_template, end_ids: see `ResultFiles`.
 
     Raises:
         ModelError: the merged model differs from base with adapter, or equals the base, in
             float32 or once rounded to the base's type; nothing is written then.
     """
+    files = ResultFiles(
+        section, tokenizer, chat_template=chat_template, end_ids=end_ids, adapter=adapter
+    )
     stored = stored_dtype(section)
     asked, quantised_from = quantisation_of(section, adapter, stored)
     as_trained = None if asked is None else _on_codes(section, adapter, quantised_from)
@@ -108,10 +124,9 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
                 stored,
             ),
             merged_model.config,
-            tokenizer,
             part,
             dtype=stored,
-            generation=merged_model.generation_config,
+            files=files,
         )
         checks = {
             "merged, in float32, from base with adapter": f"{report.from_adapter:.1e}",

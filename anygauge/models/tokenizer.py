@@ -20,31 +20,11 @@ def load_tokenizer(section: ModelSection) -> Any:
     Raises:
         ModelError: there is no usable tokenizer, or a new token is none.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    origin = section.tokenizer or section.name
-    assert origin is not None
-    try:
-        if origin.endswith(".json") and Path(origin).is_file():
-            tokenizer: Any = PreTrainedTokenizerFast(
-                tokenizer_file=origin, **_special_tokens(Path(origin))
-            )
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(
-                _folder(section), trust_remote_code=section.trust_remote_code
-            )
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"model.tokenizer: no tokenizer could be loaded from {origin!r}: "
-            f"{str(error).splitlines()[0]}. Give a folder with tokenizer files, a tokenizer.json, "
-            "or a hub name"
-        ) from error
+    tokenizer = read_tokenizer(section)
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"model.tokenizer: {origin!r} has no end-of-text token, so answers would never end; "
-            "set eos_token in its tokenizer_config.json"
+            f"model.tokenizer: {section.tokenizer or section.name!r} has no end-of-text token, so "
+            "answers would never end; set eos_token in its tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -53,14 +33,45 @@ def load_tokenizer(section: ModelSection) -> Any:
     return tokenizer
 
 
-def _folder(section: ModelSection) -> str:
-    """Where the tokenizer's files are: as it is named, or this machine's copy of the hub's."""
+def read_tokenizer(section: ModelSection) -> Any:
+    """The tokenizer as its files have it.
+
+    Raises:
+        ModelError: there is no usable one.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    origin = section.tokenizer or section.name
+    try:
+        source = tokenizer_source(section)
+        if source.is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(source), **special_tokens(source))
+        return AutoTokenizer.from_pretrained(
+            str(source), trust_remote_code=section.trust_remote_code
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"model.tokenizer: no tokenizer could be loaded from {origin!r}: "
+            f"{str(error).splitlines()[0]}. Give a folder with tokenizer files, a tokenizer.json, "
+            "or a hub name"
+        ) from error
+
+
+def tokenizer_source(section: ModelSection) -> Path:
+    """The folder of the tokenizer's files: as it is named, or this machine's copy of the hub's; or
+    a bare ``tokenizer.json``.
+
+    Raises:
+        ModelError: there is no such folder, and no copy.
+    """
     if section.tokenizer is None:
-        return str(local_folder(section))
+        return local_folder(section)
     if names_hub(section.tokenizer):
         # A revision of the model's repository means nothing in another one.
-        return str(needed_copy("model.tokenizer", section.tokenizer, None))
-    return section.tokenizer
+        return needed_copy("model.tokenizer", section.tokenizer, None)
+    return Path(section.tokenizer)
 
 
 def check_vocabulary(config: Any, tokenizer: Any) -> None:
@@ -86,7 +97,8 @@ ROLES = {
 """A bare tokenizer.json does not say which special token plays which role; customary names do."""
 
 
-def _special_tokens(file: Path) -> dict[str, str]:
+def special_tokens(file: Path) -> dict[str, str]:
+    """Which tokens of a bare ``tokenizer.json`` play which role."""
     import json
 
     added = {t["content"] for t in json.loads(file.read_text()).get("added_tokens", [])}
