@@ -20,15 +20,32 @@ def local_folder(section: ModelSection) -> Path:
     network.
 
     Raises:
-        ModelError: there is no such folder, and no copy.
+        ModelError: there is no such folder, and no copy; or it is a run's, or an adapter's.
     """
     assert section.name is not None
     folder = Path(section.name)
     if folder.is_dir():
+        _refuse_run(folder)
         return folder
     if not names_hub(section.name):
         raise ModelError(f"model.name: no such folder: {folder}")
     return needed_copy("model.name", section.name, section.revision)
+
+
+def _refuse_run(folder: Path) -> None:
+    if (folder / CONFIG).exists():
+        return
+    if (folder / "model" / CONFIG).is_file():
+        raise ModelError(f"model.name: {folder} is a run's folder; its model is {folder / 'model'}")
+    for adapter in (folder, folder / "adapter"):
+        if (adapter / "adapter_config.json").is_file():
+            what = (
+                "an adapter" if adapter == folder else f"a run's folder with an adapter, {adapter}"
+            )
+            raise ModelError(
+                f"model.name: {folder} is {what}. To train on, name its base here and {adapter} in "
+                f"adapter.start_from; for a whole model: anygauge merge {folder} --output merged"
+            )
 
 
 def load_config(section: ModelSection) -> Any:

@@ -24,10 +24,11 @@ from anygauge.interface import (
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import check_weights
 from anygauge.models.formats import refuse_format
-from anygauge.models.hub import CONFIG, copy_of, is_whole, names_hub
+from anygauge.models.hub import CONFIG, GENERATION_CONFIG, copy_of, is_whole, names_hub
 from anygauge.models.plain import surely_fit
 from anygauge.models.quiet import quiet_libraries
-from anygauge.models.source import check_positions, load_config
+from anygauge.models.result_files import read_fields
+from anygauge.models.source import check_positions, load_config, local_folder
 from anygauge.models.start import refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
@@ -151,6 +152,7 @@ def check_run(
     here = run.model.config is not None or folder is not None
     if folder is not None:
         shapes = _weights(run.model, folder)
+        read_fields(folder / GENERATION_CONFIG)  # goes into the result
     built = here and _must_be_built(question, run, folder, shapes, found)
     if not built and not question.engine:
         hide()
@@ -184,7 +186,7 @@ def _model_folder(section: ModelSection, has_files: bool, found: Findings) -> Pa
         return None
     folder = Path(section.name)
     if folder.is_dir():
-        return folder
+        return local_folder(section)
     if folder.is_absolute():
         if has_files:
             raise ModelError(f"model.name: no such folder: {folder}")
