@@ -124,19 +124,17 @@ def merge(
     from anygauge.data.template import end_of_turn_ids, read_template
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries
+    from anygauge.models.result_files import ResultFiles
     from anygauge.models.tokenizer import load_tokenizer
 
     quiet_libraries()
     loaded = load_tokenizer(origin.section)
     template = None if origin.data is None else read_template(origin.data.chat_template)
-    report = fold(
-        origin.section,
-        origin.adapter,
-        output,
-        loaded,
-        chat_template=template,
-        end_ids=end_of_turn_ids(loaded, template),
+    ends = end_of_turn_ids(loaded, template)
+    files = ResultFiles(
+        origin.section, loaded, chat_template=template, end_ids=ends, adapter=origin.adapter
     )
+    report = fold(origin.section, origin.adapter, output, files)
     print(f"merged {origin.adapter} into {origin.section.name}: {output}")
     print(
         f"the merged model's logits differ by {report.rounding:.1e} of their norm from those of "
@@ -179,48 +177,44 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     """
     from anygauge.config.load import load_run_file
     from anygauge.config.schema import ModelSection
-    from anygauge.models.hub import GENERATION_CONFIG
-    from anygauge.models.result_files import TOKENIZER_CONFIG, read_fields
+    from anygauge.models.files import read_fields
+    from anygauge.models.result_files import GENERATION_CONFIG, TOKENIZER_CONFIG
     from anygauge.models.start import CONFIG_FILE
 
     folder, data = Path(model), None
+    section = ModelSection(name=model)
     home = _run_directory(folder)
     if home is not None:
         run = load_run_file(home / "run.yaml").run
         section, data = run.model, run.data
-        kind = "model" if run.adapter is None else "adapter"
         if folder == home:
-            folder = home / kind
-            if not folder.is_dir() and (adapter is None or kind == "model"):
+            folder = home / ("model" if run.adapter is None else "adapter")
+            if not folder.is_dir() and (adapter is None or run.adapter is None):
                 raise ModelError(
-                    f"{home} has no {'trained model' if kind == 'model' else kind}: its run has "
-                    f"not finished. See {home}/logs"
+                    f"{home} has no {folder.name}: its run has not finished. See {home}/logs"
                 )
-    elif folder.is_dir():
-        section = ModelSection(name=model)
-    else:
+    elif not folder.is_dir():
         _refuse_no_folder(model, folder)
-        section = ModelSection(name=model)
     if (folder / CONFIG_FILE).is_file():
         adapter = adapter or folder
         if home is None:
             named = read_fields(folder / CONFIG_FILE)
-            base = named.get("base_model_name_or_path")
-            if not base:
+            if not (base := named.get("base_model_name_or_path")):
                 raise ModelError(
-                    f"{folder} is an adapter that does not name its base: give the base as MODEL, "
+                    f"{folder} is an adapter that does not name its base; give the base as MODEL, "
                     f"and --adapter {folder}"
                 )
             section = ModelSection(name=base, revision=named.get("revision"))
-    elif folder.is_dir():  # whole: nothing of the run's section describes it any more
+    elif folder.is_dir():
         section = ModelSection(name=str(folder), trust_remote_code=section.trust_remote_code)
     result = adapter or folder
-    if (result / TOKENIZER_CONFIG).is_file() and tokenizer is None:
-        tokenizer = str(result)
-        section = section.model_copy(update={"new_tokens": [], "new_special_tokens": []})
+    if tokenizer is None and (result / TOKENIZER_CONFIG).is_file():
+        own = {"tokenizer": str(result), "new_tokens": [], "new_special_tokens": []}
+        section = section.model_copy(update=own)
         if data is not None and (result / GENERATION_CONFIG).is_file():
-            data = data.model_copy(update={"chat_template": None})  # the tokenizer has it
-    section = section.model_copy(update={"tokenizer": tokenizer or section.tokenizer})
+            data = data.model_copy(update={"chat_template": None})  # it is the tokenizer's now
+    elif tokenizer is not None:
+        section = section.model_copy(update={"tokenizer": tokenizer})
     return ModelOrigin(section=section, adapter=adapter, data=data)
 
 
@@ -228,12 +222,8 @@ def _run_directory(folder: Path) -> Path | None:
     """The run that a folder is, or that it lies in as a result."""
     if not folder.is_dir():
         return None
-    if (folder / "run.yaml").is_file():
-        return folder
-    above = folder.resolve().parents[:3]
-    return next(
-        (p for p in above if (p / "run.yaml").is_file() and (p / "job.json").is_file()), None
-    )
+    above = [path for path in folder.resolve().parents[:3] if (path / "job.json").is_file()]
+    return next((path for path in (folder, *above) if (path / "run.yaml").is_file()), None)
 
 
 def fetch_wanted(section: ModelSection) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from anygauge.interface import HOST_DEVICE, ModelError
+from anygauge.util.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -242,6 +243,26 @@ def _pickled(path: Path) -> Mapping[str, Tensor]:
             kind = type(value).__name__
             raise ModelError(f"{path} holds a {kind} under {name!r}; expected tensors by name")
     return handle
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file in the folder of a model or an adapter.
+
+    Raises:
+        ModelError: it cannot be read as JSON, or holds something else than an object.
+    """
+    try:
+        fields = read_json(path)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ModelError(
+            f"{path} cannot be read as JSON ({reason}); fetch it again, or name another folder"
+        ) from None
+    if not isinstance(fields, dict):
+        raise ModelError(
+            f"{path} holds a {type(fields).__name__}, not an object of fields; fetch it again"
+        )
+    return fields
 
 
 def weight_map(index: Path) -> Mapping[str, str]:

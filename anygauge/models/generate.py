@@ -15,10 +15,9 @@ from anygauge.models.adapter import load_adapter
 from anygauge.models.factory import dtype_name
 from anygauge.models.files import NOT_PLAIN, is_pickle_refused
 from anygauge.models.formats import plain_weights
-from anygauge.models.hub import GENERATION_CONFIG
 from anygauge.models.quantisation import quantisation, read_record
 from anygauge.models.quantised import dequantise, keep_scales, transformers_config
-from anygauge.models.result_files import read_fields
+from anygauge.models.result_files import GENERATION_CONFIG, fields_in
 from anygauge.models.source import load_config, local_folder
 from anygauge.models.start import refuse_no_adapter
 from anygauge.models.vocabulary import fit_adapter
@@ -43,7 +42,7 @@ def load_for_inference(
     Raises:
         ModelError: weights or adapter cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     if section.name is None:
         raise ModelError(
@@ -82,8 +81,8 @@ def load_for_inference(
     if adapter is not None:
         refuse_no_adapter(adapter)
         fit_adapter(model, adapter)
-        if fields := read_fields(adapter / GENERATION_CONFIG):
-            model.generation_config = GenerationConfig.from_dict(fields)
+        if ends := fields_in(adapter / GENERATION_CONFIG).get("eos_token_id"):
+            model.generation_config.eos_token_id = ends
         model = load_adapter(model, adapter)
     if asked is not None and not dequantised:
         # peft reads an adapter onto the host.

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from anygauge.config.schema import ModelSection
 
 CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
 
-CONFIGS = (CONFIG, GENERATION_CONFIG)
+CONFIGS = (CONFIG, "generation_config.json")
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

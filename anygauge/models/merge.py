@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,29 +53,15 @@ class MergeReport:
     from_codes: float | None = None
 
 
-def merge(
-    section: ModelSection,
-    adapter: Path,
-    output: Path,
-    tokenizer: Any,
-    *,
-    chat_template: str | None = None,
-    end_ids: Sequence[int] = (),
-) -> MergeReport:
+def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles) -> MergeReport:
     """Write the merged model to `output`, in the base's own type, with a model card.
 
     The sum is made in float32, so that an adapter's small update is not rounded away twice.
-
-    Args:
-        chat_template, end_ids: see `ResultFiles`.
 
     Raises:
         ModelError: the merged model differs from base with adapter, or equals the base, in
             float32 or once rounded to the base's type; nothing is written then.
     """
-    files = ResultFiles(
-        section, tokenizer, chat_template=chat_template, end_ids=end_ids, adapter=adapter
-    )
     stored = stored_dtype(section)
     asked, quantised_from = quantisation_of(section, adapter, stored)
     as_trained = None if asked is None else _on_codes(section, adapter, quantised_from)

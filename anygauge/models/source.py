@@ -33,18 +33,17 @@ def local_folder(section: ModelSection) -> Path:
 
 
 def _refuse_run(folder: Path) -> None:
+    """Where a run's folder, or an adapter's, is named for a model: say which was meant."""
     if (folder / CONFIG).exists():
         return
     if (folder / "model" / CONFIG).is_file():
         raise ModelError(f"model.name: {folder} is a run's folder; its model is {folder / 'model'}")
     for adapter in (folder, folder / "adapter"):
         if (adapter / "adapter_config.json").is_file():
-            what = (
-                "an adapter" if adapter == folder else f"a run's folder with an adapter, {adapter}"
-            )
             raise ModelError(
-                f"model.name: {folder} is {what}. To train on, name its base here and {adapter} in "
-                f"adapter.start_from; for a whole model: anygauge merge {folder} --output merged"
+                f"model.name: {folder} has an adapter, not a model. To train it on, name its base "
+                f"here and {adapter} in adapter.start_from; for a whole model: anygauge merge "
+                f"{folder} --output merged"
             )
 
 

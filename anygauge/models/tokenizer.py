@@ -20,35 +20,19 @@ def load_tokenizer(section: ModelSection) -> Any:
     Raises:
         ModelError: there is no usable tokenizer, or a new token is none.
     """
-    tokenizer = read_tokenizer(section)
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"model.tokenizer: {section.tokenizer or section.name!r} has no end-of-text token, so "
-            "answers would never end; set eos_token in its tokenizer_config.json"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
-    add_tokens(tokenizer, section)
-    return tokenizer
-
-
-def read_tokenizer(section: ModelSection) -> Any:
-    """The tokenizer as its files have it.
-
-    Raises:
-        ModelError: there is no usable one.
-    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     origin = section.tokenizer or section.name
+    assert origin is not None
     try:
-        source = tokenizer_source(section)
-        if source.is_file():
-            return PreTrainedTokenizerFast(tokenizer_file=str(source), **special_tokens(source))
-        return AutoTokenizer.from_pretrained(
-            str(source), trust_remote_code=section.trust_remote_code
-        )
+        if origin.endswith(".json") and Path(origin).is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(
+                tokenizer_file=origin, **special_tokens(Path(origin))
+            )
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(tokenizer_source(section)), trust_remote_code=section.trust_remote_code
+            )
     except ModelError:
         raise
     except Exception as error:
@@ -57,15 +41,20 @@ def read_tokenizer(section: ModelSection) -> Any:
             f"{str(error).splitlines()[0]}. Give a folder with tokenizer files, a tokenizer.json, "
             "or a hub name"
         ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"model.tokenizer: {origin!r} has no end-of-text token, so answers would never end; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    add_tokens(tokenizer, section)
+    return tokenizer
 
 
 def tokenizer_source(section: ModelSection) -> Path:
-    """The folder of the tokenizer's files: as it is named, or this machine's copy of the hub's; or
-    a bare ``tokenizer.json``.
-
-    Raises:
-        ModelError: there is no such folder, and no copy.
-    """
+    """Where the tokenizer's files are: as it is named, or this machine's copy of the hub's."""
     if section.tokenizer is None:
         return local_folder(section)
     if names_hub(section.tokenizer):
@@ -98,7 +87,7 @@ ROLES = {
 
 
 def special_tokens(file: Path) -> dict[str, str]:
-    """Which tokens of a bare ``tokenizer.json`` play which role."""
+    """The tokens of a bare tokenizer.json that play a role, by role."""
     import json
 
     added = {t["content"] for t in json.loads(file.read_text()).get("added_tokens", [])}

@@ -24,10 +24,9 @@ from anygauge.interface import (
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import check_weights
 from anygauge.models.formats import refuse_format
-from anygauge.models.hub import CONFIG, GENERATION_CONFIG, copy_of, is_whole, names_hub
+from anygauge.models.hub import CONFIG, copy_of, is_whole, names_hub
 from anygauge.models.plain import surely_fit
 from anygauge.models.quiet import quiet_libraries
-from anygauge.models.result_files import read_fields
 from anygauge.models.source import check_positions, load_config, local_folder
 from anygauge.models.start import refuse_no_adapter
 from anygauge.models.targets import surely_match
@@ -152,7 +151,6 @@ def check_run(
     here = run.model.config is not None or folder is not None
     if folder is not None:
         shapes = _weights(run.model, folder)
-        read_fields(folder / GENERATION_CONFIG)  # goes into the result
     built = here and _must_be_built(question, run, folder, shapes, found)
     if not built and not question.engine:
         hide()

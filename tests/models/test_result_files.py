@@ -181,7 +181,7 @@ def test_a_run_or_an_adapter_is_not_a_model(results: Mapping[str, Path]) -> None
             adapter.parent,
             f"{adapter.parent} is a run's folder with an adapter, {adapter}. To train",
         ),
-        (adapter, f"{adapter} is an adapter. To train on, name its base here and {adapter} in"),
+        (adapter, f"name its base here and {adapter} in adapter.start_from"),
     ):
         with pytest.raises(ModelError, match=r"^model\.name: ") as caught:
             load_config(ModelSection(name=str(folder)))
@@ -265,7 +265,7 @@ def test_code_of_the_models_own_goes_along(tmp_path: Path, monkeypatch: pytest.M
     base = make_base(tmp_path / "files", None, [])
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     config = {**fields_of(base / "config.json"), "model_type": "own", "auto_map": classes}
-    del config["architectures"]
+    config["architectures"] = ["OwnModel"]
     save_fields(base / "config.json", **config)
     (base / "own.py").write_text(CODE)
     (base / "more.py").write_text('NAME = "own"\n')
@@ -290,6 +290,6 @@ def test_code_of_the_models_own_goes_along(tmp_path: Path, monkeypatch: pytest.M
 def test_a_generation_config_that_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", None, [])
     (base / "generation_config.json").write_text("[" * 200_000)
-    path = run_file(tmp_path, model={"name": str(base)}, adapter=None)
+    section = ModelSection(name=str(base))
     with pytest.raises(ModelError, match=r"generation_config\.json cannot be read as JSON"):
-        command(["train", str(path), "--dry-run"])
+        ResultFiles(section, load_tokenizer(section))
