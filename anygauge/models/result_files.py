@@ -148,10 +148,11 @@ class ResultFiles:
             add_tokens(tokenizer, self._section)
             tokenizer.save_pretrained(folder)
             return read_fields(folder / TOKENIZER_CONFIG)
-        names = {name for listed in token_names(self._section) for name in listed}
-        every = json.loads(self._tokenizer.backend_tokenizer.to_str())["added_tokens"]
-        added = [token for token in every if token["content"] in names]
         stored = read_fields(file)
+        before = {token["content"] for token in stored["added_tokens"]}
+        every = json.loads(self._tokenizer.backend_tokenizer.to_str())["added_tokens"]
+        # Also what the tokenizer's class adds by itself: its numbers come before the new ones.
+        added = [token for token in every if token["content"] not in before]
         _write_json(file, {**stored, "added_tokens": [*stored["added_tokens"], *added]})
         if listed := fields.get("added_tokens_decoder"):
             more = {str(token["id"]): dict(list(token.items())[1:]) for token in added}

@@ -238,6 +238,39 @@ def test_new_tokens_and_sizes_are_all_that_changes(tmp_path: Path) -> None:
     assert other.decode(other(text)["input_ids"], skip_special_tokens=True) == "say gaugeword 2"
 
 
+@pytest.mark.parametrize("added", [{}, {"new_tokens": ["gaugeword"]}], ids=["", "new tokens"])
+@pytest.mark.parametrize(
+    ("model_type", "named", "legacy"),
+    [
+        ("llama", "LlamaTokenizerFast", False),  # transformers 5 takes another class for it
+        ("gpt2", None, False),
+        ("gpt2", None, True),
+        ("qwen2", "Qwen2Tokenizer", False),  # adds a token of its own
+    ],
+)
+def test_a_tokenizer_needs_no_configuration_beside_it(
+    model_type: str, named: str | None, legacy: bool, added: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    base = tmp_path / "base"
+    make_chat_tokenizer(base)
+    save_fields(base / "config.json", **{**TINY, "model_type": model_type})
+    fields = {} if named is None else {"tokenizer_class": named}
+    save_fields(base / "tokenizer_config.json", eos_token="</s>", **fields)
+    if legacy:
+        stored = fields_of(base / "tokenizer.json")["model"]
+        save_fields(base / "vocab.json", **stored["vocab"])
+        lines = (pair if isinstance(pair, str) else " ".join(pair) for pair in stored["merges"])
+        (base / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]))
+        (base / "tokenizer.json").unlink()
+    section = ModelSection(name=str(base), **added)
+    tokenizer = AutoTokenizer.from_pretrained(written(tmp_path / "beside", section))
+    text = "What is 2 + 2?<|im_end|>\n gaugeword"
+    assert tokenizer(text)["input_ids"] == load_tokenizer(section)(text)["input_ids"]
+    assert (tokenizer.eos_token, len(tokenizer)) == ("</s>", len(load_tokenizer(section)))
+
+
 def test_a_tokenizer_that_is_one_file(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
