@@ -160,7 +160,7 @@ class ModelOrigin:
     Attributes:
         adapter: folder of its adapter, or None.
         data: what the run that trained it read: it tells how a prompt is put. None where no run
-            is known: a prompt is given as it stands.
+            is known.
     """
 
     section: ModelSection
@@ -278,7 +278,7 @@ def question_ids(
     from anygauge.data.formats import prompt_template, render
     from anygauge.data.template import ChatTemplate, read_template
 
-    if raw or (data is None and not tokenizer.chat_template):
+    if raw or (data is None and not getattr(tokenizer, "chat_template", None)):
         return prompt_ids(tokenizer, prompt), []
     if data is not None:
         source = data.train_sources[0]

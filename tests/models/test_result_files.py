@@ -151,6 +151,10 @@ def test_generate_takes_each_folder(
         ask = ["--prompt", QUESTION, "--backend", "cpu", "--max-new-tokens", "20"]
         assert command(["generate", str(folder), *ask]) == 0
         assert capsys.readouterr().out == ANSWER.removesuffix("<|im_end|>") + "\n", folder
+    assert command(["merge", str(copied), "--output", str(tmp_path / "merged")]) == 0
+    for path in results["merged"].iterdir():
+        if path.name != "README.md":
+            assert (tmp_path / "merged" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_files_are_the_bases_own_but_for_what_training_changed(
