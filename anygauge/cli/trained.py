@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A run directory, a model folder, or a hub name.", metavar="MODEL")
+    str,
+    typer.Argument(
+        help="A run directory, a folder of a model or an adapter, or a hub name.", metavar="MODEL"
+    ),
 ]
 TokenizerOption = Annotated[
     str | None, typer.Option("--tokenizer", help="Folder, hub name or tokenizer.json.")
 ]
 
 SHOWN = 8
-TOKENIZER_FILE = "tokenizer_config.json"
 EMPTY = (
     "the answer is empty: the model ended it with its first token. The model may expect another "
     "prompt format (try --raw) or need more training; a --temperature above 0 samples other tokens"
@@ -70,7 +72,7 @@ def generate(
 
     quiet_libraries()
     loaded_tokenizer = load_tokenizer(origin.section)
-    ids, stop_ids = question_ids(None if raw else origin.data, loaded_tokenizer, prompt)
+    ids, stop_ids = question_ids(origin.data, loaded_tokenizer, prompt, raw=raw)
     if not ids:
         raise UsageError("the prompt is empty: give --prompt TEXT, or text on standard input")
     with anygauge.open_backend(backend or "auto") as opened:
@@ -120,13 +122,21 @@ def merge(
     fetch_wanted(origin.section)
 
     from anygauge.cli.run_folder import merging
+    from anygauge.data.template import end_of_turn_ids, read_template
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries
+    from anygauge.models.result_files import ResultFiles
     from anygauge.models.tokenizer import load_tokenizer
 
     quiet_libraries()
+    loaded = load_tokenizer(origin.section)
+    template = None if origin.data is None else read_template(origin.data.chat_template)
+    ends = end_of_turn_ids(loaded, template)
+    files = ResultFiles(
+        origin.section, loaded, chat_template=template, end_ids=ends, adapter=origin.adapter
+    )
     with merging(output):
-        report = fold(origin.section, origin.adapter, output, load_tokenizer(origin.section))
+        report = fold(origin.section, origin.adapter, output, files)
     print(f"merged {origin.adapter} into {origin.section.name}: {output}")
     print(
         f"the merged model's logits differ by {report.rounding:.1e} of their norm from those of "
@@ -152,7 +162,7 @@ class ModelOrigin:
     Attributes:
         adapter: folder of its adapter, or None.
         data: what the run that trained it read: it tells how a prompt is put. None where no run
-            is known: a prompt is given as it stands.
+            is known.
     """
 
     section: ModelSection
@@ -161,38 +171,61 @@ class ModelOrigin:
 
 
 def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> ModelOrigin:
-    """Tell a run directory from a model.
+    """Tell a run directory, or a result in one, from a model and from an adapter alone.
 
     Raises:
-        ModelError: a run directory without a result.
+        ModelError: a run directory without a result, or an adapter that names no base.
         UsageError: a path that leads nowhere.
     """
-    from anygauge.config.schema import ModelSection
-
-    folder = Path(model)
-    if not (folder / "run.yaml").is_file():
-        if not folder.is_dir():
-            _refuse_no_folder(model, folder)
-        if tokenizer is None and adapter is not None and (adapter / TOKENIZER_FILE).is_file():
-            tokenizer = str(adapter)  # it has tokens that the model's own lacks
-        section = ModelSection(name=model, tokenizer=tokenizer)
-        return ModelOrigin(section=section, adapter=adapter, data=None)
     from anygauge.config.load import load_run_file
+    from anygauge.config.schema import ModelSection
+    from anygauge.models.files import read_fields
+    from anygauge.models.result_files import GENERATION_CONFIG, TOKENIZER_CONFIG
+    from anygauge.models.start import CONFIG_FILE
 
-    run = load_run_file(folder / "run.yaml").run
-    if run.adapter is None:
-        trained = folder / "model"
-        if not trained.is_dir():
-            raise ModelError(
-                f"{folder} has no trained model: its run has not finished. See {folder}/logs"
-            )
-        section = ModelSection(name=str(trained), tokenizer=tokenizer)
-        return ModelOrigin(section=section, adapter=adapter, data=run.data)
-    own = folder / "adapter"
-    if adapter is None and not own.is_dir():
-        raise ModelError(f"{folder} has no adapter: its run has not finished. See {folder}/logs")
-    section = run.model.model_copy(update={"tokenizer": tokenizer or run.model.tokenizer})
-    return ModelOrigin(section=section, adapter=adapter or own, data=run.data)
+    folder, data = Path(model), None
+    section = ModelSection(name=model)
+    home = _run_directory(folder)
+    if home is not None:
+        run = load_run_file(home / "run.yaml").run
+        section, data = run.model, run.data
+        if folder == home:
+            folder = home / ("model" if run.adapter is None else "adapter")
+            if not folder.is_dir() and (adapter is None or run.adapter is None):
+                raise ModelError(
+                    f"{home} has no {folder.name}: its run has not finished. See {home}/logs"
+                )
+    elif not folder.is_dir():
+        _refuse_no_folder(model, folder)
+    if (folder / CONFIG_FILE).is_file():
+        adapter = adapter or folder
+        if home is None:
+            named = read_fields(folder / CONFIG_FILE)
+            if not (base := named.get("base_model_name_or_path")):
+                raise ModelError(
+                    f"{folder} is an adapter that does not name its base; give the base as MODEL, "
+                    f"and --adapter {folder}"
+                )
+            section = ModelSection(name=base, revision=named.get("revision"))
+    elif folder.is_dir():
+        section = ModelSection(name=str(folder), trust_remote_code=section.trust_remote_code)
+    result = adapter or folder
+    if tokenizer is None and (result / TOKENIZER_CONFIG).is_file():
+        own = {"tokenizer": str(result), "new_tokens": [], "new_special_tokens": []}
+        section = section.model_copy(update=own)
+        if data is not None and (result / GENERATION_CONFIG).is_file():
+            data = data.model_copy(update={"chat_template": None})  # it is the tokenizer's now
+    elif tokenizer is not None:
+        section = section.model_copy(update={"tokenizer": tokenizer})
+    return ModelOrigin(section=section, adapter=adapter, data=data)
+
+
+def _run_directory(folder: Path) -> Path | None:
+    """The run that a folder is, or that it lies in as a result."""
+    if not folder.is_dir():
+        return None
+    above = [path for path in folder.resolve().parents[:3] if (path / "job.json").is_file()]
+    return next((path for path in (folder, *above) if (path / "run.yaml").is_file()), None)
 
 
 def fetch_wanted(section: ModelSection) -> None:
@@ -232,11 +265,12 @@ def _refuse_no_folder(model: str, folder: Path) -> None:
 
 
 def question_ids(
-    data: DataSection | None, tokenizer: Any, prompt: str
+    data: DataSection | None, tokenizer: Any, prompt: str, *, raw: bool = False
 ) -> tuple[list[int], list[int]]:
     """The tokens of a question as training put it, and tokens other than EOS that end an answer.
 
-    Where several sources were trained on, the first tells how.
+    Where several sources were trained on, the first tells how. Where no run is known, the
+    tokenizer's chat template does, if it has one.
 
     Raises:
         DataError: the source that would show the format can no longer be read.
@@ -246,11 +280,12 @@ def question_ids(
     from anygauge.data.formats import prompt_template, render
     from anygauge.data.template import ChatTemplate, read_template
 
-    if data is None:
+    if raw or (data is None and not getattr(tokenizer, "chat_template", None)):
         return prompt_ids(tokenizer, prompt), []
-    source = data.train_sources[0]
-    template = prompt_template(first_records(source, 1, "data.train")[0], source)
-    if template is not None:
-        return prompt_ids(tokenizer, render(template, prompt)), []
-    chat = ChatTemplate(tokenizer, read_template(data.chat_template))
+    if data is not None:
+        source = data.train_sources[0]
+        template = prompt_template(first_records(source, 1, "data.train")[0], source)
+        if template is not None:
+            return prompt_ids(tokenizer, render(template, prompt)), []
+    chat = ChatTemplate(tokenizer, None if data is None else read_template(data.chat_template))
     return chat.question_ids(prompt), chat.stop_ids()

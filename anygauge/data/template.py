@@ -254,6 +254,18 @@ class ChatTemplate:
             )
 
 
+def end_of_turn_ids(tokenizer: Any, given: str | None) -> list[int]:
+    """The token that ends a turn of the assistant; empty where no template can be used.
+
+    Args:
+        given: see `ChatTemplate`.
+    """
+    try:
+        return ChatTemplate(tokenizer, given).stop_ids()
+    except (ModelError, RunFileError):  # rows without turns need none
+        return []
+
+
 def _token_patterns(tokenizer: Any) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """What matches a special token, and what matches any added token that is not white space."""
     tokens = tokenizer.added_tokens_decoder.values()

@@ -21,12 +21,12 @@ from torch import Tensor
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ResultError
 from anygauge.models.adapter import ADAPTER_NAME
-from anygauge.models.factory import dtype_name
 from anygauge.models.initial import for_the_base_as_it_was
 from anygauge.models.quantisation import quantisation, write_record
+from anygauge.models.result_files import ResultFiles
 from anygauge.models.start import CONFIG_FILE, WEIGHTS_FILE
 from anygauge.models.verify import UNVERIFIED, VerificationError
-from anygauge.util.files import usual_mode
+from anygauge.util.files import flush, usual_mode
 
 
 @contextlib.contextmanager
@@ -42,9 +42,8 @@ def completed(folder: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
+        for file in temporary.rglob("*"):
+            flush(file)
         _take_place(temporary, folder)
     except VerificationError:
         _take_place(temporary, folder.with_name(folder.name + UNVERIFIED))
@@ -112,18 +111,19 @@ def save_adapter(
     *,
     shapes: Mapping[str, tuple[int, ...]],
     base: ModelSection,
-    tokenizer: Any = None,
+    files: ResultFiles | None = None,
     dtype: str = "float32",
     first: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``; read the latter back.
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which is read back, and what
+    stands beside them.
 
     Args:
         trained: parameter name -> whole float32 tensor.
         shapes: the whole shape of each trained parameter.
         base: what the adapter was trained on; its name is stored, for loading by peft alone, and
             in a file of ours how it was quantised.
-        tokenizer: goes along where the base's lacks tokens that the adapter knows.
+        files: what stands beside them; None for nothing.
         dtype: of the base's weights in training.
         first: of factors that were taken out of the base's weights, what they were then.
 
@@ -157,8 +157,8 @@ def save_adapter(
         fields["target_modules"].sort()  # peft holds a set: its order is chance
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-    if tokenizer is not None and (base.new_tokens or base.new_special_tokens):
-        tokenizer.save_pretrained(folder)
+    if files is not None:
+        files.write(folder)
     asked = quantisation(base)
     if asked is not None:
         write_record(folder, asked, dtype)
@@ -167,18 +167,17 @@ def save_adapter(
 def save_model(
     state: Mapping[str, Tensor],
     config: Any,
-    tokenizer: Any,
     folder: Path,
     *,
     dtype: torch.dtype,
-    generation: Any = None,
+    files: ResultFiles,
 ) -> None:
-    """Write weights, the configuration and the tokenizer to `folder`.
+    """Write weights, and what stands beside them, to `folder`.
 
     Args:
         state: tensors as they are to be stored, by name.
+        config: of the model, as it was trained or merged.
         dtype: what the configuration calls the type of the weights.
-        generation: the model's generation configuration, if it has one of its own.
 
     Raises:
         ResultError: there is nothing to write.
@@ -196,8 +195,4 @@ def save_model(
     mode = usual_mode(folder)
     for path in folder.glob("*.safetensors"):
         path.chmod(mode)
-    setattr(config, dtype_name(), dtype)
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if generation is not None:
-        generation.save_pretrained(folder)
+    files.write(folder, config, dtype)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from anygauge.interface import HOST_DEVICE, ModelError
-from anygauge.util.files import open_regular
+from anygauge.util.files import open_regular, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -281,6 +281,26 @@ def _check_archive(path: Path) -> None:
         f"{path} cannot be read as weights: {what}. Compare its size with the original's, or get "
         "the model's .safetensors"
     )
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file in the folder of a model or an adapter.
+
+    Raises:
+        ModelError: it cannot be read as JSON, or holds something else than an object.
+    """
+    try:
+        fields = read_json(path)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ModelError(
+            f"{path} cannot be read as JSON ({reason}); fetch it again, or name another folder"
+        ) from None
+    if not isinstance(fields, dict):
+        raise ModelError(
+            f"{path} holds a {type(fields).__name__}, not an object of fields; fetch it again"
+        )
+    return fields
 
 
 def weight_map(index: Path) -> Mapping[str, str]:

@@ -17,6 +17,7 @@ from anygauge.models.files import NOT_PLAIN, is_pickle_refused
 from anygauge.models.formats import plain_weights
 from anygauge.models.quantisation import quantisation, read_record
 from anygauge.models.quantised import dequantise, keep_scales, transformers_config
+from anygauge.models.result_files import GENERATION_CONFIG, fields_in
 from anygauge.models.source import load_config, local_folder
 from anygauge.models.start import refuse_no_adapter
 from anygauge.models.vocabulary import fit_adapter
@@ -80,6 +81,8 @@ def load_for_inference(
     if adapter is not None:
         refuse_no_adapter(adapter)
         fit_adapter(model, adapter)
+        if ends := fields_in(adapter / GENERATION_CONFIG).get("eos_token_id"):
+            model.generation_config.eos_token_id = ends
         model = load_adapter(model, adapter)
     if asked is not None and not dequantised:
         # peft reads an adapter onto the host.

@@ -18,6 +18,7 @@ from anygauge.models.export import completed, save_model
 from anygauge.models.files import WeightFiles
 from anygauge.models.generate import load_for_inference, quantisation_of
 from anygauge.models.quantisation import in_words
+from anygauge.models.result_files import ResultFiles
 from anygauge.models.source import local_folder
 from anygauge.models.verify import TOLERANCE as VERIFIED
 from anygauge.models.verify import probe_tokens, relative_difference
@@ -52,7 +53,7 @@ class MergeReport:
     from_codes: float | None = None
 
 
-def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) -> MergeReport:
+def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles) -> MergeReport:
     """Write the merged model to `output`, in the base's own type, with a model card.
 
     The sum is made in float32, so that an adapter's small update is not rounded away twice.
@@ -108,10 +109,9 @@ def merge(section: ModelSection, adapter: Path, output: Path, tokenizer: Any) ->
                 stored,
             ),
             merged_model.config,
-            tokenizer,
             part,
             dtype=stored,
-            generation=merged_model.generation_config,
+            files=files,
         )
         checks = {
             "merged, in float32, from base with adapter": f"{report.from_adapter:.1e}",

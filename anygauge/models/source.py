@@ -20,15 +20,31 @@ def local_folder(section: ModelSection) -> Path:
     network.
 
     Raises:
-        ModelError: there is no such folder, and no copy.
+        ModelError: there is no such folder, and no copy; or it is a run's, or an adapter's.
     """
     assert section.name is not None
     folder = Path(section.name)
     if folder.is_dir():
+        _refuse_run(folder)
         return folder
     if not names_hub(section.name):
         raise ModelError(f"model.name: no such folder: {folder}")
     return needed_copy("model.name", section.name, section.revision)
+
+
+def _refuse_run(folder: Path) -> None:
+    """Where a run's folder, or an adapter's, is named for a model: say which was meant."""
+    if (folder / CONFIG).exists():
+        return
+    if (folder / "model" / CONFIG).is_file():
+        raise ModelError(f"model.name: {folder} is a run's folder; its model is {folder / 'model'}")
+    for adapter in (folder, folder / "adapter"):
+        if (adapter / "adapter_config.json").is_file():
+            raise ModelError(
+                f"model.name: {folder} has an adapter, not a model. To train it on, name its base "
+                f"here and {adapter} in adapter.start_from; for a whole model: anygauge merge "
+                f"{folder} --output merged"
+            )
 
 
 def load_config(section: ModelSection) -> Any:

@@ -27,11 +27,11 @@ def load_tokenizer(section: ModelSection) -> Any:
     try:
         if origin.endswith(".json") and Path(origin).is_file():
             tokenizer: Any = PreTrainedTokenizerFast(
-                tokenizer_file=origin, **_special_tokens(Path(origin))
+                tokenizer_file=origin, **special_tokens(Path(origin))
             )
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                _folder(section), trust_remote_code=section.trust_remote_code
+                str(tokenizer_source(section)), trust_remote_code=section.trust_remote_code
             )
     except ModelError:
         raise
@@ -53,14 +53,14 @@ def load_tokenizer(section: ModelSection) -> Any:
     return tokenizer
 
 
-def _folder(section: ModelSection) -> str:
+def tokenizer_source(section: ModelSection) -> Path:
     """Where the tokenizer's files are: as it is named, or this machine's copy of the hub's."""
     if section.tokenizer is None:
-        return str(local_folder(section))
+        return local_folder(section)
     if names_hub(section.tokenizer):
         # A revision of the model's repository means nothing in another one.
-        return str(needed_copy("model.tokenizer", section.tokenizer, None))
-    return section.tokenizer
+        return needed_copy("model.tokenizer", section.tokenizer, None)
+    return Path(section.tokenizer)
 
 
 def check_vocabulary(config: Any, tokenizer: Any) -> None:
@@ -86,7 +86,8 @@ ROLES = {
 """A bare tokenizer.json does not say which special token plays which role; customary names do."""
 
 
-def _special_tokens(file: Path) -> dict[str, str]:
+def special_tokens(file: Path) -> dict[str, str]:
+    """The tokens of a bare tokenizer.json that play a role, by role."""
     import json
 
     added = {t["content"] for t in json.loads(file.read_text()).get("added_tokens", [])}

@@ -27,7 +27,7 @@ from anygauge.models.formats import refuse_format
 from anygauge.models.hub import CONFIG, copy_of, is_whole, names_hub
 from anygauge.models.plain import surely_fit
 from anygauge.models.quiet import quiet_libraries
-from anygauge.models.source import check_positions, load_config
+from anygauge.models.source import check_positions, load_config, local_folder
 from anygauge.models.start import WEIGHTS_FILE, refuse_no_adapter
 from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
@@ -193,7 +193,7 @@ def _model_folder(section: ModelSection, has_files: bool, found: Findings) -> Pa
         return None
     folder = Path(section.name)
     if folder.is_dir():
-        return folder
+        return local_folder(section)
     if folder.is_absolute():
         if has_files:
             raise ModelError(f"model.name: no such folder: {folder}")

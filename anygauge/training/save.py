@@ -61,7 +61,8 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
             check_whole(trained, shapes)
             whole = {**untrained(prepared, trained, compute), **trained}
             whole = prepared.factory.published(whole, compute)
-            save_model(whole, prepared.factory.config, prepared.tokenizer, part, dtype=compute)
+            config, files = prepared.factory.config, prepared.result_files
+            save_model(whole, config, part, dtype=compute, files=files)
         else:
             save_adapter(
                 prepared.engine.model,
@@ -69,7 +70,7 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
                 part,
                 shapes=shapes,
                 base=run.model,
-                tokenizer=prepared.tokenizer,
+                files=prepared.result_files,
                 dtype=prepared.precision.param_dtype,
                 first=prepared.factory.first_factors,
             )

@@ -21,6 +21,7 @@ from anygauge.data import (
     prepare,
     training_batches,
 )
+from anygauge.data.template import end_of_turn_ids, read_template
 from anygauge.interface import (
     Backend,
     Job,
@@ -47,6 +48,7 @@ from anygauge.models.masks import plan_masks
 from anygauge.models.padding import answer_from_host
 from anygauge.models.quantisation import in_words, quantisation
 from anygauge.models.quantised import quantised_layers
+from anygauge.models.result_files import ResultFiles
 from anygauge.models.source import check_positions
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described as described_tokens
@@ -88,7 +90,7 @@ class PreparedRun:
     engine: Engine
     meter: MetricsLogger
     factory: CausalModelFactory
-    tokenizer: Any
+    result_files: ResultFiles
     precision: Precision
     data: Prepared
     choices: Mapping[str, Any]
@@ -183,6 +185,9 @@ def prepare_run(
     rank.log(f"data: {data.report}")
     if short := advice(data.train, run.data):
         rank.warn(short)
+    template = read_template(run.data.chat_template)
+    ends = end_of_turn_ids(tokenizer, template)
+    files = ResultFiles(run.model, tokenizer, chat_template=template, end_ids=ends)
     workload = workload_of(run, registry, backend, precision, rank.index, rank.world_size)
     layout = Layout(
         micro_batch=workload.micro_batch,
@@ -330,7 +335,7 @@ def prepare_run(
             folder,
             shapes=trained_shapes(engine),
             base=run.model,
-            tokenizer=tokenizer,
+            files=files,
             dtype=precision.param_dtype,
             first=factory.first_factors,
         ),
@@ -372,7 +377,7 @@ def prepare_run(
         engine=engine,
         meter=meter,
         factory=factory,
-        tokenizer=tokenizer,
+        result_files=files,
         precision=precision,
         data=data,
         identity=identity,

@@ -15,6 +15,7 @@ from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles
 from anygauge.models.merge import merge
+from anygauge.models.result_files import ResultFiles
 from anygauge.strategies.materialise import materialise
 from tests.helpers.tokenizer import make_tokenizer
 from tests.models.families import adapted, saved
@@ -60,9 +61,9 @@ def test_plain_peft_loads_it_and_it_merges(family: str, tmp_path: Path) -> None:
         again = PeftModel.from_pretrained(fresh, folder).eval()(input_ids=IDS).logits
         torch.testing.assert_close(again, logits, atol=1e-5, rtol=1e-5)
 
-        report = merge(
-            ModelSection(name=str(base)), folder, tmp_path / "merged", make_tokenizer(tmp_path)
-        )
+        section = ModelSection(name=str(base), tokenizer=str(tmp_path))
+        files = ResultFiles(section, make_tokenizer(tmp_path))
+        report = merge(section, folder, tmp_path / "merged", files)
         assert report.from_adapter < 1e-5
         merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
         torch.testing.assert_close(

@@ -14,6 +14,7 @@ from anygauge.interface import ModelError, UnsupportedError
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.merge import merge
+from anygauge.models.result_files import ResultFiles
 from tests.helpers.runs import TINY, run_file
 from tests.helpers.tokenizer import make_tokenizer
 from tests.models.families import adapted
@@ -57,7 +58,9 @@ def test_plain_peft_loads_them_and_they_merge(base: Path, whole: list[str], tmp_
         again = PeftModel.from_pretrained(fresh, folder).eval()(input_ids=IDS).logits
         torch.testing.assert_close(again, logits, atol=1e-5, rtol=1e-5)
 
-        merge(section, folder, tmp_path / "merged", make_tokenizer(tmp_path))
+        given = section.model_copy(update={"tokenizer": str(tmp_path)})
+        files = ResultFiles(given, make_tokenizer(tmp_path))
+        merge(section, folder, tmp_path / "merged", files)
         merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(
             merged.eval()(input_ids=IDS).logits, logits, atol=1e-4, rtol=1e-4

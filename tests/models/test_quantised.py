@@ -22,6 +22,7 @@ from anygauge.models.quantised import (
     quantised_layers,
     transformers_config,
 )
+from anygauge.models.result_files import ResultFiles
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.verify import probe_tokens
 from anygauge.strategies.materialise import materialise
@@ -188,7 +189,8 @@ def test_an_adapter_loads_in_plain_peft(run: Run, model: Path) -> None:
 
 def test_merged_into_dequantised_weights(run: Run, model: Path, tmp_path: Path) -> None:
     section = section_of(run, model)
-    report = merge(section, run.folder / "adapter", tmp_path / "merged", load_tokenizer(section))
+    files = ResultFiles(section, load_tokenizer(section))
+    report = merge(section, run.folder / "adapter", tmp_path / "merged", files)
     assert report.quantised == "nf4, double quantisation, by bitsandbytes"
     assert report.from_codes is not None and report.from_codes < 1e-5
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
@@ -217,7 +219,8 @@ def test_a_merge_that_misses_the_codes_is_refused(
     monkeypatch.setattr(merging, "_on_codes", lambda *_: torch.ones(1, 16, 512))
     section = section_of(run, model)
     with pytest.raises(ModelError, match=r"dequantised base .* went wrong"):
-        merge(section, run.folder / "adapter", tmp_path / "merged", load_tokenizer(section))
+        files = ResultFiles(section, load_tokenizer(section))
+        merge(section, run.folder / "adapter", tmp_path / "merged", files)
     assert not (tmp_path / "merged").exists()
 
 

@@ -18,6 +18,7 @@ from anygauge.models.export import save_model
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.files import WeightFiles, is_pickle_refused
 from anygauge.models.generate import load_for_inference
+from anygauge.models.result_files import ResultFiles
 from anygauge.strategies.materialise import materialise, units
 from tests.helpers.runs import TINY
 from tests.helpers.tokenizer import make_tokenizer
@@ -90,9 +91,11 @@ def test_buffers_keep_their_type_in_bfloat16() -> None:
 def test_saved_and_read_back(tmp_path: Path) -> None:
     made = factory()
     model = built(made)
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    section = ModelSection(config=TINY, tokenizer=str(tmp_path / "tokenizer"))
+    files = ResultFiles(section, make_tokenizer(tmp_path / "tokenizer"))
     folder = tmp_path / "model"
-    save_model(dict(model.named_parameters()), made.config, tokenizer, folder, dtype=torch.float32)
+    state = dict(model.named_parameters())
+    save_model(state, made.config, folder, dtype=torch.float32, files=files)
     again = built(factory(name=folder))
     for (name, one), (_, other) in zip(
         model.named_parameters(), again.named_parameters(), strict=True

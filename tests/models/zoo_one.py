@@ -25,6 +25,7 @@ from anygauge.interface import AnygaugeError
 from anygauge.models.factory import CausalModelFactory, dtype_name
 from anygauge.models.merge import merge
 from anygauge.models.quiet import quiet_libraries
+from anygauge.models.result_files import ResultFiles
 from anygauge.models.verify import relative_difference
 from anygauge.strategies.materialise import materialise
 from tests.helpers.forked import RunPart, start
@@ -249,7 +250,8 @@ def merges(base: Path, folder: Path, run: Path) -> str:
 
     adapter = run / "adapter"
     output = folder / "merged"
-    merge(ModelSection(name=str(base)), adapter, output, AutoTokenizer.from_pretrained(base))
+    section = ModelSection(name=str(base))
+    merge(section, adapter, output, ResultFiles(section, AutoTokenizer.from_pretrained(base)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole = PeftModel.from_pretrained(plain(base, "eager"), str(adapter)).merge_and_unload()
