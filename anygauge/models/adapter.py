@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
 from anygauge.models.initial import changes_base, check_init
-from anygauge.models.start import check_given, fill, read_config, refuse_no_adapter
+from anygauge.models.start import (
+    check_given,
+    check_rows,
+    fill,
+    read_config,
+    refuse_no_adapter,
+)
 from anygauge.models.targets import (
     Factors,
     check_saved_modules,
@@ -53,11 +59,6 @@ def add_adapter(
         UnsupportedError: the adapter to start from is of a kind that is not trained.
     """
     folder = None if section.start_from is None else Path(section.start_from)
-    if folder is not None and new_tokens is not None:
-        raise UnsupportedError(
-            "adapter.start_from: a saved adapter has no rows for model.new_tokens. First merge it "
-            "into its base (anygauge merge), then train a new one on the result"
-        )
     if folder is not None and "init" in section.given:
         raise ModelError(
             f"adapter.init is {section.init}, but the adapter to start from already has its "
@@ -65,7 +66,7 @@ def add_adapter(
         )
     check_init(section.init)
     on_meta = any(p.is_meta for p in model.parameters())
-    asked = None
+    asked, rescale = None, False
     if folder is None or {"targets", "groups", "target_parameters"} & section.given:
         asked = planned_layers(model, section) | planned_parameters(model, section)
     if folder is None:
@@ -79,7 +80,8 @@ def add_adapter(
                 trained_rows(model, new_tokens, iter(asked), section.modules_to_save) or None
             )
     else:
-        config = read_config(folder, dropout=section.dropout)
+        config, rescale = read_config(folder, dropout=section.dropout)
+        check_rows(model, config, new_tokens, folder)
     try:
         with torch.random.fork_rng(devices=[]), _peft_quiet(), _rows_of_any_device():
             # The host's generator alone: torch.manual_seed would reset the devices' as well.
@@ -103,7 +105,7 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     if folder is not None and not on_meta:
-        fill(adapted, folder, ADAPTER_NAME)
+        fill(adapted, folder, ADAPTER_NAME, rescale=rescale)
     return adapted
 
 

@@ -279,8 +279,10 @@ class CausalModelFactory:
                     module._parameters[key] = meta
                     inner = names[id(module)]
                     found[_joined(path, key)] = _joined(inner, key)
+        if self.adapter is None or self.adapter.start_from is not None:
+            return adapted, found  # a saved adapter has these values
         self._fill_rows(adapted, names)
-        for original, trained in () if self.adapter is None else saved_modules(adapted):
+        for original, trained in saved_modules(adapted):
             name = names[id(original)]
             # Drawn values are a function of the whole layer.
             layer = re.match(r".*?\.\d+(?=\.)", name)

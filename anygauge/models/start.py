@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,14 @@ from typing import Any
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
 from anygauge.models.targets import Factors
+from anygauge.models.vocabulary import NewTokens, trained_rows
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
 KEPT = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+    *("modules_to_save", "trainable_token_indices"),
     *(
         "target_modules",
         "exclude_modules",
@@ -38,6 +42,51 @@ SOUND_STARTS = (True, False, "gaussian", "orthogonal")
 """Initial values that leave the base's weights as they are; a saved adapter holds the rest."""
 
 
+TRAINED_AS = "anygauge"
+"""Key of the weights' metadata: the fields of the configuration that `with_plain_scale` changed."""
+
+SCALE_FIELDS = ("lora_alpha", "use_rslora", "alpha_pattern")
+
+
+def with_plain_scale(config: Any) -> tuple[Any, dict[str, Any]]:
+    """peft's configuration with one `lora_alpha` for all layers, and what it was trained with.
+
+    Readers other than peft know no ``use_rslora`` and no ``alpha_pattern``: they scale each layer
+    by lora_alpha / rank (llama.cpp's ``convert_lora_to_gguf.py``). `scale_factors` are the rest.
+
+    Returns:
+        The configuration, and the fields that it had; without any where it had that scale.
+    """
+    if not config.use_rslora and not config.alpha_pattern:
+        return config, {}
+    trained_as = {name: getattr(config, name) for name in SCALE_FIELDS}
+    plain = copy.copy(config)
+    plain.lora_alpha = config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1)
+    if float(plain.lora_alpha).is_integer():
+        plain.lora_alpha = int(plain.lora_alpha)  # peft's type
+    plain.use_rslora, plain.alpha_pattern = False, {}
+    return plain, trained_as
+
+
+def scale_factors(adapted: Any, adapter_name: str) -> dict[str, float]:
+    """What each factor B is multiplied by beside a configuration of `with_plain_scale`.
+
+    Returns:
+        Name of the tensor, as peft stores it -> number.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    config = adapted.peft_config[adapter_name]
+    plain, _ = with_plain_scale(config)
+    found = {}
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, LoraLayer):
+            times = math.sqrt(layer.r[adapter_name]) if config.use_rslora else 1
+            tensor = "lora_embedding_B" if len(layer.lora_embedding_B) else "lora_B.weight"
+            found[f"{name}.{tensor}"] = layer.lora_alpha[adapter_name] * times / plain.lora_alpha
+    return found
+
+
 def refuse_no_adapter(folder: Path) -> None:
     """Refuse a folder that lacks one of an adapter's two files.
 
@@ -52,11 +101,15 @@ def refuse_no_adapter(folder: Path) -> None:
         )
 
 
-def read_config(folder: Path, *, dropout: float) -> Any:
+def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
     """peft's configuration of a saved adapter, to be trained on.
 
     Args:
         dropout: of this run; it is not part of what was trained.
+
+    Returns:
+        The configuration, and whether it has another scale than the files: the one that the adapter
+        was trained with (`with_plain_scale`).
 
     Raises:
         ModelError: there is no adapter, or its configuration cannot be read.
@@ -78,9 +131,28 @@ def read_config(folder: Path, *, dropout: float) -> Any:
     _refuse_other_kinds(fields, LoraConfig(), folder)
     kept = {name: value for name, value in fields.items() if name in KEPT}
     try:
-        return LoraConfig(**kept, bias="none", lora_dropout=dropout)
-    except (TypeError, ValueError) as error:
+        config = LoraConfig(**kept, bias="none", lora_dropout=dropout)
+        trained = copy.copy(config)
+        for name, value in _trained_as(folder / WEIGHTS_FILE).items():
+            if name in SCALE_FIELDS:
+                setattr(trained, name, value)
+        plain, changed = with_plain_scale(trained)
+        # Whoever has changed the configuration since means what it says.
+        as_saved = changed and with_plain_scale(config)[0] == config == plain
+        return (trained, True) if as_saved else (config, False)
+    except (TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path}: peft refused it: {str(error).splitlines()[0]}") from error
+
+
+def _trained_as(weights: Path) -> dict[str, Any]:
+    """What `with_plain_scale` returned when the file was written; empty in others' files."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(weights, framework="pt") as file:
+            return dict(json.loads((file.metadata() or {}).get(TRAINED_AS, "{}")))
+    except Exception:
+        return {}  # `fill` says what is wrong with the file
 
 
 def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, folder: Path) -> None:
@@ -121,6 +193,7 @@ def check_given(
         "alpha": config.lora_alpha,
         "rslora": config.use_rslora,
         "dora": config.use_dora,
+        "modules_to_save": config.modules_to_save or [],
     }
     for name, value in saved.items():
         if name in section.given and getattr(section, name) != value:
@@ -153,8 +226,52 @@ def _differs(field: str, given: object, saved: object, folder: Path) -> ModelErr
     )
 
 
-def fill(adapted: Any, folder: Path, adapter_name: str) -> None:
+def whole_modules(section: AdapterSection | None) -> list[str]:
+    """Ends of the names of modules that are trained whole: of the section, or its saved adapter.
+
+    Raises:
+        ModelError: the adapter to start from cannot be read.
+    """
+    if section is None or section.start_from is None:
+        return [] if section is None else section.modules_to_save
+    path = Path(section.start_from) / CONFIG_FILE
+    if not path.exists():
+        return []  # the ranks look on their machines
+    return list(read_json(path).get("modules_to_save") or [])
+
+
+def check_rows(model: Any, config: Any, new: NewTokens | None, folder: Path) -> None:
+    """Refuse new tokens that are not those whose rows the saved adapter has.
+
+    Raises:
+        UnsupportedError: the adapter has no rows for the run's new tokens.
+        ModelError: the run's new tokens have other numbers than the adapter's.
+    """
+    listed = config.trainable_token_indices or {}
+    lists = listed.values() if isinstance(listed, Mapping) else [listed]
+    saved = sorted({number for numbers in lists for number in numbers})
+    whole = config.modules_to_save or ()
+    rows = {} if new is None else trained_rows(model, new, iter(()), whole)
+    if new is not None and rows and not saved:
+        raise UnsupportedError(
+            f"adapter.start_from: {folder} has no rows for model.new_tokens. First merge it into "
+            "its base (anygauge merge), then train a new one on the result"
+        )
+    wanted = new.ids if new is not None and rows else []
+    if saved != wanted:
+        there, here = (f"{n[0]} to {n[-1]}" if n else "none" for n in (saved, wanted))
+        raise ModelError(
+            f"adapter.start_from: {folder} has trained rows of the tokens {there}, but the run's "
+            f"new tokens are {here}; list the same model.new_tokens and model.new_special_tokens "
+            "as the adapter's own run, in the same order. Its tokenizer is in that folder"
+        )
+
+
+def fill(adapted: Any, folder: Path, adapter_name: str, *, rescale: bool = False) -> None:
     """Give the trained parameters the saved tensors' values, in the parameters' own type.
+
+    Args:
+        rescale: the files have the scale of `with_plain_scale`, the model that of its training.
 
     Raises:
         ModelError: names or shapes are not those of this model's adapter, or a value is NaN.
@@ -183,6 +300,7 @@ def fill(adapted: Any, folder: Path, adapter_name: str) -> None:
             + (f"{len(strange)} belong to no layer, first {strange[0]!r}; " if strange else "")
             + "start from an adapter of this base"
         )
+    factors = scale_factors(adapted, adapter_name) if rescale else {}
     with torch.no_grad():
         for name, parameter in places.items():
             if saved[name].shape != parameter.shape:
@@ -192,4 +310,4 @@ def fill(adapted: Any, folder: Path, adapter_name: str) -> None:
                 )
             if not saved[name].isfinite().all():
                 raise ModelError(f"{path}: tensor {name!r} holds values that are not numbers")
-            parameter.copy_(saved[name])
+            parameter.copy_(saved[name] / factors.get(name, 1))

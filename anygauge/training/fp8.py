@@ -42,7 +42,7 @@ def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
         ),
         (
             "adapter.modules_to_save",
-            run.adapter is not None and bool(run.adapter.modules_to_save),
+            bool(whole_modules(run.adapter)),
             "each such module has a copy beside it, which nobody has tried to convert",
         ),
     ):

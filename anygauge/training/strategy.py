@@ -154,7 +154,7 @@ def _adapter_kind(adapter: AdapterSection | None) -> str:
 
 def check_whole_modules(run: RunFile) -> None:
     """Raises: UnsupportedError: whole modules would be trained of a model that is divided."""
-    if run.adapter is None or not run.adapter.modules_to_save:
+    if not whole_modules(run.adapter):
         return
     for field in ("tp", "pp"):
         if getattr(run.strategy, field, 1) > 1:
