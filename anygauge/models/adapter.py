@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection
-from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
+from anygauge.interface import HOST_DEVICE, ModelError
+from anygauge.models.files import not_finite
 from anygauge.models.initial import changes_base, check_init
 from anygauge.models.start import (
+    WEIGHTS_FILE,
     check_given,
     check_rows,
     fill,
@@ -245,6 +247,7 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
         ModelError: the folder holds no adapter, or one of another model.
     """
     from peft import PeftModel
+    from safetensors.torch import load_file
 
     refuse_no_adapter(folder)
     try:
@@ -252,10 +255,17 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
             # Adapters are saved with all of their tensors: one that is lacking was renamed by peft.
             warnings.filterwarnings("error", message="Found missing adapter keys")
             # Named, so that peft does not look for a device of its own choice to read it into.
-            return PeftModel.from_pretrained(
+            adapted = PeftModel.from_pretrained(
                 model, str(folder), autocast_adapter_dtype=False, torch_device=HOST_DEVICE
             )
     except Exception as error:
         raise ModelError(
             f"the adapter in {folder} does not fit this model: {str(error).splitlines()[0]}"
         ) from error
+    path = folder / WEIGHTS_FILE
+    if (name := not_finite(load_file(path).items())) is not None:
+        raise ModelError(
+            f"{path}: tensor {name!r} holds values that are not numbers, so the adapter cannot be "
+            "used; take that of an earlier checkpoint, or train again"
+        )
+    return adapted

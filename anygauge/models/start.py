@@ -11,6 +11,7 @@ from typing import Any
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
+from anygauge.models.files import check_folder, read_fields
 from anygauge.models.targets import Factors
 from anygauge.models.vocabulary import NewTokens, trained_rows
 
@@ -93,12 +94,13 @@ def refuse_no_adapter(folder: Path) -> None:
     Raises:
         ModelError: names what is missing.
     """
-    missing = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / file).is_file()]
+    missing = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / file).exists()]
     if missing:
         raise ModelError(
             f"{folder} is not an adapter folder: {', '.join(missing)} is missing. A run writes its "
             "adapter to <output>/<name>/adapter"
         )
+    check_folder(folder)
 
 
 def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
@@ -119,10 +121,7 @@ def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
 
     refuse_no_adapter(folder)
     path = folder / CONFIG_FILE
-    try:
-        fields = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"{path} is not JSON of an adapter's configuration: {error}") from error
+    fields = read_fields(path)
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(
@@ -237,7 +236,7 @@ def whole_modules(section: AdapterSection | None) -> list[str]:
     path = Path(section.start_from) / CONFIG_FILE
     if not path.exists():
         return []  # the ranks look on their machines
-    return list(read_json(path).get("modules_to_save") or [])
+    return list(read_fields(path).get("modules_to_save") or [])
 
 
 def check_rows(model: Any, config: Any, new: NewTokens | None, folder: Path) -> None:

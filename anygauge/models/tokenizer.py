@@ -7,6 +7,7 @@ from typing import Any
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
+from anygauge.models.files import check_folder, read_fields
 from anygauge.models.hub import names_hub, needed_copy
 from anygauge.models.source import local_folder
 from anygauge.models.vocabulary import add_tokens
@@ -30,8 +31,11 @@ def load_tokenizer(section: ModelSection) -> Any:
                 tokenizer_file=origin, **_special_tokens(Path(origin))
             )
         else:
+            folder = _folder(section)
+            if Path(folder).is_dir():
+                check_folder(Path(folder))
             tokenizer = AutoTokenizer.from_pretrained(
-                _folder(section), trust_remote_code=section.trust_remote_code
+                folder, trust_remote_code=section.trust_remote_code
             )
     except ModelError:
         raise
@@ -87,9 +91,7 @@ ROLES = {
 
 
 def _special_tokens(file: Path) -> dict[str, str]:
-    import json
-
-    added = {t["content"] for t in json.loads(file.read_text()).get("added_tokens", [])}
+    added = {t["content"] for t in read_fields(file).get("added_tokens", [])}
     found = {}
     for role, names in ROLES.items():
         for name in names:

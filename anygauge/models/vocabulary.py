@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError, UnsupportedError
+from anygauge.models.files import read_fields
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -335,7 +335,7 @@ def fit_adapter(model: Any, folder: Path) -> None:
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     embedding = model.get_input_embeddings()
     try:
-        listed = json.loads(config.read_text(encoding="utf-8")).get("trainable_token_indices") or {}
+        listed = read_fields(config).get("trainable_token_indices") or {}
         lists = listed.values() if isinstance(listed, Mapping) else [listed]
         rows = max((max(numbers, default=-1) + 1 for numbers in lists), default=0)
         if rows <= embedding.weight.shape[0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import Backend, StrategySpec, UnsupportedError
+from anygauge.models.start import whole_modules
 
 CAPABILITY = "fp8_products"
 

@@ -19,6 +19,7 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.models.initial import changes_base
+from anygauge.models.start import whole_modules
 from anygauge.registry import Registry, missing_of
 from anygauge.training.fp8 import check_fp8
 from anygauge.training.quantised import check_quantised

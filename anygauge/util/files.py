@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextlib.contextmanager
@@ -63,6 +64,23 @@ def read_text(path: Path, limit: int) -> str:
         UnicodeDecodeError: it is not UTF-8.
     """
     return read_bounded(path, limit).decode("utf-8")
+
+
+def read_json(path: Path, limit: int = 64 * 2**20, **options: Any) -> Any:
+    """What a JSON file of bounded size holds.
+
+    Args:
+        limit: most bytes.
+        options: of `json.loads`.
+
+    Raises:
+        OSError: as of `read_bounded`.
+        ValueError: it is not UTF-8 or not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(read_text(path, limit), **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def usual_mode(folder: Path) -> int:

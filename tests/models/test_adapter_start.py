@@ -184,7 +184,7 @@ def test_folders_that_hold_no_sound_adapter_are_refused(plain: Path, tmp_path: P
     refused(r"adapter_model\.safetensors is missing")
     (tmp_path / "adapter_config.json").write_text("{")
     weights.write_bytes(b"")
-    refused("is not JSON")
+    refused(r"adapter_config\.json cannot be read as JSON \(Expecting property")
 
 
 def test_the_path_is_relative_to_the_run_file_and_survives_the_resolved_one(

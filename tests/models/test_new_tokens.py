@@ -248,7 +248,7 @@ def test_they_load_into_a_base_with_rows_to_spare_and_can_be_continued(
     fields["model"]["new_tokens"] = ["gaugeword", "another"]
     path.write_text(yaml.safe_dump({**fields, "adapter": {"start_from": str(folder)}}))
     if not adapter:
-        with pytest.raises(ModelError, match="tokens 400 to 402, .*new tokens are 400 to 403"):
+        with pytest.raises(ModelError, match=r"tokens 400 to 402, .*new tokens are 400 to 403"):
             trained_here(path)
 
 
