@@ -247,17 +247,8 @@ def _pickled(path: Path) -> Mapping[str, Tensor]:
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Name of the first tensor that holds an infinity or what is not a number."""
-    return next(
-        (
-            name
-            for name, tensor in tensors
-            # torch cannot tell for numbers of 8 bits.
-            if tensor.is_floating_point()
-            and tensor.element_size() > 1
-            and not tensor.isfinite().all()
-        ),
-        None,
-    )
+    # In float32, because torch cannot tell for numbers of 8 bits.
+    return next((name for name, t in tensors if not t.float().isfinite().all()), None)
 
 
 _JSON = (
@@ -275,14 +266,10 @@ def read_fields(path: Path) -> dict[str, Any]:
     try:
         fields = read_json(path)
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ModelError(
-            f"{path} cannot be read as JSON ({reason}); fetch it again, or name another folder"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{path} cannot be read as JSON ({reason}); fetch it again") from None
     if not isinstance(fields, dict):
-        raise ModelError(
-            f"{path} holds a {type(fields).__name__}, not an object of fields; fetch it again"
-        )
+        raise ModelError(f"{path} holds a {type(fields).__name__}, not an object; fetch it again")
     return fields
 
 

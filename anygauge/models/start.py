@@ -13,7 +13,7 @@ from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
 from anygauge.models.files import check_folder, read_fields
 from anygauge.models.targets import Factors
-from anygauge.models.vocabulary import NewTokens, trained_rows
+from anygauge.models.vocabulary import NewTokens, listed_rows, trained_rows
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -137,8 +137,7 @@ def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
                 setattr(trained, name, value)
         plain, changed = with_plain_scale(trained)
         # Whoever has changed the configuration since means what it says.
-        as_saved = changed and with_plain_scale(config)[0] == config == plain
-        return (trained, True) if as_saved else (config, False)
+        return (trained, True) if changed and config == plain else (config, False)
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path}: peft refused it: {str(error).splitlines()[0]}") from error
 
@@ -243,26 +242,19 @@ def check_rows(model: Any, config: Any, new: NewTokens | None, folder: Path) -> 
     """Refuse new tokens that are not those whose rows the saved adapter has.
 
     Raises:
-        UnsupportedError: the adapter has no rows for the run's new tokens.
-        ModelError: the run's new tokens have other numbers than the adapter's.
+        ModelError: shows the numbers of both.
     """
-    listed = config.trainable_token_indices or {}
-    lists = listed.values() if isinstance(listed, Mapping) else [listed]
-    saved = sorted({number for numbers in lists for number in numbers})
-    whole = config.modules_to_save or ()
-    rows = {} if new is None else trained_rows(model, new, iter(()), whole)
-    if new is not None and rows and not saved:
-        raise UnsupportedError(
-            f"adapter.start_from: {folder} has no rows for model.new_tokens. First merge it into "
-            "its base (anygauge merge), then train a new one on the result"
-        )
-    wanted = new.ids if new is not None and rows else []
+    saved = listed_rows(config.trainable_token_indices)
+    wanted: list[int] = []
+    if new is not None and trained_rows(model, new, iter(()), config.modules_to_save or ()):
+        wanted = new.ids
     if saved != wanted:
         there, here = (f"{n[0]} to {n[-1]}" if n else "none" for n in (saved, wanted))
         raise ModelError(
             f"adapter.start_from: {folder} has trained rows of the tokens {there}, but the run's "
-            f"new tokens are {here}; list the same model.new_tokens and model.new_special_tokens "
-            "as the adapter's own run, in the same order. Its tokenizer is in that folder"
+            f"new tokens are {here}. List model.new_tokens and model.new_special_tokens as the "
+            "adapter's own run did, in the same order; to add tokens, first merge the adapter into "
+            "its base (anygauge merge)"
         )
 
 
