@@ -75,14 +75,17 @@ def answered(model: str, question: dict[str, Any], adapter: str | None = None) -
     parameters.model.path = model
     parameters.n_ctx, parameters.n_gpu_layers, parameters.warmup = 128, 0, False
     parameters.n_parallel, parameters.cpuparams.n_threads = 1, 1
+    # Halves in the cache are the runtime's own rounding.
+    exact = xllamacpp.ggml_type.GGML_TYPE_F32
+    parameters.cache_type_k = parameters.cache_type_v = exact
     if adapter is not None:
         parameters.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(adapter, 1.0)]
     asked = {"prompt": question["ids"], "n_predict": 1, "n_probs": 100_000, "temperature": 0.0}
     answer = xllamacpp.Server(parameters).handle_completions(asked)
     if isinstance(answer, str):
         answer = json.loads(answer)
-    top = answer["completion_probabilities"][0]["top_logprobs"]
-    found = {one["id"]: one["logprob"] for one in top}
+    (token,) = answer["choices"][0]["logprobs"]["content"]
+    found = {one["id"]: one["logprob"] for one in token["top_logprobs"]}
     return [found[number] for number in range(len(found))]
 
 

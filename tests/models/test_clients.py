@@ -74,7 +74,8 @@ def as_published(folder: Path) -> Path:
         AutoConfig.for_model(**fields, rope_parameters=rope, rope_theta=rope["rope_theta"])
     )
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     written = {
         **fields,
