@@ -36,7 +36,10 @@ def with_transformers(question: dict[str, Any], base: str, folder: str) -> dict[
     model = kind.from_pretrained(folder).eval()
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([question["ids"]])).logits[0, -1]
-    encoded = AutoTokenizer.from_pretrained(folder)(question["text"])["input_ids"]
+    try:
+        encoded = AutoTokenizer.from_pretrained(folder)(question["text"])["input_ids"]
+    except Exception as error:
+        encoded = f"{type(error).__name__}: {str(error)[:300]}"
     return {"logprobs": logits.double().log_softmax(-1).tolist(), "encoded": encoded}
 
 
@@ -75,12 +78,11 @@ def answered(model: str, question: dict[str, Any], adapter: str | None = None) -
     parameters.model.path = model
     parameters.n_ctx, parameters.n_gpu_layers, parameters.warmup = 128, 0, False
     parameters.n_parallel, parameters.cpuparams.n_threads = 1, 1
-    # Halves in the cache are the runtime's own rounding.
-    exact = xllamacpp.ggml_type.GGML_TYPE_F32
-    parameters.cache_type_k = parameters.cache_type_v = exact
     if adapter is not None:
         parameters.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(adapter, 1.0)]
-    asked = {"prompt": question["ids"], "n_predict": 1, "n_probs": 100_000, "temperature": 0.0}
+    # A token that is no text, such as an end, would come without probabilities.
+    text = {"logit_bias": [[question["ids"][-1], 100.0]]}
+    asked = {"prompt": question["ids"], "n_predict": 1, "n_probs": 100_000, **text}
     answer = xllamacpp.Server(parameters).handle_completions(asked)
     if isinstance(answer, str):
         answer = json.loads(answer)

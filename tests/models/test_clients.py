@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 TEXT = "What is the capital of France? gaugeword"
 IDS = list(range(3, 35))
-CLOSE = 1e-4
-"""Of log-probabilities; training moves them by more than 0.1."""
+MOVED = 0.2
+"""Of log-probabilities: what training changes at least, beside which errors are small."""
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain LoRA": {},
@@ -44,19 +44,22 @@ RESULTS = (*ADAPTERS, "merged", "merged DoRA", "merged new tokens", "model", "mo
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A program: variables that name where it is, what it runs as, and what it refuses."""
+    """A program: variables that name where it is, what it runs as, how far its log-probabilities
+    may be from the trained model's, and what it refuses."""
 
     needs: tuple[str, ...]
     script: str
+    close: float
     refuses: frozenset[str] = frozenset()
 
 
 CLIENTS = {
-    "transformers here": Client((), "transformers"),
-    "transformers 4.55": Client(("ANYGAUGE_CLIENTS_455",), "transformers"),
+    "transformers here": Client((), "transformers", 1e-4),
+    "transformers 4.55": Client(("ANYGAUGE_CLIENTS_455",), "transformers", 1e-4),
     "llama.cpp": Client(
         ("ANYGAUGE_CLIENTS_LLAMA", "ANYGAUGE_LLAMA_CPP"),
         "llama",
+        1e-2,  # its cache of keys and values has 16 bits
         refuses=frozenset({"DoRA", "new tokens"}),
     ),
 }
@@ -132,7 +135,7 @@ def truth(results: dict[str, tuple[str, str]]) -> dict[str, Any]:
     from anygauge.models.generate import load_for_inference
     from anygauge.models.tokenizer import load_tokenizer
 
-    found = {}
+    found: dict[str, Any] = {}
     for name, (base, folder) in results.items():
         adapter = Path(folder) if (Path(folder) / "adapter_config.json").is_file() else None
         origin = folder if adapter is None else base
@@ -143,8 +146,14 @@ def truth(results: dict[str, tuple[str, str]]) -> dict[str, Any]:
             dtype=torch.float32,
             attention="eager",
         )
+        ids = torch.tensor([IDS])
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([IDS])).logits[0, -1]
+            logits = model(input_ids=ids).logits[0, -1]
+            if adapter is not None:
+                with model.disable_adapter():
+                    plain = model(input_ids=ids).logits[0, -1]
+                change = (logits.log_softmax(-1) - plain.log_softmax(-1)).abs().max()
+                assert change > MOVED, f"{name}: {change}"
         tokens = MODEL if "new tokens" in name else {}
         tokenizer = load_tokenizer(ModelSection(name=base, **tokens))
         found[name] = {
@@ -194,8 +203,9 @@ def test_a_client_gives_what_was_trained(
         return
     assert "error" not in answer, answer["error"]
     assert len(answer["logprobs"]) == len(wanted["logprobs"])
-    furthest = max(abs(a - b) for a, b in zip(answer["logprobs"], wanted["logprobs"], strict=True))
+    both = (torch.tensor(one["logprobs"]) for one in (answer, wanted))
+    furthest = float(torch.dist(*both, p=torch.inf))
     print(f"{client}: {result}: {furthest:.1e}")
-    assert furthest < CLOSE
+    assert furthest < CLIENTS[client].close
     if "encoded" in answer:
         assert answer["encoded"] == wanted["encoded"]
