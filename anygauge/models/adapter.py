@@ -12,9 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.schema import AdapterSection
-from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
+from anygauge.interface import HOST_DEVICE, ModelError
+from anygauge.models.files import not_finite
 from anygauge.models.initial import changes_base, check_init
-from anygauge.models.start import check_given, fill, read_config, refuse_no_adapter
+from anygauge.models.start import (
+    WEIGHTS_FILE,
+    check_given,
+    check_rows,
+    fill,
+    read_config,
+    refuse_no_adapter,
+)
 from anygauge.models.targets import (
     Factors,
     check_saved_modules,
@@ -53,11 +61,6 @@ def add_adapter(
         UnsupportedError: the adapter to start from is of a kind that is not trained.
     """
     folder = None if section.start_from is None else Path(section.start_from)
-    if folder is not None and new_tokens is not None:
-        raise UnsupportedError(
-            "adapter.start_from: a saved adapter has no rows for model.new_tokens. First merge it "
-            "into its base (anygauge merge), then train a new one on the result"
-        )
     if folder is not None and "init" in section.given:
         raise ModelError(
             f"adapter.init is {section.init}, but the adapter to start from already has its "
@@ -65,7 +68,7 @@ def add_adapter(
         )
     check_init(section.init)
     on_meta = any(p.is_meta for p in model.parameters())
-    asked = None
+    asked, rescale = None, False
     if folder is None or {"targets", "groups", "target_parameters"} & section.given:
         asked = planned_layers(model, section) | planned_parameters(model, section)
     if folder is None:
@@ -79,7 +82,8 @@ def add_adapter(
                 trained_rows(model, new_tokens, iter(asked), section.modules_to_save) or None
             )
     else:
-        config = read_config(folder, dropout=section.dropout)
+        config, rescale = read_config(folder, dropout=section.dropout)
+        check_rows(model, config, new_tokens, folder)
     try:
         with torch.random.fork_rng(devices=[]), _peft_quiet(), _rows_of_any_device():
             # The host's generator alone: torch.manual_seed would reset the devices' as well.
@@ -103,7 +107,7 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     if folder is not None:
-        fill(adapted, folder, ADAPTER_NAME, values=not on_meta)
+        fill(adapted, folder, ADAPTER_NAME, values=not on_meta, rescale=rescale)
     return adapted
 
 
@@ -243,6 +247,7 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
         ModelError: the folder holds no adapter, or one of another model.
     """
     from peft import PeftModel
+    from safetensors.torch import load_file
 
     refuse_no_adapter(folder)
     try:
@@ -250,10 +255,17 @@ def load_adapter(model: nn.Module, folder: Path) -> Any:
             # Adapters are saved with all of their tensors: one that is lacking was renamed by peft.
             warnings.filterwarnings("error", message="Found missing adapter keys")
             # Named, so that peft does not look for a device of its own choice to read it into.
-            return PeftModel.from_pretrained(
+            adapted = PeftModel.from_pretrained(
                 model, str(folder), autocast_adapter_dtype=False, torch_device=HOST_DEVICE
             )
     except Exception as error:
         raise ModelError(
             f"the adapter in {folder} does not fit this model: {str(error).splitlines()[0]}"
         ) from error
+    path = folder / WEIGHTS_FILE
+    if (name := not_finite(load_file(path).items())) is not None:
+        raise ModelError(
+            f"{path}: tensor {name!r} holds values that are not numbers, so the adapter cannot be "
+            "used; take that of an earlier checkpoint, or train again"
+        )
+    return adapted

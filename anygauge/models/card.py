@@ -15,11 +15,15 @@ import yaml
 
 from anygauge.config.paths import names_address, names_data_set
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
+from anygauge.interface import ModelError
 from anygauge.models.quantisation import in_words, quantisation
-from anygauge.util.files import write_text
+from anygauge.models.source import local_folder
+from anygauge.util.files import read_bounded, write_text
 
 FILE = "README.md"
 TRAINING = "## Training"
+_LARGEST, _LARGEST_HEADER = 2**20, 2**16
+"""Of a card that a stranger wrote, in bytes; of its header, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +93,7 @@ def merged_card(name: str, base: ModelSection, adapter: Path, checks: Mapping[st
         "## Verification\n",
         _table("difference of logits, by their norm", "value", checks),
     ]
-    own = adapter / FILE
-    text = own.read_text(encoding="utf-8") if own.is_file() else ""
+    text = _text_of(adapter)
     _, found, rest = text.partition(f"\n{TRAINING}\n")
     if found:
         parts += [f"{TRAINING} of the adapter\n", rest.split("\n## ", 1)[0].strip("\n") + "\n"]
@@ -107,6 +110,28 @@ def public_name(text: str) -> str:
 
 def _on_hub(model: ModelSection) -> bool:
     return model.name is not None and not Path(model.name).is_absolute()
+
+
+def _text_of(folder: Path) -> str:
+    """The card that a folder has of its own; empty without one."""
+    try:
+        # In another encoding, its ASCII still is what it was.
+        return read_bounded(folder / FILE, _LARGEST).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _header_of(model: ModelSection) -> dict[str, Any]:
+    """Fields of the base's own card that hold for what was trained from it: strings alone."""
+    try:
+        text = "" if model.name is None else _text_of(local_folder(model))
+        begin, header, _ = f"{text}\n---\n---\n".split("---\n", 2)
+        fields = None if begin else yaml.safe_load(header[:_LARGEST_HEADER])
+    except (ModelError, yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    wanted = ("base_model", "license", "license_name", "license_link")
+    found = fields.items() if isinstance(fields, dict) else ()
+    return {name: value for name, value in found if name in wanted and isinstance(value, str)}
 
 
 def _base(model: ModelSection) -> str:
@@ -134,10 +159,13 @@ def _front_matter(
     library: str, model: ModelSection, tags: Sequence[str], relation: str | None = None
 ) -> str:
     fields: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
-    if _on_hub(model):
-        # The hub takes names of its own only.
-        fields["base_model"] = model.name
+    known = _header_of(model)
+    # The hub takes names of its own only: of a folder, the one that its card gives.
+    base = model.name if _on_hub(model) else known.pop("base_model", "")
+    if base and not Path(base).is_absolute():
+        fields["base_model"] = base
         fields["base_model_relation"] = relation or ("adapter" if library == "peft" else "finetune")
+    fields |= {name: value for name, value in known.items() if name != "base_model"}
     fields["tags"] = list(tags)
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
 
@@ -149,11 +177,14 @@ def _use_adapter(model: ModelSection) -> str:
             "`train.seed` can recreate: this adapter is useful only for tests.\n"
         )
     return (
-        "In the folder of this card; `adapter_config.json` names the base.\n\n"
+        "In the folder of this card; `adapter_config.json` names the base, and the tokenizer lies "
+        "beside it.\n\n"
         "```python\n"
         "from peft import AutoPeftModelForCausalLM\n"
+        "from transformers import AutoTokenizer\n"
         "\n"
         'model = AutoPeftModelForCausalLM.from_pretrained(".")\n'
+        'tokenizer = AutoTokenizer.from_pretrained(".")\n'
         "```\n"
     )
 

@@ -24,7 +24,13 @@ from anygauge.models.adapter import ADAPTER_NAME
 from anygauge.models.initial import for_the_base_as_it_was
 from anygauge.models.quantisation import quantisation, write_record
 from anygauge.models.result_files import ResultFiles
-from anygauge.models.start import CONFIG_FILE, WEIGHTS_FILE
+from anygauge.models.start import (
+    CONFIG_FILE,
+    TRAINED_AS,
+    WEIGHTS_FILE,
+    scale_factors,
+    with_plain_scale,
+)
 from anygauge.models.verify import UNVERIFIED, VerificationError
 from anygauge.util.files import flush, usual_mode
 
@@ -136,9 +142,15 @@ def save_adapter(
     config = model.peft_config[ADAPTER_NAME]
     if first:
         state, config = for_the_base_as_it_was(state, adapter_state(model, first, shapes), config)
+    config, trained_as = with_plain_scale(config)
+    metadata = {"format": "pt"}
+    if trained_as:
+        metadata[TRAINED_AS] = json.dumps(trained_as)
+        for name, factor in scale_factors(model, ADAPTER_NAME).items():
+            state[name] = state[name] * factor
     folder.mkdir(exist_ok=True)
     path = folder / WEIGHTS_FILE
-    save_file(state, path, metadata={"format": "pt"})
+    save_file(state, path, metadata=metadata)
     path.chmod(usual_mode(folder))
     back = load_file(path)
     if back.keys() != state.keys() or any(

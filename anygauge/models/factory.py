@@ -20,7 +20,7 @@ from anygauge.interface.strategy import PartFunction
 from anygauge.kernels.install import ModelKernels, install
 from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
-from anygauge.models.files import WeightFiles, check_shape
+from anygauge.models.files import WeightFiles, check_shape, not_finite
 from anygauge.models.formats import dequantiser
 from anygauge.models.freezing import Freezing
 from anygauge.models.initial import changes_base, first_factors
@@ -154,6 +154,22 @@ class CausalModelFactory:
             self._weights = Weights(self._built(self._stored_config), files, self._quantizer)
         return self._weights
 
+    def check_numbers(self) -> None:
+        """Look at every stored tensor: on large models, this reads for minutes.
+
+        Raises:
+            ModelError: one holds values that are not numbers; names it.
+        """
+        if self.section.name is None:
+            return
+        files = self.weights().files
+        name = not_finite((name, files.read(name)) for name in sorted(files.names()))
+        if name is not None:
+            raise ModelError(
+                f"{files.folder / files.index[name]}: tensor {name!r} of the base holds values "
+                "that are not numbers, so no loss can be computed; fetch the model again"
+            )
+
     def published(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """A trained model's tensors, and its stored buffers, in the form that it is published in.
 
@@ -279,8 +295,10 @@ class CausalModelFactory:
                     module._parameters[key] = meta
                     inner = names[id(module)]
                     found[_joined(path, key)] = _joined(inner, key)
+        if self.adapter is None or self.adapter.start_from is not None:
+            return adapted, found  # a saved adapter has these values
         self._fill_rows(adapted, names)
-        for original, trained in () if self.adapter is None else saved_modules(adapted):
+        for original, trained in saved_modules(adapted):
             name = names[id(original)]
             # Drawn values are a function of the whole layer.
             layer = re.match(r".*?\.\d+(?=\.)", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,7 +40,7 @@ class WeightFiles:
     def _index(self) -> Mapping[str, str]:
         for single in SINGLE_FILES:
             index = self.folder / f"{single}.index.json"
-            if index.is_file():
+            if index.exists():
                 return _files_beside(index)
             if (self.folder / single).is_file():
                 if not self._look_inside:
@@ -283,6 +283,18 @@ def _check_archive(path: Path) -> None:
     )
 
 
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Name of the first tensor that holds an infinity or what is not a number."""
+    # In float32, because torch cannot tell for numbers of 8 bits.
+    return next((name for name, t in tensors if not t.float().isfinite().all()), None)
+
+
+_JSON = (
+    *("config.json", "generation_config.json", "adapter_config.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+
+
 def read_fields(path: Path) -> dict[str, Any]:
     """The fields of a JSON file in the folder of a model or an adapter.
 
@@ -292,7 +304,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     try:
         fields = read_json(path)
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        reason = getattr(error, "strerror", None) or error
         raise ModelError(
             f"{path} cannot be read as JSON ({reason}); fetch it again, or name another folder"
         ) from None
@@ -303,6 +315,19 @@ def read_fields(path: Path) -> dict[str, Any]:
     return fields
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse files of a stranger's folder that a library would read for ever, or not survive.
+
+    Raises:
+        ModelError: names the file.
+    """
+    for path in folder.iterdir():
+        if path.name in _JSON:
+            read_fields(path)
+        elif path.exists() and not path.is_file() and not path.is_dir():
+            raise ModelError(f"{path} cannot be read: it is not a regular file; remove it")
+
+
 def weight_map(index: Path) -> Mapping[str, str]:
     """Tensor -> name of its file, as an index tells.
 
@@ -310,9 +335,9 @@ def weight_map(index: Path) -> Mapping[str, str]:
         ModelError: it is not an index, or names something else than files beside it.
     """
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = read_json(index)["weight_map"]
         files = {str(name): str(file) for name, file in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{index} is not an index of weights ({type(error).__name__}: {str(error)[:100]}); "
             "expected a 'weight_map' from tensor names to files: fetch it again"

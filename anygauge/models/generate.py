@@ -50,7 +50,8 @@ def load_for_inference(
             "folder of a trained model"
         )
     asked, quantised_from = quantisation_of(section, adapter, dtype)
-    plain = plain_weights(load_config(section), quantise=asked is not None)
+    config = load_config(section)
+    plain = plain_weights(config, quantise=asked is not None)
     codes: dict[str, Any] = {}
     if asked is not None:
         # Put where it belongs at once: a model of codes is not moved.
@@ -63,6 +64,7 @@ def load_for_inference(
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             **{dtype_name(): quantised_from},
             attn_implementation=attention,
             trust_remote_code=section.trust_remote_code,

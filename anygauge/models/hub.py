@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 
-CONFIGS = (CONFIG, "generation_config.json")
+CONFIGS = (CONFIG, "generation_config.json", "README.md")
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.config.schema import ModelSection
-from anygauge.interface import HOST_DEVICE, ResultError
+from anygauge.interface import HOST_DEVICE, ModelError, ResultError
 from anygauge.models import card
 from anygauge.models.conversion import in_published_form
 from anygauge.models.export import completed, save_model
-from anygauge.models.files import WeightFiles
+from anygauge.models.files import WeightFiles, not_finite
 from anygauge.models.generate import load_for_inference, quantisation_of
 from anygauge.models.quantisation import in_words
 from anygauge.models.result_files import ResultFiles
@@ -73,6 +73,11 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
         attention="eager",
         dequantised=True,
     )
+    if (bad := not_finite(model.get_base_model().named_parameters())) is not None:
+        raise ModelError(
+            f"{section.name}: tensor {bad.replace('.base_layer', '')!r} of the base holds values "
+            "that are not numbers, so nothing was merged; fetch the base again"
+        )
     named = model.active_peft_config.base_model_name_or_path
     probe = probe_tokens(model.config.get_text_config().vocab_size)
     with torch.no_grad():

@@ -6,10 +6,11 @@ the model itself tells, built without weights.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from anygauge.util.files import read_json
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -26,7 +27,7 @@ def surely_fit(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> bo
     if shapes is None:
         return False
     try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        fields = read_json(folder / "config.json")
         expected = _expected(fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return False  # whoever makes the configuration says what is wrong

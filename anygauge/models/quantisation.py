@@ -8,6 +8,7 @@ from pathlib import Path
 from anygauge.config.schema import ModelSection
 from anygauge.config.sections import QuantiseSection
 from anygauge.interface import ModelError
+from anygauge.models.files import read_fields
 from anygauge.util.files import write_text
 
 RECORD_FILE = "quantised_base.json"
@@ -42,7 +43,7 @@ def read_record(adapter: Path | None) -> tuple[QuantiseSection, str] | None:
     if path is None or not path.is_file():
         return None
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_fields(path)
         dtype = str(fields.pop("quantised_from"))
         fields.pop("provider")
         return QuantiseSection(**fields), dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from anygauge.config.problems import LAYERS, MAY_BE_ZERO, SIZES
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.kernels.attention import setting
+from anygauge.models.files import check_folder, read_fields
 from anygauge.models.hub import CONFIG, names_hub, needed_copy
 
 
@@ -62,9 +62,11 @@ def load_config(section: ModelSection) -> Any:
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         else:
             folder = local_folder(section)
-            _check_file(folder / CONFIG)
+            read_fields(folder / CONFIG)
+            check_folder(folder)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
             config._name_or_path = section.name  # not where its copy lies
+        config._attn_implementation = None  # of whoever saved it: here, each use chooses its own
     except ModelError:
         raise
     except Exception as error:
@@ -74,24 +76,6 @@ def load_config(section: ModelSection) -> Any:
         raise ModelError(f"{field}: {_said(error)}") from error
     check_sizes(config, field)
     return config
-
-
-def _check_file(path: Path) -> None:
-    """Refuse what is not a configuration's file; the library says of some that they are unknown."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(
-            f"{path} cannot be read ({error.strerror}): a model's folder has its configuration "
-            "there. Name the folder that has it, or fetch the model again"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON ({error}); fetch the model again") from None
-    if not isinstance(fields, dict):
-        raise ModelError(
-            f"{path} holds a {type(fields).__name__}, not a model's configuration; fetch the model "
-            "again"
-        )
 
 
 def _as_written(section: ModelSection) -> dict[str, Any]:

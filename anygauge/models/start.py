@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import HOST_DEVICE, ModelError, UnsupportedError
-from anygauge.models.files import read_header
+from anygauge.models.files import check_folder, read_fields, read_header
 from anygauge.models.targets import Factors
+from anygauge.models.vocabulary import NewTokens, listed_rows, trained_rows
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
 KEPT = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+    *("modules_to_save", "trainable_token_indices"),
     *(
         "target_modules",
         "exclude_modules",
@@ -39,25 +43,75 @@ SOUND_STARTS = (True, False, "gaussian", "orthogonal")
 """Initial values that leave the base's weights as they are; a saved adapter holds the rest."""
 
 
+TRAINED_AS = "anygauge"
+"""Key of the weights' metadata: the fields of the configuration that `with_plain_scale` changed."""
+
+SCALE_FIELDS = ("lora_alpha", "use_rslora", "alpha_pattern")
+
+
+def with_plain_scale(config: Any) -> tuple[Any, dict[str, Any]]:
+    """peft's configuration with one `lora_alpha` for all layers, and what it was trained with.
+
+    Readers other than peft know no ``use_rslora`` and no ``alpha_pattern``: they scale each layer
+    by lora_alpha / rank (llama.cpp's ``convert_lora_to_gguf.py``). `scale_factors` are the rest.
+
+    Returns:
+        The configuration, and the fields that it had; without any where it had that scale.
+    """
+    if not config.use_rslora and not config.alpha_pattern:
+        return config, {}
+    trained_as = {name: getattr(config, name) for name in SCALE_FIELDS}
+    plain = copy.copy(config)
+    plain.lora_alpha = config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1)
+    if float(plain.lora_alpha).is_integer():
+        plain.lora_alpha = int(plain.lora_alpha)  # peft's type
+    plain.use_rslora, plain.alpha_pattern = False, {}
+    return plain, trained_as
+
+
+def scale_factors(adapted: Any, adapter_name: str) -> dict[str, float]:
+    """What each factor B is multiplied by beside a configuration of `with_plain_scale`.
+
+    Returns:
+        Name of the tensor, as peft stores it -> number.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    config = adapted.peft_config[adapter_name]
+    plain, _ = with_plain_scale(config)
+    found = {}
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, LoraLayer):
+            times = math.sqrt(layer.r[adapter_name]) if config.use_rslora else 1
+            tensor = "lora_embedding_B" if len(layer.lora_embedding_B) else "lora_B.weight"
+            found[f"{name}.{tensor}"] = layer.lora_alpha[adapter_name] * times / plain.lora_alpha
+    return found
+
+
 def refuse_no_adapter(folder: Path) -> None:
     """Refuse a folder that lacks one of an adapter's two files.
 
     Raises:
         ModelError: names what is missing.
     """
-    missing = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / file).is_file()]
+    missing = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / file).exists()]
     if missing:
         raise ModelError(
             f"{folder} is not an adapter folder: {', '.join(missing)} is missing. A run writes its "
             "adapter to <output>/<name>/adapter"
         )
+    check_folder(folder)
 
 
-def read_config(folder: Path, *, dropout: float) -> Any:
+def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
     """peft's configuration of a saved adapter, to be trained on.
 
     Args:
         dropout: of this run; it is not part of what was trained.
+
+    Returns:
+        The configuration, and whether it has another scale than the files: the one that the adapter
+        was trained with (`with_plain_scale`).
 
     Raises:
         ModelError: there is no adapter, or its configuration cannot be read.
@@ -67,10 +121,7 @@ def read_config(folder: Path, *, dropout: float) -> Any:
 
     refuse_no_adapter(folder)
     path = folder / CONFIG_FILE
-    try:
-        fields = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"{path} is not JSON of an adapter's configuration: {error}") from error
+    fields = read_fields(path)
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(
@@ -79,9 +130,27 @@ def read_config(folder: Path, *, dropout: float) -> Any:
     _refuse_other_kinds(fields, LoraConfig(), folder)
     kept = {name: value for name, value in fields.items() if name in KEPT}
     try:
-        return LoraConfig(**kept, bias="none", lora_dropout=dropout)
-    except (TypeError, ValueError) as error:
+        config = LoraConfig(**kept, bias="none", lora_dropout=dropout)
+        trained = copy.copy(config)
+        for name, value in _trained_as(folder / WEIGHTS_FILE).items():
+            if name in SCALE_FIELDS:
+                setattr(trained, name, value)
+        plain, changed = with_plain_scale(trained)
+        # Whoever has changed the configuration since means what it says.
+        return (trained, True) if changed and config == plain else (config, False)
+    except (TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path}: peft refused it: {str(error).splitlines()[0]}") from error
+
+
+def _trained_as(weights: Path) -> dict[str, Any]:
+    """What `with_plain_scale` returned when the file was written; empty in others' files."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(weights, framework="pt") as file:
+            return dict(json.loads((file.metadata() or {}).get(TRAINED_AS, "{}")))
+    except Exception:
+        return {}  # `fill` says what is wrong with the file
 
 
 def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, folder: Path) -> None:
@@ -122,6 +191,7 @@ def check_given(
         "alpha": config.lora_alpha,
         "rslora": config.use_rslora,
         "dora": config.use_dora,
+        "modules_to_save": config.modules_to_save or [],
     }
     for name, value in saved.items():
         if name in section.given and getattr(section, name) != value:
@@ -154,11 +224,48 @@ def _differs(field: str, given: object, saved: object, folder: Path) -> ModelErr
     )
 
 
-def fill(adapted: Any, folder: Path, adapter_name: str, *, values: bool) -> None:
+def whole_modules(section: AdapterSection | None) -> list[str]:
+    """Ends of the names of modules that are trained whole: of the section, or its saved adapter.
+
+    Raises:
+        ModelError: the adapter to start from cannot be read.
+    """
+    if section is None or section.start_from is None:
+        return [] if section is None else section.modules_to_save
+    path = Path(section.start_from) / CONFIG_FILE
+    if not path.exists():
+        return []  # the ranks look on their machines
+    return list(read_fields(path).get("modules_to_save") or [])
+
+
+def check_rows(model: Any, config: Any, new: NewTokens | None, folder: Path) -> None:
+    """Refuse new tokens that are not those whose rows the saved adapter has.
+
+    Raises:
+        ModelError: shows the numbers of both.
+    """
+    saved = listed_rows(config.trainable_token_indices)
+    wanted: list[int] = []
+    if new is not None and trained_rows(model, new, iter(()), config.modules_to_save or ()):
+        wanted = new.ids
+    if saved != wanted:
+        there, here = (f"{n[0]} to {n[-1]}" if n else "none" for n in (saved, wanted))
+        raise ModelError(
+            f"adapter.start_from: {folder} has trained rows of the tokens {there}, but the run's "
+            f"new tokens are {here}. List model.new_tokens and model.new_special_tokens as the "
+            "adapter's own run did, in the same order; to add tokens, first merge the adapter into "
+            "its base (anygauge merge)"
+        )
+
+
+def fill(
+    adapted: Any, folder: Path, adapter_name: str, *, values: bool, rescale: bool = False
+) -> None:
     """Give the trained parameters the saved tensors' values, in the parameters' own type.
 
     Args:
         values: False only checks that the saved tensors fit, by the file's header.
+        rescale: the files have the scale of `with_plain_scale`, the model that of its training.
 
     Raises:
         ModelError: names or shapes are not those of this model's adapter, or a value is NaN.
@@ -196,8 +303,9 @@ def fill(adapted: Any, folder: Path, adapter_name: str, *, values: bool) -> None
         raise ModelError(
             f"{path} cannot be read as tensors ({error}); is it whole? Fetch it again"
         ) from error
+    factors = scale_factors(adapted, adapter_name) if rescale else {}
     with torch.no_grad():
         for name, parameter in places.items():
             if not saved[name].isfinite().all():
                 raise ModelError(f"{path}: tensor {name!r} holds values that are not numbers")
-            parameter.copy_(saved[name])
+            parameter.copy_(saved[name] / factors.get(name, 1))

@@ -7,6 +7,7 @@ from typing import Any
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
+from anygauge.models.files import check_folder, read_fields
 from anygauge.models.hub import names_hub, needed_copy
 from anygauge.models.source import local_folder
 from anygauge.models.vocabulary import add_tokens
@@ -30,8 +31,11 @@ def load_tokenizer(section: ModelSection) -> Any:
                 tokenizer_file=origin, **special_tokens(Path(origin))
             )
         else:
+            folder = tokenizer_source(section)
+            if folder.is_dir():
+                check_folder(folder)
             tokenizer = AutoTokenizer.from_pretrained(
-                str(tokenizer_source(section)), trust_remote_code=section.trust_remote_code
+                str(folder), trust_remote_code=section.trust_remote_code
             )
     except ModelError:
         raise
@@ -88,9 +92,7 @@ ROLES = {
 
 def special_tokens(file: Path) -> dict[str, str]:
     """The tokens of a bare tokenizer.json that play a role, by role."""
-    import json
-
-    added = {t["content"] for t in json.loads(file.read_text()).get("added_tokens", [])}
+    added = {t["content"] for t in read_fields(file).get("added_tokens", [])}
     found = {}
     for role, names in ROLES.items():
         for name in names:

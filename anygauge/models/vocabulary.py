@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError, UnsupportedError
+from anygauge.models.files import read_fields
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -323,6 +323,12 @@ def row_layers(adapted: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def listed_rows(indices: Any) -> list[int]:
+    """The numbers in peft's ``trainable_token_indices``, for each layer or for the embedding."""
+    lists = indices.values() if isinstance(indices, Mapping) else [indices or ()]
+    return sorted({number for numbers in lists for number in numbers})
+
+
 def fit_adapter(model: Any, folder: Path) -> None:
     """Give a base as many rows as a saved adapter has been trained with; no value of theirs stays.
 
@@ -335,9 +341,7 @@ def fit_adapter(model: Any, folder: Path) -> None:
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     embedding = model.get_input_embeddings()
     try:
-        listed = json.loads(config.read_text(encoding="utf-8")).get("trainable_token_indices") or {}
-        lists = listed.values() if isinstance(listed, Mapping) else [listed]
-        rows = max((max(numbers, default=-1) + 1 for numbers in lists), default=0)
+        rows = max(listed_rows(read_fields(config).get("trainable_token_indices")), default=-1) + 1
         if rows <= embedding.weight.shape[0]:
             names = {id(m): n for n, m in model.named_modules()}
             key = f"base_model.model.{names[id(embedding)]}.weight"

@@ -6,7 +6,6 @@ by arithmetic alone. Imports no torch, and reads at most one configuration file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from anygauge.interface import Card, Machine
 from anygauge.models.hub import CONFIG, copy_of
 from anygauge.planning.memory import SAVED, Peak, RunMemory
 from anygauge.training.strategy import STATE_BYTES
+from anygauge.util.files import read_json
 
 GIB = 2**30
 SLACK = 0.05
@@ -204,7 +204,7 @@ def _configuration(run: RunFile) -> Mapping[str, Any] | None:
     if found is None:
         return None
     try:
-        fields = json.loads((found / CONFIG).read_text(encoding="utf-8"))
+        fields = read_json(found / CONFIG)
     except (OSError, ValueError):
         return None  # the checks say what is wrong
     return fields if isinstance(fields, dict) else None

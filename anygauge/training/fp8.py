@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import Backend, StrategySpec, UnsupportedError
+from anygauge.models.start import whole_modules
 
 CAPABILITY = "fp8_products"
 
@@ -42,7 +43,7 @@ def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
         ),
         (
             "adapter.modules_to_save",
-            run.adapter is not None and bool(run.adapter.modules_to_save),
+            bool(whole_modules(run.adapter)),
             "each such module has a copy beside it, which nobody has tried to convert",
         ),
     ):

@@ -19,6 +19,7 @@ from anygauge.interface import (
     Workload,
 )
 from anygauge.models.initial import changes_base
+from anygauge.models.start import whole_modules
 from anygauge.registry import Registry, missing_of
 from anygauge.training.fp8 import check_fp8
 from anygauge.training.quantised import check_quantised
@@ -154,7 +155,7 @@ def _adapter_kind(adapter: AdapterSection | None) -> str:
 
 def check_whole_modules(run: RunFile) -> None:
     """Raises: UnsupportedError: whole modules would be trained of a model that is divided."""
-    if run.adapter is None or not run.adapter.modules_to_save:
+    if not whole_modules(run.adapter):
         return
     for field in ("tp", "pp"):
         if getattr(run.strategy, field, 1) > 1:

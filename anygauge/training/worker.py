@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anygauge.interface import STOPPED, AnygaugeError, Backend, Job, StrategySpec
+from anygauge.interface import (
+    STOPPED,
+    AnygaugeError,
+    Backend,
+    Job,
+    NonFiniteLossError,
+    StrategySpec,
+)
 from anygauge.training.progress import Progress
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
@@ -204,8 +211,11 @@ def run_rank(
                 collectives = backend.collectives
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
                     summary = save(job, rank, prepared)
-        except BaseException:
+        except BaseException as error:
             prepared.meter.close("failed")
+            if isinstance(error, NonFiniteLossError) and prepared.meter.history.step == 0:
+                with progress.long("looking at the base's weights"):
+                    prepared.factory.check_numbers()
             raise
         prepared.meter.close("finished" if complete else "stopped")
         if not complete:

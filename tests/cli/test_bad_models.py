@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,14 @@ def written(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: bool((folder / name).write_text(text)) and None
 
 
+def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def broken(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return broken
+
+
 def another(folder: Path) -> None:
     fields = {
         **{"model_type": "gpt_neox", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 512},
@@ -110,8 +119,33 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), r"config\.json cannot be read"),
     "a configuration that is not JSON": (
         written("config.json", "{ no"),
-        r"config\.json is not JSON",
+        r"config\.json cannot be read as JSON \(Expecting property",
     ),
+    "a configuration that is a pipe": (
+        instead("config.json", os.mkfifo),
+        r"config\.json cannot be read as JSON \(it is a named pipe, not a regular file\)",
+    ),
+    "a configuration without end": (
+        instead("config.json", lambda path: path.symlink_to("/dev/zero")),
+        r"config\.json cannot be read as JSON \(it is a device or socket",
+    ),
+    "a configuration of brackets": (
+        written("config.json", "[" * 200_000),
+        r"config\.json cannot be read as JSON \(nested too deeply\)",
+    ),
+    "generation settings that are a pipe": (
+        instead("generation_config.json", os.mkfifo),
+        r"generation_config\.json cannot be read as JSON \(it is a named pipe",
+    ),
+    "a tokenizer's configuration of brackets": (
+        written("tokenizer_config.json", "[" * 200_000),
+        r"tokenizer_config\.json cannot be read as JSON \(nested too deeply",
+    ),
+    "a template that is a pipe": (
+        instead("chat_template.jinja", os.mkfifo),
+        r"chat_template\.jinja cannot be read: it is not a regular file",
+    ),
+    "an index that is a pipe": (instead(INDEX, os.mkfifo), "is not an index of weights"),
     "a configuration that is a list": (written("config.json", "[1]"), r"config\.json holds a list"),
     "a tokenizer that is not JSON": (
         written("tokenizer.json", "{"),

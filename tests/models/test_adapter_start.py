@@ -149,9 +149,7 @@ def test_fields_that_differ_are_refused_with_both_values(
         ({"peft_type": "PREFIX_TUNING"}, "PREFIX_TUNING"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"bias": "all"}, 'bias: "all"'),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"ensure_weight_tying": True}, "ensure_weight_tying"),
         ({"lora_bias": True}, "lora_bias"),
         ({"invented_after_this_peft": 3}, "invented_after_this_peft"),
@@ -186,7 +184,7 @@ def test_folders_that_hold_no_sound_adapter_are_refused(plain: Path, tmp_path: P
     refused(r"adapter_model\.safetensors is missing")
     (tmp_path / "adapter_config.json").write_text("{")
     weights.write_bytes(b"")
-    refused("is not JSON")
+    refused(r"adapter_config\.json cannot be read as JSON \(Expecting property")
 
 
 def test_the_path_is_relative_to_the_run_file_and_survives_the_resolved_one(
@@ -232,3 +230,28 @@ def test_training_goes_on_where_it_ended(tmp_path: Path) -> None:
     with pytest.raises(AnygaugeError, match=r"adapter\.r is 3, but .* has 4"):
         trained_here(run_file(tmp_path, **common, name="third", adapter={
             "start_from": str(first.folder / "adapter"), "r": 3}))  # fmt: skip
+
+
+def test_the_scale_of_its_training_is_known_again(tmp_path: Path) -> None:
+    groups = [{"targets": ["up_proj"], "r": 2, "alpha": 6}]
+    common: dict[str, Any] = {
+        "data": {"eval_fraction": 0.2},
+        "strategy": {"name": "single"},
+        "train": {"steps": 2, "eval_at_start": True, "optimizer": {"lr": 2.0e-2}},
+    }
+    asked = {"rslora": True, "alpha": 16, "groups": groups}
+    first = trained_here(run_file(tmp_path, **common, adapter=asked))
+    folder = first.folder / "adapter"
+    second = trained_here(
+        run_file(tmp_path, **common, name="second", adapter={"start_from": str(folder), **asked})
+    )
+    assert second.evaluations()[0] == pytest.approx(first.evaluations()[-1], rel=1e-6)
+    model = adapted(AdapterSection(start_from=str(folder)))
+    layers = adapted_layers(model)
+    assert model.peft_config["default"].use_rslora
+    assert layers["model.layers.0.mlp.up_proj"] == Factors(2, 6.0)
+    assert layers["model.layers.0.mlp.down_proj"] == Factors(4, 16.0)
+
+    half = changed(folder, tmp_path, lora_alpha=16)  # of what every reader knows: alpha x sqrt(4)
+    config = adapted(half).peft_config["default"]
+    assert (config.use_rslora, config.lora_alpha) == (False, 16), "the configuration decides"

@@ -81,13 +81,15 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def by_hand(model: Path, adapter: Path) -> Any:
-    """The three lines that a user writes without anygauge."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    plain = AutoModelForCausalLM.from_pretrained(model)
-    plain.resize_token_embeddings(len(AutoTokenizer.from_pretrained(adapter)))
-    return PeftModel.from_pretrained(plain, str(adapter))
+    """The lines that docs/vocabulary.md gives to users, run as they stand there."""
+    page = (Path(__file__).parents[2] / "docs" / "vocabulary.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    for there, here in (("runs/first/adapter", adapter), ("HuggingFaceTB/SmolLM2-135M", model)):
+        assert there in code
+        code = code.replace(there, str(here))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["model"]
 
 
 def test_rows_are_trained_and_load_with_plain_peft(model: Path, tmp_path: Path) -> None:
@@ -214,6 +216,40 @@ def test_rows_to_spare_are_used(tmp_path: Path) -> None:
         for name in ("model.embed_tokens", "lm_head")
     }
     assert logits(by_hand(model, run.folder / "adapter")).isfinite().all()
+
+
+WHOLE = {"modules_to_save": ["embed_tokens", "lm_head"]}
+
+
+@pytest.mark.parametrize("adapter", [{}, WHOLE], ids=["rows", "whole"])
+def test_they_load_into_a_base_with_rows_to_spare_and_can_be_continued(
+    tmp_path: Path, adapter: dict[str, Any]
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    model = base(tmp_path / "model", vocab_size=VOCABULARY + 8)
+    common: dict[str, Any] = {"train": {"steps": 2, "eval_at_start": True}}
+    common["data"] = {"train": {"path": rows_of_text(tmp_path)}, "eval_fraction": 0.2}
+    first = trained_here(file(tmp_path / "run", model, adapter={"r": 4, **adapter}, **common))
+    folder = first.folder / "adapter"
+    found = logits(by_hand(model, folder))
+    assert found.shape[-1] == VOCABULARY + 8
+    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), found)
+
+    for name, strategy in (("single", "single"), ("fsdp", "fsdp")):
+        path = file(
+            tmp_path / "run", model, name=name, strategy={"name": strategy}, adapter=None, **common
+        )
+        fields = yaml.safe_load(path.read_text())
+        path.write_text(yaml.safe_dump({**fields, "adapter": {"start_from": str(folder)}}))
+        second = trained_here(path)
+        assert second.evaluations()[0] == pytest.approx(first.evaluations()[-1], rel=1e-6)
+        assert second.steps("loss")[-1] < first.steps("loss")[-1]
+    fields["model"]["new_tokens"] = ["gaugeword", "another"]
+    path.write_text(yaml.safe_dump({**fields, "adapter": {"start_from": str(folder)}}))
+    if not adapter:
+        with pytest.raises(ModelError, match=r"tokens 400 to 402, .*new tokens are 400 to 403"):
+            trained_here(path)
 
 
 def test_a_run_goes_on_with_them(one_model: Path, tmp_path: Path) -> None:

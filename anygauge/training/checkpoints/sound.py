@@ -7,7 +7,6 @@ folder, and every field must have its type. Imports no torch.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -18,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from anygauge.interface import AnygaugeError
-from anygauge.util.files import read_text
+from anygauge.util.files import read_json as read_any_json
 from anygauge.util.text import short
 
 FORMAT = 1
@@ -146,12 +145,11 @@ def read_json(path: Path) -> dict[str, Any]:
         AnygaugeError: it cannot be read, or holds something else.
     """
     try:
-        value = json.loads(read_text(path, RECORD_BYTES), parse_constant=_refuse_constant)
+        value = read_any_json(path, RECORD_BYTES, parse_constant=_refuse_constant)
     except OSError as error:
         raise AnygaugeError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise AnygaugeError(f"{path} cannot be read ({reason})") from error
+    except ValueError as error:
+        raise AnygaugeError(f"{path} cannot be read ({error})") from error
     if not isinstance(value, dict):
         raise AnygaugeError(f"{path} cannot be read (not a JSON object: {_short(value)})")
     return value
