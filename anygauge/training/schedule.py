@@ -28,3 +28,9 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection)
     else:
         share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * share)
+
+
+def depends_on_length(schedule: ScheduleSection) -> bool:
+    """Whether a step's rate is another in a longer run."""
+    warms_up = not schedule.warmup_steps and schedule.warmup_ratio > 0
+    return schedule.name != "constant" or warms_up
