@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from anygauge.interface import API_VERSION, Level, Setting, StrategySpec, Support
+from anygauge.interface import API_VERSION, FULL, Setting, StrategySpec
 from anygauge.interface.strategy import BuildContext, Engine, Footprint, Workload
-
-_LATER = Support(Level.NOT_WRITTEN_YET, "strategy auto is decided when the devices are open")
 
 AUTO = StrategySpec(
     name="auto",
@@ -16,8 +14,7 @@ AUTO = StrategySpec(
     api_version=API_VERSION,
     summary="The default: a whole model on each device where that fits, else the first of fsdp, "
     "zero and their offloading that fits.",
-    takes_clip_kernel=lambda options: _LATER,
-    takes_update_kernel=lambda options: _LATER,
+    takes_fp8=lambda options: FULL,
 )
 
 
