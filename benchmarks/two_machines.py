@@ -37,6 +37,7 @@ model: {{config: {config}, tokenizer: {tokenizer}}}
 adapter: {{r: 16}}
 data: {{train: {{path: {rows}}}, max_length: 64, cache: {folder}/cache}}
 train: {{steps: {steps}, global_batch_size: 8, micro_batch_size: 4}}
+strategy: {{name: zero}}
 launch: {launch}
 """
 NODES = ("node1", "node2")

@@ -18,6 +18,7 @@ from anygauge.cli.preflight import preflight
 from anygauge.cli.run_folder import gone_on_with
 from anygauge.interface import ABILITIES, Backend, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
+from anygauge.training.auto import AUTO
 
 if TYPE_CHECKING:
     from anygauge.training.checks import Findings
@@ -149,6 +150,7 @@ def _show_engine(console: Console, intent: Intent, found: Findings) -> None:
         console.print(f"  {setting.name} = {json.dumps(setting.value)}")
         console.print(f"      {setting.reason} ({setting.source})", style="dim")
     if found.settings is not None and not found.settings:
-        console.print(f"  {intent.job.strategy} has none")
+        none = "is not decided yet" if intent.job.strategy == AUTO else "has none"
+        console.print(f"  {intent.job.strategy} {none}")
     if found.engine_note:
         console.print(f"  {found.engine_note}")

@@ -172,7 +172,6 @@ def _job(
             run_directory=str(Path.cwd()),
             run_file="",
             backend=select_backend(registry, backend or "auto", need_device=False).spec.name,
-            strategy=registry.default_strategy().spec.name,
             launch=LaunchSettings(nodes=nodes or 1, devices=devices or 1),
             rendezvous="file:///none",
         )

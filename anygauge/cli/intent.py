@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from anygauge.interface import Job, RunFileError, named_fabric
 if TYPE_CHECKING:
     from anygauge.agent.foreign import ForeignLaunch
     from anygauge.config.load import LoadedRun
+    from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, Plan
     from anygauge.registry import Registry, Selection
 
@@ -75,12 +76,18 @@ def choose_backend(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intent:
-    """What the user asked for, checked and with a backend chosen."""
+    """What the user asked for, checked and with a backend chosen.
+
+    Attributes:
+        forms: what strategy ``auto`` may become, the fastest first, which the run has until it is
+            known to fit; empty where a strategy is named, or the ranks decide.
+    """
 
     loaded: LoadedRun
     registry: Registry
     selection: Selection
     job: Job
+    forms: tuple[RunFile, ...] = ()
 
     @property
     def run(self) -> Any:
@@ -104,12 +111,14 @@ def read_intent(
         foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
             alone chooses the run directory; the others' is a guess.
     """
+    from anygauge.cli.memory_check import forms_of_auto
     from anygauge.cli.run_folder import RENDEZVOUS, RESOLVED, run_folder
     from anygauge.config.load import check_paths, load_run_file
     from anygauge.config.resolved import run_json
     from anygauge.data import peek
     from anygauge.models.hub import wanted
     from anygauge.registry import Registry, select_backend
+    from anygauge.training.auto import AUTO
     from anygauge.training.checks import check_optimizer
     from anygauge.training.strategy import check_batch, check_ranks, check_strategy
     from anygauge.training.trackers.group import check_trackers
@@ -141,6 +150,12 @@ def read_intent(
     selection = select_backend(registry, run.backend, need_device=need_device)
     backend = registry.create_backend(selection.spec.name, run.backend_options)
     here = selection.probe.available and not launcher.remote
+    forms: tuple[RunFile, ...] = ()
+    why = ""
+    if run.strategy.name == AUTO:
+        forms, why = forms_of_auto(run, registry, backend, selection, joined=foreign is not None)
+        run = forms[0] if forms else run
+        loaded = replace(loaded, run=run)
     check_strategy(run, registry, backend, ranks, ranks_run_here=here)
     check_batch(run, registry, ranks)
     folder = (Path(run.output) / run.name).absolute()
@@ -152,7 +167,7 @@ def read_intent(
         run_file=str(folder / RESOLVED),
         backend=selection.spec.name,
         strategy=run.strategy.name,
-        strategy_why="" if loaded.names_strategy else why_default(registry),
+        strategy_why=why,
         launch=run.launch.settings(),
         rendezvous=f"file://{folder / RENDEZVOUS}",
         stop_grace_s=run.checkpoint.grace_s,
@@ -169,13 +184,7 @@ def read_intent(
         environment=run.environment,
         backend_options=run.backend_options,
     )
-    return Intent(loaded=loaded, registry=registry, selection=selection, job=job)
-
-
-def why_default(registry: Registry) -> str:
-    """Why an unnamed strategy is not the first default, in brackets behind its name; or nothing."""
-    why = registry.why_default()
-    return f"the default here, since {why}" if why else ""
+    return Intent(loaded=loaded, registry=registry, selection=selection, job=job, forms=forms)
 
 
 MOST_RANKS = 16_384

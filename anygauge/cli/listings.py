@@ -288,8 +288,7 @@ def strategies(
 
     registry, selection, chosen = choose_backend(backend, need_device=False)
     provided = {each.spec.name: each for each in registry.strategies}
-    default = registry.default_strategy().spec.name
-    found = [_describe_strategy(provided[n], s, chosen, default) for n, s in all_sections().items()]
+    found = [_describe_strategy(provided[n], s, chosen) for n, s in all_sections().items()]
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "strategies": found}, indent=2))
         return
@@ -314,9 +313,9 @@ def _describe_strategy(
     provided: Provided[StrategySpec],
     section: type[StrategySection],
     backend: Backend,
-    default: str,
 ) -> dict[str, Any]:
     """A strategy in plain values; ``refused`` is why the backend cannot run it, empty if it can."""
+    from anygauge.config.strategies import DEFAULT
     from anygauge.training.strategy import check_backend
 
     spec = provided.spec
@@ -328,7 +327,7 @@ def _describe_strategy(
     sizes = " or ".join(map(str, spec.world_sizes))
     return {
         "name": spec.name,
-        "default": spec.name == default,
+        "default": spec.name == DEFAULT,
         "summary": spec.summary,
         "distribution": provided.distribution,
         "ranks": sizes or "any number",

@@ -2,7 +2,7 @@
 
 The rehearsal runs in its own process while the checks of `anygauge.cli.preflight` run, and
 is left out where arithmetic tells that the run is far from any limit. Strategy `auto` becomes the
-fastest that fits.
+first that fits.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from anygauge.cli.lines import size
-from anygauge.cli.plan_time import seconds
-from anygauge.interface import AnygaugeError, Card, RunFileError
+from anygauge.config.strategies import default_section
+from anygauge.interface import AnygaugeError, Backend, Card, RunFileError
 from anygauge.models.hub import copy_of, names_hub
-from anygauge.planning.candidates import AUTO, candidates, in_words
 from anygauge.planning.fit import Fit, fit, most_bytes
 from anygauge.planning.planner import Planner
 from anygauge.planning.process import TooLongError
 from anygauge.planning.trials import Target, timed
-from anygauge.registry import Hardware
+from anygauge.registry import Hardware, Registry, Selection
 from anygauge.registry.hardware import measured_files
+from anygauge.training.auto import AUTO, candidates, in_words
+from anygauge.training.strategy import share_of
 
 if TYPE_CHECKING:
     from anygauge.cli.intent import Intent
@@ -35,8 +36,7 @@ PATIENCE_S = 30.0
 """Seconds from its beginning that a rehearsal gets at least; it may take as long as the checks."""
 AUTO_PATIENCE_S = 120.0
 """Likewise where several strategies are tried."""
-AMONG = 3
-"""Strategies that fit, of which the fastest is taken where the cards' rates are known."""
+UNDECIDED = "the ranks decide once their devices are open"
 SMALL = 0.25
 """Part of a device's memory below which nothing is rehearsed."""
 _ASK = "`anygauge plan RUN.yaml --machine NAME` plans for a machine that you name"
@@ -53,7 +53,7 @@ class Expectation:
         note: what should be looked at; "" for nothing.
         found: of the rehearsal; None where there was none.
         step_s: planned seconds of a step; None: not known.
-        run: with the strategy that `auto` became; None where it became none here.
+        run: with the strategy that `auto` became, if that is not the first of `Intent.forms`.
         why: why that one.
     """
 
@@ -74,7 +74,7 @@ class Expectation:
         )
         if self.run is None:
             return replace(intent, job=job)
-        job = replace(job, strategy=self.run.strategy.name, strategy_why=f"auto: {self.why}")
+        job = replace(job, strategy=self.run.strategy.name, strategy_why=self.why)
         return replace(intent, job=job, loaded=replace(intent.loaded, run=self.run))
 
 
@@ -96,13 +96,52 @@ def checked(
         AnygaugeError: what ranks would refuse, or the run cannot fit.
     """
     with rehearsing(intent, asked) as rehearsal:
-        if intent.run.strategy.name == AUTO and rehearsal.begun:
-            expected = rehearsal.result(force=force)
-            intent = expected.applied_to(intent)
-            return intent, check(intent), expected
         found = check(intent)
         expected = rehearsal.result(force=force)
-    return expected.applied_to(intent), found, expected
+    decided = expected.applied_to(intent)
+    if expected.run is not None and expected.run.strategy.name != AUTO:
+        found = check(decided)
+    return decided, found, expected
+
+
+def forms_of_auto(
+    run: RunFile, registry: Registry, backend: Backend, selection: Selection, *, joined: bool
+) -> tuple[tuple[RunFile, ...], str]:
+    """What a run's strategy `auto` may be, the fastest first, and why it is that until it is known
+    not to fit; no strategy where the ranks must decide.
+
+    Args:
+        joined: another launcher has started this process, which rehearses nothing.
+
+    Raises:
+        AnygaugeError: no strategy can train it.
+    """
+    launch = run.launch
+    ranks = launch.nodes * launch.devices
+    if registry.find_launcher(launch.launcher).spec.remote:
+        return (), UNDECIDED
+    forms = candidates(run, registry, backend, ranks, ranks_run_here=selection.probe.available)
+    card = Hardware.load(registry, measured_files()).of_devices(selection.probe.cards)
+    memory = memory_of_rank(card, launch.devices)
+    if memory is None:
+        return (tuple(forms[:1]), "auto: there is one rank") if ranks == 1 else ((), UNDECIDED)
+    if joined and surely_small(forms[0], registry, memory) is None:
+        return (), UNDECIDED
+    return tuple(forms), "auto: the whole model fits each device"
+
+
+def surely_small(run: RunFile, registry: Registry, memory: int | None) -> int | None:
+    """The most bytes that a rank can take, if they are known and far below what its device has."""
+    ranks = run.launch.nodes * run.launch.devices
+    most = None if memory is None else most_bytes(run, share_of(run, registry, 0, ranks).count)
+    return most if most is not None and memory is not None and most < SMALL * memory else None
+
+
+def memory_of_rank(card: Card | None, devices: int) -> int | None:
+    """What a rank's device has, in bytes; None: not known."""
+    if card is None or card.memory is None:
+        return None
+    return card.memory // (devices if card.shared_memory else 1)
 
 
 @contextlib.contextmanager
@@ -143,11 +182,6 @@ class Rehearsal:
         if fetched or copy_of(model.name, model.revision) is not None:
             self._begin()
 
-    @property
-    def begun(self) -> bool:
-        """Whether it need not wait for the model to be fetched."""
-        return self._planner is not None or self._answer is not None
-
     def result(self, *, force: bool = False) -> Expectation:
         """What was found; where the model was not there before, it is now.
 
@@ -157,7 +191,7 @@ class Rehearsal:
         Raises:
             RunFileError: the run cannot fit.
         """
-        if not self.begun:
+        if self._planner is None and self._answer is None:
             self._begin()
         if self._planner is None:
             assert self._answer is not None
@@ -165,55 +199,50 @@ class Rehearsal:
         try:
             self._try(self._planner)
         except TooLongError:
-            return Expectation(
-                note=(
-                    "memory was not planned: the rehearsal takes longer than "
-                    f"{self._patience_s:.0f} s; `anygauge plan RUN.yaml` waits for it"
-                )
+            return self._unplanned(
+                f"the rehearsal takes longer than {self._patience_s:.0f} s; `anygauge plan "
+                "RUN.yaml` waits for it"
             )
         if not self._trials:
-            return Expectation(note=f"memory was not planned: {'; '.join(self._left_out)}")
+            return self._unplanned(self._left_out[0])
         return self._held_against(force)
+
+    def _unplanned(self, why: str) -> Expectation:
+        """Nothing was found: what `auto` is, the ranks decide."""
+        run = self._intent.run
+        note = f"memory was not planned: {why}" if why else ""
+        if not self._intent.forms:
+            return Expectation(note=note)
+        undecided = run.model_copy(update={"strategy": default_section()})
+        return Expectation(note=note, run=undecided, why=UNDECIDED)
 
     def _begin(self) -> None:
         """Start what must be rehearsed, or say why nothing must."""
         intent = self._intent
         if self._asked is False:
-            self._answer = Expectation()
+            self._unknown()
+            small = surely_small(intent.run, intent.registry, self._memory) is not None
+            self._answer = Expectation() if small else self._unplanned("")
             return
         why = self._unknown()
-        if not self._asked:
-            if why:
-                self._answer = Expectation(lines=(f"memory: not planned, {why}",))
-                return
-            most, memory = self._most(), self._memory
-            if most is not None and memory is not None and most < SMALL * memory:
-                line = f"memory: needs at most {size(most)} of {size(memory)}, so not rehearsed"
-                self._answer = Expectation(lines=(line,))
-                return
-        self._runs = [intent.run]
-        if intent.run.strategy.name == AUTO and not why:
+        if why and (not self._asked or intent.run.strategy.name == AUTO):
+            self._answer = Expectation(lines=(f"memory: not planned, {why}",))
+            return
+        most = None if self._asked else surely_small(intent.run, intent.registry, self._memory)
+        if most is not None:
+            line = f"memory: needs at most {size(most)} of {size(self._memory or 0)}"
+            self._answer = Expectation(lines=(f"{line}, so not rehearsed",))
+            return
+        self._runs = [*intent.forms] or [intent.run]
+        if len(self._runs) > 1:
             self._patience_s = AUTO_PATIENCE_S
-            name, options = intent.selection.spec.name, intent.run.backend_options
-            self._runs = (
-                candidates(
-                    intent.run,
-                    intent.registry,
-                    intent.registry.create_backend(name, options),
-                    intent.job.world_size,
-                    ranks_run_here=intent.selection.probe.available,
-                )
-                or self._runs
-            )
         planner = Planner(intent.job.world_size, intent.run.environment)
         self._planner = self._stack.enter_context(planner)
         self._until = clock.monotonic() + self._patience_s
         planner.ask(self._runs[0], intent.job.backend)
 
     def _try(self, planner: Planner) -> None:
-        """Rehearse until one fits, or several of which it is known how fast they are.
-
-        The first has been asked about.
+        """Rehearse until one fits; the first has been asked about.
 
         Raises:
             TooLongError: there is no time left, and none is known to fit.
@@ -226,8 +255,6 @@ class Rehearsal:
                     planner.ask(run, job.backend)
                 found = planner.answer(max(0.0, self._until - clock.monotonic()))
             except TooLongError:
-                if self._fitting:
-                    return
                 raise
             except AnygaugeError as error:
                 why = str(error).partition("\n")[0]
@@ -238,23 +265,21 @@ class Rehearsal:
             time = timed(run, found, target, self._intent.registry)[0]
             self._trials.append(_CheckedRun(run, found, fits, time))
             if fits is None or fits.left >= 0:
-                if time is None or len(self._fitting) == AMONG:
-                    return
-                continue
+                return
             self._left_out.append(
                 f"{in_words(run)} would need {size(fits.needed)} of {size(fits.memory)}"
             )
 
     def _held_against(self, force: bool) -> Expectation:
-        if self._fitting:
-            taken = min(self._fitting, key=lambda one: one.time.step if one.time else 0)
-        else:
-            taken = max(self._trials, key=lambda one: one.fits.left if one.fits else 0)
+        taken = max(self._trials, key=lambda one: one.fits.left if one.fits else 0)
         chosen, why = None, ""
         lines: tuple[str, ...] = ()
         if taken.run is not self._intent.run:
-            chosen, why = taken.run, self._why(taken)
-            lines = (f"strategy: {in_words(taken.run)} (auto: {why})",)
+            reasons = self._left_out
+            if taken.fits is not None and taken.fits.left < 0:
+                reasons = ["no strategy fits, and this one needs least", *reasons]
+            chosen, why = taken.run, f"auto: {'; '.join(reasons)}"
+            lines = (f"strategy: {in_words(taken.run)} ({why})",)
         step_s = None if taken.time is None else taken.time.step
         known = Expectation(lines=lines, found=taken.found, step_s=step_s, run=chosen, why=why)
         card, fits = self._card, taken.fits
@@ -276,20 +301,6 @@ class Rehearsal:
             "changes; --force starts the run anyway"
         )
 
-    def _why(self, taken: _CheckedRun) -> str:
-        if taken.fits is not None and taken.fits.left < 0:
-            return f"no strategy fits, and this one needs least; {'; '.join(self._left_out)}"
-        reasons = list(self._left_out)
-        timed = [one for one in self._fitting if one.time is not None]
-        if len(timed) > 1:
-            steps = (f"{in_words(one.run)} {seconds(one.time.step)}" for one in timed if one.time)
-            reasons.append(f"planned time of a step: {', '.join(steps)}")
-        return "; ".join(reasons) or "the fastest that fits"
-
-    @property
-    def _fitting(self) -> list[_CheckedRun]:
-        return [one for one in self._trials if one.fits is None or one.fits.left >= 0]
-
     def _unknown(self) -> str:
         """Why nothing is known of the devices; "" where `_card` says how much memory they have."""
         intent = self._intent
@@ -305,17 +316,7 @@ class Rehearsal:
     @property
     def _memory(self) -> int | None:
         """Of a rank's device, in bytes."""
-        if self._card is None or self._card.memory is None:
-            return None
-        shared = self._card.shared_memory
-        return self._card.memory // (self._intent.job.launch.devices if shared else 1)
-
-    def _most(self) -> int | None:
-        from anygauge.training.strategy import share_of
-
-        intent = self._intent
-        share = share_of(intent.run, intent.registry, 0, intent.job.world_size)
-        return None if self._memory is None else most_bytes(intent.run, share.count)
+        return memory_of_rank(self._card, self._intent.job.launch.devices)
 
 
 def _needs(fits: Fit, found: RunMemory) -> str:

@@ -124,6 +124,7 @@ def plan(
     _fetch(run)
     with Trials(registry, _waiting, begun()) as trials:
         trial = trials(run, target)
+        run = trial.run  # with what strategy `auto` is there
         answers = planned.PlanAnswers(trial=trial, target=target, rows=rows)
         shown = planned.Shown(quiet=json_)
         shown.trial(trial, target)  # the others may take their time

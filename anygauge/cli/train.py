@@ -151,9 +151,10 @@ def launch(
         _refuse_a_rank()
     intent = read_intent(run_file, set_, flags, need_device=not described)
     if render is not None:
+        from anygauge.cli.memory_check import checked
         from anygauge.cli.render import write_plan
 
-        write_plan(intent, render)
+        write_plan(checked(intent, lambda it: None, asked=False)[0], render)
     elif dry_run:
         from anygauge.cli.dry_run import show
 

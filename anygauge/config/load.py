@@ -56,11 +56,6 @@ class LoadedRun:
     files: tuple[Path, ...]
     file: str = field(default="run file", kw_only=True)
 
-    @property
-    def names_strategy(self) -> bool:
-        """Whether the run file or the command line say which strategy it is."""
-        return "strategy.name" in self.sources
-
     def source(self, path: str) -> Origin:
         """Where `path` was written, or else the section that it belongs to, or the file."""
         while path and path not in self.sources:

@@ -127,6 +127,8 @@ def _unknown(path: tuple[object, ...], root: YamlNode) -> Problem:
         hints = [f"strategy {named(parent.section)!r} has no such field"]
     if others:
         hints.append(f"it is a field of {' and '.join(f'strategy {each!r}' for each in others)}")
+        if root.get("strategy", "name") is None:
+            hints.append(f"add strategy.name: {' or '.join(others)}")
     elif places := [home or "the top level" for home in homes(name) if home != here]:
         hints.append(f"'{name}' belongs under {' or '.join(places)}")
     elif not close and name in ELSEWHERE:

@@ -107,6 +107,11 @@ class DataSection(Section):
     group_by_length: bool = Field(
         False, description="Put rows of like length in one step, so that less is padding."
     )
+    shuffle: bool = Field(
+        True,
+        description="Read the rows in a new order in each epoch; false: in the order of the files, "
+        "source after source.",
+    )
     streaming: bool = Field(
         False,
         description="Tokenise rows during training instead of before it; remote rows are then "
@@ -152,6 +157,11 @@ class DataSection(Section):
             raise ValueError(
                 "give 'streaming' or 'group_by_length', not both: lengths are known only once rows "
                 "are tokenised"
+            )
+        if not self.shuffle and (self.packing or self.group_by_length):
+            field = "packing" if self.packing else "group_by_length"
+            raise ValueError(
+                f"give 'shuffle: false' or '{field}', not both: it puts rows in an order of its own"
             )
         if self.packing and self.group_by_length:
             raise ValueError(

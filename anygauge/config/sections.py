@@ -339,8 +339,11 @@ class TrainSection(Section):
 class CheckpointSection(Section):
     """Points that a run can be resumed from."""
 
-    every: NonNegative = Field(
-        0, description="Steps between checkpoints; 0: only when the run is asked to end."
+    every: NonNegative | None = Field(
+        None,
+        description="Steps between checkpoints, and one after the last step; 0: only when the run "
+        "is asked to end; null: with an adapter every 15 minutes and after the last step, without "
+        "one as 0.",
     )
     keep_last: Positive = Field(2, description="How many of the newest checkpoints are kept.")
     keep_best: NonNegative = Field(

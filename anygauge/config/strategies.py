@@ -18,6 +18,8 @@ from anygauge.interface import StrategySpec, UnknownNameError
 from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
 from anygauge.registry.registry import load_options
 
+DEFAULT = "auto"
+"""The strategy of a run file that names none."""
 _NAME = "How the model is spread: a strategy's name."
 
 
@@ -38,25 +40,19 @@ def _registry(path: tuple[str, ...], blocked: str) -> Registry:
 
 
 def section_of(name: str | None) -> type[StrategySection]:
-    """The section of the strategy of a name, or of the default.
+    """The section of the strategy of a name; None: of the default.
 
     Raises:
         UnknownNameError: there is no such strategy; names the nearest.
         PluginError: several claim the name, or its fields cannot be read.
     """
-    found = registry()
-    return _section(found.default_strategy() if name is None else found.find_strategy(name))
+    return _section(registry().find_strategy(DEFAULT if name is None else name))
 
 
 def all_sections() -> dict[str, type[StrategySection]]:
-    """Strategy -> its section; defaults come first, in their order."""
-    found = sorted(registry().strategies, key=_defaults_first)
-    return {provided.spec.name: _section(provided) for provided in found}
-
-
-def _defaults_first(provided: Provided[StrategySpec]) -> tuple[bool, int, str]:
-    place = provided.spec.default
-    return place is None, place or 0, provided.spec.name
+    """Strategy -> its section; the default comes first."""
+    names = sorted((p.spec.name for p in registry().strategies), key=lambda n: (n != DEFAULT, n))
+    return {name: section_of(name) for name in names}
 
 
 @cache

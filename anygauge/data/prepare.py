@@ -188,6 +188,7 @@ def training_batches(
         steps=train.steps,
         weights=tuple(source.weight for source in data.train_sources),
         grouping=data.group_by_length,
+        shuffle=data.shuffle,
     )
     if isinstance(rows, TokenizedRows):
         return RowBatches(rows, schedule, layout)

@@ -586,9 +586,7 @@ class StrategySpec:
         summary: a line for the list of strategies.
         options: ``"package.module:Class"``: a pydantic model with the section's fields other than
             ``name``; its module imports no torch. Empty: there are none.
-        default: place among those that are taken where a run file names none: the first whose
-            `distributions` are installed; None: never. No two have one place.
-        reference: the conformance kit compares the default strategy with it, on one rank.
+        reference: the conformance kit compares a strategy that shards with it, on one rank.
         world_sizes: the numbers of ranks that it runs on; empty: any.
         needs_process_group: whether ranks must have joined one before `Strategy.build`; a rank
             that is alone joins one, too.
@@ -622,7 +620,6 @@ class StrategySpec:
     api_version: int
     summary: str = ""
     options: str = ""
-    default: int | None = None
     reference: bool = False
     world_sizes: tuple[int, ...] = ()
     needs_process_group: bool = True

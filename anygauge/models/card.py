@@ -5,6 +5,7 @@ It names no folder above a file's own and no variable's value: a card is made to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 from anygauge.config.paths import names_address, names_data_set
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.interface import ModelError
+from anygauge.models import curve
 from anygauge.models.quantisation import in_words, quantisation
 from anygauge.models.source import local_folder
 from anygauge.util.files import read_bounded, write_text
@@ -24,6 +26,8 @@ FILE = "README.md"
 TRAINING = "## Training"
 _LARGEST, _LARGEST_HEADER = 2**20, 2**16
 """Of a card that a stranger wrote, in bytes; of its header, in characters."""
+LARGEST_PERPLEXITY = 1e9
+"""Beyond it, it says no more than the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +39,7 @@ class Facts:
         tokens: real tokens of all steps.
         first_loss, final_loss: nats per loss token.
         evaluations: records with step, name, eval_loss, eval_tokens.
+        curve: see `loss_curve`; "" for none.
         strategy: see `Strategy.description`.
         verified: `Verification.record`.
         versions: package -> version.
@@ -51,12 +56,15 @@ class Facts:
     first_loss: float
     final_loss: float
     evaluations: Sequence[Mapping[str, Any]]
+    curve: str
     verified: Mapping[str, Any]
     versions: Mapping[str, str]
 
 
 def write(folder: Path, run: RunFile, facts: Facts) -> None:
-    """Write the card of a run's result into its folder."""
+    """Write the card of a run's result into its folder, and the picture that it shows."""
+    if facts.curve:
+        write_text(folder / curve.FILE, facts.curve)
     write_text(folder / FILE, run_card(run, facts))
 
 
@@ -74,6 +82,7 @@ def run_card(run: RunFile, facts: Facts) -> str:
         f"{TRAINING}\n",
         _table("setting", "value", _settings(run, facts)),
         _losses(facts),
+        *([f"## Loss by step\n\n![Loss by step]({curve.FILE})\n"] if facts.curve else []),
         "## Verification\n",
         _verification(facts.verified),
         "## Versions\n",
@@ -276,11 +285,15 @@ def _losses(facts: Facts) -> str:
         "last step": f"{facts.final_loss:.4f}",
         **{
             f"`{record['name']}` after step {record['step']}": f"{record['eval_loss']:.4f} "
-            f"({record['eval_tokens']:,} tokens)"
+            f"({record['eval_tokens']:,} tokens{_perplexity(record['eval_loss'])})"
             for record in facts.evaluations
         },
     }
     return _table("loss", "nats per loss token", rows)
+
+
+def _perplexity(loss: float) -> str:
+    return f", perplexity {math.exp(loss):.2f}" if loss < math.log(LARGEST_PERPLEXITY) else ""
 
 
 def _verification(verified: Mapping[str, Any]) -> str:

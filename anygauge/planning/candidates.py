@@ -1,4 +1,4 @@
-"""The strategies that a run can have: what `auto` tries, and every mesh; imports no torch."""
+"""Every layout that a run's ranks can have; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,51 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from anygauge.config.schema import RunFile
-from anygauge.config.strategies import section_of
-from anygauge.interface import AnygaugeError, Backend
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_options
-from anygauge.training.checks import check_settings
-from anygauge.training.strategy import check_batch, check_strategy
-
-AUTO = "auto"
-
-
-def candidates(
-    run: RunFile, registry: Registry, backend: Backend, ranks: int, *, ranks_run_here: bool
-) -> list[RunFile]:
-    """The run with each of the strategies that it may have, the fastest first.
-
-    Args:
-        ranks_run_here: see `check_strategy`.
-    """
-    forms = [
-        (form, provided.spec.name)
-        for provided in registry.strategies
-        for form in provided.spec.auto
-        if ranks > 1 or form.alone
-    ]
-    found = []
-    for form, name in sorted(forms, key=lambda one: (one[0].place, one[1])):
-        section = section_of(name).model_validate({**form.options, "name": name})
-        candidate = run.model_copy(update={"strategy": section})
-        try:
-            check_strategy(candidate, registry, backend, ranks, ranks_run_here=ranks_run_here)
-            check_batch(candidate, registry, ranks)
-            check_settings(candidate, backend, registry, ranks_run_here=ranks_run_here)
-        except AnygaugeError:
-            continue  # what it cannot do, another can
-        found.append(candidate)
-    return found
-
-
-def in_words(run: RunFile) -> str:
-    """A candidate's strategy as the run says it."""
-    section = run.strategy
-    fields = [f"{name}: {getattr(section, name)}" for name in section.model_fields_set - {"name"}]
-    return section.name + (f" with {', '.join(sorted(fields))}" if fields else "")
-
+from anygauge.training.auto import AUTO
 
 DEGREES = ("dp_replicate", "cp", "tp", "pp")
 """Fields of a strategy's options by which ranks are divided; those of third parties too."""
@@ -71,7 +29,7 @@ def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[st
     """
     for provided in registry.strategies:
         spec = provided.spec
-        if spec.name == "auto" or (spec.world_sizes and ranks not in spec.world_sizes):
+        if spec.name == AUTO or (spec.world_sizes and ranks not in spec.world_sizes):
             continue
         yield {"name": spec.name}
         options = load_options(provided)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from anygauge.planning.process import Rehearser
 from anygauge.planning.time import Duration, Ranks, UnknownRateError, duration
 from anygauge.registry import Registry
 from anygauge.strategies.degrees import stages_per_rank
+from anygauge.training.auto import AUTO, candidates
 from anygauge.training.strategy import (
     check_batch,
     check_installed,
@@ -110,6 +111,10 @@ class Trials:
         """
         ranks = run.launch.nodes * run.launch.devices
         made = self.registry.create_backend(target.backend, run.backend_options)
+        if run.strategy.name == AUTO:
+            return self._first_that_fits(
+                candidates(run, self.registry, made, ranks, ranks_run_here=True), target
+            )
         spec = self.registry.find_strategy(run.strategy.name).spec
         check_ranks(spec, ranks, self.registry)
         # It is rehearsed here, wherever the run's ranks will be.
@@ -123,6 +128,20 @@ class Trials:
             held = fit(memory, target.card, ranks, run.launch.devices, target.machine, disk)
         time, untimed = timed(run, memory, target, self.registry)
         return Trial(run=run, memory=memory, fit=held, time=time, untimed=untimed)
+
+    def _first_that_fits(self, forms: Sequence[RunFile], target: Target) -> Trial:
+        """Of what strategy `auto` may become; where none fits, the one that lacks least."""
+        tried: list[Trial] = []
+        for form in forms:
+            try:
+                tried.append(self(form, target))
+            except AnygaugeError:
+                if form is forms[-1] and not tried:
+                    raise
+                continue
+            if tried[-1].fit is None or tried[-1].fits:
+                return tried[-1]
+        return max(tried, key=lambda one: 0 if one.fit is None else one.fit.margin)
 
     def _rehearsed(self, run: RunFile, backend: str, ranks: int) -> RunMemory:
         run = _in_memory(run)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anygauge.interface import (
@@ -176,46 +175,6 @@ class Registry:
     def find_strategy(self, name: str) -> Provided[StrategySpec]:
         """Raises: PluginError: no plugin, or more than one, provides a strategy of this name."""
         return self._find("strategy", name, self.strategies)
-
-    def default_strategy(self) -> Provided[StrategySpec]:
-        """The strategy of a run file that names none: the first default that is installed.
-
-        Raises:
-            PluginError: there is none, or two share a place.
-        """
-        passed = []
-        for provided, missing in self._defaults():
-            if not missing:
-                return provided
-            passed.append(f"{provided.spec.name} needs {missing}")
-        why = "; ".join(passed) or "no plugin provides a default"
-        raise PluginError(
-            f"strategy.name: the run file names none, and {why}. "
-            f"Name a strategy: {listed(p.spec.name for p in self.strategies)}"
-        )
-
-    def why_default(self) -> str:
-        """Why no earlier default is taken; empty where the first is."""
-        passed = itertools.takewhile(lambda each: each[1], self._defaults())
-        return "; ".join(f"{p.spec.name} needs {missing}" for p, missing in passed)
-
-    def _defaults(self) -> Iterator[tuple[Provided[StrategySpec], str]]:
-        """The defaults in their order, each with what this machine lacks for it."""
-        ordered: dict[int, Provided[StrategySpec]] = {}
-        for provided in self.strategies:
-            place = provided.spec.default
-            if place is None:
-                continue
-            if other := ordered.get(place):
-                raise PluginError(
-                    f"strategy.name: {other.spec.name!r} of {other.origin} and "
-                    f"{provided.spec.name!r} of {provided.origin} both claim place {place} among "
-                    "the defaults. Name a strategy in the run file, or block a plugin "
-                    f"({BLOCK_VARIABLE})"
-                )
-            ordered[place] = provided
-        for _, provided in sorted(ordered.items()):
-            yield provided, missing_of(provided.spec)
 
     def strategy(self, name: str) -> Callable[[Any], Strategy]:
         """Import a strategy's factory; it is called with the run file's section.

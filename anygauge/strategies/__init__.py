@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from anygauge.interface import API_VERSION, FULL, AutoForm, StrategySpec, hookimpl
-from anygauge.strategies.auto_spec import AUTO
+from anygauge.strategies.auto import AUTO
 from anygauge.strategies.ddp_spec import DDP
 from anygauge.strategies.fsdp_spec import FSDP
 from anygauge.strategies.zero_spec import ZERO

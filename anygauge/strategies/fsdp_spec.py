@@ -82,7 +82,6 @@ FSDP = StrategySpec(
     api_version=API_VERSION,
     summary="torch's FSDP2 shards weights, gradients and optimizer; HSDP with dp_replicate.",
     options="anygauge.strategies.fsdp_options:FsdpOptions",
-    default=20,
     needs=(Requirement(capability="collectives", because="FSDP gathers weights from all ranks"),),
     engine="fsdp2",
     share=share,

@@ -140,7 +140,6 @@ ZERO = StrategySpec(
     api_version=API_VERSION,
     summary="DeepSpeed's ZeRO, stages 0 to 3, over all ranks.",
     options="anygauge.strategies.zero_options:ZeroOptions",
-    default=10,
     needs=(Requirement(capability="collectives", because="ZeRO shards over ranks"),),
     engine=ENGINE,
     distributions=(ENGINE,),

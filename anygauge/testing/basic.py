@@ -67,12 +67,7 @@ class Paper:
     def jobs(self) -> list[Job]:
         """Of one machine and of two, with this backend and its options."""
         return [
-            dataclasses.replace(
-                job,
-                backend=self.name,
-                backend_options=self.options,
-                strategy=self.registry.default_strategy().spec.name,
-            )
+            dataclasses.replace(job, backend=self.name, backend_options=self.options)
             for job in (JOB, TWO_NODES)
         ]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import Backend
+from anygauge.interface import Backend, StrategySpec
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,19 @@ COLLECTIVE_TIMEOUT_S = 60.0
 """How long the collectives of the kit's ranks may wait."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest error of one operation relative to the largest value, by compute type."""
+
+
+def sharding() -> StrategySpec:
+    """The strategy that is tried most: of the installed ones that shard, the last for `auto`."""
+    from anygauge.registry import Registry, missing_of
+
+    forms = [
+        (form.place, provided.spec.name, provided.spec)
+        for provided in Registry.load().strategies
+        for form in provided.spec.auto
+        if not (form.alone or form.options or missing_of(provided.spec))
+    ]
+    return max(forms)[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,12 +28,19 @@ from anygauge.testing import paper_forks as _paper_forks  # noqa: F401
 from anygauge.testing import paper_rules as _paper_rules  # noqa: F401
 from anygauge.testing import paper_spec as _paper_spec  # noqa: F401
 from anygauge.testing import ranks as _ranks  # noqa: F401
-from anygauge.testing.check import CHECKS, CHOSEN, DECLARED, NOT_ASKED, ConformanceCheck, verdict
+from anygauge.testing.check import (
+    CHECKS,
+    CHOSEN,
+    DECLARED,
+    NOT_ASKED,
+    ConformanceCheck,
+    sharding,
+    verdict,
+)
 from anygauge.testing.loop import RunFailed, prepare, run_when_overruled
 from anygauge.testing.process import PartAnswers, Subject, ask
 from anygauge.testing.trials import (
     LoopTrials,
-    default,
     every,
     others,
     ranks_of,
@@ -214,7 +221,7 @@ class BackendContract:
             most = min(ranks, devices, max(self.rank_counts))
             tried = max(count for count in (1, 2, 4) if count <= most)  # they divide the batch
             if tried not in refusals:
-                refusals[tried] = self._wrong_refusal(subject, runs, default(), tried)
+                refusals[tried] = self._wrong_refusal(subject, runs, sharding(), tried)
             if refusals[tried]:
                 pytest.fail(refusals[tried], pytrace=False)
             pytest.skip(f"{DECLARED}{declared}")
@@ -222,7 +229,7 @@ class BackendContract:
             pytest.skip(f"rank_counts asks for {', '.join(map(str, self.rank_counts))} alone")
         if ranks > devices:
             pytest.skip(f"{ranks} ranks need as many devices; there are {devices}")
-        why = runs.spread(default(), ranks)
+        why = runs.spread(sharding(), ranks)
         assert not why, why
 
     def test_every_strategy_trains_as_one_process_does(
@@ -254,7 +261,7 @@ class BackendContract:
         """From a checkpoint of one rank, on two with another strategy: the same losses."""
         specs, _ = others(subject)
         if not _refused_engine(subject):
-            specs = [default(), *specs]
+            specs = [sharding(), *specs]
         several = [spec for spec in specs if ranks_of(spec, 2) == 2]
         if not several:
             pytest.skip(DECLARED + (_refused_engine(subject) or "no strategy for two ranks"))
@@ -315,12 +322,12 @@ def _declared(subject: Subject, capability: str) -> Support:
 
 
 def _refused_engine(subject: Subject, spec: StrategySpec | None = None) -> str:
-    """Why a strategy, or the default one, cannot run on it, in the backend's words; empty where it
+    """Why a strategy, or `sharding`, cannot run on it, in the backend's words; empty where it
     can."""
     backend = Registry.load().create_backend(subject.name, subject.options)
     collectives = backend.support("collectives")
     missing = "" if collectives else collectives.reason
-    return backend.unsupported_engines.get((spec or default()).engine, missing)
+    return backend.unsupported_engines.get((spec or sharding()).engine, missing)
 
 
 if CHOSEN in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file

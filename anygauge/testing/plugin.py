@@ -282,11 +282,11 @@ class ConformanceReport:
 
     def conditions(self) -> dict[str, str]:
         """Versions and machine."""
-        from anygauge.registry import Registry, installed_version
+        from anygauge.registry import installed_version
+        from anygauge.testing.check import sharding
 
         found = {"contract": str(API_VERSION), "python": platform.python_version()}
-        engines = Registry.load().default_strategy().spec.distributions
-        for package in (*PACKAGES, *engines):
+        for package in (*PACKAGES, *sharding().distributions):
             found[package] = installed_version(package) or "not installed"
         found["machine"] = f"{platform.system()} {platform.machine()}"
         return found

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from anygauge.interface import HOST_DEVICE, Backend
-from anygauge.registry import Registry
-from anygauge.testing.check import NotAsked, check
+from anygauge.testing.check import NotAsked, check, sharding
 
 BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 """Significant bits of a type, with the one that is not stored; its unit roundoff is 2**-bits."""
@@ -186,8 +185,8 @@ class Together:
             raise NotAsked(f"the library refuses {what}: {refused}")
 
     def asked_by_engines(self) -> None:
-        """Raises: NotAsked: this backend does not run the default engine that shards."""
-        engine = Registry.load().default_strategy().spec.engine
+        """Raises: NotAsked: this backend does not run the engine that is tried most."""
+        engine = sharding().engine
         if engine in self.backend.unsupported_engines:
             raise NotAsked(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")
 

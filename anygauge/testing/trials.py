@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.interface import StrategySpec
-from anygauge.planning.candidates import AUTO
 from anygauge.registry import Registry, missing_of
 from anygauge.testing import noise
 from anygauge.testing.bisect import cause_of, cause_of_ranks, cause_of_resume
+from anygauge.testing.check import sharding
 from anygauge.testing.loop import (
     EVALUATION,
     LOSS,
@@ -29,6 +29,7 @@ from anygauge.testing.loop import (
     train,
 )
 from anygauge.testing.process import Subject
+from anygauge.training.auto import AUTO
 
 CHECKPOINTS = {"checkpoint": {"every": MIDDLE, "keep_last": 5}}
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -235,18 +236,13 @@ def reference() -> StrategySpec:
     return next(p.spec for p in Registry.load().strategies if p.spec.reference)
 
 
-def default() -> StrategySpec:
-    """What a run file that names none gets."""
-    return Registry.load().default_strategy().spec
-
-
 def others(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
     """(Installed strategies but those two whose needs the device meets, why not the rest)."""
     backend = Registry.load().create_backend(subject.name, subject.options)
     found, refused = [], {}
     for plugin in Registry.load().strategies:
         spec = plugin.spec
-        if spec.reference or spec.name in (default().name, AUTO):
+        if spec.reference or spec.name in (sharding().name, AUTO):
             continue
         lacking = [str(s) for s in (backend.support(n.capability) for n in spec.needs) if not s]
         lacking += filter(None, [backend.unsupported_engines.get(spec.engine), missing_of(spec)])
@@ -265,7 +261,7 @@ def refused_engines(subject: Subject) -> list[StrategySpec]:
         spec
         for spec in specs
         if spec.engine in backend.unsupported_engines
-        and spec.name not in (default().name, AUTO)
+        and spec.name not in (sharding().name, AUTO)
         and not missing_of(spec)
         and all(backend.support(need.capability) for need in spec.needs)
     ]

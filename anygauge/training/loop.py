@@ -63,7 +63,10 @@ class Loop:
         steps = self.batches.steps
         if self._due(self.start) and not self.meter.history.evaluated(self.start):
             self.evaluate(self.start)
-        pending = PendingSteps(self.backend, self.meter, self.stop, self.progress, self.share)
+        checkpoints = self.checkpoints
+        pending = PendingSteps(
+            self.backend, self.meter, self.stop, checkpoints, self.progress, self.share
+        )
         with Ahead(self._laid_out, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
             for index in range(self.start, steps):
                 self.progress.at(f"step {index + 1}, forward and backward")
@@ -77,12 +80,12 @@ class Loop:
                 update = self.engine.update(lr, self.settings.max_grad_norm)
                 pending.add(index, batches, tokens, lr, result, update)
                 done, last = index + 1, index + 1 == steps
-                due = last or update.skipped or self._due(done) or self.checkpoints.due(done)
+                due = last or update.skipped or self._due(done) or checkpoints.due(done)
                 stop = pending.settle(index if due else index - pending.most)
-                if stop:
+                if stop or checkpoints.asked:
                     pending.settle(index)
                 losses = self.evaluate(done) if self._due(done) and (last or not stop) else {}
-                self.checkpoints.maybe_save(done, last=last, stop=stop, losses=losses)
+                checkpoints.maybe_save(done, last=last, stop=stop, losses=losses)
                 if stop and not last:
                     return False
         return True

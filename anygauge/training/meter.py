@@ -170,7 +170,8 @@ class MetricsLogger:
             metrics["mfu"] = operations / seconds / (self._peak_flops * self._world_size)
         if skipped:
             metrics["skipped"] = 1
-        self._write({"step": index + 1, **metrics})
+        left = (self._steps - index - 1) * (self.history.step_seconds() or 0.0)
+        self._write({"step": index + 1, **metrics, "remaining_s": round(left, 3)})
         if (index + 1) % self._log_every == 0 or index + 1 == self._steps:
             self._events.send(
                 "step",
@@ -189,13 +190,10 @@ class MetricsLogger:
         if self._file is None:
             return
         self._see_memory("training")
-        self._write(record)
-        self._events.send(
-            "evaluation",
-            **finite(record),
-            perplexity=finite(math.exp(loss) if loss < LARGEST_EXPONENT else math.inf),
-        )
-        self._trackers.log(step, {f"{name}/loss": loss})
+        perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+        self._write({**record, "perplexity": perplexity})
+        self._events.send("evaluation", **finite(record), perplexity=finite(perplexity))
+        self._trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": perplexity})
         self._system_samples()
 
     def _system_samples(self) -> None:

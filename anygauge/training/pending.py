@@ -2,8 +2,8 @@
 
 A step's losses and its gradient norm are one small tensor on its way to the host. It is read when
 a device that works ahead has been given the next step; of another device, at once. With it come the
-sums over ranks, the request to stop and the check for numbers that are not finite: all ranks learn
-of them in the same place.
+sums over ranks, the request to stop, the time for a checkpoint and the check for numbers that are
+not finite: all ranks learn of them in the same place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE, Backend, Share
 from anygauge.interface.strategy import StepResult, UpdateResult
-from anygauge.training.checkpoints.manager import StopRequest
+from anygauge.training.checkpoints.manager import CheckpointManager, StopRequest
 from anygauge.training.guard import check_finite
 from anygauge.training.meter import MetricsLogger
 from anygauge.training.moving import HostBatch
@@ -88,6 +88,7 @@ class PendingSteps:
 
     Args:
         meter: gets each step when it is read.
+        checkpoints: learns whether the ranks agree that it is time for one.
         share: the part of each step's rows that this rank reads.
 
     Attributes:
@@ -99,11 +100,13 @@ class PendingSteps:
         backend: Backend,
         meter: MetricsLogger,
         stop: StopRequest,
+        checkpoints: CheckpointManager,
         progress: Progress,
         share: Share,
     ) -> None:
         self._placement, self._collectives = backend.placement, backend.collectives
         self._meter, self._stop, self._progress, self._share = meter, stop, progress, share
+        self._checkpoints = checkpoints
         self._ahead = self._placement.works_ahead
         self.most = 1 if self._ahead else 0
         self._steps: deque[Launched] = deque()
@@ -163,8 +166,12 @@ class PendingSteps:
         *losses, norm = step.numbers.read()
         batches = [each.batch for each in step.batches]
         slots = sum(batch.input_ids.numel() for batch in batches) * self._share.leads
-        total, stop, places = self._collectives.sum_on_host([sum(losses), self._stop.asked, slots])
+        overdue = self._checkpoints.overdue()
+        total, stop, places, votes = self._collectives.sum_on_host(
+            [sum(losses), self._stop.asked, slots, overdue]
+        )
         self._asked = self._asked or bool(stop)
+        self._checkpoints.asked = bool(votes)
         check_finite(
             step.index,
             total,

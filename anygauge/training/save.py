@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from anygauge.interface import HOST_DEVICE, Job
 from anygauge.interface.strategy import StrategySpec
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
+from anygauge.models.curve import loss_curve
 from anygauge.models.export import check_whole, completed, save_adapter, save_model
 from anygauge.models.generate import load_for_inference
 from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
@@ -34,6 +36,8 @@ PACKAGES = (
     "datasets",
     "pyarrow",
 )
+METRICS = "metrics.jsonl"
+NO_CHECKPOINTS = "none to go on from; checkpoint.every makes them"
 
 
 def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
@@ -164,12 +168,28 @@ def _summary(
         "memory": prepared.meter.memory(job.expected_memory),
         "step_s": prepared.meter.step_seconds(job.expected_step_s),
         "saved": str(folder),
+        **({} if prepared.loop.checkpoints.losses else {"checkpoints": NO_CHECKPOINTS}),
         "verified": verified.record(),
         "data": str(prepared.data.report),
         "backend": job.backend,
         "strategy": job.strategy,
         "choices": dict(prepared.choices),
     }
+
+
+def losses_of(metrics: Path) -> dict[str, list[tuple[int, float]]]:
+    """The losses that a run has written: ``train`` and the evaluations -> (step, loss)."""
+    lines: dict[str, list[tuple[int, float]]] = {"train": []}
+    with metrics.open(encoding="utf-8") as file:
+        for text in file:
+            try:
+                record = json.loads(text)
+            except ValueError:
+                continue  # a full disk cut it
+            for name, field in (("train", "loss"), (record.get("name"), "eval_loss")):
+                if record.get(field) is not None:
+                    lines.setdefault(name, []).append((record["step"], record[field]))
+    return lines
 
 
 def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Facts:
@@ -187,6 +207,7 @@ def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Fa
         first_loss=summary["first_loss"],
         final_loss=summary["final_loss"],
         evaluations=summary["evaluations"],
+        curve=loss_curve(losses_of(Path(summary["saved"]).with_name(METRICS))),
         verified=summary["verified"],
         versions=versions(prepared.spec),
     )

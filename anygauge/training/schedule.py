@@ -45,3 +45,9 @@ def peak_advice(steps: int, peak: float, schedule: ScheduleSection) -> str | Non
 
 def _warmup(steps: int, schedule: ScheduleSection) -> int:
     return schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
+
+
+def depends_on_length(schedule: ScheduleSection) -> bool:
+    """Whether a step's rate is another in a longer run."""
+    warms_up = not schedule.warmup_steps and schedule.warmup_ratio > 0
+    return schedule.name != "constant" or warms_up

@@ -69,7 +69,7 @@ from anygauge.training.meter import MetricsLogger, StepTokens
 from anygauge.training.moving import ToDevice
 from anygauge.training.optimizer import FUSED_ADAMW, optimizer_factory
 from anygauge.training.progress import Progress
-from anygauge.training.schedule import peak_advice
+from anygauge.training.schedule import depends_on_length, peak_advice
 from anygauge.training.strategy import check_strategy, share_of, workload_of
 from anygauge.training.system import SystemReader, SystemSampler
 from anygauge.training.trackers.group import check_trackers, no_trackers, open_trackers
@@ -226,9 +226,14 @@ def prepare_run(
     changes = check_resumed(resumed, identity, settings, usual_settings(run), batches.steps)
     if start is not None:
         rank.log(f"resumed: {start.folder} ({start.step} steps done)")
+        if start.record["steps"] != batches.steps and depends_on_length(run.train.schedule):
+            rank.warn(
+                f"train.schedule depends on the length of the run: steps 1 to {start.step} had the "
+                f"learning rates of a run of {start.record['steps']} steps, so the losses differ "
+                f"from those of a run that began with {batches.steps} steps"
+            )
     for change in changes:
         rank.log(f"changed since: {change}")
-    announced = strategy.description
     quantised = quantisation(run.model)
     engine = strategy.build(
         BuildContext(
@@ -245,12 +250,11 @@ def prepare_run(
         answer_from_host(engine.model, plan.attention.name, causal=causal)
     if run.train.activation_offloading:
         offload_activations(engine.model, backend.placement)
-    if strategy.description != announced:
-        rank.log(f"strategy: {strategy.description}")
     seed_dropout(backend, run.train.seed, rank, share, start)
     wanted = run.checkpoint.every or run.checkpoint.keep_best or start is not None
-    if wanted and not engine.checkpoint_support():
-        raise UnsupportedError(f"checkpoints: {engine.checkpoint_support()}")
+    supported = engine.checkpoint_support()
+    if wanted and not supported:
+        raise UnsupportedError(f"checkpoints: {supported}")
     if start is not None:
         engine.import_state(start)
     total, trained = parameter_counts(engine)
@@ -346,6 +350,7 @@ def prepare_run(
             backend.collectives,
             then_limit_s=job.launch.collective_timeout_s,
         ),
+        by_default=run.checkpoint.every is None and run.adapter is not None and bool(supported),
     )
     manager.scan()
     done = 0 if start is None else start.step

@@ -147,6 +147,7 @@ def run_rank(
         hidden = unused(few_bits=run.has_few_bits, trackers=run.trackers)
         quick.enter_context(quick_imports(hidden))
         with uncollected():
+            from anygauge.training.auto import decided
             from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
             from anygauge.training.checkpoints.manager import checkpoint_folder
             from anygauge.training.save import save
@@ -169,6 +170,9 @@ def run_rank(
         began = time.monotonic()
         registry = Registry.load()
         backend = open_device(job, rank, run, registry)
+        run, why = decided(run, registry, backend, rank.index, rank.world_size)
+        if why:
+            job = replace(job, strategy=run.strategy.name, strategy_why=why)
         strategy = create_strategy(registry, run)
     opened.callback(backend.close)
     limit = job.launch.collective_timeout_s

@@ -1,4 +1,4 @@
-"""The strategy of a run file that names none, with the engine of the first default and without."""
+"""The strategy of a run file that names none, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -35,18 +35,12 @@ def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "installed_version", version)
 
 
-def test_it_is_zero_where_deepspeed_is_installed(tmp_path: Path) -> None:
-    job = read_intent(unnamed(tmp_path), [], {}, need_device=False).job
-    assert (job.strategy, job.strategy_why) == ("zero", "")
-
-
 @pytest.mark.usefixtures("without_deepspeed")
-def test_it_is_fsdp_without_and_the_reason_is_kept(tmp_path: Path) -> None:
-    job = read_intent(unnamed(tmp_path), [], {}, need_device=False).job
-    assert job.strategy == "fsdp"
-    assert job.strategy_why == (
-        f"the default here, since zero needs deepspeed, which this machine lacks: {INSTALL}"
-    )
+def test_forms_of_a_strategy_that_is_not_installed_are_left_out(tmp_path: Path) -> None:
+    """What there is otherwise: tests/cli/test_memory_check.py."""
+    flags = {"launch.devices": 2}
+    intent = read_intent(unnamed(tmp_path), [], flags, need_device=False)
+    assert [each.strategy.name for each in intent.forms] == ["ddp", "fsdp", "fsdp"]
 
 
 @pytest.mark.usefixtures("without_deepspeed")

@@ -12,14 +12,14 @@ import pytest
 from anygauge.cli import memory_check
 from anygauge.cli import run as command
 from anygauge.cli.intent import read_intent
+from anygauge.cli.memory_check import UNDECIDED
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, Precision, RunFileError
-from anygauge.planning.candidates import candidates, in_words
 from anygauge.planning.memory import PHASES, Peak, RunMemory
 from anygauge.planning.process import TooLongError
-from anygauge.planning.time import Duration
 from anygauge.planning.work import Work
+from anygauge.training.auto import candidates, in_words
 from tests.helpers.runs import TINY, run_file, trained
 
 MIB = 2**20
@@ -222,44 +222,25 @@ def auto(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
     return wide(folder, 5 * 2**30, monkeypatch, **changes)
 
 
-def test_auto_becomes_the_fastest_that_fits_and_says_why(
+def test_auto_becomes_the_first_that_fits_and_says_why(
     tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_check, "SMALL", 0.0)
     planner.found = {"ddp": takes(4096 * MIB), "fsdp": AnygaugeError("no\nway")}
     planner.found |= {"zero": takes(2048 * MIB)}
     intent = read_intent(auto(tmp_path, monkeypatch), [], {}, need_device=False)
-    chosen, seen, found = memory_check.checked(intent, lambda it: it.run.strategy.name)
+    checked: list[str] = []
+    chosen, _, found = memory_check.checked(intent, lambda it: checked.append(it.job.strategy))
     why = "ddp would need 6.2 GiB of 5.0 GiB; fsdp cannot: no"
     assert found.lines == (
         f"strategy: zero (auto: {why})",
         "memory: needs 4.1 GiB, sim has 5.0 GiB per rank",
     )
-    assert (seen, chosen.run.strategy.name, chosen.job.strategy) == ("zero",) * 3
+    # The first form is checked while it is rehearsed, as if it had been named.
+    assert checked == ["ddp", "zero"]
+    assert chosen.run.strategy.name == chosen.job.strategy == "zero"
     assert chosen.job.strategy_why == f"auto: {why}"
     assert chosen.job.expected_memory == {"load": 2048 * MIB}
-
-
-def test_auto_takes_the_fastest_of_several_where_rates_are_known(
-    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = {"ddp": 4.0, "fsdp": 1.5, "zero": 3.0, "zero with offload: optimizer": 0.5}
-
-    def timed(run: RunFile, *others: Any) -> tuple[Duration, str]:
-        parts = {"multiplying": 0.0, "moving": 0.0, "issuing": 0.0, "sending": {}, "hidden": 0.0}
-        parts |= {"copying": 0.0, "on_host": 0.0}
-        step = steps[in_words(run)]
-        return Duration(**parts, idle=0.0, step=step, tokens=1, flops=0.0, peak=None), ""
-
-    monkeypatch.setattr(memory_check, "SMALL", 0.0)
-    monkeypatch.setattr(memory_check, "timed", timed)
-    planner.found = {name: takes(1024 * MIB) for name in NAMES}
-    found = expected(auto(tmp_path, monkeypatch))
-    [line, *_] = found.lines
-    assert found.step_s == 1.5
-    assert line == (
-        "strategy: fsdp (auto: planned time of a step: ddp 4.00 s, fsdp 1.50 s, zero 3.00 s)"
-    )
 
 
 def test_auto_that_fits_nowhere_is_refused_with_what_needs_least(
@@ -292,22 +273,56 @@ def test_auto_tries_what_the_run_can_have(tmp_path: Path, monkeypatch: pytest.Mo
     assert "fsdp" not in names(auto(tmp_path, monkeypatch, **matrices), 2)
 
 
+def test_auto_that_fits_whole_is_checked_once(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_check, "SMALL", 0.0)
+    intent = read_intent(auto(tmp_path, monkeypatch), [], {}, need_device=False)
+    checked: list[str] = []
+    chosen, _, _ = memory_check.checked(intent, lambda it: checked.append(it.job.strategy))
+    assert checked == ["ddp"] and planner.started == 1
+    assert chosen.job.strategy_why == "auto: the whole model fits each device"
+
+
 @pytest.mark.slow
 def test_a_run_keeps_what_auto_became_and_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANYGAUGE_SIM_LOCKS", str(tmp_path / "locks"))
     run = trained(auto(tmp_path, monkeypatch, train={"steps": 1}), "--plan")
-    assert "strategy: ddp (auto: the fastest that fits)\n" in run.out
+    line = "strategy ddp (auto: the whole model fits each device)\n"
+    assert line in run.out
     report = json.loads((run.folder / "report.json").read_text())
-    assert report["choices"]["strategy"] == "ddp (auto: the fastest that fits)"
+    assert report["choices"]["strategy"] == line[9:-1]
     assert report["strategy"] == "ddp"
     assert load_run_file(run.folder / "run.yaml", [], {}).run.strategy.name == "ddp"
 
 
-def test_auto_of_a_small_run_is_decided_when_devices_are_open(
-    tmp_path: Path, planner: type[StandIn]
+def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: type[StandIn]) -> None:
+    for ranks, name in ((1, "single"), (2, "ddp")):
+        path = run_file(tmp_path, launch={"devices": ranks})
+        intent = read_intent(path, [], {}, need_device=False)
+        chosen, _, found = memory_check.checked(intent, lambda it: None, asked=None)
+        assert chosen.run.strategy.name == chosen.job.strategy == name
+        assert found.run is None and planner.started == 0
+
+
+def test_the_ranks_decide_where_the_command_cannot(
+    tmp_path: Path, planner: type[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = run_file(tmp_path, strategy={"name": "auto"}, launch={"devices": 2})
-    found = expected(path)
-    assert found.run is None and planner.started == 0
+    monkeypatch.setattr(memory_check, "SMALL", 0.0)
+    path = auto(tmp_path, monkeypatch)
+    intent = read_intent(path, [], {"backend": "hpu"}, need_device=False)
+    if Path("/sys/module/habanalabs").exists():
+        pytest.skip("this machine has Gaudi's driver")
+    assert intent.run.strategy.name == "auto" and intent.job.strategy_why == UNDECIDED
+    alone = read_intent(path, [], {"backend": "hpu", "launch.devices": 1}, need_device=False)
+    assert (alone.job.strategy, alone.job.strategy_why) == ("single", "auto: there is one rank")
+    remote = {"launch.launcher": "ssh", "launch.options": {"hosts": ["a"]}}
+    assert read_intent(path, [], remote, need_device=False).run.strategy.name == "auto"
+    planner.found = TooLongError("long")
+    intent = read_intent(path, [], {}, need_device=False)
+    for asked in (None, False):
+        chosen, _, _ = memory_check.checked(intent, lambda it: None, asked=asked)
+        assert chosen.run.strategy.name == chosen.job.strategy == "auto"
+        assert chosen.job.strategy_why == UNDECIDED

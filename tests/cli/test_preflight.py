@@ -44,16 +44,18 @@ def test_settings_are_refused_without_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "subprocess", None)
-    path = run_file(tmp_path, strategy={"options": {"offload_optimizer": {"device": "cpu"}}})
-    for options in (["--dry-run"], []):
+    options = {"offload_optimizer": {"device": "cpu"}}
+    path = run_file(tmp_path, strategy={"name": "zero", "options": options})
+    for flags in (["--dry-run"], []):
         with pytest.raises(UnsupportedError, match=r"strategy\.offload: optimizer"):
-            command(["train", str(path), *options])
+            command(["train", str(path), *flags])
     assert not (tmp_path / "out").exists()
 
 
 def test_a_dry_run_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     targets = {"targets": ["q_proj"], "r": 4}
-    path = run_file(tmp_path, data={"max_length": 36}, adapter=targets)
+    zero = {"name": "zero"}
+    path = run_file(tmp_path, data={"max_length": 36}, adapter=targets, strategy=zero)
     assert command(["train", str(path), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert " of 40 rows; " in out and "(from the cache of " not in out

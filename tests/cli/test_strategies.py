@@ -15,7 +15,7 @@ def test_every_strategy_is_listed_with_what_it_needs() -> None:
     found = {one["name"]: one for one in listed["strategies"]}
     assert listed["backend"] == "cpu"
     assert {spec.name for spec in anygauge_provide_strategies()} <= found.keys()
-    assert [name for name, one in found.items() if one["default"]] == ["zero"]
+    assert [name for name, one in found.items() if one["default"]] == ["auto"]
     assert found["single"]["ranks"] == "1" and not found["single"]["needs"]
     assert "dp_replicate" in found["fsdp"]["fields"]
     assert (

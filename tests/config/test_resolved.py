@@ -49,7 +49,7 @@ def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_keys_within_free_values_are_text_as_in_json(folder, minimal) -> None:
-    text = minimal + "strategy:\n  options:\n    a: {1: x}\n"
+    text = minimal + "strategy:\n  name: zero\n  options:\n    a: {1: x}\n"
     assert folder.refuse(text) == [
-        "run.yaml:5: strategy.options.a: the key 1 (int) is not text; put it in quotes"
+        "run.yaml:6: strategy.options.a: the key 1 (int) is not text; put it in quotes"
     ]

@@ -33,7 +33,7 @@ def test_an_alias_bomb_is_refused_with_its_line(folder, minimal, text):
 
 
 def test_aliases_are_of_use_all_the_same(folder, minimal):
-    text = "strategy: {options: &o {a: [1, 2]}}\nbackend_options: {b: *o, c: *o}"
+    text = "strategy: {name: zero, options: &o {a: [1, 2]}}\nbackend_options: {b: *o, c: *o}"
     run = folder.load(minimal + text).run
     assert run.backend_options == {"b": {"a": [1, 2]}, "c": {"a": [1, 2]}}
 

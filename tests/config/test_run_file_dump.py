@@ -167,7 +167,7 @@ def test_a_run_made_by_hand_is_dumped_relative_to_the_current_directory(folder):
 
 
 def test_equal_values_are_written_out_and_not_as_aliases(folder, minimal):
-    text = minimal + "strategy: {options: {a: &x [1, 2], b: *x}}"
+    text = minimal + "strategy: {name: zero, options: {a: &x [1, 2], b: *x}}"
     dumped = dump_run(folder.load(text).run)
     assert "&" not in dumped
     assert yaml.safe_load(dumped)["strategy"]["options"] == {"a": [1, 2], "b": [1, 2]}

@@ -49,7 +49,9 @@ def test_other_scalars_are_those_of_safe_yaml(folder, minimal):
 
 def test_anchors_and_merge_keys(folder, minimal):
     text = """
-    strategy: {options: {base: &b {x: 1, y: 2}, one: {y: 3, <<: *b}, two: {<<: [{x: 5}, *b]}}}
+    strategy:
+      name: zero
+      options: {base: &b {x: 1, y: 2}, one: {y: 3, <<: *b}, two: {<<: [{x: 5}, *b]}}
     """
     options = folder.load(minimal + text.replace("\n    ", "\n")).run.strategy.options
     assert options["one"] == {"x": 1, "y": 3}

@@ -89,6 +89,7 @@ def test_a_template_may_be_written_in_the_run_file(folder):
         ("train: a.jsonl", "data.train: got 'a.jsonl' (str), expected a mapping of path, "),
         ("train: []", "data: an empty list has no rows; give at least one source"),
         ("train: {path: a.jsonl}, eval: {path: b.jsonl, weight: 2}", "data: 'weight' is of no use in 'eval'"),  # noqa: E501
+        ("train: {path: a.jsonl}, shuffle: false, packing: true", "data: give 'shuffle: false' or 'packing', not both"),  # noqa: E501
         ("train: {path: a.jsonl}, streaming: true, group_by_length: true", "data: give 'streaming' or 'group_by_length', not both"),  # noqa: E501
     ],
 )  # fmt: skip

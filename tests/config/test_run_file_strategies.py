@@ -10,9 +10,10 @@ from anygauge.config.resolved import dump_run
 
 def test_the_default_and_its_fields(folder, minimal):
     strategy = folder.load(minimal).run.strategy
-    assert (strategy.name, strategy.stage, strategy.gather) == ("zero", 3, "layer")
-    assert folder.load(minimal, "strategy.stage=2").run.strategy.stage == 2
-    assert folder.load(minimal + "strategy: {name: null}").run.strategy.name == "zero"
+    assert strategy.model_dump() == {"name": "auto"}
+    zero = folder.load(minimal, "strategy=zero", "strategy.stage=2").run.strategy
+    assert (zero.stage, zero.gather) == (2, "layer")
+    assert folder.load(minimal + "strategy: {name: null}").run.strategy.name == "auto"
 
 
 def test_a_strategy_has_its_own_fields_alone(folder, minimal):
@@ -30,12 +31,17 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
             "strategy 'zero'; valid here: name",
         ),
         (
-            "strategy: {stag: 2}",
+            "strategy: {name: zero, stag: 2}",
             "run.yaml:3: strategy.stag: strategy 'zero' has no such field; did you mean 'stage'? "
             "valid here: name, stage, gather, offload, nvme, reentrant, options",
         ),
         (
             "strategy: {stage: 9}",
+            "run.yaml:3: strategy.stage: strategy 'auto' has no such field; it is a field of "
+            "strategy 'zero'; add strategy.name: zero; valid here: name",
+        ),
+        (
+            "strategy: {name: zero, stage: 9}",
             "run.yaml:3: strategy.stage: got 9 (int), expected a whole number >= 0 and <= 3",
         ),
         (
@@ -54,8 +60,7 @@ def test_a_strategy_has_its_own_fields_alone(folder, minimal):
         ),
         (
             "strategy: [zero]",
-            "run.yaml:3: strategy: got a list of 1, expected a mapping of name, stage, gather, "
-            "offload, nvme, reentrant, options",
+            "run.yaml:3: strategy: got a list of 1, expected a mapping of name",
         ),
     ],
 )

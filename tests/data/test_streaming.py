@@ -86,6 +86,15 @@ def content(batches, index):
     ]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_without_shuffling_rows_come_in_the_order_of_the_file(batches, streaming):
+    made = batches(streaming=streaming, shuffle=False, settings={"epochs": 2})
+    read = [each for index in range(made.steps) for each in made.global_origins(index)]
+    rows = [int(origin.rpartition(":")[2]) for origin in read]
+    assert rows == sorted(set(rows)) * 2
+    assert made.fingerprint() != batches(streaming=streaming).fingerprint()
+
+
 @pytest.mark.parametrize(
     ("settings", "fields"),
     [

@@ -47,7 +47,7 @@ def test_a_sharded_run_saves_its_adapter_whole_and_proves_it(tmp_path: Path) -> 
     path = run_file(
         tmp_path,
         adapter={"r": 4, "dora": True, "targets": ["all-linear", "embed_tokens"]},
-        strategy={"options": {"stage3_param_persistence_threshold": 0}},
+        strategy={"name": "zero", "options": {"stage3_param_persistence_threshold": 0}},
         train={"steps": 2, "optimizer": {"lr": 1.0e-2}},
     )
     (run,) = finished([RunPart(file=str(path), overrides=("launch.devices=2",))])

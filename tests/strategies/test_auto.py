@@ -1,60 +1,63 @@
-"""`auto` is one of the others, and says why."""
+"""`auto` is one of the others, by what fits on the opened devices, and says why."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import torch
-from torch import nn
 
-from anygauge.interface import Backend, Precision, Share
-from anygauge.strategies.auto import chosen
-from tests.helpers.build import a_workload
-from tests.helpers.forked import RunPart, finished
-from tests.helpers.runs import run_file
+from anygauge.cli import memory_check
+from anygauge.config.load import load_run_file
+from anygauge.interface import MemoryStats
+from anygauge.registry import Registry
+from anygauge.training import auto
+from anygauge.training.auto import decided
+from tests.helpers.runs import run_file, trained_here
 
-PRECISION = Precision(param_dtype="bfloat16", reduce_dtype="float32")
-GIB = 2**30
-
-
-class Meta(Backend):
-    name = "meta"
-    device_type = "meta"
-
-
-def model(frozen: int, trained: int) -> nn.Module:
-    parts = [nn.Parameter(torch.empty(frozen, device="meta"), requires_grad=False)]
-    parts += [nn.Parameter(torch.empty(trained, device="meta"))]
-    return nn.ParameterList(parts)
+KIB = 2**10
 
 
 @pytest.mark.parametrize(
     ("ranks", "memory", "name", "why"),
     [
-        (1, None, "single", "one rank"),
-        (2, None, "zero, stage 3", "do not report how much memory"),
-        # 2 bytes of 2**30 and 16 of 2**20 are 2.02 GiB.
-        (2, 5 * GIB, "ddp", "2.02 GiB of the 5.0 GiB that each rank has, less than half"),
-        (2, 4 * GIB, "zero, stage 3", "2.02 GiB of the 4.0 GiB that each rank has, more than half"),
+        (1, None, "single", "auto: the devices do not report how much memory they have"),
+        (2, None, "fsdp", "auto: the devices do not report how much memory they have"),
+        (2, 2**30, "ddp", "auto: weights and optimizer take 0.00 GiB of the 1.0 GiB"),
+        (1, 2**30, "single", "auto: weights and optimizer take 0.00 GiB of the 1.0 GiB"),
+        # 55,456 numbers of 4 bytes are 217 KiB; an adapter's 4,096 take 16 more bytes each.
+        (2, 500 * KIB, "fsdp", "auto: ddp would take 0.00 GiB of the 0.0 GiB that each rank has;"),
+        (2, 200 * KIB, "fsdp with offload: both", "; zero would take"),
+        (1, 200 * KIB, "fsdp with offload: both", "auto: single would take"),
     ],
 )
-def test_what_fits_twice_is_held_by_every_rank(
-    ranks: int, memory: int | None, name: str, why: str
+def test_the_first_form_that_fits_is_taken(
+    ranks: int, memory: int | None, name: str, why: str, tmp_path: Path
 ) -> None:
-    skeleton = model(2**30, 2**20)
-    workload = a_workload(
-        Meta(), PRECISION, skeleton=skeleton, world_size=ranks, share=Share(0, ranks)
+    run = load_run_file(run_file(tmp_path), [], {"launch.devices": ranks}).run
+    assert run.strategy.name == "auto"
+    registry = Registry.load()
+    backend = registry.create_backend("cpu")
+    backend.placement = Mock()
+    backend.placement.memory.return_value = MemoryStats(
+        in_use=0, peak=0, limit=memory, kind="allocator"
     )
-    strategy, reason = chosen(workload, memory)
-    assert strategy.description == name and why in reason
+    backend.collectives = Mock()
+    backend.collectives.gather_objects.side_effect = lambda mine: [mine, 2**40]
+    found, reason = decided(run, registry, backend, 0, ranks)
+    assert auto.in_words(found) == name
+    assert why in reason
+    assert decided(found, registry, backend, 0, ranks) == (found, "")
 
 
-def test_a_run_says_what_it_became_and_keeps_it(tmp_path: Path) -> None:
-    file = run_file(tmp_path, strategy={"name": "auto"}, train={"steps": 2}, launch={"devices": 2})
-    (run,) = finished([RunPart(file=str(file))])
+def test_a_rank_decides_what_the_command_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_check, "forms_of_auto", lambda *_, **__: ((), "undecided"))
+    run = trained_here(run_file(tmp_path, train={"steps": 2}))
     report: dict[str, Any] = json.loads((run.folder / "report.json").read_text())
-    assert report["choices"]["strategy"].startswith("ddp (auto: weights and optimizer take 0.00")
-    assert "strategy: ddp (auto: " in run.out
+    assert report["strategy"] == report["settings"]["strategy.name"] == "single"
+    why = "auto: weights and optimizer take 0.00 GiB of the "
+    assert report["choices"]["strategy"].startswith(f"single ({why}")

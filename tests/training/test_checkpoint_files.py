@@ -15,10 +15,12 @@ from torch import Tensor
 from anygauge.config.schema import CheckpointSection
 from anygauge.interface import AnygaugeError, Collectives
 from anygauge.interface.strategy import Counters
+from anygauge.training.checkpoints import manager as module
 from anygauge.training.checkpoints.files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.manager import CheckpointManager, find_checkpoint
 from anygauge.training.checkpoints.sound import complaint_about
 from tests.helpers.checkpoints import RECORD, exported, write
+from tests.helpers.runs import run_file, trained_here
 
 ALONE = Collectives("none")  # no group was joined: this rank is all there is
 
@@ -180,3 +182,31 @@ def test_a_request_to_end_writes_a_checkpoint_though_none_is_due(tmp_path: Path)
     assert not (tmp_path / "checkpoints").exists()
     checkpoints.maybe_save(5, last=False, stop=True, losses={})
     assert kept(tmp_path) == [5]
+
+
+def test_an_adapter_gets_one_when_it_is_time_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = manager(tmp_path)
+    assert not checkpoints.overdue()
+    checkpoints.maybe_save(1, last=True, stop=False, losses={})
+    assert not (tmp_path / "checkpoints").exists()
+    checkpoints.by_default = True
+    checkpoints.maybe_save(2, last=False, stop=False, losses={})
+    checkpoints.maybe_save(3, last=True, stop=False, losses={})
+    assert kept(tmp_path) == [3] and not checkpoints.overdue()
+    monkeypatch.setattr(module, "USUAL_S", 0.0)
+    assert checkpoints.overdue()
+    checkpoints.rank = 1
+    assert not checkpoints.overdue(), "the clock of rank 0 decides"
+    checkpoints.rank = 0
+    checkpoints.asked = True
+    checkpoints.maybe_save(4, last=False, stop=False, losses={})
+    assert kept(tmp_path) == [3, 4] and not checkpoints.asked
+
+
+def test_ranks_agree_on_the_time_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "USUAL_S", 0.0)
+    keep = {"checkpoint": {"keep_last": 9}, "strategy": {"name": "single"}}
+    run = trained_here(run_file(tmp_path, train={"steps": 3}, **keep))
+    assert kept(run.folder) == [1, 2, 3]

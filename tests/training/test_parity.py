@@ -37,9 +37,10 @@ def on_ranks(path: Path, devices: int) -> Run:
     return run
 
 
+ZERO: dict[str, Any] = {"strategy": {"name": "zero"}}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero on 2 ranks": (2, {"train": {"micro_batch_size": 2}}),
-    "zero on 2 ranks with accumulation": (2, {"train": {"micro_batch_size": 1}}),
+    "zero on 2 ranks": (2, {**ZERO, "train": {"micro_batch_size": 2}}),
+    "zero on 2 ranks with accumulation": (2, {**ZERO, "train": {"micro_batch_size": 1}}),
     **{
         f"{name} on 2 ranks with accumulation": (
             2,
@@ -49,13 +50,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     },
 }
 SLOW_CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero on 1 rank with accumulation": (1, {"train": {"micro_batch_size": 1}}),
+    "zero on 1 rank with accumulation": (1, {**ZERO, "train": {"micro_batch_size": 1}}),
     "no gradient checkpointing": (
         2,
-        {"train": {"micro_batch_size": 2, "gradient_checkpointing": False}},
+        {**ZERO, "train": {"micro_batch_size": 2, "gradient_checkpointing": False}},
     ),
     **{
-        f"stage {stage}": (2, {"strategy": {"stage": stage}, "train": {"micro_batch_size": 1}})
+        f"stage {stage}": (
+            2,
+            {"strategy": {"name": "zero", "stage": stage}, "train": {"micro_batch_size": 1}},
+        )
         for stage in (0, 1, 2)
     },
     **{
@@ -133,7 +137,7 @@ def test_all_weights_on_zero_and_single(compute: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one = trained_here(run_file(tmp_path / "a", **shared, strategy={"name": "single"}))
-    two = on_ranks(run_file(tmp_path / "b", **shared), 2)
+    two = on_ranks(run_file(tmp_path / "b", **shared, **ZERO), 2)
     # bfloat16 keeps 8 bits: sums over other parts of the batch round differently.
     close = TOLERANCE if compute == "float32" else 5e-4
     assert two.steps("loss") == pytest.approx(one.steps("loss"), rel=close)

@@ -60,7 +60,7 @@ def run(folder: Path, name: str = "tiny", **changes: Any) -> Run:
 
 def numbers(run: Run) -> list[dict[str, Any]]:
     """The records without what a clock or a meter of memory says."""
-    left_out = {"time", "seconds", "tokens_per_s", "peak_memory"}
+    left_out = {"time", "seconds", "tokens_per_s", "peak_memory", "remaining_s"}
     found = [r for r in run.records if "step" in r]
     return [{key: value for key, value in r.items() if key not in left_out} for r in found]
 

@@ -401,7 +401,7 @@ SETTINGS: list[tuple[dict[str, Any], type[AnygaugeError], str]] = [
 ]
 STRATEGIES: list[tuple[dict[str, Any], type[AnygaugeError], str]] = [
     (
-        {"strategy": {"options": {"cpu_offload": True}}},
+        {"strategy": {"name": "zero", "options": {"cpu_offload": True}}},
         UnsupportedError,
         r"strategy\.offload: optimizer",
     ),
@@ -411,7 +411,7 @@ STRATEGIES: list[tuple[dict[str, Any], type[AnygaugeError], str]] = [
         "strategy.options: strategy 'single' has no such field; it is a field of strategy 'zero'",
     ),
     (
-        {"strategy": {"stage": 0}, "precision": {"param_dtype": "bfloat16"}},
+        {"strategy": {"name": "zero", "stage": 0}, "precision": {"param_dtype": "bfloat16"}},
         UnsupportedError,
         "Set precision.reduce_dtype",
     ),

@@ -123,7 +123,9 @@ def test_from_single_to_zero_with_all_weights_in_bfloat16(tmp_path: Path) -> Non
         file=str(run_file(tmp_path, name="whole", train=lengths(4), **SINGLE, **changes))
     )
     first = RunPart(file=str(file), overrides=("strategy.name=single",))
-    second = RunPart(file=str(file), overrides=("train.steps=4", "launch.devices=2"))
+    second = RunPart(
+        file=str(file), overrides=("strategy=zero", "train.steps=4", "launch.devices=2")
+    )
     reference, _, resumed = finished([whole, first, second])
     assert resumed.steps("loss") == pytest.approx(reference.steps("loss"), rel=5e-4)
 
@@ -188,6 +190,41 @@ def test_sigterm_ends_the_step_writes_a_checkpoint_and_has_a_status_of_its_own(
     assert resumed.status == 0, resumed.err
     assert "steps done" in resumed.out
     assert resumed.steps("loss") == reference.steps("loss")
+
+
+def test_a_finished_run_of_an_adapter_can_be_prolonged(tmp_path: Path) -> None:
+    """Nothing was said of checkpoints: there is one of the last step."""
+    whole = undisturbed(tmp_path, 6)
+    first = trained_here(run_file(tmp_path, train=lengths(4), **SINGLE))
+    assert [each.name for each in (first.folder / "checkpoints").iterdir()] == ["step-00000004"]
+    resume = {"checkpoint": {"resume": "auto"}}
+    longer = trained_here(run_file(tmp_path, train=lengths(6), **SINGLE, **resume))
+    assert longer.folder == first.folder
+    assert longer.steps("loss") == whole.steps("loss")
+    left = whole.steps("remaining_s")
+    assert left[-1] == 0 and left[0] > 0
+
+
+def test_a_prolonged_run_says_where_its_schedule_knew_another_length(tmp_path: Path) -> None:
+    warmed = {**CONSTANT, "schedule": {"name": "constant", "warmup_ratio": 0.5}}
+    for name, train, known in (("constant", CONSTANT, False), ("warmed", warmed, True)):
+        parts = [
+            RunPart(
+                file=str(run_file(tmp_path, name=name, train={**train, "steps": 2}, **SINGLE)),
+                overrides=(f"train.steps={steps}", "checkpoint.resume=auto"),
+            )
+            for steps in (2, 3)
+        ]
+        _, longer = finished(parts)
+        told = "steps 1 to 2 had the learning rates of a run of 2 steps, so the losses differ"
+        assert (told in longer.out) is known
+
+
+def test_all_weights_leave_no_checkpoint_and_say_so(tmp_path: Path) -> None:
+    run = trained_here(run_file(tmp_path, adapter=None, train=lengths(2), **SINGLE))
+    assert not (run.folder / "checkpoints").exists()
+    report = json.loads((run.folder / "report.json").read_text())
+    assert report["checkpoints"] == "none to go on from; checkpoint.every makes them"
 
 
 def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_taken(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.training.warm_up_ranks import COLD, WARM
 
 RANKS_MODULE = "tests.training.warm_up_ranks"
 STEPS = 7
-CLOCKS = {"time", "seconds", "tokens_per_s", "peak_memory"}
+CLOCKS = {"time", "seconds", "tokens_per_s", "peak_memory", "remaining_s"}
 DROPOUT: dict[str, Any] = {"adapter": {"r": 4, "dropout": 0.5}}
 
 

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ from anygauge.training.checkpoints.sound import (
 from anygauge.util.text import finite
 
 NEVER, AUTO = "never", "auto"
+USUAL_S = 15 * 60.0
+"""Seconds between the checkpoints of an adapter, where the run file does not say."""
 
 
 def checkpoint_folder(run_directory: Path, step: int) -> Path:
@@ -61,6 +64,8 @@ class CheckpointManager:
         check_folder: raises where `run_directory` is not this run's any more; for rank 0.
         writing: entered while a step's checkpoint is written: the other ranks wait for rank 0.
         losses: step -> evaluation loss of the checkpoints that exist.
+        by_default: the run file does not say when one is written, and it is small: see `USUAL_S`.
+        asked: the ranks have agreed that one belongs after this step, since it is time.
     """
 
     section: CheckpointSection
@@ -74,6 +79,9 @@ class CheckpointManager:
     check_folder: Callable[[], None] = lambda: None
     writing: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
     losses: dict[int, float | None] = field(default_factory=dict)
+    by_default: bool = False
+    asked: bool = False
+    _since: float = field(default_factory=time.monotonic)
 
     def scan(self) -> None:
         """List the checkpoints that an earlier part of this run left in its folder, and tidy up
@@ -88,9 +96,14 @@ class CheckpointManager:
         # Whether a loss is among the best decides whether all ranks write, so they must agree.
         self.losses.update({step: loss for step, loss in gather(found)[0]})
 
+    def overdue(self) -> bool:
+        """Whether it is time for one, by the clock of rank 0; the ranks must agree on it."""
+        return self.by_default and self.rank == 0 and time.monotonic() - self._since > USUAL_S
+
     def due(self, step: int) -> bool:
         """Whether one belongs after `step` steps, whatever their losses are."""
-        return bool(self.section.every) and step % self.section.every == 0
+        every = self.section.every
+        return every is not None and every > 0 and step % every == 0
 
     def maybe_save(self, step: int, *, last: bool, stop: bool, losses: Mapping[str, float]) -> None:
         """Write a checkpoint after `step` steps, if one is due. All ranks call it alike.
@@ -101,10 +114,11 @@ class CheckpointManager:
             losses: of the evaluation after this step; empty if there was none.
         """
         loss = sum(losses.values()) / len(losses) if losses else None
-        due = self.due(step) or (last and bool(self.section.every))
+        due = self.asked or self.due(step) or (last and bool(self.section.every or self.by_default))
         if due or (stop and not last) or self._among_best(loss):
             with self.writing(step):
                 self.save(step, loss)
+            self.asked, self._since = False, time.monotonic()
 
     def save(self, step: int, loss: float | None) -> None:
         """Write the checkpoint of this step, and remove those that need not be kept any more."""

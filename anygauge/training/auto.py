@@ -1,0 +1,119 @@
+"""What strategy `auto` becomes: the first of the others' forms that fits, whole models first.
+
+The command decides where it knows the devices (`anygauge.cli.memory_check`), and the ranks decide
+where it does not. Imports no torch before a rank decides.
+"""
+
+from __future__ import annotations
+
+from anygauge.config.schema import RunFile, resolve_precision
+from anygauge.config.strategies import section_of
+from anygauge.interface import AnygaugeError, Backend
+from anygauge.registry import Registry
+from anygauge.training.checks import check_settings
+from anygauge.training.strategy import check_batch, check_strategy, create_strategy, workload_of
+
+AUTO = "auto"
+GIB = 2**30
+
+
+def candidates(
+    run: RunFile, registry: Registry, backend: Backend, ranks: int, *, ranks_run_here: bool
+) -> list[RunFile]:
+    """The run with each of the strategies that it may have, the fastest first.
+
+    Args:
+        ranks_run_here: see `check_strategy`.
+
+    Raises:
+        AnygaugeError: it can have none; why it cannot have the first.
+    """
+    forms = [
+        (form, provided.spec.name)
+        for provided in registry.strategies
+        for form in provided.spec.auto
+        if ranks > 1 or form.alone
+    ]
+    found = []
+    refused: list[AnygaugeError] = []
+    for form, name in sorted(forms, key=lambda one: (one[0].place, one[1])):
+        section = section_of(name).model_validate({**form.options, "name": name})
+        candidate = run.model_copy(update={"strategy": section})
+        try:
+            check_strategy(candidate, registry, backend, ranks, ranks_run_here=ranks_run_here)
+            check_batch(candidate, registry, ranks)
+            check_settings(candidate, backend, registry, ranks_run_here=ranks_run_here)
+        except AnygaugeError as error:
+            refused.append(error)  # what it cannot do, another can
+        else:
+            found.append(candidate)
+    if not found and refused:
+        raise refused[0]
+    return found
+
+
+def in_words(run: RunFile) -> str:
+    """A candidate's strategy as the run says it."""
+    section = run.strategy
+    fields = [f"{name}: {getattr(section, name)}" for name in section.model_fields_set - {"name"}]
+    return section.name + (f" with {', '.join(sorted(fields))}" if fields else "")
+
+
+def decided(
+    run: RunFile, registry: Registry, backend: Backend, rank: int, world_size: int
+) -> tuple[RunFile, str]:
+    """A run with the strategy that `auto` is on these opened devices, and why; all ranks agree.
+
+    What a rank would hold from step to step is compared with half of the smallest device's memory;
+    the other half is for activations.
+
+    Returns:
+        A run that names another strategy as it is, and "".
+    """
+    if run.strategy.name != AUTO:
+        return run, ""
+    from anygauge.models.factory import CausalModelFactory
+    from anygauge.models.freezing import Freezing
+    from anygauge.strategies.common import torch_dtype
+
+    precision = resolve_precision(run.precision, backend.support)
+    factory = CausalModelFactory(
+        run.model,
+        run.adapter,
+        dtype=torch_dtype(precision.param_dtype),
+        seed=run.train.seed,
+        gradient_checkpointing=run.train.gradient_checkpointing,
+        freezing=Freezing.of(run.train),
+    )
+    skeleton = factory.adapt(factory.skeleton())
+    memory = _memory(backend, world_size)
+    forms = candidates(run, registry, backend, world_size, ranks_run_here=True)
+    left_out: list[str] = []
+    whole = 0
+    for form in forms:
+        workload = workload_of(form, registry, backend, precision, rank, world_size, skeleton)
+        held = create_strategy(registry, form).footprint(workload)
+        # A footprint counts what is offloaded, too.
+        stays = {"optimizer": held.weights, "both": 0}
+        needed = stays.get(getattr(form.strategy, "offload", "none"), held.held)
+        whole = whole or needed
+        if memory is None and (world_size == 1 or needed < whole):
+            return form, "auto: the devices do not report how much memory they have"
+        if memory is None:
+            continue
+        compared = f"{needed / GIB:.2f} GiB of the {memory / GIB:.1f} GiB that each rank has"
+        if 2 * needed < memory:
+            why = f"weights and optimizer take {compared}, less than half"
+            return form, f"auto: {'; '.join([*left_out, why])}"
+        left_out.append(f"{in_words(form)} would take {compared}")
+    return forms[-1], f"auto: {'; '.join(left_out)}"
+
+
+def _memory(backend: Backend, ranks: int) -> int | None:
+    """What the smallest of all ranks has; those that share a host's have a part of it each."""
+    stats = backend.placement.memory()
+    mine = stats.limit
+    if mine is not None and stats.kind == "process":
+        mine //= ranks
+    every = [mine] if ranks == 1 else backend.collectives.gather_objects(mine)
+    return None if None in every else min(every)
