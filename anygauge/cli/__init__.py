@@ -7,13 +7,14 @@ static, so that ``anygauge --help`` and a misspelt command need no import but th
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from anygauge.util.errors import AnygaugeError
+from anygauge.util.processes import end_process
 
 COMMANDS = {
     "train": "Fine-tune a model as described in a run file.",
@@ -39,14 +40,18 @@ _HOMES = {
 """Command -> its file, where that has another name."""
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point: an error meant for the user is one message, without a traceback."""
     _open_standard_streams()
+    end_process(_status())
+
+
+def _status() -> int:
+    """The exit status of this process's command line."""
     try:
         status = run(sys.argv[1:], own_process=True)
         sys.stdout.flush()
-        gc.freeze()  # at exit Python need not look for cycles among objects that go with it
-        sys.exit(status)
+        return status
     except BrokenPipeError as error:
         # The reader went away (`anygauge backends | head`): nobody reads a message, at exit either.
         if not _unread():
@@ -55,20 +60,20 @@ def main() -> None:
                 file=sys.stderr,
             )
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        return 1
     except AnygaugeError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
+        return error.exit_status
     except OSError as error:
         print(
             f"error: {error}. Check that the path is right and can be written, and that the disk "
             "is not full",
             file=sys.stderr,
         )
-        sys.exit(1)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        return 130
 
 
 def _open_standard_streams() -> None:
@@ -149,6 +154,7 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
         app = typer.Typer(
             add_completion=False,
             pretty_exceptions_enable=False,
+            rich_markup_mode=None,
             context_settings={"help_option_names": ["-h", "--help"]},
         )
         app.command(name)(command_function(name))
