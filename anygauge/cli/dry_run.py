@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shlex
+import tempfile
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,8 +22,14 @@ from anygauge.cli.listings import describe_launcher
 from anygauge.cli.memory_check import Expectation, checked
 from anygauge.cli.preflight import preflight
 from anygauge.cli.run_folder import gone_on_with
+from anygauge.data import accumulation
+from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, Backend, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
+from anygauge.registry import AUTO
+from anygauge.training.schedule import learning_rate
+from anygauge.training.strategy import share_of
+from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
     from anygauge.training.checks import Findings
@@ -28,7 +39,7 @@ SHOWN_PROCESSES = 32
 
 
 def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> None:
-    """Check and print the run; starts nothing, opens no device, writes to the cache of rows alone.
+    """Check and print the run; starts nothing, opens no device, writes to `data.cache` alone.
 
     Args:
         plan, force: as for a run.
@@ -51,7 +62,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
         f"  backend {job.backend}, strategy {job.strategy}{why}, {job.launch.nodes} x "
         f"{job.launch.devices} ranks, launcher {run.launch.launcher}"
     )
-    for name, reason in intent.selection.rejected:
+    for name, reason in intent.selection.rejected if run.backend == AUTO else ():
         console.print(f"  not {name}: {reason}")
     remote = intent.registry.find_launcher(run.launch.launcher).spec.remote
     if not remote and not intent.selection.probe.available:
@@ -59,6 +70,9 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
             f"  ranks cannot start on this machine: {intent.selection.probe.reason}", style="yellow"
         )
     _show_checks(console, found, expected)
+    console.print("\n[bold]Training[/bold]", markup=True)
+    for line in _training(intent, found):
+        console.print(f"  {line}")
     title = "\n[bold]Environment[/bold] of each rank, decided before torch is imported"
     console.print(title, markup=True)
     if remote:
@@ -145,11 +159,49 @@ def _show_checks(console: Console, found: Findings, expected: Expectation) -> No
         )
 
 
+def _training(intent: Intent, found: Findings) -> Iterator[str]:
+    """The run's length, what a step is made of, and its learning rates."""
+    train = intent.run.train
+    steps, epochs = found.steps or train.steps, found.epochs or train.epochs
+    if steps is None:
+        yield f"{epochs:g} epochs; how many steps, ranks know once they have read the rows"
+    elif found.epochs is None and train.steps is not None:
+        yield f"{steps:,} steps"
+    else:
+        yield f"{steps:,} steps, {epochs:.3g} epochs"
+    share = share_of(intent.run, intent.registry, 0, intent.job.world_size)
+    size = train.sequences_at_once(share.count)
+    count = accumulation(train.global_batch_size, size, share.count)
+    yield (
+        f"{train.global_batch_size} {'packs' if intent.run.data.packing else 'rows'} a step: "
+        f"{count} micro-batch{'es' if count > 1 else ''} of {size} on each of {share.count} "
+        + ("ranks" if share.count == intent.job.world_size else "groups of ranks")
+    )
+    peak, schedule = train.optimizer.lr, train.schedule
+    what = f"{train.optimizer.name}, {schedule.name}"
+    if steps is None:
+        yield f"learning rate: up to {peak:.1e} ({what})"
+        return
+    warmup = schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
+    shown = (
+        f"{learning_rate(at, steps, peak, schedule):.1e} at step {at + 1:,}"
+        for at in sorted({0, min(warmup, steps - 1), steps - 1})
+    )
+    yield f"learning rate: {', '.join(shown)} ({what})"
+
+
 def _show_engine(console: Console, intent: Intent, found: Findings) -> None:
-    for setting in found.settings or ():
-        console.print(f"  {setting.name} = {json.dumps(setting.value)}")
-        console.print(f"      {setting.reason} ({setting.source})", style="dim")
-    if found.settings is not None and not found.settings:
+    if found.settings:
+        run, job = intent.run, intent.job
+        folder = cache_folder(run.data.cache, os.environ) or Path(tempfile.gettempdir())
+        path = folder / f"{job.name}-{job.strategy}.json"
+        settings = {
+            one.name: {"value": one.value, "reason": one.reason, "source": one.source}
+            for one in found.settings
+        }
+        write_text(path, json.dumps(settings, indent=2) + "\n", 0o600)
+        console.print(f"  {len(settings)} settings of {job.strategy}, with reasons: {path}")
+    elif found.settings is not None:
         console.print(f"  {intent.job.strategy} has none")
     if found.engine_note:
         console.print(f"  {found.engine_note}")

@@ -210,6 +210,8 @@ def _findings(event: Mapping[str, Any]) -> Findings:
         notes=event["notes"],
         data=event["data"],
         advice=event["advice"],
+        steps=event["steps"],
+        epochs=event["epochs"],
         engine_note=event["engine_note"],
         settings=None
         if settings is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from rich.text import Text
 from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.cli.run_folder import LAUNCHED, logs_of
 from anygauge.interface import STOPPED, RunningJob
+from anygauge.util.processes import REPEATED_SIGNAL_S
 from anygauge.util.start import START, settled
 
 Event = Mapping[str, Any]
@@ -307,8 +310,14 @@ def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[i
         asked: those that were answered before.
     """
     received = list(asked)
+    counted = -math.inf
 
     def cancel(signum: int, frame: FrameType | None) -> None:
+        nonlocal counted
+        # Later than the agent's own limit, so that the agent counts whatever is counted here.
+        if time.monotonic() - counted < 2 * REPEATED_SIGNAL_S:
+            return
+        counted = time.monotonic()
         received.append(signum)
         if running.record is None:
             running.cancel()

@@ -33,7 +33,7 @@ from anygauge.models.targets import surely_match
 from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described, enlarge, new_tokens
 from anygauge.registry import Registry
-from anygauge.training.strategy import create_strategy, workload_of
+from anygauge.training.strategy import create_strategy, share_of, workload_of
 
 EIGHT_BIT_MISSING = (
     "train.optimizer.name: adamw_8bit needs the package bitsandbytes, which is not installed; "
@@ -50,7 +50,7 @@ class Question:
         backend: name of the chosen one.
         id: of the job.
         has_files: this machine has the files that the run file names.
-        engine: also tell the engine's settings, for a dry run.
+        engine: also tell the engine's settings and the run's steps, for a dry run.
     """
 
     run: str
@@ -69,6 +69,7 @@ class Findings:
         notes: what could not be checked here, and why.
         data: what became of the training rows; "" where they were not read.
         advice: on their length; "" where there is none.
+        steps, epochs: of the run; None where its rows were not read, or not asked for.
         settings: of the engine, if asked for.
         engine_note: what is not known of these.
     """
@@ -76,6 +77,8 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     data: str = ""
     advice: str = ""
+    steps: int | None = None
+    epochs: float | None = None
     settings: list[Setting] | None = None
     engine_note: str = ""
 
@@ -260,7 +263,7 @@ def _rows(
     question: Question, run: RunFile, tokenizer: Any, log: Callable[[str], None], found: Findings
 ) -> None:
     from anygauge.config.paths import is_remote
-    from anygauge.data import advice, prepare
+    from anygauge.data import Layout, advice, prepare, training_batches
 
     sources = (*run.data.train_sources, *run.data.eval_sources)
     if not question.has_files:
@@ -272,6 +275,19 @@ def _rows(
     data = prepare(run.data, tokenizer, run.train.seed, log=log, run=question.id)
     found.data = data.report
     found.advice = advice(data.train, run.data) or ""
+    if question.engine and not run.data.streaming:
+        registry = Registry.load()
+        share = share_of(run, registry, 0, question.world_size)
+        layout = Layout(
+            micro_batch=run.train.sequences_at_once(share.count),
+            max_length=run.data.max_length,
+            pad_id=tokenizer.pad_token_id,
+            share=share,
+            packing=run.data.packing,
+        )
+        batches = training_batches(data.train, run.data, run.train, layout, list)
+        found.steps = batches.steps
+        found.epochs = batches.epoch(batches.steps - 1)
 
 
 def _build(

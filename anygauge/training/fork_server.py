@@ -18,7 +18,6 @@ import signal
 import socket
 import stat
 import sys
-import threading
 import time
 import traceback
 import warnings

@@ -115,6 +115,8 @@ def main() -> int:
             notes=found.notes,
             data=found.data,
             advice=found.advice,
+            steps=found.steps,
+            epochs=found.epochs,
             settings=settings,
             engine_note=found.engine_note,
         )

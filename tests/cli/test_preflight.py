@@ -53,12 +53,19 @@ def test_settings_are_refused_without_a_process(
 
 def test_a_dry_run_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     targets = {"targets": ["q_proj"], "r": 4}
-    path = run_file(tmp_path, data={"max_length": 36}, adapter=targets)
+    warmup = {"schedule": {"warmup_steps": 2}}
+    path = run_file(tmp_path, data={"max_length": 36}, adapter=targets, train=warmup)
     assert command(["train", str(path), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert " of 40 rows; " in out and "(from the cache of " not in out
     assert "data.max_length 36 is too short for " in out and "would hold 95% of the rows" in out
-    assert "zero_optimization.stage3_param_persistence_threshold = " in out
+    used = int(out.partition(" of 40 rows; ")[0].rpartition(" ")[2])
+    assert f"  4 steps, {16 / used:.3g} epochs\n" in out
+    assert "  4 rows a step: 2 micro-batches of 2 on each of 1 ranks\n" in out
+    assert "learning rate: 3.3e-04 at step 1, 1.0e-03 at step 3, 5.0e-04 at step 4 (adamw" in out
+    assert "zero_optimization" not in out
+    kept = json.loads((tmp_path / "cache/tiny-zero.json").read_text())
+    assert kept["zero_optimization.stage3_param_persistence_threshold"]["reason"]
     assert not (tmp_path / "out").exists()
 
 

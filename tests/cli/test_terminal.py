@@ -344,6 +344,24 @@ def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None
     assert "ended on request before the first step" in err.getvalue()
 
 
+def test_a_signal_that_a_wrapper_doubles_is_one_request() -> None:
+    class Doubled(Elsewhere):
+        record = None
+
+        def events(self) -> Iterator[Mapping[str, Any]]:
+            for _ in range(2):
+                os.kill(os.getpid(), self.signum)
+                time.sleep(0.3)  # the loop looks at signals meanwhile
+            yield {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": ""}
+
+    out = io.StringIO()
+    running = Doubled(signal.SIGINT)
+    console = Console(file=out, width=120)
+    assert follow(running, run_directory="/runs/one", console=console, errors=console) == 130
+    assert running.cancelled == 1
+    assert out.getvalue().count("Ctrl-C again to kill") == 1 and "killing" not in out.getvalue()
+
+
 def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     ranks = {0: [["ignore", signal.SIGTERM], ["touch", "up"], FOREVER]}
     command = command_line(tmp_path, ranks, "3600")
