@@ -155,9 +155,12 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
             add_completion=False,
             pretty_exceptions_enable=False,
             rich_markup_mode=None,
-            context_settings={"help_option_names": ["-h", "--help"]},
+            context_settings={"help_option_names": ["--help", "-h"]},
         )
-        app.command(name)(command_function(name))
+        function = command_function(name)
+        from anygauge.cli.intent import Command
+
+        app.command(name, cls=Command)(function)
     command = typer.main.get_command(app)
     try:
         command.main(args=arguments, prog_name=f"anygauge {name}", obj=own_process)

@@ -35,7 +35,7 @@ def env(
     run_file: Annotated[
         Path | None,
         typer.Argument(
-            help="The run file (YAML); default: a run with all defaults.", metavar="[RUN.yaml]"
+            help="The run file (YAML); default: a run with all defaults.", metavar="RUN.yaml"
         ),
     ] = None,
     backend: BackendOption = None,

@@ -39,7 +39,7 @@ def image(
             help=(
                 "The anygauge command to run inside, such as `-- train run.yaml`; default: doctor."
             ),
-            metavar="[-- COMMAND ...]",
+            metavar="-- COMMAND ...",
             show_default=False,
         ),
     ] = None,

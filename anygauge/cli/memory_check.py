@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from anygauge.cli.lines import size
-from anygauge.cli.plan_time import seconds
+from anygauge.cli.lines import seconds, size
 from anygauge.interface import AnygaugeError, Card, RunFileError
 from anygauge.models.hub import copy_of, names_hub
 from anygauge.planning.candidates import AUTO, candidates, in_words

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from anygauge.cli import plan_time
+from anygauge.cli.lines import seconds
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, UsageError
 from anygauge.planning.candidates import layouts, section_in_words
@@ -250,7 +251,7 @@ COLUMNS: Sequence[tuple[str, Callable[[Trial], str]]] = (
     ("needed, GiB", lambda trial: "?" if trial.fit is None else _gib(trial.fit.needed)),
     ("left, GiB", lambda trial: "?" if trial.fit is None else _gib(trial.fit.left)),
     ("phase", lambda trial: trial.memory.worst[0]),
-    ("step", lambda trial: "?" if trial.time is None else plan_time.seconds(trial.time.step)),
+    ("step", lambda trial: "?" if trial.time is None else seconds(trial.time.step)),
     ("tokens/s", lambda trial: "?" if trial.time is None else f"{trial.time.tokens_per_s:,.0f}"),
 )
 """Of the tables of machines and strategies, behind their names."""

@@ -79,6 +79,12 @@ def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> F
     environ = {**run.environment, **os.environ}
     # Where ranks run on other machines, the agents there fetch.
     notes = [] if spec.remote else fetch_model(run.model, environ, engine=engine, quiet=quiet)
+    devices, cores = job.launch.devices, len(os.sched_getaffinity(0))
+    if devices > cores and not spec.remote:
+        notes.append(
+            f"--devices {devices}: these ranks share {cores} processor cores and wait for each "
+            f"other; {cores} or fewer are usually faster"
+        )
     found = ask(question, {**environ, **ENVIRONMENT}, quiet=quiet)
     return replace(found, notes=[*notes, *found.notes])
 

@@ -23,6 +23,7 @@ from anygauge.data import (
 from anygauge.interface import (
     Backend,
     Job,
+    Level,
     UnsupportedError,
 )
 from anygauge.interface.strategy import (
@@ -148,6 +149,8 @@ def prepare_run(
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.support)
+    if (found := backend.support(precision.param_dtype)).level is Level.PARTIAL:
+        rank.warn(f"precision.param_dtype: {precision.param_dtype} on this device: {found.reason}")
     kernels = kernels_of_run(run, backend, registry)
     backend.adapt_models(packing=run.data.packing)
     tokenizer = load_tokenizer(run.model)

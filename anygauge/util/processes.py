@@ -24,8 +24,8 @@ END_AT_ONCE = signal.SIGUSR2
 when its step is done, and one that waits for a dead peer never would; nothing catches this one."""
 
 REPEATED_SIGNAL_S = 0.5
-"""A request to end that follows another so soon is the same one: schedulers deliver it to a step and
-to its processes, and programs pass on what a terminal has sent to their children as well."""
+"""A request to end that follows another so soon is the same one: schedulers deliver it to a step
+and to its processes, and programs pass on what a terminal has sent to their children as well."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
