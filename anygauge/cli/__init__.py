@@ -62,7 +62,9 @@ def _status() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except AnygaugeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from anygauge.util.text import fitted
+
+        print(fitted(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_status
     except OSError as error:
         print(

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.intent import BackendOption, RunFileArgument, SetOption
+from anygauge.cli.lines import Lines
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, RunFile
@@ -56,7 +57,7 @@ def data(
     accumulation(run.train.global_batch_size, micro_batch, share.count)
     selection = select_backend(registry, run.backend, need_device=False)
     shapes = registry.create_backend(selection.spec.name, run.backend_options).graph.shapes
-    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    console = Lines()
     quiet_libraries()
     fetched(wanted(run.model, model=False))
     tokenizer = load_tokenizer(run.model)

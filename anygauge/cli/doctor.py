@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.intent import BackendOption, choose_backend
+from anygauge.cli.lines import Lines
 from anygauge.interface import AnygaugeError, Backend, Check, Outcome
+from anygauge.util.text import hanging
 
 _STYLES = {
     Outcome.PASS: "green",
@@ -74,9 +73,10 @@ def doctor(
         }
         typer.echo(json.dumps(record, indent=2))
     else:
-        console = Console(emoji=False, highlight=False)
+        console = Lines()
         console.print(Text(f"Backend {chosen.name}: {selection.reason}", style="bold"))
-        console.print(_table(everything))
+        for check in everything:
+            _show(console, check)
         words = ", ".join(f"{count} {_COUNTED[outcome]}" for outcome, count in counts.items())
         console.print(Text(words, style=_STYLES[result]))
     if result == Outcome.FAIL:
@@ -115,15 +115,8 @@ def _own(backend: Backend) -> list[Check]:
     ]
 
 
-def _table(checks: Sequence[Check]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in ("", "check", "seen", "what to do"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        table.add_row(
-            Text(check.outcome, style=_STYLES[check.outcome]),
-            Text(check.name),
-            Text(check.seen),
-            Text(check.remedy),
-        )
-    return table
+def _show(console: Console, check: Check) -> None:
+    line = Text(hanging(f"{check.outcome:<6}{check.name}: {check.seen}", console.width))
+    line.stylize(_STYLES[check.outcome], 0, len(check.outcome))
+    for text in (line, *([Text(f"      {check.remedy}")] if check.remedy else ())):
+        console.print(text)

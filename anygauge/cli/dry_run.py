@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from anygauge.agent.rank import rank_numbers
-from anygauge.cli.env import environment_table, rank_environments, shown_ranks
+from anygauge.cli.env import print_environment, rank_environments, shown_ranks
 from anygauge.cli.intent import Intent, rendered
+from anygauge.cli.lines import Lines
 from anygauge.cli.listings import describe_launcher
 from anygauge.cli.memory_check import Expectation, checked
 from anygauge.cli.preflight import preflight
@@ -47,7 +48,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     Raises:
         AnygaugeError: what the run's ranks would refuse.
     """
-    console = Console(emoji=False, highlight=False, markup=False, soft_wrap=True)
+    console = Lines(markup=False)
     _, finished = gone_on_with(intent)
     if finished is not None:
         console.print(finished.describe())
@@ -80,7 +81,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     ranks = shown_ranks(job.launch.devices)
     if len(ranks) < job.launch.devices:
         console.print(f"  of ranks 0 to {ranks[-2]} and {ranks[-1]} of a machine")
-    console.print(environment_table(rank_environments(intent)))
+    print_environment(console, rank_environments(intent))
     console.print("\n[bold]Engine configuration[/bold]", markup=True)
     _show_engine(console, intent, found)
     backend = intent.registry.create_backend(intent.selection.spec.name, run.backend_options)
@@ -112,18 +113,18 @@ def _show_plan(console: Console, intent: Intent) -> None:
         console.print(f"  writes {file.path}")
         # Files for nobody else hold values of variables.
         if not spec.shared_filesystem and file.mode & 0o077:
-            console.print(textwrap.indent(file.text.rstrip(), "    | "))
+            console.print(textwrap.indent(file.text.rstrip(), "    | "), soft_wrap=True)
     for process in plan.processes[:SHOWN_PROCESSES]:
         where = process.host or "this machine"
         which = f"node {process.node_rank} on {where}:" if spec.shared_filesystem else f"{where}:"
         console.print(f"  {which}")
-        console.print(f"    {shlex.join(process.argv)}")
+        console.print(f"    {shlex.join(process.argv)}", soft_wrap=True)
     if len(plan.processes) > SHOWN_PROCESSES:
         console.print(f"  ... {len(plan.processes):,} in all")
     for note in plan.notes:
         console.print(f"  note: {note}", style="yellow")
     for name, argv in plan.operations.items():
-        console.print(f"  by hand, {name}: {shlex.join(argv)}")
+        console.print(f"  by hand, {name}: {shlex.join(argv)}", soft_wrap=True)
 
 
 def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:

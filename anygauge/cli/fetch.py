@@ -20,6 +20,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from anygauge.cli.lines import Lines
+
 if TYPE_CHECKING:
     from anygauge.models.hub import Wanted
 
@@ -68,7 +70,7 @@ class _Shown:
 
     def line(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(text, soft_wrap=True, markup=False)
+            self._console.print(text, markup=False)
 
     def bar(self, name: str, done: int, total: int) -> None:
         if self._progress is None:
@@ -80,7 +82,7 @@ class _Shown:
 
 @contextmanager
 def _shown(quiet: bool) -> Iterator[_Shown]:
-    console = Console(stderr=True, emoji=False, highlight=False)
+    console = Lines(stderr=True)
     if quiet or not console.is_terminal or console.is_dumb_terminal:
         yield _Shown(console, None, quiet=quiet)
         return

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from anygauge.agent.supervisor import SIGNALS
 from anygauge.cli.join import Handover, digest
+from anygauge.cli.lines import Lines
 from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.events import EventWriter
@@ -419,7 +420,7 @@ def _terminal(handover: Handover, job: Job, *, own_process: bool) -> Iterator[_T
 
 def _plain_console(file: IO[str] | None = None) -> Console:
     """Lines, and no bar: the terminal is shared with other ranks and with the launcher."""
-    return Console(file=file, force_terminal=False, emoji=False, highlight=False)
+    return Lines(file=file, force_terminal=False)
 
 
 if __name__ == "__main__":

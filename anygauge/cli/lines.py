@@ -6,8 +6,35 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
+from anygauge.util.text import hanging
+
 Event = Mapping[str, Any]
 HOUR = 3600.0
+
+
+class Lines(Console):
+    """What commands print on: prose is wrapped at words on a terminal, and whole in a file.
+
+    ``soft_wrap=True`` leaves a line whole there too: a command, to be copied.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Args: options: those of rich's console."""
+        super().__init__(emoji=False, highlight=False, **options)
+        self.soft_wrap = not self.is_terminal
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """See the class."""
+        if self.is_terminal and len(objects) == 1 and not options.get("soft_wrap"):
+            (one,) = objects
+            if isinstance(one, Text) and not one.spans:
+                objects = (Text(hanging(one.plain, self.width), style=one.style),)
+            elif isinstance(one, str):
+                objects = (hanging(one, self.width),)
+        super().print(*objects, **options)
 
 
 def step_line(event: Event) -> str:

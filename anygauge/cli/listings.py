@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.intent import BackendOption, choose_backend
+from anygauge.cli.lines import Lines
 from anygauge.interface import (
     ABILITIES,
     API_VERSION,
@@ -35,6 +35,7 @@ from anygauge.registry import (
     questions,
     select_backend,
 )
+from anygauge.util.text import hanging
 
 if TYPE_CHECKING:
     from anygauge.config.strategies import StrategySection
@@ -63,7 +64,7 @@ def backends(
     if json_:
         typer.echo(json.dumps(report, indent=2))
     else:
-        _show_report(report, Console(emoji=False, highlight=False))
+        _show_report(report, Lines())
 
 
 def _collect(registry: Registry) -> dict[str, Any]:
@@ -136,7 +137,9 @@ def _summary(rows: list[dict[str, Any]], console: Console) -> None:
     if not rows:
         console.print("No backend is installed.")
         return
-    table = _table("Backend", "Available", "Priority", "From", "Why")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("Backend", "Available", "Priority", "From", "Why"):
+        table.add_column(column)
     for row in rows:
         table.add_row(
             Text(row["name"], style="bold"),
@@ -151,15 +154,10 @@ def _summary(rows: list[dict[str, Any]], console: Console) -> None:
 def _details(row: Mapping[str, Any], console: Console) -> None:
     console.print()
     console.print(Text(f"What {row['name']} looked at", style="bold"))
-    table = _table("Question", "Found", "Seen", "Looked at")
     for question, finding in row["findings"].items():
-        table.add_row(
-            question,
-            finding["presence"],
-            Text(finding["detail"]),
-            Text("\n".join(finding["looked_at"]) or "-"),
-        )
-    console.print(table)
+        _item(f"{question}: {finding['presence']}; {finding['detail']}", console)
+        if finding["looked_at"]:
+            _item(f"    looked at {', '.join(finding['looked_at'])}", console)
     if row["device_count"] is not None:
         _item(f"devices: {row['device_count']}", console)
     for note in row["notes"]:
@@ -204,26 +202,10 @@ def _identity(plugin: Mapping[str, Any]) -> str:
     return f"{plugin['entry_point'] or '-'} ({plugin['distribution']} {plugin['version']})"
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in columns:
-        # Folding breaks long paths rather than cutting them off.
-        table.add_column(column, overflow="fold")
-    return table
-
-
 def _item(text: str, console: Console) -> None:
     """One entry of a list, wrapped under itself."""
     for number, line in enumerate(text.splitlines()):
-        depth = len(line) - len(line.lstrip()) + (4 if number else 2)
-        wrapped = textwrap.fill(
-            line.strip(),
-            width=max(console.width, depth + 20),
-            initial_indent=" " * depth,
-            subsequent_indent=" " * (depth + 2),
-            break_on_hyphens=False,
-        )
-        console.print(Text(wrapped), soft_wrap=True)
+        console.print(Text(hanging(f"{'    ' if number else '  '}{line}", console.width)))
 
 
 # -- launchers ------------------------------------------------------------------------------------
@@ -240,7 +222,7 @@ def launchers(
     if json_:
         typer.echo(json.dumps(found, indent=2))
         return
-    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    console = Lines()
     for one in found:
         console.print(Text(one["name"], style="bold"))
         console.print(Text(f"    ranks on {one['machines']}; files {one['files']}"))
@@ -293,7 +275,7 @@ def strategies(
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "strategies": found}, indent=2))
         return
-    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    console = Lines()
     console.print(Text(f"backend {chosen.name} ({selection.reason})"))
     for one in found:
         name = f"{one['name']} (default)" if one["default"] else one["name"]
@@ -355,7 +337,7 @@ def kernels(
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "kernels": rows}, indent=2))
         return
-    console = Console(emoji=False, highlight=False)
+    console = Lines()
     title = f"backend {chosen.name} ({selection.reason}); a run would use those marked *"
     console.print(Text(title))
     console.print(_kernel_table(rows))

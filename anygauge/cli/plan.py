@@ -245,9 +245,9 @@ def _waiting(subject: str) -> Iterator[None]:
     """Say what is rehearsed where that takes long, on a terminal alone."""
     import threading
 
-    from rich.console import Console
+    from anygauge.cli.lines import Lines
 
-    console = Console(stderr=True, emoji=False, highlight=False)
+    console = Lines(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield
         return

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
+from anygauge.cli.lines import Lines, evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.cli.run_folder import LAUNCHED, logs_of
 from anygauge.interface import STOPPED, RunningJob
 from anygauge.util.processes import REPEATED_SIGNAL_S
@@ -55,8 +55,8 @@ def follow(
         The exit status: that of the job (`STOPPED` where it wrote a checkpoint at the user's
         request), or 128 + the signal by which the user ended it.
     """
-    console = console or Console(force_terminal=sys.stdout.isatty(), emoji=False, highlight=False)
-    errors = errors or Console(stderr=True, emoji=False, highlight=False)
+    console = console or Lines(force_terminal=sys.stdout.isatty())
+    errors = errors or Lines(stderr=True)
     view = View(console, quiet)
     endings: list[Event] = []
     handled = len(asked)
@@ -81,7 +81,7 @@ def follow(
         status = running.wait()
     if signals and all(event.get("state") == "cancelled" for event in endings):
         when = "" if view.began else " before the first step; there was nothing to save"
-        errors.print(f"ended on request{when}; the ranks have ended", soft_wrap=True)
+        errors.print(f"ended on request{when}; the ranks have ended")
         show_where_logs_are(errors, run_directory)
         return 128 + signals[0]
     if not endings:
@@ -209,7 +209,7 @@ class View:
         if level == "warning":
             text = f"warning: {text}"
         style = "" if level == "info" else "yellow"
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        self._console.print(Text(text, style=style))
 
     def ask(self, question: str) -> str:
         """A letter from the terminal; another Ctrl-C is c, SIGTERM and the end of input are d."""
@@ -328,13 +328,13 @@ def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[i
 
 def show_stopped(errors: Console, how: str) -> None:
     """Show where a run stopped at request, and how to resume it."""
-    errors.print(Text(how, style="yellow"), soft_wrap=True)
-    errors.print(Text("to resume: the same command with --resume auto"), soft_wrap=True)
+    errors.print(Text(how, style="yellow"))
+    errors.print(Text("to resume: the same command with --resume auto"))
 
 
 def fail(errors: Console, text: str) -> None:
     """Show why a run failed."""
-    errors.print(Text("error: ", style="bold red") + Text(text, style="red"), soft_wrap=True)
+    errors.print(Text(f"error: {text}", style="red"))
 
 
 def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:
