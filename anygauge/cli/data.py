@@ -18,7 +18,6 @@ from anygauge.cli.lines import Lines
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, RunFile
     from anygauge.data import Layout, TokenizedRows
-    from anygauge.interface import Share
 
 STREAMED_ROWS = 2000
 BINS = 10
@@ -40,7 +39,7 @@ def data(
     """Show what a run trains on: counts, lengths, padding, and which are loss tokens."""
     from anygauge.cli.fetch import fetched
     from anygauge.config.load import check_paths, load_run_file
-    from anygauge.data import TokenizedRows, accumulation, advice, peek, prepare
+    from anygauge.data import Layout, TokenizedRows, accumulation, advice, peek, prepare
     from anygauge.models.hub import wanted
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
@@ -74,7 +73,7 @@ def data(
     _show_lengths(console, trained)
     if short := advice(trained, section):
         console.print(f"  {short}", style="yellow", markup=False)
-    _show_padding(console, run, trained, _layout(run, share, tokenizer, shapes))
+    _show_padding(console, run, trained, Layout.of(run, share, tokenizer.pad_token_id, shapes))
     in_colour = console.is_terminal and not console.no_color
     for index in _spread(len(trained), rows):
         tokens = trained.tokens(index)
@@ -191,18 +190,6 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         f"{layout.micro_batch} sequences per forward"
     )
     console.print(table)
-
-
-def _layout(run: RunFile, share: Share, tokenizer: Any, shapes: Any) -> Layout:
-    from anygauge.data import Layout
-
-    return Layout(
-        micro_batch=run.train.sequences_at_once(share.count),
-        max_length=run.data.max_length,
-        pad_id=tokenizer.pad_token_id,
-        share=share,
-        shapes=shapes,
-    )
 
 
 def _spread(count: int, wanted: int) -> list[int]:

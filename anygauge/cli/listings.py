@@ -56,9 +56,7 @@ PROVEN = {
 # -- backends -------------------------------------------------------------------------------------
 
 
-def backends(
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
+def backends(json_: JsonOption = False) -> None:
     """List the installed backends, what each found on this machine, and what auto would choose."""
     report = _collect(Registry.load())
     if json_:
@@ -211,9 +209,7 @@ def _item(text: str, console: Console) -> None:
 # -- launchers ------------------------------------------------------------------------------------
 
 
-def launchers(
-    json_: JsonOption = False,
-) -> None:
+def launchers(json_: JsonOption = False) -> None:
     """List the installed launchers: where each starts ranks, what its jobs can do."""
     found = [
         {"distribution": provided.distribution, **describe_launcher(provided.spec)}
@@ -261,10 +257,7 @@ def _distance(provided: Provided[LauncherSpec]) -> tuple[bool, bool]:
 # -- strategies -----------------------------------------------------------------------------------
 
 
-def strategies(
-    backend: BackendOption = None,
-    json_: JsonOption = False,
-) -> None:
+def strategies(backend: BackendOption = None, json_: JsonOption = False) -> None:
     """List the strategies: what each needs, and whether a backend can run it."""
     from anygauge.config.strategies import all_sections
 

@@ -211,18 +211,10 @@ def _findings(event: Mapping[str, Any]) -> Findings:
 
     if event["event"] == "unchecked":
         return Findings(notes=[f"only the ranks will check model and rows: {event['message']}"])
-    settings = event["settings"]
-    return Findings(
-        notes=event["notes"],
-        data=event["data"],
-        advice=event["advice"],
-        steps=event["steps"],
-        epochs=event["epochs"],
-        engine_note=event["engine_note"],
-        settings=None
-        if settings is None
-        else [Setting(name=n, value=v, reason=r, source=s) for n, v, r, s in settings],
-    )
+    found = Findings(**event["found"])
+    if found.settings is not None:
+        found.settings = [Setting(**each) for each in event["found"]["settings"]]
+    return found
 
 
 def _broken(part: str, code: int, output: IO[bytes]) -> AnygaugeError:

@@ -19,8 +19,8 @@ LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 
-# What other fine-tuning tools call a field of ours, and its value where theirs is another one; only
-# ever used to suggest, never to accept.
+# What other fine-tuning tools call a field of ours, or its value; only ever used to suggest, never
+# to accept.
 ELSEWHERE = {
     name: ours
     for ours, names in {
@@ -28,7 +28,6 @@ ELSEWHERE = {
         "adapter.alpha": "lora_alpha",
         "adapter.dora": "use_dora",
         "adapter.dropout": "lora_dropout",
-        "adapter.modules_to_save": "lora_modules_to_save additional_target",
         "adapter.r": "lora_r lora_rank rank",
         "adapter.rslora": "use_rslora",
         "adapter.targets": "target_modules lora_target lora_targets lora_target_modules",
@@ -41,24 +40,20 @@ ELSEWHERE = {
         "data.loss_on": "train_on_inputs train_on_input train_on_prompt completion_only_loss",
         "data.max_length": "cutoff_len max_seq_length max_seq_len seq_length sequence_len",
         "data.packing": "sample_packing",
-        "data.train.format": "dataset_format",
         "data.train.path": "dataset datasets dataset_path dataset_name train_file train_dataset",
         "launch.devices": "nproc_per_node num_processes num_gpus gpus",
         "launch.nodes": "nnodes num_nodes num_machines",
         "model.attention": "attn_implementation flash_attention flash_attn",
         "model.name": "model_name_or_path model_name model_path base_model",
         "model.quantise": "quantization_bit quantize",
-        "model.quantise.compute_dtype": "bnb_4bit_compute_dtype",
-        "model.quantise.double_quantisation": "bnb_4bit_use_double_quant",
-        "model.quantise.type": "bnb_4bit_quant_type",
-        "model.quantise: int8": "load_in_8bit",
-        "model.quantise: nf4": "load_in_4bit",
+        "model.quantise: int8": "load_in_8bit 8bit",
+        "model.quantise: nf4": "load_in_4bit 4bit int4 fp4 bnb_4bit_quant_type",
         "name": "run_name",
         "output": "output_dir",
         "precision.param_dtype": "dtype torch_dtype mixed_precision",
-        "precision.param_dtype: bfloat16": "bf16 bfloat16",
-        "precision.param_dtype: float16": "fp16 float16",
-        "precision.param_dtype: float32": "fp32 float32",
+        "precision.param_dtype: bfloat16": "bf16 bfloat16 torch.bfloat16",
+        "precision.param_dtype: float16": "fp16 float16 half torch.float16",
+        "precision.param_dtype: float32": "fp32 float32 torch.float32",
         "strategy.stage": "zero_stage",
         "trackers": "report_to",
         "train.epochs": "num_epochs num_train_epochs n_epochs max_epochs",
@@ -71,26 +66,16 @@ ELSEWHERE = {
         "train.log_every": "logging_steps",
         "train.max_grad_norm": "gradient_clipping",
         "train.micro_batch_size": "per_device_train_batch_size",
-        "train.optimizer.betas": "adam_beta1 adam_beta2",
-        "train.optimizer.eps": "adam_epsilon",
         "train.optimizer.lr": "learning_rate",
         "train.optimizer.name": "optim",
+        "train.optimizer.name: adamw": "adamw_torch adamw_torch_fused adamw_hf",
+        "train.optimizer.name: adamw_8bit": "adamw_bnb_8bit paged_adamw_8bit",
         "train.schedule.final_ratio": "min_lr_ratio",
         "train.schedule.name": "lr_scheduler_type lr_scheduler",
         "train.steps": "max_steps",
     }.items()
     for name in names.split()
 }
-VALUES_ELSEWHERE = {
-    **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
-    **dict.fromkeys(("fp16", "half", "torch.float16"), "float16"),
-    **dict.fromkeys(("fp32", "float", "torch.float32"), "float32"),
-    **dict.fromkeys(("4bit", "int4", "fp4"), "nf4"),
-    "8bit": "int8",
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
-    **dict.fromkeys(("paged_adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
-}
-"""Likewise, of values."""
 
 
 @dataclass(frozen=True, slots=True)

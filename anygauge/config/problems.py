@@ -14,15 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from anygauge.config.describe import (
-    ELSEWHERE,
-    LARGEST_SHOWN,
-    VALUES_ELSEWHERE,
-    Kind,
-    homes,
-    kind_at,
-    meaning,
-)
+from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
 from anygauge.config.renamed import RENAMED, new_name, new_value
 from anygauge.config.sections import LARGEST
 from anygauge.config.strategies import StrategySection, all_sections, named
@@ -170,22 +162,21 @@ def _wrong(path: tuple[object, ...], root: YamlNode) -> Problem:
     return Problem(node.origin, dotted(path), text)
 
 
+def _value_here(value: str) -> str:
+    """A value of another tool's as it is called here; any other as it is."""
+    return ELSEWHERE.get(value, "").partition(": ")[2] or value
+
+
 def _first_field(path: tuple[object, ...], node: YamlNode, expected: Kind) -> Iterator[str]:
     """Where a text stands in place of a section: the field of it that the text is for."""
-    if expected.section is None or not isinstance(node.value, str) or is_private(path):
+    chosen = any(member.choices for member in expected.members)
+    if expected.section is None or chosen or not isinstance(node.value, str):
         return
-    value = VALUES_ELSEWHERE.get(node.value, node.value)
-    for name in _NAMING:
-        field = expected.below(name)
-        if field is not None and str not in {member.annotation for member in field.members}:
-            field = field if value in field.choices else None
-        if field is not None:
+    for name in ("name", "type", "path", "param_dtype"):
+        value, field = _value_here(node.value), expected.below(name)
+        if field is not None and (value in field.choices or "text" in str(field)):
             yield f"write '{dotted((*path, name))}: {value}'"
             return
-
-
-_NAMING = ("name", "type", "path", "param_dtype")
-"""Fields of a section of which others make the section's own value."""
 
 
 def _hints(node: YamlNode, expected: Kind) -> Iterator[str]:
@@ -210,8 +201,8 @@ def _hints(node: YamlNode, expected: Kind) -> Iterator[str]:
                 yield f"at most {longest} characters"
         choices = [choice for member in expected.members for choice in member.choices]
         close = get_close_matches(value, choices, n=1)
-        if VALUES_ELSEWHERE.get(value) in choices:
-            close = [VALUES_ELSEWHERE[value]]
+        if _value_here(value) in choices:
+            close = [_value_here(value)]
         if close and len(choices) > 1:
             yield f"did you mean '{close[0]}'?"
         if takes & {int, float} and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value):

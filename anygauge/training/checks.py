@@ -20,6 +20,7 @@ from anygauge.interface import (
     PluginError,
     RunFileError,
     Setting,
+    ShapePolicy,
 )
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import check_weights
@@ -278,13 +279,7 @@ def _rows(
     if question.engine and not run.data.streaming:
         registry = Registry.load()
         share = share_of(run, registry, 0, question.world_size)
-        layout = Layout(
-            micro_batch=run.train.sequences_at_once(share.count),
-            max_length=run.data.max_length,
-            pad_id=tokenizer.pad_token_id,
-            share=share,
-            packing=run.data.packing,
-        )
+        layout = Layout.of(run, share, tokenizer.pad_token_id, ShapePolicy())
         batches = training_batches(data.train, run.data, run.train, layout, list)
         found.steps = batches.steps
         found.epochs = batches.epoch(batches.steps - 1)

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from dataclasses import asdict
 from typing import NoReturn
 
 from anygauge.config.resolved import parse_run
@@ -107,19 +108,7 @@ def main() -> int:
         said = (str(error).strip() or "no reason given").splitlines()[0]
         events.send("unchecked", message=f"{type(error).__name__}: {said}")
     else:
-        settings = None
-        if found.settings is not None:
-            settings = [[s.name, s.value, s.reason, s.source] for s in found.settings]
-        events.send(
-            "checked",
-            notes=found.notes,
-            data=found.data,
-            advice=found.advice,
-            steps=found.steps,
-            epochs=found.epochs,
-            settings=settings,
-            engine_note=found.engine_note,
-        )
+        events.send("checked", found=asdict(found))
     return 0
 
 

@@ -181,14 +181,7 @@ def prepare_run(
     if short := advice(data.train, run.data):
         rank.warn(short)
     workload = workload_of(run, registry, backend, precision, rank.index, rank.world_size)
-    layout = Layout(
-        micro_batch=workload.micro_batch,
-        max_length=run.data.max_length,
-        pad_id=tokenizer.pad_token_id,
-        share=share,
-        packing=run.data.packing,
-        shapes=backend.graph.shapes,
-    )
+    layout = Layout.of(run, share, tokenizer.pad_token_id, backend.graph.shapes)
     sum_on_host = backend.collectives.sum_on_host
     batches = training_batches(
         data.train,
