@@ -213,7 +213,10 @@ def _findings(event: Mapping[str, Any]) -> Findings:
         return Findings(notes=[f"only the ranks will check model and rows: {event['message']}"])
     found = Findings(**event["found"])
     if found.settings is not None:
-        found.settings = [Setting(**each) for each in event["found"]["settings"]]
+        found.settings = [
+            Setting(name=n, value=v, reason=r, source=s)
+            for n, v, r, s in event["found"]["settings"]
+        ]
     return found
 
 

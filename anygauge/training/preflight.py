@@ -108,7 +108,10 @@ def main() -> int:
         said = (str(error).strip() or "no reason given").splitlines()[0]
         events.send("unchecked", message=f"{type(error).__name__}: {said}")
     else:
-        events.send("checked", found=asdict(found))
+        fields = asdict(found)
+        if found.settings is not None:
+            fields["settings"] = [(s.name, s.value, s.reason, s.source) for s in found.settings]
+        events.send("checked", found=fields)
     return 0
 
 

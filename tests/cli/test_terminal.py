@@ -15,8 +15,9 @@ from unittest import mock
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
-from anygauge.cli.lines import evaluation_line, size, step_line, summary_lines
+from anygauge.cli.lines import Lines, evaluation_line, size, step_line, summary_lines
 from anygauge.cli.terminal import follow
 from anygauge.interface import STOPPED
 from tests.agent.fakes import (
@@ -75,8 +76,8 @@ def play(
         Played(list(events)),
         run_directory="/runs/one",
         quiet=quiet,
-        console=Console(file=out, force_terminal=terminal, width=120, color_system=None),
-        errors=Console(file=err, width=40, color_system=None),
+        console=Lines(file=out, force_terminal=terminal, width=120, color_system=None),
+        errors=Lines(file=err, width=40, color_system=None),
     )
     return status, out.getvalue(), err.getvalue()
 
@@ -113,13 +114,30 @@ def test_a_summary_is_a_line_for_each_single_value() -> None:
         "evaluations": [{"eval_loss": 1.0}],
         "skipped": None,
         "saved": "/runs/one/adapter",
+        "start_s": 0.05,
+        "seconds": 1234.5,
     }
     assert summary_lines(summary) == [
-        "final loss    1.25",
-        "tokens        12,345",
-        "tokens per s  5,120.4",
-        "saved         /runs/one/adapter",
+        "final loss  1.25",
+        "tokens      12,345",
+        "tokens/s    5,120.4",
+        "saved       /runs/one/adapter",
+        "start       50.0 ms",
+        "time        20.6 min",
     ]
+
+
+def test_prose_wraps_at_words_on_a_terminal_and_commands_stay_whole() -> None:
+    text = "  one two three-four, five [six] seven"
+    for terminal, whole, expected in (
+        (True, False, "  one two\n    three-four,\n    five [six]\n    seven\n"),
+        (True, True, f"{text}\n"),
+        (False, False, f"{text}\n"),
+    ):
+        out = io.StringIO()
+        lines = Lines(file=out, force_terminal=terminal, width=15, color_system=None)
+        lines.print(Text(text), soft_wrap=whole or None)
+        assert out.getvalue() == expected
 
 
 @pytest.mark.parametrize(
