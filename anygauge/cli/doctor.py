@@ -48,7 +48,7 @@ def doctor(
     hub: Annotated[
         bool, typer.Option("--hub", help="Also check the connection to the model hub.")
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
 ) -> None:
     """Check whether this machine is ready for a backend. Exit status 1 if a check failed."""
     from anygauge.agent.doctor import worst

@@ -162,33 +162,30 @@ def _show_checks(console: Console, found: Findings, expected: Expectation) -> No
 
 def _training(intent: Intent, found: Findings) -> Iterator[str]:
     """The run's length, what a step is made of, and its learning rates."""
-    train = intent.run.train
-    steps, epochs = found.steps or train.steps, found.epochs or train.epochs
-    if steps is None:
-        yield f"{epochs:g} epochs; how many steps, ranks know once they have read the rows"
-    elif found.epochs is None and train.steps is not None:
-        yield f"{steps:,} steps"
-    else:
-        yield f"{steps:,} steps, {epochs:.3g} epochs"
-    share = share_of(intent.run, intent.registry, 0, intent.job.world_size)
-    size = train.sequences_at_once(share.count)
-    count = accumulation(train.global_batch_size, size, share.count)
+    run, train = intent.run, intent.run.train
+    steps, epochs = found.steps or train.steps, found.epochs
+    if epochs is None and train.steps is None:
+        epochs = train.epochs
+    yield ", ".join(
+        [f"{steps:,} steps" if steps else "steps: known once the rows are read"]
+        + ([f"{epochs:.3g} epochs"] if epochs else [])
+    )
+    parts = share_of(run, intent.registry, 0, intent.job.world_size).count
+    size = train.sequences_at_once(parts)
+    count = accumulation(train.global_batch_size, size, parts)
+    each = "ranks" if parts == intent.job.world_size else "groups of ranks"
     yield (
-        f"{train.global_batch_size} {'packs' if intent.run.data.packing else 'rows'} a step: "
-        f"{count} micro-batch{'es' if count > 1 else ''} of {size} on each of {share.count} "
-        + ("ranks" if share.count == intent.job.world_size else "groups of ranks")
+        f"{train.global_batch_size} {'packs' if run.data.packing else 'rows'} a step: {count} "
+        f"micro-batch{'es' if count > 1 else ''} of {size} on each of {parts} {each}"
     )
-    peak, schedule = train.optimizer.lr, train.schedule
-    what = f"{train.optimizer.name}, {schedule.name}"
-    if steps is None:
-        yield f"learning rate: up to {peak:.1e} ({what})"
-        return
-    warmup = schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
-    shown = (
-        f"{learning_rate(at, steps, peak, schedule):.1e} at step {at + 1:,}"
-        for at in sorted({0, min(warmup, steps - 1), steps - 1})
-    )
-    yield f"learning rate: {', '.join(shown)} ({what})"
+    peak, schedule, rates = train.optimizer.lr, train.schedule, f"up to {train.optimizer.lr:.1e}"
+    if steps:
+        warmup = schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
+        rates = ", ".join(
+            f"{learning_rate(at, steps, peak, schedule):.1e} at step {at + 1:,}"
+            for at in sorted({0, min(warmup, steps - 1), steps - 1})
+        )
+    yield f"learning rate: {rates} ({train.optimizer.name}, {schedule.name})"
 
 
 def _show_engine(console: Console, intent: Intent, found: Findings) -> None:

@@ -16,7 +16,6 @@ from anygauge.data import (
     Layout,
     Prepared,
     advice,
-    described,
     prepare,
     training_batches,
 )
@@ -192,7 +191,7 @@ def prepare_run(
     )
     evaluations = {}
     if data.eval is not None:
-        rank.log(f"evaluation: {described(data.eval)}")
+        rank.log(f"evaluation: {data.eval.report}")
         held_out = EvaluationBatches(data.eval, layout)
         evaluations["eval"] = (held_out, data.eval.report.num_loss_tokens)
     resumed = find_checkpoint(
