@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from anygauge.cli.intent import BackendOption, choose_backend
 from anygauge.cli.lines import Lines
 from anygauge.interface import AnygaugeError, Backend, Check, Outcome
-from anygauge.util.text import hanging
 
 _STYLES = {
-    Outcome.PASS: "green",
+    Outcome.PASS: "",
     Outcome.SKIP: "cyan",
     Outcome.WARN: "yellow",
     Outcome.FAIL: "bold red",
@@ -76,9 +74,12 @@ def doctor(
         console = Lines()
         console.print(Text(f"Backend {chosen.name}: {selection.reason}", style="bold"))
         for check in everything:
-            _show(console, check)
+            line = f"{check.outcome:<6}{check.name}: {check.seen}"
+            console.print(Text(line, style=_STYLES[check.outcome]))
+            if check.remedy:
+                console.print(Text(f"      {check.remedy}"))
         words = ", ".join(f"{count} {_COUNTED[outcome]}" for outcome, count in counts.items())
-        console.print(Text(words, style=_STYLES[result]))
+        console.print(Text(words, style=_STYLES[result] or "green"))
     if result == Outcome.FAIL:
         raise typer.Exit(1)
 
@@ -113,10 +114,3 @@ def _own(backend: Backend) -> list[Check]:
             ),
         )
     ]
-
-
-def _show(console: Console, check: Check) -> None:
-    line = Text(hanging(f"{check.outcome:<6}{check.name}: {check.seen}", console.width))
-    line.stylize(_STYLES[check.outcome], 0, len(check.outcome))
-    for text in (line, *([Text(f"      {check.remedy}")] if check.remedy else ())):
-        console.print(text)

@@ -35,7 +35,6 @@ from anygauge.registry import (
     questions,
     select_backend,
 )
-from anygauge.util.text import hanging
 
 if TYPE_CHECKING:
     from anygauge.config.strategies import StrategySection
@@ -203,7 +202,7 @@ def _identity(plugin: Mapping[str, Any]) -> str:
 def _item(text: str, console: Console) -> None:
     """One entry of a list, wrapped under itself."""
     for number, line in enumerate(text.splitlines()):
-        console.print(Text(hanging(f"{'    ' if number else '  '}{line}", console.width)))
+        console.print(Text(f"{'    ' if number else '  '}{line}"))
 
 
 # -- launchers ------------------------------------------------------------------------------------
