@@ -24,7 +24,7 @@ from anygauge.agent.nodes import Instruction, Nodes
 from anygauge.agent.outcome import Failure, JobFailure, JobOutcome, NodeReport
 from anygauge.agent.rank import RankProcess, rank_numbers
 from anygauge.interface import AnygaugeError, Job
-from anygauge.util.processes import END_AT_ONCE
+from anygauge.util.processes import END_AT_ONCE, REPEATED_SIGNAL_S
 from anygauge.util.run_lock import check_lock
 
 GRACE_S = 5.0
@@ -33,7 +33,6 @@ GRACE_S = 5.0
 _TURN_S = 0.2  # bounds how long ago a rank was last seen alive
 _TURN_WITHOUT_HANDLES_S = 0.02
 _UNKILLABLE_S = 30.0
-_REPEATED_SIGNAL_S = 0.5
 _LIMITS = "launch.collective_timeout_s and the grace time"
 
 
@@ -339,10 +338,9 @@ class Supervisor:
             _note(f"received {signal.Signals(signum).name}: ending the ranks")
             self._stop(signum, time.time() - (time.monotonic() - at))
             self._nodes.broadcast(Instruction.STOP, signum)
-        # Schedulers deliver one request twice in a row, to the step and to its processes. A
-        # terminal that closes adds nothing to the Ctrl-C before it.
+        # A terminal that closes adds nothing to the Ctrl-C before it.
         again, later = self._signals[-1]
-        if later - at > _REPEATED_SIGNAL_S and again in (signal.SIGTERM, signal.SIGINT):
+        if later - at > REPEATED_SIGNAL_S and again in (signal.SIGTERM, signal.SIGINT):
             self._kill_ranks()
             self._nodes.broadcast(Instruction.KILL)
 

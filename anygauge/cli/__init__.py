@@ -7,14 +7,14 @@ static, so that ``anygauge --help`` and a misspelt command need no import but th
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from anygauge.util.errors import AnygaugeError
+from anygauge.util.processes import end_process
 from anygauge.util.text import escaped
 
 COMMANDS = {
@@ -41,16 +41,20 @@ _HOMES = {
 """Command -> its file, where that has another name."""
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point: an error meant for the user is one message, without a traceback."""
     _open_standard_streams()
     streams: Any = sys
     streams.stdout, streams.stderr = EscapedStream(sys.stdout), EscapedStream(sys.stderr)
+    end_process(_status())
+
+
+def _status() -> int:
+    """The exit status of this process's command line."""
     try:
         status = run(sys.argv[1:], own_process=True)
         sys.stdout.flush()
-        gc.freeze()  # at exit Python need not look for cycles among objects that go with it
-        sys.exit(status)
+        return status
     except BrokenPipeError as error:
         # The reader went away (`anygauge backends | head`): nobody reads a message, at exit either.
         if not _unread():
@@ -59,20 +63,22 @@ def main() -> None:
                 file=sys.stderr,
             )
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        return 1
     except AnygaugeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
+        from anygauge.util.text import fitted
+
+        print(fitted(f"error: {error}", sys.stderr), file=sys.stderr)
+        return error.exit_status
     except OSError as error:
         print(
             f"error: {error}. Check that the path is right and can be written, and that the disk "
             "is not full",
             file=sys.stderr,
         )
-        sys.exit(1)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        return 130
 
 
 def _open_standard_streams() -> None:
@@ -171,9 +177,13 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
         app = typer.Typer(
             add_completion=False,
             pretty_exceptions_enable=False,
-            context_settings={"help_option_names": ["-h", "--help"]},
+            rich_markup_mode=None,
+            context_settings={"help_option_names": ["--help", "-h"]},
         )
-        app.command(name)(command_function(name))
+        function = command_function(name)
+        from anygauge.cli.intent import Command
+
+        app.command(name, cls=Command)(function)
     command = typer.main.get_command(app)
     try:
         command.main(args=arguments, prog_name=f"anygauge {name}", obj=own_process)

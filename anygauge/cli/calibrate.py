@@ -55,7 +55,7 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
     columns = [shown_figures(found[count]) for count in counts]
     for name in columns[-1]:
         table.add_row(name, *(column.get(name, "-") for column in columns))
-    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    console = Console()
     console.print(table)
     console.print(f"Written to {file}; plans now use these figures", markup=False)
     if ranks == 1:
@@ -69,7 +69,7 @@ def _measured(
     quiet: bool,
 ) -> dict[str, Any]:
     """What so many ranks found; a watching user sees progress."""
-    console = Console(stderr=True, emoji=False, highlight=False)
+    console = Console(stderr=True)
     if quiet or not console.is_terminal or console.is_dumb_terminal:
         return measure(backend, {}, ranks)
     with console.status(f"measuring {ranks} rank{'s' if ranks > 1 else ''}, for a minute or two"):

@@ -1,4 +1,4 @@
-"""The console that commands print through, by rich: it escapes control characters.
+"""The console that commands print through, by rich: it escapes control characters and wraps prose.
 
 Names of files, hosts and models, and texts of rows, must not drive a terminal. What commands print
 without rich passes through `anygauge.cli.EscapedStream`.
@@ -11,16 +11,33 @@ from typing import Any
 
 import rich.console
 from rich.segment import Segment
+from rich.text import Text
 
-from anygauge.util.text import escaped
+from anygauge.util.text import escaped, hanging
 
 
 class Console(rich.console.Console):
-    """rich's, with `escaped` texts; its own styles and movements stay."""
+    """rich's, with `escaped` texts; its own styles and movements stay.
+
+    Prose is wrapped at words on a terminal, and whole in a file. ``soft_wrap=True`` leaves a line
+    whole there too: a command, to be copied.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Args: options: those of rich's console."""
+        super().__init__(emoji=False, highlight=False, **options)
+        self.soft_wrap = not self.is_terminal
 
     def print(self, *objects: Any, **options: Any) -> None:
         """See rich, which drops some control characters of a text before it renders it."""
-        super().print(*(escaped(o) if isinstance(o, str) else o for o in objects), **options)
+        objects = tuple(escaped(o) if isinstance(o, str) else o for o in objects)
+        if self.is_terminal and len(objects) == 1 and not options.get("soft_wrap"):
+            (one,) = objects
+            if isinstance(one, Text) and not one.spans:
+                objects = (Text(hanging(one.plain, self.width), style=one.style),)
+            elif isinstance(one, str):
+                objects = (hanging(one, self.width),)
+        super().print(*objects, **options)
 
     def render(
         self,

@@ -17,7 +17,6 @@ from anygauge.cli.intent import BackendOption, RunFileArgument, SetOption
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, RunFile
     from anygauge.data import Layout, TokenizedRows
-    from anygauge.interface import Share
 
 STREAMED_ROWS = 2000
 BINS = 10
@@ -39,7 +38,7 @@ def data(
     """Show what a run trains on: counts, lengths, padding, and which are loss tokens."""
     from anygauge.cli.fetch import fetched
     from anygauge.config.load import check_paths, load_run_file
-    from anygauge.data import TokenizedRows, accumulation, advice, peek, prepare
+    from anygauge.data import Layout, TokenizedRows, accumulation, advice, peek, prepare
     from anygauge.models.hub import wanted
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
@@ -56,7 +55,7 @@ def data(
     accumulation(run.train.global_batch_size, micro_batch, share.count)
     selection = select_backend(registry, run.backend, need_device=False)
     shapes = registry.create_backend(selection.spec.name, run.backend_options).graph.shapes
-    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    console = Console()
     quiet_libraries()
     fetched(wanted(run.model, model=False))
     tokenizer = load_tokenizer(run.model)
@@ -73,7 +72,7 @@ def data(
     _show_lengths(console, trained)
     if short := advice(trained, section):
         console.print(f"  {short}", style="yellow", markup=False)
-    _show_padding(console, run, trained, _layout(run, share, tokenizer, shapes))
+    _show_padding(console, run, trained, Layout.of(run, share, tokenizer.pad_token_id, shapes))
     in_colour = console.is_terminal and not console.no_color
     for index in _spread(len(trained), rows):
         tokens = trained.tokens(index)
@@ -190,18 +189,6 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         f"{layout.micro_batch} sequences per forward"
     )
     console.print(table)
-
-
-def _layout(run: RunFile, share: Share, tokenizer: Any, shapes: Any) -> Layout:
-    from anygauge.data import Layout
-
-    return Layout(
-        micro_batch=run.train.sequences_at_once(share.count),
-        max_length=run.data.max_length,
-        pad_id=tokenizer.pad_token_id,
-        share=share,
-        shapes=shapes,
-    )
 
 
 def _spread(count: int, wanted: int) -> list[int]:

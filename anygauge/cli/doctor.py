@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.console import Console
@@ -19,7 +16,7 @@ from anygauge.cli.intent import BackendOption, choose_backend
 from anygauge.interface import AnygaugeError, Backend, Check, Outcome
 
 _STYLES = {
-    Outcome.PASS: "green",
+    Outcome.PASS: "",
     Outcome.SKIP: "cyan",
     Outcome.WARN: "yellow",
     Outcome.FAIL: "bold red",
@@ -49,7 +46,7 @@ def doctor(
     hub: Annotated[
         bool, typer.Option("--hub", help="Also check the connection to the model hub.")
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
 ) -> None:
     """Check whether this machine is ready for a backend. Exit status 1 if a check failed."""
     from anygauge.agent.doctor import worst
@@ -74,11 +71,15 @@ def doctor(
         }
         typer.echo(json.dumps(record, indent=2))
     else:
-        console = Console(emoji=False, highlight=False)
+        console = Console()
         console.print(Text(f"Backend {chosen.name}: {selection.reason}", style="bold"))
-        console.print(_table(everything))
+        for check in everything:
+            line = f"{check.outcome:<6}{check.name}: {check.seen}"
+            console.print(Text(line, style=_STYLES[check.outcome]))
+            if check.remedy:
+                console.print(Text(f"      {check.remedy}"))
         words = ", ".join(f"{count} {_COUNTED[outcome]}" for outcome, count in counts.items())
-        console.print(Text(words, style=_STYLES[result]))
+        console.print(Text(words, style=_STYLES[result] or "green"))
     if result == Outcome.FAIL:
         raise typer.Exit(1)
 
@@ -113,17 +114,3 @@ def _own(backend: Backend) -> list[Check]:
             ),
         )
     ]
-
-
-def _table(checks: Sequence[Check]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in ("", "check", "seen", "what to do"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        table.add_row(
-            Text(check.outcome, style=_STYLES[check.outcome]),
-            Text(check.name),
-            Text(check.seen),
-            Text(check.remedy),
-        )
-    return table

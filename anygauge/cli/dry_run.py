@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shlex
+import tempfile
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge.agent.rank import rank_numbers
 from anygauge.cli.console import Console
-from anygauge.cli.env import environment_table, rank_environments, shown_ranks
+from anygauge.cli.env import print_environment, rank_environments, shown_ranks
 from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.listings import describe_launcher
 from anygauge.cli.memory_check import Expectation, checked
 from anygauge.cli.preflight import preflight
 from anygauge.cli.run_folder import gone_on_with
+from anygauge.data import accumulation
+from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, Backend, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.training.auto import AUTO
+from anygauge.training.schedule import learning_rate
+from anygauge.training.strategy import share_of
+from anygauge.util.files import write_text
 
 if TYPE_CHECKING:
     from anygauge.training.checks import Findings
@@ -28,7 +38,7 @@ SHOWN_PROCESSES = 32
 
 
 def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> None:
-    """Check and print the run; starts nothing, opens no device, writes to the cache of rows alone.
+    """Check and print the run; starts nothing, opens no device, writes to `data.cache` alone.
 
     Args:
         plan, force: as for a run.
@@ -36,7 +46,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     Raises:
         AnygaugeError: what the run's ranks would refuse.
     """
-    console = Console(emoji=False, highlight=False, markup=False, soft_wrap=True)
+    console = Console(markup=False)
     _, finished = gone_on_with(intent)
     if finished is not None:
         console.print(finished.describe())
@@ -51,7 +61,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
         f"  backend {job.backend}, strategy {job.strategy}{why}, {job.launch.nodes} x "
         f"{job.launch.devices} ranks, launcher {run.launch.launcher}"
     )
-    for name, reason in intent.selection.rejected:
+    for name, reason in intent.selection.rejected if run.backend == AUTO else ():
         console.print(f"  not {name}: {reason}")
     remote = intent.registry.find_launcher(run.launch.launcher).spec.remote
     if not remote and not intent.selection.probe.available:
@@ -59,6 +69,9 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
             f"  ranks cannot start on this machine: {intent.selection.probe.reason}", style="yellow"
         )
     _show_checks(console, found, expected)
+    console.print("\n[bold]Training[/bold]", markup=True)
+    for line in _training(intent, found):
+        console.print(f"  {line}")
     title = "\n[bold]Environment[/bold] of each rank, decided before torch is imported"
     console.print(title, markup=True)
     if remote:
@@ -66,7 +79,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     ranks = shown_ranks(job.launch.devices)
     if len(ranks) < job.launch.devices:
         console.print(f"  of ranks 0 to {ranks[-2]} and {ranks[-1]} of a machine")
-    console.print(environment_table(rank_environments(intent)))
+    print_environment(console, rank_environments(intent))
     console.print("\n[bold]Engine configuration[/bold]", markup=True)
     _show_engine(console, intent, found)
     backend = intent.registry.create_backend(intent.selection.spec.name, run.backend_options)
@@ -98,18 +111,18 @@ def _show_plan(console: Console, intent: Intent) -> None:
         console.print(f"  writes {file.path}")
         # Files for nobody else hold values of variables.
         if not spec.shared_filesystem and file.mode & 0o077:
-            console.print(textwrap.indent(file.text.rstrip(), "    | "))
+            console.print(textwrap.indent(file.text.rstrip(), "    | "), soft_wrap=True)
     for process in plan.processes[:SHOWN_PROCESSES]:
         where = process.host or "this machine"
         which = f"node {process.node_rank} on {where}:" if spec.shared_filesystem else f"{where}:"
         console.print(f"  {which}")
-        console.print(f"    {shlex.join(process.argv)}")
+        console.print(f"    {shlex.join(process.argv)}", soft_wrap=True)
     if len(plan.processes) > SHOWN_PROCESSES:
         console.print(f"  ... {len(plan.processes):,} in all")
     for note in plan.notes:
         console.print(f"  note: {note}", style="yellow")
     for name, argv in plan.operations.items():
-        console.print(f"  by hand, {name}: {shlex.join(argv)}")
+        console.print(f"  by hand, {name}: {shlex.join(argv)}", soft_wrap=True)
 
 
 def _show_kernels(console: Console, intent: Intent, backend: Backend) -> None:
@@ -145,11 +158,46 @@ def _show_checks(console: Console, found: Findings, expected: Expectation) -> No
         )
 
 
+def _training(intent: Intent, found: Findings) -> Iterator[str]:
+    """The run's length, what a step is made of, and its learning rates."""
+    run, train = intent.run, intent.run.train
+    steps, epochs = found.steps or train.steps, found.epochs
+    if epochs is None and train.steps is None:
+        epochs = train.epochs
+    yield ", ".join(
+        [f"{steps:,} steps" if steps else "steps: known once the rows are read"]
+        + ([f"{epochs:.3g} epochs"] if epochs else [])
+    )
+    parts = share_of(run, intent.registry, 0, intent.job.world_size).count
+    size = train.sequences_at_once(parts)
+    count = accumulation(train.global_batch_size, size, parts)
+    each = "ranks" if parts == intent.job.world_size else "groups of ranks"
+    yield (
+        f"{train.global_batch_size} {'packs' if run.data.packing else 'rows'} a step: {count} "
+        f"micro-batch{'es' if count > 1 else ''} of {size} on each of {parts} {each}"
+    )
+    peak, schedule, rates = train.optimizer.lr, train.schedule, f"up to {train.optimizer.lr:.1e}"
+    if steps:
+        warmup = schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
+        rates = ", ".join(
+            f"{learning_rate(at, steps, peak, schedule):.1e} at step {at + 1:,}"
+            for at in sorted({0, min(warmup, steps - 1), steps - 1})
+        )
+    yield f"learning rate: {rates} ({train.optimizer.name}, {schedule.name})"
+
+
 def _show_engine(console: Console, intent: Intent, found: Findings) -> None:
-    for setting in found.settings or ():
-        console.print(f"  {setting.name} = {json.dumps(setting.value)}")
-        console.print(f"      {setting.reason} ({setting.source})", style="dim")
-    if found.settings is not None and not found.settings:
+    if found.settings:
+        run, job = intent.run, intent.job
+        folder = cache_folder(run.data.cache, os.environ) or Path(tempfile.gettempdir())
+        path = folder / f"{job.name}-{job.strategy}.json"
+        settings = {
+            one.name: {"value": one.value, "reason": one.reason, "source": one.source}
+            for one in found.settings
+        }
+        write_text(path, json.dumps(settings, indent=2) + "\n", 0o600)
+        console.print(f"  {len(settings)} settings of {job.strategy}, with reasons: {path}")
+    elif found.settings is not None:
         none = "is not decided yet" if intent.job.strategy == AUTO else "has none"
         console.print(f"  {intent.job.strategy} {none}")
     if found.engine_note:

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from anygauge.cli.console import Console
@@ -36,7 +33,7 @@ def env(
     run_file: Annotated[
         Path | None,
         typer.Argument(
-            help="The run file (YAML); default: a run with all defaults.", metavar="[RUN.yaml]"
+            help="The run file (YAML); default: a run with all defaults.", metavar="RUN.yaml"
         ),
     ] = None,
     backend: BackendOption = None,
@@ -71,7 +68,7 @@ def env(
         )
     by_rank = {rank: _resolve(registry, job, rank) for rank in ranks}
     rules, fabrics = _explained(registry, job, ranks[0]) if explain else ([], {})
-    console = Console(emoji=False, highlight=False, soft_wrap=format_ is not OutputFormat.table)
+    console = Console()
     if format_ is OutputFormat.json:
         record: dict[str, Any] = {
             str(r): [s.record(values=show_values) for s in found] for r, found in by_rank.items()
@@ -90,7 +87,7 @@ def env(
             f"Backend {job.backend}, {job.launch.nodes} x {job.launch.devices} ranks. "
             "Precedence: your own variable, run file, site hook, backend."
         )
-        console.print(environment_table(by_rank, values=show_values))
+        print_environment(console, by_rank, values=show_values)
         if explain:
             _print_fabrics(console, fabrics)
             _print_rules(console, job.backend, rules)
@@ -149,7 +146,7 @@ def _print_rules(console: Console, backend: str, rules: list[dict[str, str]]) ->
 
 def _indented(console: Console, *lines: str) -> None:
     for line in lines:
-        console.print(Padding(Text(line), (0, 0, 0, 4)))
+        console.print(Text(f"    {line}"))
 
 
 def _job(
@@ -228,17 +225,16 @@ def _node(backend: Backend) -> Node:
     return inspect_node(backend=backend, environ=scrub(os.environ))
 
 
-def environment_table(by_rank: dict[int, list[ResolvedSetting]], *, values: bool = False) -> Table:
-    """One row per variable and distinct value; ranks that share a value share the row.
+def print_environment(
+    console: Console, by_rank: dict[int, list[ResolvedSetting]], *, values: bool = False
+) -> None:
+    """Each variable and distinct value with its ranks, who set it, and why.
 
     Args:
         values: show what the run file sets, too.
     """
     from anygauge.registry import shown_overruled, shown_value
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("variable", "value", "rank", "set by", "why"):
-        table.add_column(column, overflow="fold")
     rows: dict[tuple[str, str, str], tuple[list[int], ResolvedSetting]] = {}
     for rank, found in by_rank.items():
         for one in found:
@@ -247,12 +243,11 @@ def environment_table(by_rank: dict[int, list[ResolvedSetting]], *, values: bool
     for (name, value, origin), (ranks, one) in rows.items():
         over = "; ".join(f"not {v} ({o})" for o, v in shown_overruled(one, values=values))
         why = f"{one.setting.reason} [{one.setting.source}]" + (f"; {over}" if over else "")
-        everyone = len(ranks) == len(by_rank)
-        shown_ranks = "all" if everyone else ",".join(map(str, ranks))
-        table.add_row(*map(Text, (name, value, shown_ranks, origin, why)))
+        which = "all ranks" if len(ranks) == len(by_rank) else f"rank {','.join(map(str, ranks))}"
+        console.print(Text(f"  {name}  {value}", style="bold"))
+        _indented(console, f"{which}, set by {origin}: {why}")
     if not rows:
-        table.add_row("(none)", "", "", "", "this backend sets nothing for such a job")
-    return table
+        console.print("  none: this backend sets nothing for such a job")
 
 
 def _shell(one: ResolvedSetting, *, values: bool) -> str:

@@ -69,7 +69,7 @@ class _Shown:
 
     def line(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(text, soft_wrap=True, markup=False)
+            self._console.print(text, markup=False)
 
     def bar(self, name: str, done: int, total: int) -> None:
         if self._progress is None:
@@ -81,7 +81,7 @@ class _Shown:
 
 @contextmanager
 def _shown(quiet: bool) -> Iterator[_Shown]:
-    console = Console(stderr=True, emoji=False, highlight=False)
+    console = Console(stderr=True)
     if quiet or not console.is_terminal or console.is_dumb_terminal:
         yield _Shown(console, None, quiet=quiet)
         return

@@ -39,7 +39,7 @@ def image(
             help=(
                 "The anygauge command to run inside, such as `-- train run.yaml`; default: doctor."
             ),
-            metavar="[-- COMMAND ...]",
+            metavar="-- COMMAND ...",
             show_default=False,
         ),
     ] = None,
@@ -158,7 +158,7 @@ def describe(
 
 def show(found: dict[str, Any]) -> None:
     """The same for people."""
-    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    console = Console()
     console.print(Text(f"Backend {found['backend']}: {found['reason']}", style="bold"))
     lines = {"image": found["image"]}
     row = found.get("release")
@@ -179,7 +179,7 @@ def show(found: dict[str, Any]) -> None:
         lines["others"] += "; choose one with --release"
     for title, text in lines.items():
         if text:
-            console.print(Text(f"  {title:<8} {text}"))
+            console.print(Text(f"  {title:<8} {text}"), soft_wrap=title in ("build", "run"))
 
 
 def _release(backend: Backend, asked: str | None) -> ImageRelease | None:

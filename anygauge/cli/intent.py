@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from anygauge.interface import Job, RunFileError, named_fabric
 
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, Plan
     from anygauge.registry import Registry, Selection
+
+
+class Command(TyperCommand):
+    """A command whose usage is written as it is typed; typer's releases differ in it."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """``RUN.yaml [OPTIONS]``; what goes to another command comes last."""
+        given = [param for param in self.params if param.param_type_name == "argument"]
+        words = [one.metavar or "" if one.required else f"[{one.metavar}]" for one in given]
+        return sorted([*words, "[OPTIONS]"], key=lambda word: word.startswith("[--"))
+
 
 RunFileArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
 BackendOption = Annotated[

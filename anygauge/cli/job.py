@@ -23,8 +23,10 @@ class Action(enum.StrEnum):
 
 
 def job(
-    action: Annotated[Action, typer.Argument(help="The action.")],
-    run_directory: Annotated[Path, typer.Argument(help="The run's folder.")],
+    action: Annotated[Action, typer.Argument(help="The action.", metavar="ACTION")],
+    run_directory: Annotated[
+        Path, typer.Argument(help="The run's folder.", metavar="RUN_DIRECTORY")
+    ],
     lines: Annotated[
         int, typer.Option("--lines", min=1, help="For logs: how many lines of each.")
     ] = 20,

@@ -419,7 +419,7 @@ def _terminal(handover: Handover, job: Job, *, own_process: bool) -> Iterator[_T
 
 def _plain_console(file: IO[str] | None = None) -> Console:
     """Lines, and no bar: the terminal is shared with other ranks and with the launcher."""
-    return Console(file=file, force_terminal=False, emoji=False, highlight=False)
+    return Console(file=file, force_terminal=False)
 
 
 if __name__ == "__main__":

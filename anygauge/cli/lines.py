@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Event = Mapping[str, Any]
+HOUR = 3600.0
 
 
 def step_line(event: Event) -> str:
@@ -51,11 +52,13 @@ def summary_lines(summary: Any) -> list[str]:
     """
     if not isinstance(summary, Mapping):
         return []
-    shown = {
-        str(name).replace("_", " "): _value(value)
-        for name, value in summary.items()
-        if isinstance(value, str | int | float)
-    }
+    shown = {}
+    for name, value in summary.items():
+        if name == "seconds" or (str(name).endswith("_s") and not str(name).endswith("_per_s")):
+            value = seconds(value) if isinstance(value, float) else value
+            name = "time" if name == "seconds" else name.removesuffix("_s")
+        if isinstance(value, str | int | float):
+            shown[str(name).replace("_per_s", "/s").replace("_", " ")] = _value(value)
     if memory := _memory(summary.get("memory")):
         shown["memory"] = memory
     step = summary.get("step_s")
@@ -89,6 +92,17 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def seconds(value: float) -> str:
+    """A time as people say it."""
+    if value < 0.1:
+        return f"{1000 * value:.1f} ms"
+    if value < 2 * 60:
+        return f"{value:.2f} s"
+    if value < 2 * HOUR:
+        return f"{value / 60:.1f} min"
+    return f"{value / HOUR:,.1f} h"
 
 
 def _value(value: Any) -> str:

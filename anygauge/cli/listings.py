@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,15 +54,13 @@ PROVEN = {
 # -- backends -------------------------------------------------------------------------------------
 
 
-def backends(
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
+def backends(json_: JsonOption = False) -> None:
     """List the installed backends, what each found on this machine, and what auto would choose."""
     report = _collect(Registry.load())
     if json_:
         typer.echo(json.dumps(report, indent=2))
     else:
-        _show_report(report, Console(emoji=False, highlight=False))
+        _show_report(report, Console())
 
 
 def _collect(registry: Registry) -> dict[str, Any]:
@@ -136,7 +133,9 @@ def _summary(rows: list[dict[str, Any]], console: Console) -> None:
     if not rows:
         console.print("No backend is installed.")
         return
-    table = _table("Backend", "Available", "Priority", "From", "Why")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("Backend", "Available", "Priority", "From", "Why"):
+        table.add_column(column)
     for row in rows:
         table.add_row(
             Text(row["name"], style="bold"),
@@ -151,15 +150,10 @@ def _summary(rows: list[dict[str, Any]], console: Console) -> None:
 def _details(row: Mapping[str, Any], console: Console) -> None:
     console.print()
     console.print(Text(f"What {row['name']} looked at", style="bold"))
-    table = _table("Question", "Found", "Seen", "Looked at")
     for question, finding in row["findings"].items():
-        table.add_row(
-            question,
-            finding["presence"],
-            Text(finding["detail"]),
-            Text("\n".join(finding["looked_at"]) or "-"),
-        )
-    console.print(table)
+        _item(f"{question}: {finding['presence']}; {finding['detail']}", console)
+        if finding["looked_at"]:
+            _item(f"    looked at {', '.join(finding['looked_at'])}", console)
     if row["device_count"] is not None:
         _item(f"devices: {row['device_count']}", console)
     for note in row["notes"]:
@@ -204,34 +198,16 @@ def _identity(plugin: Mapping[str, Any]) -> str:
     return f"{plugin['entry_point'] or '-'} ({plugin['distribution']} {plugin['version']})"
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in columns:
-        # Folding breaks long paths rather than cutting them off.
-        table.add_column(column, overflow="fold")
-    return table
-
-
 def _item(text: str, console: Console) -> None:
     """One entry of a list, wrapped under itself."""
     for number, line in enumerate(text.splitlines()):
-        depth = len(line) - len(line.lstrip()) + (4 if number else 2)
-        wrapped = textwrap.fill(
-            line.strip(),
-            width=max(console.width, depth + 20),
-            initial_indent=" " * depth,
-            subsequent_indent=" " * (depth + 2),
-            break_on_hyphens=False,
-        )
-        console.print(Text(wrapped), soft_wrap=True)
+        console.print(Text(f"{'    ' if number else '  '}{line}"))
 
 
 # -- launchers ------------------------------------------------------------------------------------
 
 
-def launchers(
-    json_: JsonOption = False,
-) -> None:
+def launchers(json_: JsonOption = False) -> None:
     """List the installed launchers: where each starts ranks, what its jobs can do."""
     found = [
         {"distribution": provided.distribution, **describe_launcher(provided.spec)}
@@ -240,7 +216,7 @@ def launchers(
     if json_:
         typer.echo(json.dumps(found, indent=2))
         return
-    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    console = Console()
     for one in found:
         console.print(Text(one["name"], style="bold"))
         console.print(Text(f"    ranks on {one['machines']}; files {one['files']}"))
@@ -279,10 +255,7 @@ def _distance(provided: Provided[LauncherSpec]) -> tuple[bool, bool]:
 # -- strategies -----------------------------------------------------------------------------------
 
 
-def strategies(
-    backend: BackendOption = None,
-    json_: JsonOption = False,
-) -> None:
+def strategies(backend: BackendOption = None, json_: JsonOption = False) -> None:
     """List the strategies: what each needs, and whether a backend can run it."""
     from anygauge.config.strategies import all_sections
 
@@ -292,7 +265,7 @@ def strategies(
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "strategies": found}, indent=2))
         return
-    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    console = Console()
     console.print(Text(f"backend {chosen.name} ({selection.reason})"))
     for one in found:
         name = f"{one['name']} (default)" if one["default"] else one["name"]
@@ -354,7 +327,7 @@ def kernels(
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "kernels": rows}, indent=2))
         return
-    console = Console(emoji=False, highlight=False)
+    console = Console()
     title = f"backend {chosen.name} ({selection.reason}); a run would use those marked *"
     console.print(Text(title))
     console.print(_kernel_table(rows))

@@ -226,7 +226,7 @@ def _waiting(subject: str) -> Iterator[None]:
 
     from anygauge.cli.console import Console
 
-    console = Console(stderr=True, emoji=False, highlight=False)
+    console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield
         return

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anygauge.cli.lines import HOUR, seconds
 from anygauge.interface import Machine
 from anygauge.planning.time import Duration
 from anygauge.planning.trials import Target, Trial
 
-HOUR, GB = 3600.0, 1e9
+GB = 1e9
 LEAST = 10**7
 """Bytes: what is sent of less is left to JSON."""
 
@@ -115,17 +116,6 @@ def sent(trial: Trial) -> list[dict[str, Any]]:
         for one in trial.memory.work.traffic
     ]
     return sorted(found, key=lambda one: -int(one["sent"]))
-
-
-def seconds(value: float) -> str:
-    """A time as people say it."""
-    if value < 0.1:
-        return f"{1000 * value:.1f} ms"
-    if value < 2 * 60:
-        return f"{value:.2f} s"
-    if value < 2 * HOUR:
-        return f"{value / 60:.1f} min"
-    return f"{value / HOUR:,.1f} h"
 
 
 def machines_up_to(most: int) -> Sequence[int]:

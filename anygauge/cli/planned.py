@@ -12,6 +12,7 @@ from rich.table import Table
 
 from anygauge.cli import plan_time
 from anygauge.cli.console import Console
+from anygauge.cli.lines import seconds
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, UsageError
 from anygauge.planning.candidates import layouts, section_in_words
@@ -239,7 +240,7 @@ COLUMNS: Sequence[tuple[str, Callable[[Trial], str]]] = (
     ("needed, GiB", lambda trial: "?" if trial.fit is None else _gib(trial.fit.needed)),
     ("left, GiB", lambda trial: "?" if trial.fit is None else _gib(trial.fit.left)),
     ("phase", lambda trial: trial.memory.worst[0]),
-    ("step", lambda trial: "?" if trial.time is None else plan_time.seconds(trial.time.step)),
+    ("step", lambda trial: "?" if trial.time is None else seconds(trial.time.step)),
     ("tokens/s", lambda trial: "?" if trial.time is None else f"{trial.time.tokens_per_s:,.0f}"),
 )
 """Of the tables of machines and strategies, behind their names."""
@@ -254,7 +255,7 @@ class Shown:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._console = Console(emoji=False, highlight=False, soft_wrap=True, quiet=quiet)
+        self._console = Console(quiet=quiet)
 
     def trial(self, trial: Trial, target: Target) -> None:
         """The verdict, and what each phase takes."""
@@ -279,18 +280,20 @@ class Shown:
                 largest[kind] = max(size, largest.get(kind, 0))
         seen = {kind for kind, size in largest.items() if size > SMALL * found.worst[1].total}
         kinds = [kind for kind in dict.fromkeys([*KINDS, *largest]) if kind in seen]
-        table = Table(box=box.SIMPLE_HEAD)
-        table.add_column("GiB", no_wrap=True)
-        for heading in (*kinds, *(["on top", "needed", "left"] if fit else ["most at once"])):
-            table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
-        for phase, peak in found.device.items():
-            sizes = [peak.kinds.get(kind, 0) for kind in kinds]
-            if fit is None:
-                sizes.append(peak.total)
-            else:
-                needed = fit.phases[phase]
-                sizes += [needed - peak.total, needed, fit.memory - needed]
-            table.add_row(phase, *map(_gib, sizes))
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("GiB")
+        for phase in found.device:
+            table.add_column(phase, justify="right")
+        rows = {kind: [peak.kinds.get(kind, 0) for peak in found.device.values()] for kind in kinds}
+        totals = [peak.total for peak in found.device.values()]
+        if fit is None:
+            rows["most at once"] = totals
+        else:
+            needed = [fit.phases[phase] for phase in found.device]
+            rows["on top"] = [a - b for a, b in zip(needed, totals, strict=True)]
+            rows |= {"needed": needed, "left": [fit.memory - one for one in needed]}
+        for heading, sizes in rows.items():
+            table.add_row(heading, *map(_gib, sizes))
         self._console.print(table)
 
     def rows(self, what: str, rows: Sequence[PlanRow]) -> None:
@@ -331,10 +334,10 @@ class Shown:
             for line in change.text.splitlines():
                 self._line(f"     {line}", "green")
             options = " ".join(f"--set {shlex.quote(one)}" for one in change.options)
-            self._line(f"     {options}", "dim")
+            self._line(f"     {options}", "dim", soft_wrap=True)
 
-    def _line(self, text: str, style: str = "") -> None:
-        self._console.print(text, markup=False, style=style)
+    def _line(self, text: str, style: str = "", soft_wrap: bool | None = None) -> None:
+        self._console.print(text, markup=False, style=style, soft_wrap=soft_wrap)
 
 
 def verdict(trial: Trial, target: Target) -> str:

@@ -79,6 +79,12 @@ def preflight(intent: Intent, *, engine: bool = False, quiet: bool = False) -> F
     environ = {**run.environment, **os.environ}
     # Where ranks run on other machines, the agents there fetch.
     notes = [] if spec.remote else fetch_model(run.model, environ, engine=engine, quiet=quiet)
+    devices, cores = job.launch.devices, len(os.sched_getaffinity(0))
+    if devices > cores and not spec.remote:
+        notes.append(
+            f"--devices {devices}: these ranks share {cores} processor cores and wait for each "
+            f"other; {cores} or fewer are usually faster"
+        )
     found = ask(question, {**environ, **ENVIRONMENT}, quiet=quiet)
     return replace(found, notes=[*notes, *found.notes])
 
@@ -205,16 +211,13 @@ def _findings(event: Mapping[str, Any]) -> Findings:
 
     if event["event"] == "unchecked":
         return Findings(notes=[f"only the ranks will check model and rows: {event['message']}"])
-    settings = event["settings"]
-    return Findings(
-        notes=event["notes"],
-        data=event["data"],
-        advice=event["advice"],
-        engine_note=event["engine_note"],
-        settings=None
-        if settings is None
-        else [Setting(name=n, value=v, reason=r, source=s) for n, v, r, s in settings],
-    )
+    found = Findings(**event["found"])
+    if found.settings is not None:
+        found.settings = [
+            Setting(name=n, value=v, reason=r, source=s)
+            for n, v, r, s in event["found"]["settings"]
+        ]
+    return found
 
 
 def _broken(part: str, code: int, output: IO[bytes]) -> AnygaugeError:

@@ -13,7 +13,7 @@ import typer
 from anygauge.cli.intent import Intent, rendered
 from anygauge.cli.run_folder import RESOLVED, write_run
 from anygauge.interface import PlannedFile, UsageError
-from anygauge.util.files import write_text
+from anygauge.util.files import why_no_folder, write_text
 from anygauge.util.hiding import holds_secret, is_secret
 
 
@@ -25,10 +25,12 @@ def write_plan(intent: Intent, folder: Path) -> None:
     submission, and here where the plan has a batch file, which is all that submission needs.
 
     Raises:
-        UsageError: the folder is not empty.
+        UsageError: the folder is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"--render: {folder} exists and is not an empty folder; name another")
+    if why := why_no_folder(folder):
+        raise UsageError(f"--render {folder}: {why}; name another")
     spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
     intent, left_out = _without_secrets(_under_its_own_name(intent) if spec.remote else intent)
     job, run, home = intent.job, intent.run, Path(intent.job.run_directory)

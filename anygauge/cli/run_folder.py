@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anygauge.interface import AnygaugeError
-from anygauge.util.files import read_text, write_text
+from anygauge.interface import AnygaugeError, RunFileError
+from anygauge.util.files import read_text, why_no_folder, write_text
 from anygauge.util.run_lock import LOCK, open_lock
 from anygauge.util.start import START
 
@@ -279,12 +279,19 @@ def gone_on_with(intent: Intent) -> tuple[bool, Finished | None]:
     For a run and its dry run alike; only where the files are on this machine.
 
     Raises:
-        AnygaugeError: what is to be gone on from is not a checkpoint, or belongs to another run.
+        AnygaugeError: what is to be gone on from is not a checkpoint, or belongs to another run; or
+            the folder cannot be written.
     """
     run, folder = intent.run, Path(intent.job.run_directory)
     resume = run.checkpoint.resume
     launcher = intent.registry.find_launcher(run.launch.launcher).spec
-    if not launcher.shared_filesystem or resume == "never":
+    if not launcher.shared_filesystem:
+        return False, None
+    if why := why_no_folder(folder):
+        raise RunFileError(
+            f"output: {why}, so this run cannot have {folder}; name another --output"
+        )
+    if resume == "never":
         return False, None
     if resume != "auto":
         _check_named(run, Path(resume))

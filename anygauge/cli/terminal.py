@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from anygauge.cli.console import Console
 from anygauge.cli.lines import evaluation_line, step_line, step_metrics, summary_lines
 from anygauge.cli.run_folder import LAUNCHED, logs_of
 from anygauge.interface import STOPPED, RunningJob
+from anygauge.util.processes import REPEATED_SIGNAL_S
 from anygauge.util.start import START, settled
 from anygauge.util.text import escaped
 
@@ -53,8 +56,8 @@ def follow(
         The exit status: that of the job (`STOPPED` where it wrote a checkpoint at the user's
         request), or 128 + the signal by which the user ended it.
     """
-    console = console or Console(force_terminal=sys.stdout.isatty(), emoji=False, highlight=False)
-    errors = errors or Console(stderr=True, emoji=False, highlight=False)
+    console = console or Console(force_terminal=sys.stdout.isatty())
+    errors = errors or Console(stderr=True)
     view = View(console, quiet)
     endings: list[Event] = []
     handled = len(asked)
@@ -79,7 +82,7 @@ def follow(
         status = running.wait()
     if signals and all(event.get("state") == "cancelled" for event in endings):
         when = "" if view.began else " before the first step; there was nothing to save"
-        errors.print(f"ended on request{when}; the ranks have ended", soft_wrap=True)
+        errors.print(f"ended on request{when}; the ranks have ended")
         show_where_logs_are(errors, run_directory)
         return 128 + signals[0]
     if not endings:
@@ -207,7 +210,7 @@ class View:
         if level == "warning":
             text = f"warning: {text}"
         style = "" if level == "info" else "yellow"
-        self._console.print(Text(escaped(text), style=style), soft_wrap=True)
+        self._console.print(Text(escaped(text), style=style))
 
     def ask(self, question: str) -> str:
         """A letter from the terminal; another Ctrl-C is c, SIGTERM and the end of input are d."""
@@ -308,8 +311,14 @@ def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[i
         asked: those that were answered before.
     """
     received = list(asked)
+    counted = -math.inf
 
     def cancel(signum: int, frame: FrameType | None) -> None:
+        nonlocal counted
+        # Later than the agent's own limit, so that the agent counts whatever is counted here.
+        if time.monotonic() - counted < 2 * REPEATED_SIGNAL_S:
+            return
+        counted = time.monotonic()
         received.append(signum)
         if running.record is None:
             running.cancel()
@@ -320,15 +329,13 @@ def _interruptible(running: RunningJob, asked: Sequence[int]) -> Iterator[list[i
 
 def show_stopped(errors: Console, how: str) -> None:
     """Show where a run stopped at request, and how to resume it."""
-    errors.print(Text(how, style="yellow"), soft_wrap=True)
-    errors.print(Text("to resume: the same command with --resume auto"), soft_wrap=True)
+    errors.print(Text(how, style="yellow"))
+    errors.print(Text("to resume: the same command with --resume auto"))
 
 
 def fail(errors: Console, text: str) -> None:
     """Show why a run failed."""
-    errors.print(
-        Text("error: ", style="bold red") + Text(escaped(text), style="red"), soft_wrap=True
-    )
+    errors.print(Text(f"error: {escaped(text)}", style="red"))
 
 
 def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ from anygauge.cli.intent import (
     rendered,
 )
 from anygauge.interface import AnygaugeError, UsageError
+from anygauge.util.text import fitted
 
 if TYPE_CHECKING:
     from anygauge.util.waiting import WaitingAgent
@@ -263,11 +265,11 @@ def start(
     unused = not folder.exists() or not any(folder.iterdir())
     refuse_second(intent, folder)
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        typer.echo(fitted(f"note: {note}", sys.stderr), err=True)
     if not quiet:
         typer.echo(f"run: {folder}")
         for line in expected.lines:
-            typer.echo(line)
+            typer.echo(fitted(line, sys.stdout))
     with claimed(folder) as lock:
         with deferred() as asked:
             if spec.shared_filesystem or not (folder / RUN_FILE).exists():

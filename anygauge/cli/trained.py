@@ -12,6 +12,7 @@ import typer
 
 from anygauge.cli.intent import BackendOption
 from anygauge.interface import ModelError, UsageError
+from anygauge.util.files import why_no_folder
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection
@@ -116,6 +117,8 @@ def merge(
     """Fold an adapter into its base model, and compare the result's logits with both."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output} exists and is not an empty folder; name a new one")
+    if why := why_no_folder(output):
+        raise UsageError(f"--output {output}: {why}; name another")
     origin = model_origin(model, adapter, tokenizer)
     if origin.adapter is None:
         raise UsageError(f"{model} is not a run with an adapter: name one with --adapter FOLDER")

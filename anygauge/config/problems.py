@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
-from anygauge.config.renamed import new_name, new_value
+from anygauge.config.renamed import RENAMED, new_name, new_value
 from anygauge.config.sections import LARGEST
 from anygauge.config.strategies import StrategySection, all_sections, named
 from anygauge.config.tree import Problem, YamlNode, dotted
@@ -119,8 +119,10 @@ def _unknown(path: tuple[object, ...], root: YamlNode) -> Problem:
     assert parent is not None and parent.section is not None
     valid = [*parent.section.model_fields, *([] if path[:-1] else ["extends"])]
     hints = ["no such field"]
-    close = get_close_matches(name.lower(), valid, n=1)
     here = dotted(path[:-1])
+    names = {field: field for field in valid}
+    names |= {old[-1]: new for old, new in RENAMED.items() if ".".join(old[:-1]) == here}
+    close = [names[near] for near in get_close_matches(name.lower(), names, n=1)]
     others: list[str] = []
     if issubclass(parent.section, StrategySection):
         others = [n for n, section in all_sections().items() if name in section.model_fields]
@@ -131,9 +133,9 @@ def _unknown(path: tuple[object, ...], root: YamlNode) -> Problem:
             hints.append(f"add strategy.name: {' or '.join(others)}")
     elif places := [home or "the top level" for home in homes(name) if home != here]:
         hints.append(f"'{name}' belongs under {' or '.join(places)}")
-    elif not close and name in ELSEWHERE:
+    elif name in ELSEWHERE:
         hints.append(f"here that is '{ELSEWHERE[name]}'")
-    if close:
+    elif close:
         hints.append(f"did you mean '{close[0]}'?")
     said = "; ".join(hints)
     said += " " if said.endswith("?") else "; "
@@ -158,8 +160,25 @@ def _wrong(path: tuple[object, ...], root: YamlNode) -> Problem:
     node = root.nearest(*path)
     expected = kind_at(path, root) or Kind(Any)
     said = f"got {received(node, private=is_private(path))}, expected {wanted(expected)}"
-    text = "; ".join([said, *_hints(node, expected)])
+    text = "; ".join([said, *_hints(node, expected), *_first_field(path, node, expected)])
     return Problem(node.origin, dotted(path), text)
+
+
+def _value_here(value: str) -> str:
+    """A value of another tool's as it is called here; any other as it is."""
+    return ELSEWHERE.get(value, "").partition(": ")[2] or value
+
+
+def _first_field(path: tuple[object, ...], node: YamlNode, expected: Kind) -> Iterator[str]:
+    """Where a text stands in place of a section: the field of it that the text is for."""
+    chosen = any(member.choices for member in expected.members)
+    if expected.section is None or chosen or not isinstance(node.value, str):
+        return
+    for name in ("name", "type", "path", "param_dtype"):
+        value, field = _value_here(node.value), expected.below(name)
+        if field is not None and (value in field.choices or "text" in str(field)):
+            yield f"write '{dotted((*path, name))}: {value}'"
+            return
 
 
 def _hints(node: YamlNode, expected: Kind) -> Iterator[str]:
@@ -182,8 +201,11 @@ def _hints(node: YamlNode, expected: Kind) -> Iterator[str]:
             longest = member.bound("max_length")
             if longest is not None and len(value) > longest:
                 yield f"at most {longest} characters"
-        close = get_close_matches(value, expected.choices, n=1)
-        if close and len(expected.choices) > 1:
+        choices = [choice for member in expected.members for choice in member.choices]
+        close = get_close_matches(value, choices, n=1)
+        if _value_here(value) in choices:
+            close = [_value_here(value)]
+        if close and len(choices) > 1:
             yield f"did you mean '{close[0]}'?"
         if takes & {int, float} and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value):
             yield "write it without quotes and without leading zeros"

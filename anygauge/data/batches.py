@@ -24,6 +24,8 @@ from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
 if TYPE_CHECKING:
     import torch
 
+    from anygauge.config.schema import RunFile
+
 
 def accumulation(global_batch: int, micro_batch: int, parts: int) -> int:
     """Micro-batches that each rank reads per step.
@@ -71,6 +73,18 @@ class Layout:
     share: Share = field(default_factory=lambda: Share(0, 1))
     packing: bool = False
     shapes: ShapePolicy = field(default_factory=ShapePolicy)
+
+    @classmethod
+    def of(cls, run: RunFile, share: Share, pad_id: int, shapes: ShapePolicy) -> Layout:
+        """That of a run."""
+        return cls(
+            micro_batch=run.train.sequences_at_once(share.count),
+            max_length=run.data.max_length,
+            pad_id=pad_id,
+            share=share,
+            packing=run.data.packing,
+            shapes=shapes,
+        )
 
     @property
     def agrees(self) -> bool:

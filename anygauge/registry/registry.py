@@ -27,6 +27,7 @@ from anygauge.interface import (
     Probe,
     Strategy,
     StrategySpec,
+    Support,
     Tracker,
     TrackerSpec,
     UnknownNameError,
@@ -158,6 +159,12 @@ class Registry:
                 f"{title}: its factory {factory_name!r} gave a backend whose name is "
                 f"{getattr(backend, 'name', None)!r}; both names must be the same"
             )
+        for capability, support in dict(backend.capabilities).items():
+            if not isinstance(support, Support):
+                raise PluginError(
+                    f"{title}: its capabilities have {capability!r}: {support!r}, which is not an "
+                    "anygauge.interface.Support; valid: FULL, or Support(Level.PARTIAL, 'why')"
+                )
         return backend
 
     def find_launcher(self, name: str) -> Provided[LauncherSpec]:

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anygauge.config.schema import ModelSection, RunFile
 from anygauge.interface import (
@@ -20,6 +20,7 @@ from anygauge.interface import (
     PluginError,
     RunFileError,
     Setting,
+    ShapePolicy,
 )
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.models.files import check_weights, read_header
@@ -34,10 +35,7 @@ from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
 from anygauge.models.vocabulary import described, enlarge, new_tokens
 from anygauge.registry import Registry
 from anygauge.training.schedule import peak_advice
-from anygauge.training.strategy import create_strategy, workload_of
-
-if TYPE_CHECKING:
-    from anygauge.data import StreamedRows, TokenizedRows
+from anygauge.training.strategy import create_strategy, share_of, workload_of
 
 EIGHT_BIT_MISSING = (
     "train.optimizer.name: adamw_8bit needs the package bitsandbytes, which is not installed; "
@@ -54,7 +52,7 @@ class Question:
         backend: name of the chosen one.
         id: of the job.
         has_files: this machine has the files that the run file names.
-        engine: also tell the engine's settings, for a dry run.
+        engine: also tell the engine's settings and the run's steps, for a dry run.
     """
 
     run: str
@@ -73,6 +71,7 @@ class Findings:
         notes: what could not be checked here, and why.
         data: what became of the training rows; "" where they were not read.
         advice: on their length and on the learning rate, a line for each; "" where there is none.
+        steps, epochs: of the run; None where its rows were not read, or not asked for.
         settings: of the engine, if asked for.
         engine_note: what is not known of these.
     """
@@ -80,6 +79,8 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     data: str = ""
     advice: str = ""
+    steps: int | None = None
+    epochs: float | None = None
     settings: list[Setting] | None = None
     engine_note: str = ""
 
@@ -177,12 +178,12 @@ def check_run(
         _build(question, run, folder, shapes, found)
     elif question.engine:
         _settings(question, run, None, found)
-    rows = None
     if tokenizer is not None:
         enter("data")
-        rows = _rows(question, run, tokenizer, log, found)
-    # In a run, the ranks say it.
-    if question.engine and (short := _peak_advice(run, rows)):
+        _rows(question, run, tokenizer, log, found)
+    steps, train = found.steps or run.train.steps, run.train
+    if question.engine and steps:  # in a run, the ranks say it
+        short = peak_advice(steps, train.optimizer.lr, train.schedule)
         found.advice = "\n".join(filter(None, [found.advice, short]))
     return found
 
@@ -267,33 +268,27 @@ def _tokenizer(section: ModelSection, has_files: bool, found: Findings) -> Any:
 
 def _rows(
     question: Question, run: RunFile, tokenizer: Any, log: Callable[[str], None], found: Findings
-) -> TokenizedRows | StreamedRows | None:
+) -> None:
     from anygauge.config.paths import is_remote
-    from anygauge.data import advice, prepare
+    from anygauge.data import Layout, advice, prepare, training_batches
 
     sources = (*run.data.train_sources, *run.data.eval_sources)
     if not question.has_files:
         found.notes.append("the ranks will read the rows, on the job's machines")
-        return None
+        return
     if any(is_remote(source.path) for source in sources):
         found.notes.append("the ranks will read the rows of the hub and of other machines")
-        return None
+        return
     data = prepare(run.data, tokenizer, run.train.seed, log=log, run=question.id)
     found.data = data.report
     found.advice = advice(data.train, run.data) or ""
-    return data.train
-
-
-def _peak_advice(run: RunFile, rows: TokenizedRows | StreamedRows | None) -> str | None:
-    from anygauge.data import Layout, TokenizedRows, training_batches
-
-    train, data = run.train, run.data
-    steps = train.steps
-    warms_up = train.schedule.warmup_steps or train.schedule.warmup_ratio
-    if steps is None and warms_up and isinstance(rows, TokenizedRows):
-        layout = Layout(micro_batch=1, max_length=data.max_length, pad_id=0, packing=data.packing)
-        steps = training_batches(rows, data, train, layout, list).steps
-    return None if steps is None else peak_advice(steps, train.optimizer.lr, train.schedule)
+    if question.engine and not run.data.streaming:
+        registry = Registry.load()
+        share = share_of(run, registry, 0, question.world_size)
+        layout = Layout.of(run, share, tokenizer.pad_token_id, ShapePolicy())
+        batches = training_batches(data.train, run.data, run.train, layout, list)
+        found.steps = batches.steps
+        found.epochs = batches.epoch(batches.steps - 1)
 
 
 def _build(

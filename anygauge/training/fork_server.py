@@ -11,16 +11,13 @@ agent's own child afterwards: it is forked twice, and the process in between end
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
 import socket
 import stat
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -31,7 +28,7 @@ from typing import Any, NoReturn
 from anygauge.util.events import EVENTS_FD
 from anygauge.util.forking import receive, send
 from anygauge.util.imports import uncollected
-from anygauge.util.processes import tie_to_parent
+from anygauge.util.processes import end_process, tie_to_parent
 from anygauge.util.rendezvous import STORE_FD
 
 PLAIN = ("anygauge.config.resolved", "anygauge.registry", "sympy", "jinja2", "filelock", "PIL")
@@ -70,7 +67,8 @@ def serve(descriptor: int, rank: Callable[[], int | None]) -> NoReturn:
         arguments = _forked(message["fork"], descriptors, channel, given)
         if arguments is not None:
             sys.argv[1:] = arguments
-            _end(_status_of(rank))
+            # To take down what was imported would copy all pages that ranks share.
+            end_process(_status_of(rank))
     os._exit(0)  # what libraries do at exit belongs to ranks
 
 
@@ -85,19 +83,6 @@ def _status_of(rank: Callable[[], int | None]) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
-
-
-def _end(status: int) -> NoReturn:
-    """End a rank as Python ends forks of its own: threads are waited for, handlers of exit run, and
-    all is written. What was imported is not taken down: that takes a second, and would copy all
-    pages that ranks share."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)
-    os._exit(status)
 
 
 def _prepared(order: Mapping[str, Any]) -> str:

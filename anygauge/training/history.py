@@ -83,7 +83,7 @@ class History:
             ``tokens_per_s`` and the number of its steps, ``timed_steps``: those after the warm-up,
             or all where none came after it. In the first case also ``warmup_s``, what the other
             steps took, and ``warmup_extra_s``, how much longer than their tokens take later: mostly
-            compilation.
+            compilation; 0 where they took no longer.
         """
         if not self.seconds:
             return {}
@@ -91,11 +91,12 @@ class History:
             return {"tokens_per_s": self.tokens / self.seconds, "timed_steps": self.step}
         rate = self.timed_tokens / self.timed_seconds
         warmup = self.seconds - self.timed_seconds
+        extra = warmup - (self.tokens - self.timed_tokens) / rate
         return {
             "tokens_per_s": rate,
             "timed_steps": self.timed_steps,
             "warmup_s": warmup,
-            "warmup_extra_s": warmup - (self.tokens - self.timed_tokens) / rate,
+            "warmup_extra_s": max(0.0, extra),
         }
 
 

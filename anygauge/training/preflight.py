@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import tempfile
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -112,17 +113,10 @@ def main() -> int:
             begin_again_with_torch(text, answers)
         events.send(**failed(error))
     else:
-        settings = None
+        fields = asdict(found)
         if found.settings is not None:
-            settings = [[s.name, s.value, s.reason, s.source] for s in found.settings]
-        events.send(
-            "checked",
-            notes=found.notes,
-            data=found.data,
-            advice=found.advice,
-            settings=settings,
-            engine_note=found.engine_note,
-        )
+            fields["settings"] = [(s.name, s.value, s.reason, s.source) for s in found.settings]
+        events.send("checked", found=fields)
     return 0
 
 

@@ -170,9 +170,9 @@ def _summary(
         "saved": str(folder),
         **({} if prepared.loop.checkpoints.losses else {"checkpoints": NO_CHECKPOINTS}),
         "verified": verified.record(),
-        "data": str(prepared.data.report),
+        "data": str(prepared.data.train.report),
         "backend": job.backend,
-        "strategy": job.strategy,
+        "strategy": prepared.strategy.description,
         "choices": dict(prepared.choices),
     }
 
@@ -197,7 +197,7 @@ def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Fa
     return card.Facts(
         device=str(prepared.loop.backend.placement.device),
         backend=summary["backend"],
-        strategy=prepared.strategy.description,
+        strategy=summary["strategy"],
         ranks=rank.world_size,
         precision=f"{prepared.precision.param_dtype}, gradients {prepared.precision.reduce_dtype}, "
         f"masters {prepared.precision.master_dtype}",

@@ -17,7 +17,6 @@ from anygauge.data import (
     Layout,
     Prepared,
     advice,
-    described,
     prepare,
     training_batches,
 )
@@ -25,6 +24,7 @@ from anygauge.data.template import end_of_turn_ids, read_template
 from anygauge.interface import (
     Backend,
     Job,
+    Level,
     Placement,
     UnsupportedError,
 )
@@ -156,6 +156,8 @@ def prepare_run(
     if rank.index == 0:
         check_trackers(registry, run, os.environ)
     precision = resolve_precision(run.precision, backend.support)
+    if (found := backend.support(precision.param_dtype)).level is Level.PARTIAL:
+        rank.warn(f"precision.param_dtype: {precision.param_dtype} on this device: {found.reason}")
     kernels = kernels_of_run(run, backend, registry)
     backend.adapt_models(packing=run.data.packing)
     tokenizer = load_tokenizer(run.model)
@@ -189,14 +191,7 @@ def prepare_run(
     ends = end_of_turn_ids(tokenizer, template)
     files = ResultFiles(run.model, tokenizer, chat_template=template, end_ids=ends)
     workload = workload_of(run, registry, backend, precision, rank.index, rank.world_size)
-    layout = Layout(
-        micro_batch=workload.micro_batch,
-        max_length=run.data.max_length,
-        pad_id=tokenizer.pad_token_id,
-        share=share,
-        packing=run.data.packing,
-        shapes=backend.graph.shapes,
-    )
+    layout = Layout.of(run, share, tokenizer.pad_token_id, backend.graph.shapes)
     sum_on_host = backend.collectives.sum_on_host
     batches = training_batches(
         data.train,
@@ -209,7 +204,7 @@ def prepare_run(
         rank.warn(short)
     evaluations = {}
     if data.eval is not None:
-        rank.log(f"evaluation: {described(data.eval)}")
+        rank.log(f"evaluation: {data.eval.report}")
         held_out = EvaluationBatches(data.eval, layout)
         evaluations["eval"] = (held_out, data.eval.report.num_loss_tokens)
     resumed = find_checkpoint(

@@ -34,6 +34,15 @@ def replaced(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def why_no_folder(path: str | Path) -> str:
+    """Why no files can be written to a folder, which need not be there; "" where they can."""
+    path = Path(path).absolute()
+    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+
+
 def write_text(path: str | Path, text: str, mode: int = 0o666) -> None:
     """Write a text file in one piece; folders above it are made.
 

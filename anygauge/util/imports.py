@@ -6,6 +6,7 @@ that are named as hidden.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -60,6 +61,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # what Python cannot take down, nanobind reports as leaked
         if enabled:
             gc.enable()
 

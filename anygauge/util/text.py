@@ -6,10 +6,12 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shutil
+import textwrap
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.7) -> str:
@@ -27,6 +29,28 @@ def near_file(path: Path) -> str:
     if not path.parent.is_dir():
         return ""
     return did_you_mean(path.name, sorted(each.name for each in path.parent.iterdir()))
+
+
+def hanging(text: str, width: int) -> str:
+    """A text wrapped at words, each line under its own indent and two more; words stay whole."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
+
+
+def fitted(text: str, stream: IO[str]) -> str:
+    """A text for a stream: wrapped where that is a terminal, whole lines for all others."""
+    return hanging(text, shutil.get_terminal_size().columns) if stream.isatty() else text
 
 
 def listed(names: Iterable[str]) -> str:

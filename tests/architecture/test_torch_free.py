@@ -24,7 +24,7 @@ finally:
     print(json.dumps(sorted(sys.modules)))
 """
 
-COMMAND = "from anygauge.cli import main; main()"
+COMMAND = "import sys; from anygauge.cli import run; sys.exit(run(sys.argv[1:]))"
 
 
 def loaded(source: str, *arguments: str) -> list[str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from anygauge import cli
+from anygauge.cli.trained import EMPTY
 from tests.helpers.processes import bounded
-from tests.helpers.runs import anygauge, run_file
+from tests.helpers.runs import anygauge, run_file, trained_here
 
 SSH = """#!/bin/sh
 echo "ssh: connect to host away port 22: No route to host" >&2
@@ -66,6 +67,7 @@ def test_another_pipe_that_breaks_is_told(
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(cli, "run", broken)
+    monkeypatch.setattr(cli, "end_process", sys.exit)
     monkeypatch.setattr(os, "dup2", lambda *descriptors: None)  # pytest's own output continues
     with pytest.raises(SystemExit):
         cli.main()
@@ -93,3 +95,31 @@ def test_a_run_whose_reader_goes_away_ends(tmp_path: Path) -> None:
     while subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 0:
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, the run file that made it, and the run of an adapter for it."""
+    folder = tmp_path_factory.mktemp("tuned")
+    whole = {"adapter": None, "strategy": {"name": "single"}, "train": {"steps": 1}}
+    base = trained_here(run_file(folder, name="base", **whole)).folder / "model"
+    trained_here(run_file(folder, **{**whole, "adapter": {"r": 4}, "model": {"name": str(base)}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "generate out/tiny --prompt hello --max-new-tokens 2 --backend cpu",
+        pytest.param("merge out/tiny --output merged", marks=pytest.mark.slow),
+        pytest.param("data tiny.yaml", marks=pytest.mark.slow),
+        pytest.param("plan tiny.yaml", marks=pytest.mark.slow),
+    ],
+)
+def test_what_libraries_print_is_not_among_what_a_command_prints(line: str, tuned: Path) -> None:
+    # A process of its own, to its very end: libraries' last words come when it is taken down.
+    command = [sys.executable, "-m", "anygauge.cli", *line.split()]
+    done = subprocess.run(command, cwd=tuned, capture_output=True, text=True, timeout=120)
+    empty = f"{EMPTY}\n" if line.startswith("generate") and not done.stdout.strip() else ""
+    assert (done.returncode, done.stderr) == (0, empty)
+    assert "leaked" not in done.stdout

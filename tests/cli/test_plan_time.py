@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.cli import plan_time, planned
+from anygauge.cli import lines, plan_time, planned
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card, Machine
 from anygauge.planning.time import Ranks, duration
@@ -95,7 +95,7 @@ def test_scaling_keeps_the_rows_of_a_machine() -> None:
     [(0.0123, "12.3 ms"), (1.5, "1.50 s"), (600, "10.0 min"), (90_000, "25.0 h")],
 )
 def test_times_in_words(value: float, expected: str) -> None:
-    assert plan_time.seconds(value) == expected
+    assert lines.seconds(value) == expected
 
 
 @pytest.mark.parametrize(("most", "expected"), [(2, [1, 2]), (8, [1, 2, 4, 8]), (5, [1, 2, 4, 5])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,15 @@ import pytest
 from anygauge.cli import preflight
 from anygauge.cli import run as command
 from anygauge.cli.intent import read_intent
-from anygauge.interface import AnygaugeError, DataError, ModelError, RunFileError, UnsupportedError
-from anygauge.training.checks import Question
+from anygauge.interface import (
+    AnygaugeError,
+    DataError,
+    ModelError,
+    RunFileError,
+    UnsupportedError,
+    UsageError,
+)
+from anygauge.training.checks import Findings, Question
 from tests.helpers.runs import TINY, run_file
 
 QUESTION = Question(run="{}", backend="cpu", world_size=1)
@@ -54,21 +62,59 @@ def test_settings_are_refused_without_a_process(
 
 def test_a_dry_run_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     targets = {"targets": ["q_proj"], "r": 4}
-    zero = {"name": "zero"}
-    path = run_file(tmp_path, data={"max_length": 36}, adapter=targets, strategy=zero)
+    zero, warmup = {"name": "zero"}, {"schedule": {"warmup_steps": 2}}
+    path = run_file(tmp_path, data={"max_length": 36}, adapter=targets, strategy=zero, train=warmup)
     assert command(["train", str(path), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert " of 40 rows; " in out and "(from the cache of " not in out
     assert "data.max_length 36 is too short for " in out and "would hold 95% of the rows" in out
-    assert "zero_optimization.stage3_param_persistence_threshold = " in out
+    used = int(out.partition(" of 40 rows; ")[0].rpartition(" ")[2])
+    assert f"  4 steps, {16 / used:.3g} epochs\n" in out
+    assert "  4 rows a step: 2 micro-batches of 2 on each of 1 ranks\n" in out
+    assert "learning rate: 3.3e-04 at step 1, 1.0e-03 at step 3, 5.0e-04 at step 4 (adamw" in out
+    assert "zero_optimization" not in out
+    kept = json.loads((tmp_path / "cache/tiny-zero.json").read_text())
+    assert kept["zero_optimization.stage3_param_persistence_threshold"]["reason"]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], []], ids=["dry run", "run"])
+def test_an_output_that_cannot_be_written_is_named_before_anything_runs(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "ask", None)
+    (tmp_path / "file").touch()
+    path = run_file(tmp_path, output=str(tmp_path / "file/runs"))
+    with pytest.raises(RunFileError, match=rf"output: {tmp_path}/file is not a folder"):
+        command(["train", str(path), *options])
+    with pytest.raises(UsageError, match=rf"{tmp_path}/file is not a folder"):
+        command(["merge", str(tmp_path), "--output", str(tmp_path / "file/new")])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_without_permission_is_named(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    path = run_file(tmp_path, output=str(tmp_path / "locked"))
+    with pytest.raises(RunFileError, match="locked cannot be written"):
+        command(["train", str(path), "--dry-run"])
+
+
+def test_more_ranks_than_cores_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "ask", lambda *args, **options: Findings())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    path = run_file(tmp_path, train={"micro_batch_size": 1})
+    for devices, lines in ((2, 0), (4, 1)):
+        intent = read_intent(path, [], {"launch.devices": devices}, need_device=False)
+        notes = preflight.preflight(intent).notes
+        assert [" share 3 processor cores " in note for note in notes] == [True] * lines
 
 
 def test_a_device_that_is_not_here_is_told_by_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from anygauge.cli import dry_run
-    from anygauge.training.checks import Findings
 
     monkeypatch.setattr(dry_run, "preflight", lambda intent, engine: Findings(settings=[]))
     name = "hpu"

@@ -14,8 +14,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rich.console import Console
+from rich.text import Text
 
+from anygauge.cli.console import Console
 from anygauge.cli.lines import evaluation_line, size, step_line, summary_lines
 from anygauge.cli.terminal import follow
 from anygauge.interface import STOPPED
@@ -113,13 +114,30 @@ def test_a_summary_is_a_line_for_each_single_value() -> None:
         "evaluations": [{"eval_loss": 1.0}],
         "skipped": None,
         "saved": "/runs/one/adapter",
+        "start_s": 0.05,
+        "seconds": 1234.5,
     }
     assert summary_lines(summary) == [
-        "final loss    1.25",
-        "tokens        12,345",
-        "tokens per s  5,120.4",
-        "saved         /runs/one/adapter",
+        "final loss  1.25",
+        "tokens      12,345",
+        "tokens/s    5,120.4",
+        "saved       /runs/one/adapter",
+        "start       50.0 ms",
+        "time        20.6 min",
     ]
+
+
+def test_prose_wraps_at_words_on_a_terminal_and_commands_stay_whole() -> None:
+    text = "  one two three-four, five [six] seven"
+    for terminal, whole, expected in (
+        (True, False, "  one two\n    three-four,\n    five [six]\n    seven\n"),
+        (True, True, f"{text}\n"),
+        (False, False, f"{text}\n"),
+    ):
+        out = io.StringIO()
+        lines = Console(file=out, force_terminal=terminal, width=15, color_system=None)
+        lines.print(Text(text), soft_wrap=whole or None)
+        assert out.getvalue() == expected
 
 
 @pytest.mark.parametrize(
@@ -342,6 +360,24 @@ def test_a_signal_that_came_while_the_job_was_submitted_has_its_answer() -> None
     assert status == 130
     assert "nothing to save" in out.getvalue()
     assert "ended on request before the first step" in err.getvalue()
+
+
+def test_a_signal_that_a_wrapper_doubles_is_one_request() -> None:
+    class Doubled(Elsewhere):
+        record = None
+
+        def events(self) -> Iterator[Mapping[str, Any]]:
+            for _ in range(2):
+                os.kill(os.getpid(), self.signum)
+                time.sleep(0.3)  # the loop looks at signals meanwhile
+            yield {"event": "ended", "state": "cancelled", "exit_status": 143, "cause": ""}
+
+    out = io.StringIO()
+    running = Doubled(signal.SIGINT)
+    console = Console(file=out, width=120)
+    assert follow(running, run_directory="/runs/one", console=console, errors=console) == 130
+    assert running.cancelled == 1
+    assert out.getvalue().count("Ctrl-C again to kill") == 1 and "killing" not in out.getvalue()
 
 
 def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ ADAPTER = names(AdapterSection)
         ),
         (
             "adapter: lora",
-            f"adapter: got 'lora' (str), expected a mapping of {ADAPTER} or null",
+            f"adapter: got 'lora' (str), expected a mapping of {ADAPTER} or null; write "
+            "'adapter.type: lora'",
         ),
         (
             "adapter:",
@@ -182,8 +183,39 @@ def test_names_of_other_tools_point_at_fields_that_exist(name, target):
     nowhere = Origin("run.yaml", None, Path())
     zero = YamlNode({"name": YamlNode("zero", nowhere)}, nowhere)
     root = YamlNode({"strategy": zero} if target.startswith("strategy.") else {}, nowhere)
-    assert kind_at(tuple(target.split(".")), root) is not None
+    path, _, value = target.partition(": ")
+    kind = kind_at(tuple(path.split(".")), root)
+    assert kind is not None
+    choices = [choice for member in kind.members for choice in member.choices]
+    assert not value or value in choices or not choices
     assert kind_at((name,), root) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("num_epochs=3", "here that is 'train.epochs'"),
+        ("train.fp32=true", "here that is 'precision.param_dtype: float32'"),
+        ("load_in_4bit=true", "here that is 'model.quantise: nf4'"),
+        ("train.target_modules=[q_proj]", "here that is 'adapter.targets'"),
+        ("adapter.rnk=8", "did you mean 'r'?"),
+        ("train.optimizer=adamw_torch", "write 'train.optimizer.name: adamw'"),
+        ("data.train=rows.jsonl", "write 'data.train.path: rows.jsonl'"),
+        ("precision=bf16", "write 'precision.param_dtype: bfloat16'"),
+        ("precision.param_dtype=fp16", "did you mean 'float16'?"),
+        ("model.quantise=4bit", "did you mean 'nf4'?"),
+        ("train.optimizer.name=adamw_hf", "did you mean 'adamw'?"),
+    ],
+)
+def test_what_users_of_other_tools_type_is_answered_with_ours(folder, minimal, override, said):
+    (complaint,) = folder.refuse(minimal, override)
+    assert said in complaint
+    assert complaint.count("did you mean") <= 1
+
+
+def test_a_word_that_is_no_field_of_a_section_is_not_suggested(folder, minimal):
+    (complaint,) = folder.refuse(minimal, "adapter=qlora")
+    assert "write" not in complaint
 
 
 def test_missing_fields_say_what_they_are_for(folder):

@@ -99,6 +99,11 @@ class Renamed(Backend):
     name = "another"
     device_type = "meta"
 
+class Promising(Backend):
+    name = "host"
+    device_type = "meta"
+    capabilities = {{"bfloat16": True}}
+
 def broken(options):
     raise RuntimeError("no such card")
 

@@ -213,6 +213,10 @@ def test_create_what_was_selected(have, load):
         ("fake_host:Impostor", "does not derive from anygauge.interface.Backend"),
         ("fake_host:impostor", "gave a Impostor"),
         ("fake_host:Renamed", "whose name is 'another'"),
+        (
+            "fake_host:Promising",
+            "capabilities have 'bfloat16': True, which is not an",
+        ),
         ("fake_host:broken", "raised RuntimeError: no such card"),
         ("fake_host:API_VERSION", "is a int, which cannot be called"),
         ("fake_host:Absent", "AttributeError"),

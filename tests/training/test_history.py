@@ -38,6 +38,13 @@ def test_the_first_steps_are_left_out_and_have_their_own_figures() -> None:
     assert run_of(5, warmup=2).step_seconds() == pytest.approx(8 / 3)
 
 
+def test_a_warm_up_that_took_no_longer_took_nothing_extra() -> None:
+    history = run_of(2, warmup=0)
+    history.add(2, loss=1.0, tokens=100, seconds=90.0, timed=True)
+    slow = dataclasses.replace(history, timed_tokens=100, timed_seconds=90.0)
+    assert slow.speed()["warmup_extra_s"] == 0.0
+
+
 def test_without_a_warm_up_every_step_counts() -> None:
     speed = run_of(5, warmup=0).speed()
     assert speed["tokens_per_s"] == pytest.approx(600 / 43)

@@ -157,3 +157,22 @@ def test_a_resolved_run_file_runs_again_unchanged(base: Run, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     again = Run(folder=tmp_path / "tiny", status=0, out="", err="")
     assert again.steps("loss") == base.steps("loss")
+
+
+def test_a_type_that_works_at_a_price_is_a_warning_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("anygauge.training.setup.Rank.warn", lambda rank, text: warned.append(text))
+    for dtype, expected in (("float16", 1), ("float32", 0)):
+        path = run_file(
+            tmp_path,
+            name=dtype,
+            precision={"param_dtype": dtype},
+            strategy={"name": "single"},
+            train={"steps": 1},
+        )
+        trained_here(path)
+        told = [text for text in warned if "float16" in text and "slower than float32" in text]
+        assert len(told) == expected
+        warned.clear()

@@ -94,6 +94,20 @@ def test_everything_is_as_it_was_afterwards() -> None:
     assert after == before
 
 
+def test_nothing_is_left_out_when_python_ends() -> None:
+    # Otherwise what libraries of C++ still hold then is reported as leaked, on standard error.
+    script = """
+    import atexit, gc
+    from anygauge.util.imports import uncollected
+    atexit.register(lambda: print(gc.get_freeze_count()))
+    with uncollected():
+        import json.tool
+    assert gc.get_freeze_count()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
+
+
 def test_caches_keep_their_bound() -> None:
     with quick_imports():
 
