@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,18 @@ HOUR = 3600.0
 class Lines(Console):
     """What commands print on: prose is wrapped at words on a terminal, and whole in a file.
 
-    ``soft_wrap=True`` leaves a line whole there too: a command, to be copied.
+    Where COLUMNS is set, a file has that width. ``soft_wrap=True`` leaves a line whole: a command,
+    to be copied.
     """
 
     def __init__(self, **options: Any) -> None:
         """Args: options: those of rich's console."""
         super().__init__(emoji=False, highlight=False, **options)
-        self.soft_wrap = not self.is_terminal
+        self.soft_wrap = not (self.is_terminal or "COLUMNS" in os.environ)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """See the class."""
-        if self.is_terminal and len(objects) == 1 and not options.get("soft_wrap"):
+        if len(objects) == 1 and not (self.soft_wrap or options.get("soft_wrap")):
             (one,) = objects
             if isinstance(one, Text) and not one.spans:
                 objects = (Text(hanging(one.plain, self.width), style=one.style),)
