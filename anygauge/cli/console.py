@@ -6,6 +6,7 @@ without rich passes through `anygauge.cli.EscapedStream`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,19 +20,19 @@ from anygauge.util.text import escaped, hanging
 class Console(rich.console.Console):
     """rich's, with `escaped` texts; its own styles and movements stay.
 
-    Prose is wrapped at words on a terminal, and whole in a file. ``soft_wrap=True`` leaves a line
-    whole there too: a command, to be copied.
+    Prose is wrapped at words on a terminal, and whole in a file, unless COLUMNS is set.
+    ``soft_wrap=True`` leaves a line whole there too: a command, to be copied.
     """
 
     def __init__(self, **options: Any) -> None:
         """Args: options: those of rich's console."""
         super().__init__(emoji=False, highlight=False, **options)
-        self.soft_wrap = not self.is_terminal
+        self.soft_wrap = not (self.is_terminal or "COLUMNS" in os.environ)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """See rich, which drops some control characters of a text before it renders it."""
         objects = tuple(escaped(o) if isinstance(o, str) else o for o in objects)
-        if self.is_terminal and len(objects) == 1 and not options.get("soft_wrap"):
+        if len(objects) == 1 and not (self.soft_wrap or options.get("soft_wrap")):
             (one,) = objects
             if isinstance(one, Text) and not one.spans:
                 objects = (Text(hanging(one.plain, self.width), style=one.style),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,21 @@ def test_what_is_wrong_in_a_command_line_ends_with_2(
 
 def test_every_command_has_a_wrong_line() -> None:
     assert set(cli.COMMANDS) <= {line.split()[0] for line in WRONG}
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_has_one_style(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run([name, "--help"]) == 0
+    usage, *lines = capsys.readouterr().out.splitlines()
+    words = r"[A-Za-z._]+|\[RUN\.yaml\]"
+    assert re.fullmatch(
+        rf"Usage: anygauge {name}( ({words}))* \[OPTIONS\]( \[-- COMMAND \.{{3}}\])?", usage
+    )
+    assert "  -h, --help" in "\n".join(lines) and not any("bool" in line for line in lines)
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("name", ["gpu", "nvidia", "amd", "apple"])
