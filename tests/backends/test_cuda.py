@@ -23,7 +23,7 @@ from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
 from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
-from anygauge_cuda.diagnostics import _compatibility, checks
+from anygauge_cuda.diagnostics import _compatibility, _surprises, checks
 from anygauge_cuda.peaks import published_peak
 from anygauge_cuda.placement import CudaPlacement, hardware_dtypes, without_kernels
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
@@ -575,6 +575,24 @@ def test_a_driver_that_is_too_old_is_told_which_image_it_serves(
     assert old.outcome == "fail"
     assert old.remedy.endswith("anygauge image --release torch-2.13-cuda12.6")
     assert "anygauge image" not in _compatibility("450.80.02").remedy
+
+
+def test_surprises_of_a_machine_name_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    assert not _surprises()
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        tf32, peers = _surprises()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert tf32.outcome == peers.outcome == "warn"
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: '0'" in tf32.remedy
+    assert "NCCL_CUMEM_HOST_ENABLE: '0'" in peers.remedy
 
 
 def test_every_failed_step_has_a_remedy(tmp_path: Path) -> None:
