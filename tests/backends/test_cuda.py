@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from anygauge.agent.environment import inspect_node
 from anygauge.config.schema import PrecisionSection, resolve_precision
 from anygauge.interface import (
     Level,
@@ -313,13 +315,23 @@ MIG = "/proc/driver/nvidia/capabilities/gpu0/mig/gi1/access"
     [
         ({"texts": {MIG: "DeviceFileMinor: 12"}}, "MIG"),
         ({"variables": {"CUDA_VISIBLE_DEVICES": "MIG-3a1b"}}, "MIG"),
-        ({"files": {"/dev/dxg": "/dev/dxg"}}, "WSL2"),
+        ({"texts": {"/dev/dxg": ""}}, "WSL2"),
     ],
 )
 def test_segments_do_not_grow_where_that_fails(fields: dict[str, Any], why: str) -> None:
     decided = CudaBackend().explain_environment(job(), machine(**fields))
     (skipped,) = (d for rule, d in decided if rule.name == "PYTORCH_CUDA_ALLOC_CONF")
     assert isinstance(skipped, Skip) and why in skipped.reason
+
+
+def test_the_devices_of_a_machine_reach_the_rules(tmp_path: Path) -> None:
+    """Under WSL2 it is a device, not a regular file."""
+    (tmp_path / "dev").mkdir()
+    os.mkfifo(tmp_path / "dev/dxg")
+    write_tree(tmp_path, {MIG.lstrip("/"): "x", "proc/driver/nvidia/version": PROPRIETARY})
+    backend = CudaBackend()
+    found = inspect_node(root=tmp_path, backend=backend, environ={}).texts
+    assert {"/dev/dxg", MIG, "/proc/driver/nvidia/version"} == set(found)
 
 
 def cards(*names: str, driver: str = "545.23.08") -> dict[str, str]:
