@@ -131,6 +131,7 @@ def main(
     hidden: Annotated[int, typer.Option(min=2)] = 512,
     intermediate: Annotated[int, typer.Option(min=0, help="0: 2.6875 times hidden.")] = 0,
     heads: Annotated[int, typer.Option(min=1)] = 8,
+    kv_heads: Annotated[int, typer.Option(min=0, help="0: as many as heads.")] = 0,
     vocabulary: Annotated[int, typer.Option(min=300, help="Most tokens.")] = 4096,
     classes: Annotated[
         int, typer.Option(min=0, help="Of the model's output; 0: as many as there are tokens.")
@@ -170,6 +171,7 @@ def main(
         hidden=hidden,
         intermediate=intermediate or round(hidden * 2.6875),
         heads=heads,
+        kv_heads=kv_heads,
         vocabulary=vocabulary,
         classes=classes,
         length=length,

@@ -14,7 +14,8 @@ RUN apt-get update \
 ENV PATH=/opt/anygauge/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
-    DS_BUILD_OPS=0
+    DS_BUILD_OPS=0 \
+    DS_ACCELERATOR=cpu
 ARG TORCH_VERSION
 ARG TORCH_INDEX=
 COPY docker/constraints.txt /build/

@@ -76,8 +76,8 @@ class CudaBackend(Backend):
     fabrics = FABRICS
     environment_rules = RULES
     variables = (ALLOCATOR_OLD, ALLOCATOR_NEW, VISIBLE)
-    files = (*TOPOLOGIES, NCCL_SETTINGS, WSL_DEVICE)
-    readings = (DRIVER, CARDS, SLICES)
+    files = (*TOPOLOGIES, NCCL_SETTINGS)
+    readings = (DRIVER, CARDS, SLICES, WSL_DEVICE)
     launch = LaunchProfile(
         visibility_variable="CUDA_VISIBLE_DEVICES",
         image=own_image("cuda", RELEASES),

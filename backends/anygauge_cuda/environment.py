@@ -64,7 +64,7 @@ def _allocator(*, since_2_9: bool) -> EnvironmentRule:
         if "/mig/" in "".join(context.node.texts) or "MIG-" in (context.variable(VISIBLE) or ""):
             # Source: vllm-project/ci-infra, pull request 355.
             return Skip("a slice of a card (MIG) hides what torch asks of it when memory grows")
-        if WSL_DEVICE in context.node.files:
+        if WSL_DEVICE in context.node.texts:
             # Source: pytorch/pytorch, issue 192330.
             return Skip("drivers before R615 fail under WSL2, and show no version there")
         return context.set_to(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from anygauge.agent.environment import inspect_node
 from anygauge.config.schema import PrecisionSection, resolve_precision
 from anygauge.interface import (
     Level,
@@ -23,7 +25,7 @@ from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
 from anygauge_cuda import anygauge_provide_backends
 from anygauge_cuda.backend import CudaBackend
-from anygauge_cuda.diagnostics import _compatibility, checks
+from anygauge_cuda.diagnostics import _compatibility, _surprises, checks
 from anygauge_cuda.peaks import published_peak
 from anygauge_cuda.placement import CudaPlacement, hardware_dtypes, without_kernels
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
@@ -313,13 +315,23 @@ MIG = "/proc/driver/nvidia/capabilities/gpu0/mig/gi1/access"
     [
         ({"texts": {MIG: "DeviceFileMinor: 12"}}, "MIG"),
         ({"variables": {"CUDA_VISIBLE_DEVICES": "MIG-3a1b"}}, "MIG"),
-        ({"files": {"/dev/dxg": "/dev/dxg"}}, "WSL2"),
+        ({"texts": {"/dev/dxg": ""}}, "WSL2"),
     ],
 )
 def test_segments_do_not_grow_where_that_fails(fields: dict[str, Any], why: str) -> None:
     decided = CudaBackend().explain_environment(job(), machine(**fields))
     (skipped,) = (d for rule, d in decided if rule.name == "PYTORCH_CUDA_ALLOC_CONF")
     assert isinstance(skipped, Skip) and why in skipped.reason
+
+
+def test_the_devices_of_a_machine_reach_the_rules(tmp_path: Path) -> None:
+    """Under WSL2 it is a device, not a regular file."""
+    (tmp_path / "dev").mkdir()
+    os.mkfifo(tmp_path / "dev/dxg")
+    write_tree(tmp_path, {MIG.lstrip("/"): "x", "proc/driver/nvidia/version": PROPRIETARY})
+    backend = CudaBackend()
+    found = inspect_node(root=tmp_path, backend=backend, environ={}).texts
+    assert {"/dev/dxg", MIG, "/proc/driver/nvidia/version"} == set(found)
 
 
 def cards(*names: str, driver: str = "545.23.08") -> dict[str, str]:
@@ -575,6 +587,24 @@ def test_a_driver_that_is_too_old_is_told_which_image_it_serves(
     assert old.outcome == "fail"
     assert old.remedy.endswith("anygauge image --release torch-2.13-cuda12.6")
     assert "anygauge image" not in _compatibility("450.80.02").remedy
+
+
+def test_surprises_of_a_machine_name_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    assert not _surprises()
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        tf32, peers = _surprises()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert tf32.outcome == peers.outcome == "warn"
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: '0'" in tf32.remedy
+    assert "NCCL_CUMEM_HOST_ENABLE: '0'" in peers.remedy
 
 
 def test_every_failed_step_has_a_remedy(tmp_path: Path) -> None:
