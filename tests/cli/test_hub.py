@@ -17,7 +17,7 @@ from tests.standins.hub import Hub, Repository
 
 NAME = "somebody/model"
 NEEDED = [
-    *("config.json", "generation_config.json", "model.safetensors"),
+    *("README.md", "config.json", "generation_config.json", "model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json"),
 ]
 PATIENCE_S = 300
@@ -33,9 +33,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
     config = AutoConfig.for_model(TINY["model_type"], **fields)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     make_tokenizer(folder)
+    (folder / "README.md").write_text("# A model")
     found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in NEEDED}
     assert sorted(found) == NEEDED
-    return {**found, "pytorch_model.bin": b"0" * 100, "README.md": b"# A model"}
+    return {**found, "pytorch_model.bin": b"0" * 100}
 
 
 @pytest.fixture

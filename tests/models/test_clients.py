@@ -43,7 +43,7 @@ RESULTS = (*ADAPTERS, "merged", "merged DoRA", "merged new tokens", "model", "mo
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class Program:
     """A program: variables that name where it is, what it runs as, how far its log-probabilities
     may be from the trained model's, and what it refuses."""
 
@@ -54,9 +54,9 @@ class Client:
 
 
 CLIENTS = {
-    "transformers here": Client((), "transformers", 1e-4),
-    "transformers 4.55": Client(("ANYGAUGE_CLIENTS_455",), "transformers", 1e-4),
-    "llama.cpp": Client(
+    "transformers here": Program((), "transformers", 1e-4),
+    "transformers 4.55": Program(("ANYGAUGE_CLIENTS_455",), "transformers", 1e-4),
+    "llama.cpp": Program(
         ("ANYGAUGE_CLIENTS_LLAMA", "ANYGAUGE_LLAMA_CPP"),
         "llama",
         1e-2,  # its cache of keys and values has 16 bits

@@ -29,6 +29,7 @@ SMALL = {
     "special_tokens_map.json": b'{"bos_token": "<s>"}',
     "tokenizer.model": b"pieces",
     "chat_template.jinja": b"{{ messages }}",
+    "README.md": b"---\nlicense: mit\n---\n",  # for the card of what is trained
 }
 INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
 SHARDS = {
@@ -43,7 +44,6 @@ BINS = {
     "pytorch_model-2.bin": b"2" * 100,
 }
 USELESS = {
-    "README.md": b"# A model",
     ".gitattributes": b"",
     "original/consolidated.00.pth": b"0" * 100,
     "original/tokenizer.model": b"pieces",
@@ -151,7 +151,7 @@ def test_a_plan_fetches_the_configuration_alone(hub: Hub) -> None:
     hub.repositories[NAME] = Repository(files={**SMALL, **SHARDS, **USELESS})
     (only,) = wanted_for_plan(ModelSection(name=NAME, tokenizer="some/tokenizer"))
     fetch(only)
-    assert hub.files() == ["config.json", "generation_config.json"]
+    assert hub.files() == ["README.md", "config.json", "generation_config.json"]
     tokens = ModelSection(name=NAME, tokenizer="some/tokenizer", new_tokens=["<a>"])
     assert [w.tokenizer for w in wanted_for_plan(tokens)] == [True, True], "they are counted"
 
@@ -159,7 +159,7 @@ def test_a_plan_fetches_the_configuration_alone(hub: Hub) -> None:
 def test_a_tokenizer_of_another_repository(hub: Hub) -> None:
     hub.repositories["other/words"] = Repository(files={**SMALL, **USELESS, **SHARDS})
     want(hub, SMALL, SHARDS, tokenizer="other/words", revision="main")
-    of_model = ["config.json", "generation_config.json", *SHARDS]
+    of_model = ["README.md", "config.json", "generation_config.json", *SHARDS]
     assert hub.files() == sorted([*of_model, *SMALL])
     by_repository = {r.path.split("/resolve/")[0] for r in hub.requests if "/resolve/" in r.path}
     assert by_repository == {f"/{NAME}", "/other/words"}
