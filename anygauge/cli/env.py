@@ -156,6 +156,7 @@ def _job(
     nodes: int | None,
     set_: list[str] | None,
 ) -> tuple[Registry, Job]:
+    from anygauge.config.strategies import DEFAULT
     from anygauge.registry import Registry, select_backend
 
     registry = Registry.load()
@@ -169,6 +170,7 @@ def _job(
             run_directory=str(Path.cwd()),
             run_file="",
             backend=select_backend(registry, backend or "auto", need_device=False).spec.name,
+            strategy=DEFAULT,
             launch=LaunchSettings(nodes=nodes or 1, devices=devices or 1),
             rendezvous="file:///none",
         )

@@ -113,7 +113,7 @@ class Trials:
         made = self.registry.create_backend(target.backend, run.backend_options)
         if run.strategy.name == AUTO:
             return self._first_that_fits(
-                candidates(run, self.registry, made, ranks, ranks_run_here=True), target
+                candidates(run, self.registry, made, ranks, ranks_run_here=False), target
             )
         spec = self.registry.find_strategy(run.strategy.name).spec
         check_ranks(spec, ranks, self.registry)
@@ -132,15 +132,18 @@ class Trials:
     def _first_that_fits(self, forms: Sequence[RunFile], target: Target) -> Trial:
         """Of what strategy `auto` may become; where none fits, the one that lacks least."""
         tried: list[Trial] = []
+        refused: list[AnygaugeError] = []
         for form in forms:
             try:
-                tried.append(self(form, target))
-            except AnygaugeError:
-                if form is forms[-1] and not tried:
-                    raise
+                trial = self(form, target)
+            except AnygaugeError as error:
+                refused.append(error)
                 continue
-            if tried[-1].fit is None or tried[-1].fits:
-                return tried[-1]
+            if trial.fit is None or trial.fits:
+                return trial
+            tried.append(trial)
+        if not tried:
+            raise refused[0]
         return max(tried, key=lambda one: 0 if one.fit is None else one.fit.margin)
 
     def _rehearsed(self, run: RunFile, backend: str, ranks: int) -> RunMemory:

@@ -32,7 +32,7 @@ from anygauge.interface import (
     Support,
 )
 from anygauge.registry import Registry
-from anygauge.testing.check import check
+from anygauge.testing.check import check, sharding
 from anygauge.testing.surroundings import Course
 
 HEAVY = ("torch", "transformers", "tensorflow", "jax", "numpy.distutils")
@@ -67,7 +67,12 @@ class Paper:
     def jobs(self) -> list[Job]:
         """Of one machine and of two, with this backend and its options."""
         return [
-            dataclasses.replace(job, backend=self.name, backend_options=self.options)
+            dataclasses.replace(
+                job,
+                backend=self.name,
+                backend_options=self.options,
+                strategy=sharding().name,
+            )
             for job in (JOB, TWO_NODES)
         ]
 

@@ -63,13 +63,13 @@ def _graph_limit_sync(context: RuleContext) -> Setting | Skip:
 
 def _engine_default(name: str, what: str) -> EnvironmentRule:
     def decide(context: RuleContext) -> Setting | Skip:
-        if context.job.strategy != "zero":
+        if context.job.strategy not in ("zero", "auto"):  # the ranks decide what auto is
             return Skip("DeepSpeed is not used")
         return context.set_to("0", "as DeepSpeed sets it, but before Gaudi's library reads it")
 
     return EnvironmentRule(
         name=name,
-        value="0 with strategy zero",
+        value="0 with strategy zero, or auto that the ranks decide",
         scope=Scope.JOB,
         reason=f"DeepSpeed switches {what} off",
         source="deepspeed/accelerator/hpu_accelerator.py, apply_hpu_workarounds",

@@ -8,6 +8,7 @@ import re
 import sys
 import tomllib
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -246,6 +247,13 @@ def test_graph_settings_in_lazy_mode() -> None:
         "HLS_MODULE_ID": "3",
         "OMP_NUM_THREADS": "8",
     }
+
+
+@pytest.mark.parametrize(("strategy", "known"), [("ddp", False), ("zero", True), ("auto", True)])
+def test_what_deepspeed_sets_is_set_where_it_may_be_used(strategy: str, known: bool) -> None:
+    """The ranks of `auto` may decide for it, when variables are read already."""
+    found = HpuBackend(LAZY).environment(replace(job(), strategy=strategy), machine(64), 0)
+    assert ("PT_HPU_LAZY_ACC_PAR_MODE" in by_name(found)) is known
 
 
 def test_the_module_is_the_place_among_the_visible_ones() -> None:

@@ -326,3 +326,13 @@ def test_the_ranks_decide_where_the_command_cannot(
         chosen, _, _ = memory_check.checked(intent, lambda it: None, asked=asked)
         assert chosen.run.strategy.name == chosen.job.strategy == "auto"
         assert chosen.job.strategy_why == UNDECIDED
+
+
+@pytest.mark.parametrize(("small", "name"), [(0.25, "ddp"), (0.0, "auto")])
+def test_a_rendered_plan_takes_nothing_for_granted(
+    small: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_check, "SMALL", small)
+    path = run_file(tmp_path, launch={"devices": 2})
+    assert command(["launch", str(path), "--render", str(tmp_path / "plan")]) == 0
+    assert json.loads((tmp_path / "plan/job.json").read_text())["strategy"] == name

@@ -100,6 +100,26 @@ def test_a_refusal_is_asked_for_once(trials: Trials) -> None:
     assert CountingPlanner.made[0].asked == 1
 
 
+def test_a_run_that_names_no_strategy_is_planned_as_it_would_train(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"ddp": 90 * GIB, "fsdp": 50 * GIB, "zero": 20 * GIB}
+
+    def rehearse(self: Any, run: Any, backend: str) -> RunMemory:
+        if getattr(run.strategy, "offload", "none") != "none":
+            raise UnsupportedError("unlucky")
+        return memory(sizes[run.strategy.name])
+
+    monkeypatch.setattr(CountingPlanner, "rehearse", rehearse)
+    auto = run(strategy={"name": "auto"})
+    assert trials(auto, TARGET).run.strategy.name == "zero"
+    large = Target(backend="cpu", card=Card(name="large", memory=99 * GIB))
+    assert trials(auto, large).run.strategy.name == "ddp"
+    small = trials(auto, Target(backend="cpu", card=Card(name="small", memory=GIB)))
+    assert small.run.strategy.name == "zero" and not small.fits
+    assert trials(auto, Target(backend="cpu", card=None)).run.strategy.name == "ddp"
+
+
 def test_an_optimizer_on_a_disk_is_rehearsed_in_memory(trials: Trials) -> None:
     nvme = {"name": "zero", "offload": "optimizer", "nvme": "/disk"}
     target = Target(backend="cpu", card=CARD, machine=machine(disk=1))
