@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anygauge.config.schema import ModelSection, RunFile
 from anygauge.interface import (
@@ -35,9 +35,6 @@ from anygauge.models.vocabulary import described, enlarge, new_tokens
 from anygauge.registry import Registry
 from anygauge.training.schedule import peak_advice
 from anygauge.training.strategy import create_strategy, workload_of
-
-if TYPE_CHECKING:
-    from anygauge.data import StreamedRows, TokenizedRows
 
 EIGHT_BIT_MISSING = (
     "train.optimizer.name: adamw_8bit needs the package bitsandbytes, which is not installed; "
@@ -266,7 +263,8 @@ def _tokenizer(section: ModelSection, has_files: bool, found: Findings) -> Any:
 
 def _rows(
     question: Question, run: RunFile, tokenizer: Any, log: Callable[[str], None], found: Findings
-) -> TokenizedRows | StreamedRows | None:
+) -> Any:
+    """The training rows, or None where they are not read here."""
     from anygauge.config.paths import is_remote
     from anygauge.data import advice, prepare
 
@@ -283,7 +281,7 @@ def _rows(
     return data.train
 
 
-def _peak_advice(run: RunFile, rows: TokenizedRows | StreamedRows | None) -> str | None:
+def _peak_advice(run: RunFile, rows: Any) -> str | None:
     from anygauge.data import Layout, TokenizedRows, training_batches
 
     train, data = run.train, run.data
