@@ -304,9 +304,6 @@ def _untold(chat: Chat, finder: _Finder, index: int) -> DataError:
 
 Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
-_BEFORE = ("\n", "0", "a")
-"""What precedes a piece; one that joins with its beginning is of no use."""
-
 _AT_ONCE = 2_000_000
 """Characters that a tokenizer is given; it takes hundreds of bytes of memory for each."""
 
@@ -406,7 +403,8 @@ class Aligner:
     def _piece(self, text: str, *, is_first: bool) -> list[int]:
         if not text:
             return []
-        for before in _BEFORE if self._puts_space and not is_first else ():
+        # What precedes must not join with the piece's beginning.
+        for before in ("\n", "0", "a") if self._puts_space and not is_first else ():
             ids, own = self._ids(before + text), self._ids(before)
             if ids[: len(own)] == own:
                 return ids[len(own) :]

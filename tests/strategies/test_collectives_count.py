@@ -53,7 +53,7 @@ def test_gathered_by_module_it_is_gathered_twice_too(ours: dict[str, Any], tmp_p
         stage3_max_reuse_distance=2 * layer,
         stage3_prefetch_bucket_size=layer,
     )
-    assert 1.5 < gathered(found) <= 2.0
+    assert 1.3 < gathered(found) <= 2.0
     assert found["losses"] == pytest.approx(ours["losses"], rel=1e-5)
 
 
