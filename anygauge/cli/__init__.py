@@ -181,9 +181,9 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
             context_settings={"help_option_names": ["--help", "-h"]},
         )
         function = command_function(name)
-        from anygauge.cli.intent import Command
+        from anygauge.cli.intent import UsageCommand
 
-        app.command(name, cls=Command)(function)
+        app.command(name, cls=UsageCommand)(function)
     command = typer.main.get_command(app)
     try:
         command.main(args=arguments, prog_name=f"anygauge {name}", obj=own_process)

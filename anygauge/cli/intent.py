@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from anygauge.registry import Registry, Selection
 
 
-class Command(TyperCommand):
+class UsageCommand(TyperCommand):
     """A command whose usage is written as it is typed; typer's releases differ in it."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

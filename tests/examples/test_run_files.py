@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -83,21 +84,26 @@ def test_it_is_the_recipe_of_the_article() -> None:
 
 
 @pytest.mark.parametrize("name", [RECIPE, EAGER, H100])
-def test_a_dry_run_needs_no_device(name: str) -> None:
+def test_a_dry_run_needs_no_device(name: str, tmp_path: Path) -> None:
     """Nor the gated model: what depends on its sizes is left out, with the reason. The rows are of
     the repository, because those of the hub cannot be reached by a test."""
     done = anygauge(
-        ["train", EXAMPLES / name, "--dry-run", "--set", f"data.train.path={ROWS}"],
+        [
+            *("train", EXAMPLES / name, "--dry-run", "--set", f"data.train.path={ROWS}"),
+            *("--set", f"data.cache={tmp_path}"),
+        ],
         environment={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr
-    assert "zero_optimization.stage" in done.stdout
+    (file,) = tmp_path.glob("*-zero.json")
+    settings = json.loads(file.read_text())
+    assert str(file) in done.stdout and "zero_optimization.stage" in settings
     if "gaudi" in name:
         for text in (
             "PT_HPU_LAZY_MODE",
             "HLS_MODULE_ID",
-            "zero_optimization.overlap_comm",
-            "zero_optimization.contiguous_gradients",
         ):
             assert text in done.stdout
         assert ("PT_HPU_MAX_COMPOUND_OP_SIZE" in done.stdout) is (name == RECIPE)
+        assert "zero_optimization.overlap_comm" in settings
+        assert "zero_optimization.contiguous_gradients" in settings
