@@ -6,6 +6,7 @@ without rich passes through `anygauge.cli.EscapedStream`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,12 @@ from anygauge.util.text import escaped
 
 class Console(rich.console.Console):
     """rich's, with `escaped` texts; its own styles and movements stay."""
+
+    def __init__(self, **options: Any) -> None:
+        # The stream itself: while a bar is drawn, rich puts one of its own before `EscapedStream`.
+        stream = sys.stderr if options.get("stderr") else sys.stdout
+        own = {"file": getattr(stream, "rich_proxied_file", None)}
+        super().__init__(**{**own, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
         """See rich, which drops some control characters of a text before it renders it."""
