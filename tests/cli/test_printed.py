@@ -49,7 +49,7 @@ def test_a_bar_is_drawn_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.add_task(HOSTILE, total=3)
         console.print(HOSTILE, markup=False)
     text = written.getvalue()
-    assert "\x1b[?25l" in text and "\x1b[2K" in text and r"\x1b[?" not in text
+    assert "\x1b[?25l" in text and "\x1b[2K" in text and r"\x1b[2K" not in text
     assert SHOWN in text and "\x1b[2J" not in text
 
 
