@@ -7,6 +7,7 @@ without rich passes through `anygauge.cli.EscapedStream`.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,10 @@ class Console(rich.console.Console):
 
     def __init__(self, **options: Any) -> None:
         """Args: options: those of rich's console."""
-        super().__init__(emoji=False, highlight=False, **options)
+        # The stream itself: while a bar is drawn, rich puts one of its own before `EscapedStream`.
+        stream = sys.stderr if options.get("stderr") else sys.stdout
+        own = {"file": getattr(stream, "rich_proxied_file", None)}
+        super().__init__(emoji=False, highlight=False, **{**own, **options})
         self.soft_wrap = not (self.is_terminal or "COLUMNS" in os.environ)
 
     def print(self, *objects: Any, **options: Any) -> None:

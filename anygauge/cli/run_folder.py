@@ -135,7 +135,7 @@ def claimed(folder: Path) -> Iterator[int]:
             raise AnygaugeError(
                 f"a run is writing to {folder} now; wait until it ends, or give this run another "
                 "'name' or --output. If its command was killed, it may still be writing a "
-                "checkpoint"
+                "checkpoint. `anygauge merge` keeps the folder that it writes to as well"
             ) from None
         (folder / CANCELLED).unlink(missing_ok=True)
         # Where ranks of an earlier part of the run met: they would take each other for alive.

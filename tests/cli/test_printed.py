@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.progress import Progress
 from rich.table import Table
 
 import anygauge.cli
@@ -38,6 +39,18 @@ def test_what_is_printed_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     typer.echo(HOSTILE)
     Console(force_terminal=True, width=80).print("styled", style="bold")
     assert written.getvalue() == f"{SHOWN}\n{SHOWN}\n\x1b[1mstyled\x1b[0m\n"
+
+
+def test_a_bar_is_drawn_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Terminal()
+    monkeypatch.setattr("sys.stdout", EscapedStream(written))
+    console = Console(force_terminal=True, width=80, highlight=False)
+    with Progress(console=console, transient=True) as bar:
+        bar.add_task(HOSTILE, total=3)
+        console.print(HOSTILE, markup=False)
+    text = written.getvalue()
+    assert "\x1b[?25l" in text and "\x1b[2K" in text and r"\x1b[2K" not in text
+    assert SHOWN in text and "\x1b[2J" not in text
 
 
 def test_what_is_printed_by_rich() -> None:
