@@ -309,4 +309,4 @@ def fetch_here(
                 share = event["done"] / max(1, event["total"])
                 log(f"{where}{event['name']}: {share:.0%} of {event['total'] / 1e9:.1f} GB")
     except ModelError as error:
-        raise ModelError(f"{where}{error}") from None
+        raise type(error)(f"{where}{error}") from None

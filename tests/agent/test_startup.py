@@ -184,7 +184,7 @@ def test_where_one_node_cannot_have_it_no_rank_starts(
             start(cluster, node, (other if node == refused else hub).address)
         ends = [cluster.end(node) for node in (0, 1)]
     for ended in ends:
-        assert (ended["state"], ended["exit_status"]) == ("failed", 1)
+        assert (ended["state"], ended["exit_status"]) == ("failed", 2)
         assert ended["cause"].startswith(f"node {socket.gethostname()}: model.name: 'somebody/mod")
         assert "is gated: accept its licence at" in ended["cause"]
     assert started(cluster) == []
@@ -198,7 +198,7 @@ def test_one_node_alone(cluster: Cluster, hub: Hub) -> None:
     prepare(cluster, 1)
     start(cluster, 0, hub.address)
     ended = cluster.end()
-    assert (ended["state"], ended["exit_status"]) == ("failed", 1)
+    assert (ended["state"], ended["exit_status"]) == ("failed", 2)
     assert ended["cause"].startswith("model.name: 'somebody/model' is not a folder here")
 
 
