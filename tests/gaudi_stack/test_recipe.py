@@ -172,15 +172,21 @@ def test_eight_processes_see_the_same_variables(intent: Intent, tmp_path: Path) 
         assert_documented(differences(ours, other), expected)
 
 
-def test_the_dry_run_prints_what_was_compared(overrides: list[str], intent: Intent) -> None:
-    sets = [word for value in overrides for word in ("--set", value)]
+def test_the_dry_run_shows_what_was_compared(
+    overrides: list[str], intent: Intent, tmp_path: Path
+) -> None:
+    values = [*overrides, f"data.cache={tmp_path}"]
+    sets = [word for value in values for word in ("--set", value)]
     done = anygauge(
         ["train", RECIPE, "--dry-run", *sets],
         environment={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr
-    for setting in preflight(intent, engine=True).settings or ():
-        assert f"{setting.name} = {json.dumps(setting.value)}" in done.stdout
+    (file,) = tmp_path.glob("*.json")
+    assert str(file) in done.stdout
+    found = preflight(intent, engine=True).settings or ()
+    shown = {name: one["value"] for name, one in json.loads(file.read_text()).items()}
+    assert shown == {setting.name: setting.value for setting in found}
     for setting in rank_environments(intent)[7]:
         assert setting.name in done.stdout
     assert "each agent starts 8: python -m anygauge.training.worker" in done.stdout

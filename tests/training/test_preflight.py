@@ -451,7 +451,7 @@ def test_the_usual_run_is_checked_without_torch(tmp_path: Path) -> None:
         timeout=120,
     )
     last = json.loads(done.stdout.splitlines()[-1])
-    assert last["event"] == "checked" and last["data"].startswith("40 of 40 rows")
+    assert last["event"] == "checked" and last["found"]["data"].startswith("40 of 40 rows")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "transformers" in imported
     assert not imported & {"torch", "peft", "accelerate", "deepspeed", "datasets"}
