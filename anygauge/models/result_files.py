@@ -87,8 +87,10 @@ class ResultFiles:
         if "auto_map" in fields:
             _copy(source, folder, "*.py")
         if not fields.get("architectures"):
+            own = fields.get("auto_map", {}).get("AutoModelForCausalLM")
             known = AutoModelForCausalLM._model_mapping
-            fields["architectures"] = [known[type(config)].__name__]
+            name = own.rsplit(".")[-1] if own else known[type(config)].__name__
+            fields["architectures"] = [name]
         if not {"dtype", "torch_dtype"} & fields.keys():
             fields["torch_dtype"] = dtype  # the name that every version reads
         parts = [(fields, config, before)]
