@@ -67,7 +67,7 @@ PARTS: Mapping[str, Part] = {
         Part(
             name="training",
             title="A random Llama of 0.5B parameters on one device",
-            share=16,
+            share=20,
             run=_HERE + "training:one_device",
             chart=SPEED,
         ),
@@ -130,7 +130,7 @@ PARTS: Mapping[str, Part] = {
         Part(
             name="kit",
             title="The conformance kit",
-            share=12,
+            share=8,
             run=_HERE + "pytests:kit",
         ),
     )

@@ -79,8 +79,8 @@ def one_device(context: Context, report: Report) -> None:
     """`single` beside HF Trainer: rows of one length; rows that differ, padded and packed."""
     clock = Clock(context.seconds)
     peers = [] if context.tiny else ["trainer-single"]
-    half = replace(context, seconds=context.seconds / 2)
-    compare(half, report, {"unsharded": ["anygauge-single", "trainer-single"]}, HALF_B)
+    first = {"unsharded": ["anygauge-single", "trainer-single"]}
+    compare(context, report, first, HALF_B, kept=0.6 * context.seconds)
     groups = {"padded": ["anygauge-single", *peers], "packed": ["anygauge-single-packed"]}
     rest = replace(context, seconds=clock.left)
     compare(rest, report, groups, HALF_B, workload="generated")
@@ -157,11 +157,13 @@ def compare(
     *,
     ranks: int = 1,
     workload: str = "full",
+    kept: float = 0.0,
 ) -> None:
     """Run contenders in alternation until the time is over, each at least once where it lasts.
 
     Args:
         groups: case -> contenders that are compared with its first.
+        kept: seconds that rounds after the first leave to others.
 
     Raises:
         RuntimeError: a contender of ours failed.
@@ -186,7 +188,7 @@ def compare(
     longest = 0.0
     for round_ in range(rounds):
         for name in rotated(names, round_):
-            if round_ and clock.left < RESERVE * longest:
+            if round_ and clock.left - kept < RESERVE * longest:
                 break
             outcome = run_once(
                 ENTRANTS[name],
