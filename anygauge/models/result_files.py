@@ -99,7 +99,8 @@ class ResultFiles:
             if value is text and isinstance(fields.get(key), dict):
                 parts.append((fields[key], text, before.get_text_config()))
         for part, now, then in parts:
-            for key in ("quantization_config", "_attn_implementation"):  # not true of what is saved
+            # Not true of what is saved.
+            for key in ("quantization_config", "_attn_implementation", "attn_implementation"):
                 part.pop(key, None)
             part.update({key: dtype for key in ("dtype", "torch_dtype") if key in part})
             for key in ("vocab_size", "tie_word_embeddings"):
