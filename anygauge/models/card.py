@@ -56,7 +56,7 @@ class Facts:
     first_loss: float
     final_loss: float
     evaluations: Sequence[Mapping[str, Any]]
-    curve: str
+    curve: str = ""
     verified: Mapping[str, Any]
     versions: Mapping[str, str]
 
