@@ -36,6 +36,7 @@ class Console(rich.console.Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """See rich, which drops some control characters of a text before it renders it."""
         objects = tuple(escaped(o) if isinstance(o, str) else o for o in objects)
+        options["soft_wrap"] = options.get("soft_wrap") or self.soft_wrap
         if len(objects) == 1 and not (self.soft_wrap or options.get("soft_wrap")):
             (one,) = objects
             if isinstance(one, Text) and not one.spans:

@@ -86,8 +86,9 @@ def _driver(root: Path) -> Finding:
         return Finding.yes(f"NVIDIA driver {version}", *looked)
     if _is_wsl(root):
         return Finding.yes("the Windows host's driver", *looked)
-    if (root / _CONTROL).exists() and not (root / "proc/driver/nvidia").exists():
-        # gVisor hands the driver's device files in, and neither /proc nor /sys of the host.
+    if (root / _CONTROL).exists() and not any((root / "sys/module").glob("*")):
+        # gVisor hands the driver's device files in, and neither /proc nor /sys of the host: its
+        # /sys/module is empty. Elsewhere such files outlive a driver that was unloaded.
         return Finding.yes("an NVIDIA driver of a version that is not shown here", *looked)
     return Finding.no("the NVIDIA kernel driver is not loaded", *looked)
 

@@ -90,6 +90,8 @@ def test_a_driver_under_gvisor_shows_its_device_files_alone(tmp_path: Path) -> N
     found = look(tmp_path, {"dev/nvidia0": "", "dev/nvidiactl": ""}, TORCH)
     assert found.available, found.reason
     assert found.device_count == 1 and "not shown" in found.driver.detail
+    stale = look(tmp_path, {"sys/module/ext4/version": ""})
+    assert "driver is not loaded" in stale.reason, "device files outlive a driver"
 
 
 def test_a_container_under_wsl_has_the_driver_in_its_store(tmp_path: Path) -> None:

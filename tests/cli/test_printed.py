@@ -67,6 +67,16 @@ def test_what_is_printed_by_rich() -> None:
     assert escaped(text := re.sub(styles, "", written.getvalue())) == text
 
 
+@pytest.mark.parametrize("options", [{}, {"soft_wrap": False}, {"soft_wrap": True}])
+def test_lines_are_whole_in_a_file(
+    options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    written, line = io.StringIO(), "a line of a file, " * 9 + "x" * 99
+    Console(file=written).print(line, **options)
+    assert written.getvalue() == f"{line}\n"
+
+
 def test_a_command(tmp_path: Path) -> None:
     done = command(["data", tmp_path / "none\x1b[2J.yaml"])
     assert r"none\x1b[2J.yaml" in done.stderr and "\x1b" not in done.stderr + done.stdout
