@@ -30,7 +30,8 @@ class Console(rich.console.Console):
         # The stream itself: while a bar is drawn, rich puts one of its own before `EscapedStream`.
         stream = sys.stderr if options.get("stderr") else sys.stdout
         own = {"file": getattr(stream, "rich_proxied_file", None)}
-        super().__init__(markup=False, emoji=False, highlight=False, **{**own, **options})
+        plain = {"markup": False, "emoji": False, "highlight": False}
+        super().__init__(**{**plain, **own, **options})
         self.soft_wrap = not (self.is_terminal or "COLUMNS" in os.environ)
 
     def print(self, *objects: Any, **options: Any) -> None:

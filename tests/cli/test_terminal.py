@@ -124,20 +124,24 @@ def test_a_summary_is_a_line_for_each_single_value() -> None:
         "saved       /runs/one/adapter",
         "start       50.0 ms",
         "time        20.6 min",
+        "to publish  upload /runs/one/adapter alone, never the run's whole folder: job.json holds "
+        "a secret",
     ]
 
 
 def test_prose_wraps_at_words_on_a_terminal_and_commands_stay_whole() -> None:
-    text = "  one two three-four, five [six] seven"
+    text = "  one two three-four, five [six] /a/path/of/some/length seven"
+    wrapped = "  one two\n    three-four,\n    five [six]\n    /a/path/of/some/length\n    seven\n"
     for terminal, whole, expected in (
-        (True, False, "  one two\n    three-four,\n    five [six]\n    seven\n"),
+        (True, False, wrapped),
         (True, True, f"{text}\n"),
         (False, False, f"{text}\n"),
     ):
         out = io.StringIO()
         lines = Console(file=out, force_terminal=terminal, width=15, color_system=None)
         lines.print(Text(text), soft_wrap=whole or None)
-        assert out.getvalue() == expected
+        lines.print(text, soft_wrap=whole or None)
+        assert out.getvalue() == 2 * expected
 
 
 @pytest.mark.parametrize(
