@@ -165,7 +165,7 @@ def _training(intent: Intent, found: Findings) -> Iterator[str]:
         epochs = train.epochs
     yield ", ".join(
         [f"{steps:,} steps" if steps else "steps: known once the rows are read"]
-        + ([f"{epochs:.3g} epochs"] if epochs else [])
+        + ([f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"] if epochs else [])
     )
     parts = share_of(run, intent.registry, 0, intent.job.world_size).count
     size = train.sequences_at_once(parts)

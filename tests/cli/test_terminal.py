@@ -168,7 +168,8 @@ def test_a_path_below_the_current_folder_is_shown_as_it_would_be_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert summary_lines({"saved": str(tmp_path / "runs/one")}) == ["saved  runs/one"]
+    saved, publish = summary_lines({"saved": str(tmp_path / "runs/one")})
+    assert saved.split() == ["saved", "runs/one"] and " upload runs/one alone, " in publish
 
 
 def test_no_summary_is_no_line() -> None:
