@@ -139,7 +139,8 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
 
         near = did_you_mean(name, COMMANDS, 0.6) or ";"
         valid = ", ".join(COMMANDS)
-        print(f"error: there is no command {name!r}{near} commands: {valid}", file=sys.stderr)
+        error = f"error: there is no command {name!r}{near} commands: {valid}"
+        print(fitted(error, sys.stderr), file=sys.stderr)
         return 2
     return run_command(name, rest, own_process=own_process)
 

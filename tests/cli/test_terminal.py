@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,14 +70,14 @@ class Played:
 
 
 def play(
-    *events: Mapping[str, Any], terminal: bool = False, quiet: bool = False
+    *events: Mapping[str, Any], terminal: bool = False, quiet: bool = False, width: int = 120
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     status = follow(
         Played(list(events)),
         run_directory="/runs/one",
         quiet=quiet,
-        console=Console(file=out, force_terminal=terminal, width=120, color_system=None),
+        console=Console(file=out, force_terminal=terminal, width=width, color_system=None),
         errors=Console(file=err, width=40, color_system=None),
     )
     return status, out.getvalue(), err.getvalue()
@@ -199,15 +200,17 @@ def test_quiet_leaves_warnings() -> None:
     assert play(STEP, note, warning, ENDED, quiet=True)[1] == "warning: slow disk\n"
 
 
-def test_a_terminal_gets_a_bar_with_the_metrics_and_no_line_for_each_step() -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_gets_a_bar_with_the_metrics_and_no_line_for_each_step(width: int) -> None:
+    steps = (STEP, {**STEP, "step": 200})
     status, out, _ = play(
-        {"event": "started", "steps": 200}, STEP, {**STEP, "step": 200}, ENDED, terminal=True
+        {"event": "started", "steps": 200}, *steps, ENDED, terminal=True, width=width
     )
     assert status == 0
-    assert "step 200/200" in out
-    assert "loss 2.3456" in out
-    assert "eta" in out
     assert step_line(STEP) not in out
+    (bar,) = {line for line in re.split(r"[\r\n]|\x1b\[2K", out) if "step 200/200" in line}
+    assert "loss 2.3456" in bar and "━━━━" in bar and re.search(r"eta [-0-9:]+$", bar)
+    assert ("peak" in bar) == (width == 120)
 
 
 def test_a_failure_is_one_message_on_standard_error_with_the_logs() -> None:
