@@ -15,22 +15,22 @@ from typing import Any, NoReturn
 
 from anygauge.util.errors import AnygaugeError
 from anygauge.util.processes import end_process
-from anygauge.util.text import escaped
+from anygauge.util.text import escaped, fitted
 
 COMMANDS = {
     "train": "Fine-tune a model as described in a run file.",
     "launch": "Start a run on other machines, or write what a launcher would do.",
-    "plan": "Show how much memory and time a run needs, before you have the device.",
+    "plan": "Show how much memory and time a run needs, without its devices.",
     "job": "Follow, show or end a job on other machines.",
     "data": "Show what a run trains on: counts, lengths, padding, loss tokens.",
     "generate": "Let a model answer, with or without an adapter.",
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",
-    "doctor": "Check whether this machine is ready for a backend, and what to fix.",
+    "doctor": "Check whether a machine is ready for a backend, and what to fix.",
     "image": "Show a backend's container image and how to run it, or run it.",
     "launchers": "List launchers: where each starts ranks, and how it was tested.",
     "backends": "List backends, what each found here, and what auto would choose.",
-    "strategies": "List strategies: what each needs, and whether a backend can run it.",
+    "strategies": "List strategies: what each needs, and if a backend can run it.",
     "kernels": "List kernels, which of them a run here would use, and why.",
 }
 _HOMES = {
@@ -65,16 +65,11 @@ def _status() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except AnygaugeError as error:
-        from anygauge.util.text import fitted
-
         print(fitted(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_status
     except OSError as error:
-        print(
-            f"error: {error}. Check that the path is right and can be written, and that the disk "
-            "is not full",
-            file=sys.stderr,
-        )
+        text = f"error: {error}. Check that the path is right and can be written, and that the disk"
+        print(fitted(f"{text} is not full", sys.stderr), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -144,7 +139,8 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
 
         near = did_you_mean(name, COMMANDS, 0.6) or ";"
         valid = ", ".join(COMMANDS)
-        print(f"error: there is no command {name!r}{near} commands: {valid}", file=sys.stderr)
+        error = f"error: there is no command {name!r}{near} commands: {valid}"
+        print(fitted(error, sys.stderr), file=sys.stderr)
         return 2
     return run_command(name, rest, own_process=own_process)
 

@@ -57,7 +57,7 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
         table.add_row(name, *(column.get(name, "-") for column in columns))
     console = Console()
     console.print(table)
-    console.print(f"Written to {file}; plans now use these figures", markup=False)
+    console.print(f"Written to {file}; plans now use these figures")
     if ranks == 1:
         console.print("Only one card was measured, so the speed between cards is not known")
 

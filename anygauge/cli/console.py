@@ -30,7 +30,8 @@ class Console(rich.console.Console):
         # The stream itself: while a bar is drawn, rich puts one of its own before `EscapedStream`.
         stream = sys.stderr if options.get("stderr") else sys.stdout
         own = {"file": getattr(stream, "rich_proxied_file", None)}
-        super().__init__(emoji=False, highlight=False, **{**own, **options})
+        plain = {"markup": False, "emoji": False, "highlight": False}
+        super().__init__(**{**plain, **own, **options})
         self.soft_wrap = not (self.is_terminal or "COLUMNS" in os.environ)
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -41,8 +42,10 @@ class Console(rich.console.Console):
             (one,) = objects
             if isinstance(one, Text) and not one.spans:
                 objects = (Text(hanging(one.plain, self.width), style=one.style),)
+                options["soft_wrap"] = True  # rich would break a long path, to be copied
             elif isinstance(one, str):
                 objects = (hanging(one, self.width),)
+                options["soft_wrap"] = True
         super().print(*objects, **options)
 
     def render(

@@ -71,12 +71,12 @@ def data(
         _show_counts(console, section, prepared.eval, "eval")
     _show_lengths(console, trained)
     if short := advice(trained, section):
-        console.print(f"  {short}", style="yellow", markup=False)
+        console.print(f"  {short}", style="yellow")
     _show_padding(console, run, trained, Layout.of(run, share, tokenizer.pad_token_id, shapes))
     in_colour = console.is_terminal and not console.no_color
     for index in _spread(len(trained), rows):
         tokens = trained.tokens(index)
-        console.print(f"\n{tokens.origin}  {len(tokens.ids):,} tokens", style="bold", markup=False)
+        console.print(f"\n{tokens.origin}  {len(tokens.ids):,} tokens", style="bold")
         console.print(example(tokenizer, tokens, in_colour=in_colour))
 
 
@@ -125,11 +125,11 @@ def _show_counts(console: Console, section: DataSection, rows: TokenizedRows, wh
     sources = section.train_sources if held_out or which == "train" else section.eval_sources
     title = f"data.{which}" if not held_out else f"data.eval_fraction {section.eval_fraction:g}"
     kept = f" (from the cache of {rows.built})" if rows.built else ""
-    console.print(f"{title}{kept}", style="bold", markup=False)
+    console.print(f"{title}{kept}", style="bold")
     for source, piece in zip(sources, rows.pieces, strict=True):
         weight = f"; weight {source.weight:g}" if source.weight != 1 else ""
         name = shown(source.path) if names_address(source.path) else source.path
-        console.print(f"  {name}\n    {piece.counts}{weight}", markup=False)
+        console.print(f"  {name}\n    {piece.counts}{weight}")
 
 
 def _show_lengths(console: Console, rows: TokenizedRows) -> None:
@@ -139,7 +139,9 @@ def _show_lengths(console: Console, rows: TokenizedRows) -> None:
     shortest, longest = int(lengths.min()), int(lengths.max())
     middle, most = np.quantile(lengths, [0.5, 0.95], method="higher").tolist()
     console.print(
-        f"\n[bold]Tokens per row[/bold]: median {middle:,}, 95% up to {most:,}, longest {longest:,}"
+        f"\n[bold]Tokens per row[/bold]: median {middle:,}, 95% up to {most:,}, "
+        f"longest {longest:,}",
+        markup=True,
     )
     edges = np.unique(np.linspace(shortest - 1, longest, BINS + 1).round().astype(int))
     counts, _ = np.histogram(lengths, bins=edges + 1)
@@ -186,7 +188,8 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
     console.print()
     console.print(
         f"[bold]Batches[/bold] of {run.train.global_batch_size}, "
-        f"{layout.micro_batch} sequences per forward"
+        f"{layout.micro_batch} sequences per forward",
+        markup=True,
     )
     console.print(table)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import tempfile
@@ -26,7 +25,7 @@ from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, Backend, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
 from anygauge.training.auto import AUTO
-from anygauge.training.schedule import learning_rate
+from anygauge.training.schedule import learning_rate, warmup_steps
 from anygauge.training.strategy import share_of
 from anygauge.util.files import write_text
 
@@ -46,7 +45,7 @@ def show(intent: Intent, *, plan: bool | None = None, force: bool = False) -> No
     Raises:
         AnygaugeError: what the run's ranks would refuse.
     """
-    console = Console(markup=False)
+    console = Console()
     _, finished = gone_on_with(intent)
     if finished is not None:
         console.print(finished.describe())
@@ -166,7 +165,7 @@ def _training(intent: Intent, found: Findings) -> Iterator[str]:
         epochs = train.epochs
     yield ", ".join(
         [f"{steps:,} steps" if steps else "steps: known once the rows are read"]
-        + ([f"{epochs:.3g} epochs"] if epochs else [])
+        + ([f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"] if epochs else [])
     )
     parts = share_of(run, intent.registry, 0, intent.job.world_size).count
     size = train.sequences_at_once(parts)
@@ -178,10 +177,9 @@ def _training(intent: Intent, found: Findings) -> Iterator[str]:
     )
     peak, schedule, rates = train.optimizer.lr, train.schedule, f"up to {train.optimizer.lr:.1e}"
     if steps:
-        warmup = schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
         rates = ", ".join(
             f"{learning_rate(at, steps, peak, schedule):.1e} at step {at + 1:,}"
-            for at in sorted({0, min(warmup, steps - 1), steps - 1})
+            for at in sorted({0, min(warmup_steps(steps, schedule), steps - 1), steps - 1})
         )
     yield f"learning rate: {rates} ({train.optimizer.name}, {schedule.name})"
 

@@ -69,7 +69,7 @@ class _Shown:
 
     def line(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(text, markup=False)
+            self._console.print(text)
 
     def bar(self, name: str, done: int, total: int) -> None:
         if self._progress is None:

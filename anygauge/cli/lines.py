@@ -65,7 +65,9 @@ def summary_lines(summary: Any) -> list[str]:
     if isinstance(step, Mapping) and {"predicted", "measured"} <= {k for k, v in step.items() if v}:
         shown["step"] = f"predicted {step['predicted']:.3g} s, measured {step['measured']:.3g} s"
     if "saved" in shown:
-        shown["to publish"] = "upload that folder alone: others hold paths and a secret"
+        shown["to publish"] = (
+            f"upload {shown['saved']} alone, never the run's whole folder: job.json holds a secret"
+        )
     width = max(map(len, shown), default=0)
     return [f"{name:<{width}}  {value}" for name, value in shown.items()]
 

@@ -52,7 +52,11 @@ def plan(
     backend: BackendOption = None,
     hardware: Annotated[
         list[Path] | None,
-        typer.Option("--hardware", help="A file that describes cards and machines; repeatable."),
+        typer.Option(
+            "--hardware",
+            metavar="FILE",
+            help="A file that describes cards and machines; repeatable.",
+        ),
     ] = None,
     set_: SetOption = None,
     suggest: Annotated[
@@ -67,7 +71,9 @@ def plan(
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option("--compare", help="Another machine to compare with; repeatable."),
+        typer.Option(
+            "--compare", metavar="NAME", help="Another machine to compare with; repeatable."
+        ),
     ] = None,
     largest: Annotated[
         What | None, typer.Option("--largest", help="Find the largest that fits.")
@@ -91,7 +97,7 @@ def plan(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show how much memory and time a run needs, before you have the device."""
+    """Show how much memory and time a run needs, without its devices."""
     from anygauge.cli import plan_time, planned
     from anygauge.interface import UsageError
     from anygauge.planning.changes import nearest

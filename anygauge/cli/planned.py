@@ -298,8 +298,8 @@ class Shown:
 
     def rows(self, what: str, rows: Sequence[PlanRow]) -> None:
         """Machines or strategies."""
-        table = Table(box=box.SIMPLE_HEAD)
-        table.add_column(what)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(what, min_width=max(len(w) for one in rows for w in one.name.split()))
         table.add_column("ranks", justify="right")
         for heading, _ in COLUMNS:
             table.add_column(heading, justify="right" if heading.endswith(NUMBERS) else "left")
@@ -337,7 +337,7 @@ class Shown:
             self._line(f"     {options}", "dim", soft_wrap=True)
 
     def _line(self, text: str, style: str = "", soft_wrap: bool | None = None) -> None:
-        self._console.print(text, markup=False, style=style, soft_wrap=soft_wrap)
+        self._console.print(text, style=style, soft_wrap=soft_wrap)
 
 
 def verdict(trial: Trial, target: Target) -> str:

@@ -135,6 +135,8 @@ _NO_CHECKPOINT = (
     "ending: this run cannot write checkpoints; nothing is saved (Ctrl-C again to kill)"
 )
 _KILLING = "killing the ranks"
+ROOM = 33
+"""Columns for the step, a bar and the remaining time, which stay on a narrow terminal."""
 _GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
 
 
@@ -250,8 +252,10 @@ class View:
             if self._bar is None:
                 self.line(step_line(event))
             else:
-                metrics = "  ".join(step_metrics(event))
-                self._advance(int(event.get("step", 0)), event.get("steps"), metrics)
+                metrics = step_metrics(event)
+                while len("  ".join(metrics)) > self._console.width - ROOM and len(metrics) > 1:
+                    metrics.pop()
+                self._advance(int(event.get("step", 0)), event.get("steps"), "  ".join(metrics))
         elif kind == "evaluation":
             self.line(evaluation_line(event))
         elif kind == "finished":

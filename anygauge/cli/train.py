@@ -250,7 +250,7 @@ def start(
     # Until its ranks accept it, a start changes nothing of the run that it resumes.
     staged, finished = gone_on_with(intent)
     if finished is not None:
-        typer.echo(finished.describe())
+        typer.echo(fitted(finished.describe(), sys.stdout))
         return 0
     if staged:
         job = replace(job, run_file=str(folder / START / Path(job.run_file).name))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anygauge.cli.console import Console
 from anygauge.cli.intent import BackendOption
 from anygauge.interface import ModelError, UsageError
 from anygauge.util.files import why_no_folder
@@ -100,7 +101,7 @@ def generate(
         )
         print()
     if not text.strip():
-        print(EMPTY, file=sys.stderr)
+        Console(stderr=True).print(EMPTY)
 
 
 def merge(
@@ -140,22 +141,23 @@ def merge(
     )
     with merging(output):
         report = fold(origin.section, origin.adapter, output, files)
-    print(f"merged {origin.adapter} into {origin.section.name}: {output}")
-    print(
+    console = Console()
+    console.print(f"merged {origin.adapter} into {origin.section.name}: {output}")
+    console.print(
         f"the merged model's logits differ by {report.rounding:.1e} of their norm from those of "
         f"the base with the adapter ({report.from_adapter:.1e} before rounding), and by "
         f"{report.from_base:.1e} from those of the base alone"
     )
     if report.from_codes is not None:
-        print(
+        console.print(
             f"the base was quantised ({report.quantised}), and the adapter was merged into its "
             f"dequantised weights; the logits differ by {report.from_codes:.1e} from those of the "
             "adapter on the quantised base"
         )
     if report.untied:
-        print("input and output embedding share one tensor in the base; they are now two")
+        console.print("input and output embedding share one tensor in the base; they are now two")
     if report.trained_on is not None:
-        print(f"note: the adapter's configuration names another base: {report.trained_on}")
+        console.print(f"note: the adapter's configuration names another base: {report.trained_on}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

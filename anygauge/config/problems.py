@@ -137,6 +137,8 @@ def _unknown(path: tuple[object, ...], root: YamlNode) -> Problem:
         hints.append(f"here that is '{ELSEWHERE[name]}'")
     elif close:
         hints.append(f"did you mean '{close[0]}'?")
+    elif near := get_close_matches(name.lower(), ELSEWHERE, n=1, cutoff=0.85):
+        hints.append(f"did you mean '{ELSEWHERE[near[0]]}'?")
     said = "; ".join(hints)
     said += " " if said.endswith("?") else "; "
     return Problem(

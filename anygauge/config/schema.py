@@ -161,7 +161,7 @@ class DataSection(Section):
         if not self.shuffle and (self.packing or self.group_by_length):
             field = "packing" if self.packing else "group_by_length"
             raise ValueError(
-                f"give 'shuffle: false' or '{field}', not both: it puts rows in an order of its own"
+                f"give 'shuffle: false' or '{field}', not both: {field} has an order of its own"
             )
         if self.packing and self.group_by_length:
             raise ValueError(

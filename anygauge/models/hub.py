@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from anygauge.interface import ModelError
 from anygauge.models.files import SINGLE_FILES, weight_map
 from anygauge.models.hub_errors import HubUnreachableError, broke_off, readable
+from anygauge.util.text import near_file
 
 if TYPE_CHECKING:
     from anygauge.config.schema import ModelSection
@@ -361,4 +362,5 @@ def _said(want: Wanted) -> str:
 
 
 def _here(want: Wanted) -> str:
-    return f"{want.name!r} is not a folder here (looked at {Path(want.name).absolute()})"
+    path = Path(want.name).absolute()
+    return f"{want.name!r} is not a folder here (looked at {path}{near_file(path)})"

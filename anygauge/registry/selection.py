@@ -134,8 +134,8 @@ def _why_not(
     if other.spec.priority == chosen.spec.priority:
         return f"same priority as {chosen.spec.name!r}, whose name comes first"
     return (
-        f"available, but its priority {other.spec.priority} is below "
-        f"{chosen.spec.name!r}'s {chosen.spec.priority}"
+        f"available, but its priority {other.spec.priority} is below the "
+        f"{chosen.spec.priority} of {chosen.spec.name!r}"
     )
 
 

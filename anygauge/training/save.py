@@ -37,7 +37,7 @@ PACKAGES = (
     "pyarrow",
 )
 METRICS = "metrics.jsonl"
-NO_CHECKPOINTS = "none to go on from; checkpoint.every makes them"
+NO_CHECKPOINTS = "none to resume from; set checkpoint.every to have them"
 
 
 def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection)
         step: from 0.
         steps: in the whole run.
     """
-    warmup = _warmup(steps, schedule)
+    warmup = warmup_steps(steps, schedule)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     if schedule.name == "constant":
@@ -32,7 +32,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection)
 
 def peak_advice(steps: int, peak: float, schedule: ScheduleSection) -> str | None:
     """What to say and to set where the run ends within its warmup; None where it does not."""
-    if steps > _warmup(steps, schedule):
+    if steps > warmup_steps(steps, schedule):
         return None
     field = "warmup_steps" if schedule.warmup_steps else "warmup_ratio"
     highest = learning_rate(steps - 1, steps, peak, schedule)
@@ -43,7 +43,8 @@ def peak_advice(steps: int, peak: float, schedule: ScheduleSection) -> str | Non
     )
 
 
-def _warmup(steps: int, schedule: ScheduleSection) -> int:
+def warmup_steps(steps: int, schedule: ScheduleSection) -> int:
+    """Steps before the first at the peak, in a run of `steps` steps."""
     return schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
 
 

@@ -101,7 +101,7 @@ def _software(torch_folder: Path | None) -> Finding:
     version = torch_cuda_version(folder)
     if version is None:
         return Finding.no(
-            "the installed torch is built without CUDA (pytorch.org/get-started has builds with)",
+            "the installed torch is built without CUDA (pytorch.org/get-started: choose CUDA)",
             str(path),
         )
     return Finding.yes(f"torch is built for CUDA {version}", str(path))

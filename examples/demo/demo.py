@@ -90,6 +90,7 @@ class Demo:
         base, tuned, tokens = held_out_losses(self.finetuned / "metrics.jsonl")
         with self.stage("generate", "one held-out question, asked of the base and of the adapter"):
             question, written = a_question(self.data / "heldout.jsonl")
+            self.log("The base has read texts and no questions: it may answer nothing.")
             before = self.generate(question, "--no-adapter")
             after = self.generate(question)
         self.show_answers(question, written, before, after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,14 +70,14 @@ class Played:
 
 
 def play(
-    *events: Mapping[str, Any], terminal: bool = False, quiet: bool = False
+    *events: Mapping[str, Any], terminal: bool = False, quiet: bool = False, width: int = 120
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     status = follow(
         Played(list(events)),
         run_directory="/runs/one",
         quiet=quiet,
-        console=Console(file=out, force_terminal=terminal, width=120, color_system=None),
+        console=Console(file=out, force_terminal=terminal, width=width, color_system=None),
         errors=Console(file=err, width=40, color_system=None),
     )
     return status, out.getvalue(), err.getvalue()
@@ -124,20 +125,24 @@ def test_a_summary_is_a_line_for_each_single_value() -> None:
         "saved       /runs/one/adapter",
         "start       50.0 ms",
         "time        20.6 min",
+        "to publish  upload /runs/one/adapter alone, never the run's whole folder: job.json holds "
+        "a secret",
     ]
 
 
 def test_prose_wraps_at_words_on_a_terminal_and_commands_stay_whole() -> None:
-    text = "  one two three-four, five [six] seven"
+    text = "  one two three-four, five [six] /a/path/of/some/length seven"
+    wrapped = "  one two\n    three-four,\n    five [six]\n    /a/path/of/some/length\n    seven\n"
     for terminal, whole, expected in (
-        (True, False, "  one two\n    three-four,\n    five [six]\n    seven\n"),
+        (True, False, wrapped),
         (True, True, f"{text}\n"),
         (False, False, f"{text}\n"),
     ):
         out = io.StringIO()
         lines = Console(file=out, force_terminal=terminal, width=15, color_system=None)
         lines.print(Text(text), soft_wrap=whole or None)
-        assert out.getvalue() == expected
+        lines.print(text, soft_wrap=whole or None)
+        assert out.getvalue() == 2 * expected
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,8 @@ def test_a_path_below_the_current_folder_is_shown_as_it_would_be_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert summary_lines({"saved": str(tmp_path / "runs/one")}) == ["saved  runs/one"]
+    saved, publish = summary_lines({"saved": str(tmp_path / "runs/one")})
+    assert saved.split() == ["saved", "runs/one"] and " upload runs/one alone, " in publish
 
 
 def test_no_summary_is_no_line() -> None:
@@ -194,15 +200,17 @@ def test_quiet_leaves_warnings() -> None:
     assert play(STEP, note, warning, ENDED, quiet=True)[1] == "warning: slow disk\n"
 
 
-def test_a_terminal_gets_a_bar_with_the_metrics_and_no_line_for_each_step() -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_gets_a_bar_with_the_metrics_and_no_line_for_each_step(width: int) -> None:
+    steps = (STEP, {**STEP, "step": 200})
     status, out, _ = play(
-        {"event": "started", "steps": 200}, STEP, {**STEP, "step": 200}, ENDED, terminal=True
+        {"event": "started", "steps": 200}, *steps, ENDED, terminal=True, width=width
     )
     assert status == 0
-    assert "step 200/200" in out
-    assert "loss 2.3456" in out
-    assert "eta" in out
     assert step_line(STEP) not in out
+    (bar,) = {line for line in re.split(r"[\r\n]|\x1b\[2K", out) if "step 200/200" in line}
+    assert "loss 2.3456" in bar and "━━━━" in bar and re.search(r"eta [-0-9:]+$", bar)
+    assert ("peak" in bar) == (width == 120)
 
 
 def test_a_failure_is_one_message_on_standard_error_with_the_logs() -> None:

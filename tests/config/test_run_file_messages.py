@@ -195,6 +195,7 @@ def test_names_of_other_tools_point_at_fields_that_exist(name, target):
     ("override", "said"),
     [
         ("num_epochs=3", "here that is 'train.epochs'"),
+        ("learning_ratee=3", "did you mean 'train.optimizer.lr'?"),
         ("train.fp32=true", "here that is 'precision.param_dtype: float32'"),
         ("load_in_4bit=true", "here that is 'model.quantise: nf4'"),
         ("train.target_modules=[q_proj]", "here that is 'adapter.targets'"),

@@ -89,8 +89,8 @@ def test_auto_takes_the_highest_priority_and_gives_reasons(have, load):
     selection = select_backend(load(), "auto")
     assert selection.spec.name == "high"
     reasons = dict(selection.rejected)
-    assert "priority 10 is below 'high'" in reasons["low"]
-    assert "priority 0 is below 'high'" in reasons["host"]
+    assert "priority 10 is below the 20 of 'high'" in reasons["low"]
+    assert "priority 0 is below the 20 of 'high'" in reasons["host"]
     assert reasons["absent"] == "device: card no"
     assert set(reasons) >= {"low", "host", "absent"}
 

@@ -224,7 +224,7 @@ def test_all_weights_leave_no_checkpoint_and_say_so(tmp_path: Path) -> None:
     run = trained_here(run_file(tmp_path, adapter=None, train=lengths(2), **SINGLE))
     assert not (run.folder / "checkpoints").exists()
     report = json.loads((run.folder / "report.json").read_text())
-    assert report["checkpoints"] == "none to go on from; checkpoint.every makes them"
+    assert report["checkpoints"] == "none to resume from; set checkpoint.every to have them"
 
 
 def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_taken(tmp_path: Path) -> None:
