@@ -275,6 +275,24 @@ def test_a_tokenizer_needs_no_configuration_beside_it(
     assert (tokenizer.eos_token, len(tokenizer)) == ("</s>", len(load_tokenizer(section)))
 
 
+def test_a_tokenizer_whose_class_only_the_configuration_names(tmp_path: Path) -> None:
+    """Transformers 4 reads it there, transformers 5 does not."""
+    from transformers import AutoTokenizer
+
+    base = make_base(tmp_path / "base", None, [])
+    classes = {"AutoConfig": "own.OwnConfig", "AutoTokenizer": ["own.OwnTokenizer", None]}
+    config = {**fields_of(base / "config.json"), "model_type": "own", "auto_map": classes}
+    save_fields(base / "config.json", **config)
+    save_fields(base / "tokenizer_config.json", eos_token="</s>")
+    (base / "own.py").write_text(CODE + OWN_TOKENIZER)
+    (base / "more.py").write_text('NAME = "own"\n')
+    section = ModelSection(name=str(base), trust_remote_code=True)
+    folder = written(tmp_path / "beside", section)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert type(tokenizer).__name__ == type(load_tokenizer(section)).__name__
+    assert tokenizer("a b")["input_ids"] == load_tokenizer(section)("a b")["input_ids"]
+
+
 def test_a_tokenizer_that_is_one_file(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -291,6 +309,11 @@ class OwnConfig(LlamaConfig):
     model_type = NAME
 class OwnModel(LlamaForCausalLM):
     config_class = OwnConfig
+"""
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
 """
 
 
