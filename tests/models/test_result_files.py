@@ -181,11 +181,9 @@ def test_a_run_or_an_adapter_is_not_a_model(results: Mapping[str, Path]) -> None
     whole, adapter = results["model"], results["adapter"]
     for folder, message in (
         (whole.parent, f"is a run's folder; its model is {whole}"),
-        (
-            adapter.parent,
-            f"{adapter.parent} is a run's folder with an adapter, {adapter}. To train",
-        ),
-        (adapter, f"name its base here and {adapter} in adapter.start_from"),
+        (adapter.parent, f"name its base here and {adapter} in adapter.start_from"),
+        (adapter, f"has an adapter, not a model. To train it on, name its base here and {adapter}"),
+        (results["checkpoint"].parent, f"anygauge merge {results['checkpoint']} --output merged"),
     ):
         with pytest.raises(ModelError, match=r"^model\.name: ") as caught:
             load_config(ModelSection(name=str(folder)))
