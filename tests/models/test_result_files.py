@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from anygauge.cli import run as command
+from anygauge.cli.trained import model_origin
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.result_files import ResultFiles
@@ -146,7 +147,8 @@ def test_generate_takes_each_folder(
     results: Mapping[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copied = shutil.copytree(results["adapter"], tmp_path / "copied")
-    for folder in (results["model"].parent, results["adapter"].parent, copied, *results.values()):
+    of_runs = [results[kind].parent for kind in ("model", "adapter", "checkpoint")]
+    for folder in (*of_runs, copied, *results.values()):
         capsys.readouterr()
         ask = ["--prompt", QUESTION, "--backend", "cpu", "--max-new-tokens", "20"]
         assert command(["generate", str(folder), *ask]) == 0
@@ -155,6 +157,18 @@ def test_generate_takes_each_folder(
     for path in results["merged"].iterdir():
         if path.name != "README.md":
             assert (tmp_path / "merged" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_an_adapter_that_was_moved_away_from_its_base(
+    results: Mapping[str, Path], tmp_path: Path
+) -> None:
+    moved = shutil.copytree(results["adapter"], tmp_path / "moved")
+    config = fields_of(moved / "adapter_config.json")
+    for named, said in (("/gone/base", "/gone/base"), (None, "none")):
+        save_fields(moved / "adapter_config.json", **{**config, "base_model_name_or_path": named})
+        message = rf"names {said}\); give the base as MODEL, and --adapter {moved}$"
+        with pytest.raises(ModelError, match=message):
+            model_origin(str(moved), None, None)
 
 
 def test_files_are_the_bases_own_but_for_what_training_changed(
