@@ -202,14 +202,17 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
                 )
     elif not folder.is_dir():
         _refuse_no_folder(model, folder)
+    if home is not None and (folder / "adapter" / CONFIG_FILE).is_file():
+        folder = folder / "adapter"  # of a checkpoint
     if (folder / CONFIG_FILE).is_file():
         adapter = adapter or folder
         if home is None:
             named = read_fields(folder / CONFIG_FILE)
-            if not (base := named.get("base_model_name_or_path")):
+            base = named.get("base_model_name_or_path")
+            if not base or (Path(base).is_absolute() and not Path(base).is_dir()):
                 raise ModelError(
-                    f"{folder} is an adapter that does not name its base; give the base as MODEL, "
-                    f"and --adapter {folder}"
+                    f"the base of the adapter {folder} is not here (it names {base or 'none'}); "
+                    f"give the base as MODEL, and --adapter {folder}"
                 )
             section = ModelSection(name=base, revision=named.get("revision"))
     elif folder.is_dir():

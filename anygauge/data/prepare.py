@@ -312,7 +312,7 @@ class _Preparer:
             )
         if counts.dropped_empty:
             causes.append(f"{counts.dropped_empty} with nothing to learn (is it the right column?)")
-        name = piece.origin.format("...")
+        name = piece.origin.format("").rstrip(":[]")
         which = {
             "all": f"none of the {piece.records} rows of {name}",
             "kept": f"none of the {counts.rows} rows that data.eval_fraction {self._fraction:g} "

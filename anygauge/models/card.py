@@ -185,14 +185,16 @@ def _use_adapter(model: ModelSection) -> str:
             "The base has random weights, which only the run file's `model.config` and "
             "`train.seed` can recreate: this adapter is useful only for tests.\n"
         )
+    place = "" if _on_hub(model) else " by its folder: put its name on the hub there"
     return (
-        "In the folder of this card; `adapter_config.json` names the base, and the tokenizer lies "
-        "beside it.\n\n"
+        f"In the folder of this card; `adapter_config.json` names the base{place}. The tokenizer, "
+        "and the tokens that end an answer, are beside it.\n\n"
         "```python\n"
         "from peft import AutoPeftModelForCausalLM\n"
-        "from transformers import AutoTokenizer\n"
+        "from transformers import AutoTokenizer, GenerationConfig\n"
         "\n"
         'model = AutoPeftModelForCausalLM.from_pretrained(".")\n'
+        'model.generation_config = GenerationConfig.from_pretrained(".")\n'
         'tokenizer = AutoTokenizer.from_pretrained(".")\n'
         "```\n"
     )

@@ -127,14 +127,17 @@ class ResultFiles:
             for path in (path for pattern in OTHER_TEMPLATES for path in folder.glob(pattern)):
                 path.unlink()
             write_text(folder / TEMPLATE, self._chat_template)
-        if "auto_map" in fields:
-            _copy(source, folder, "*.py")
-        elif alone:
-            loaded, named = type(self._tokenizer).__name__, str(fields.get("tokenizer_class"))
+        if alone:
+            kind = type(self._tokenizer)
+            if "auto_map" not in fields and kind.__module__.startswith("transformers_modules."):
+                fields["auto_map"] = read_fields(source / CONFIG)["auto_map"]
+            loaded, named = kind.__name__, str(fields.get("tokenizer_class"))
             # Transformers 5 calls it the former, and reads the latter as well as older ones do.
             loaded = loaded.replace("TokenizersBackend", "PreTrainedTokenizerFast")
             if named.removesuffix("Fast") not in (loaded.removesuffix("Fast"), "TokenizersBackend"):
                 fields["tokenizer_class"] = loaded
+        if "auto_map" in fields:
+            _copy(source, folder, "*.py")
         if fields != before:
             _write_json(folder / TOKENIZER_CONFIG, fields)
 

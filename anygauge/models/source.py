@@ -43,7 +43,7 @@ def _refuse_run(folder: Path) -> None:
             raise ModelError(
                 f"model.name: {folder} has an adapter, not a model. To train it on, name its base "
                 f"here and {adapter} in adapter.start_from; for a whole model: anygauge merge "
-                f"{folder} --output merged"
+                f"{adapter} --output merged"
             )
 
 

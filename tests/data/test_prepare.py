@@ -143,7 +143,7 @@ def test_a_source_of_which_nothing_is_left(source, tokenizer):
     with pytest.raises(DataError) as caught:
         prepare(section([good, bad]), tokenizer, seed=0)
     assert "none of the 2 rows of " in str(caught.value)
-    assert "bad.jsonl" in str(caught.value)
+    assert "bad.jsonl is left to use: " in str(caught.value)
     assert "1 too long for data.max_length 32" in str(caught.value)
     assert "1 with nothing to learn" in str(caught.value)
 

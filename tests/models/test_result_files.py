@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from anygauge.cli import run as command
+from anygauge.cli.trained import model_origin
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.result_files import ResultFiles
@@ -146,7 +147,8 @@ def test_generate_takes_each_folder(
     results: Mapping[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copied = shutil.copytree(results["adapter"], tmp_path / "copied")
-    for folder in (results["model"].parent, results["adapter"].parent, copied, *results.values()):
+    of_runs = [results[kind].parent for kind in ("model", "adapter", "checkpoint")]
+    for folder in (*of_runs, copied, *results.values()):
         capsys.readouterr()
         ask = ["--prompt", QUESTION, "--backend", "cpu", "--max-new-tokens", "20"]
         assert command(["generate", str(folder), *ask]) == 0
@@ -155,6 +157,18 @@ def test_generate_takes_each_folder(
     for path in results["merged"].iterdir():
         if path.name != "README.md":
             assert (tmp_path / "merged" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_an_adapter_that_was_moved_away_from_its_base(
+    results: Mapping[str, Path], tmp_path: Path
+) -> None:
+    moved = shutil.copytree(results["adapter"], tmp_path / "moved")
+    config = fields_of(moved / "adapter_config.json")
+    for named, said in (("/gone/base", "/gone/base"), (None, "none")):
+        save_fields(moved / "adapter_config.json", **{**config, "base_model_name_or_path": named})
+        message = rf"names {said}\); give the base as MODEL, and --adapter {moved}$"
+        with pytest.raises(ModelError, match=message):
+            model_origin(str(moved), None, None)
 
 
 def test_files_are_the_bases_own_but_for_what_training_changed(
@@ -181,11 +195,9 @@ def test_a_run_or_an_adapter_is_not_a_model(results: Mapping[str, Path]) -> None
     whole, adapter = results["model"], results["adapter"]
     for folder, message in (
         (whole.parent, f"is a run's folder; its model is {whole}"),
-        (
-            adapter.parent,
-            f"{adapter.parent} is a run's folder with an adapter, {adapter}. To train",
-        ),
-        (adapter, f"name its base here and {adapter} in adapter.start_from"),
+        (adapter.parent, f"name its base here and {adapter} in adapter.start_from"),
+        (adapter, f"has an adapter, not a model. To train it on, name its base here and {adapter}"),
+        (results["checkpoint"].parent, f"anygauge merge {results['checkpoint']} --output merged"),
     ):
         with pytest.raises(ModelError, match=r"^model\.name: ") as caught:
             load_config(ModelSection(name=str(folder)))
@@ -275,6 +287,24 @@ def test_a_tokenizer_needs_no_configuration_beside_it(
     assert (tokenizer.eos_token, len(tokenizer)) == ("</s>", len(load_tokenizer(section)))
 
 
+def test_a_tokenizer_whose_class_only_the_configuration_names(tmp_path: Path) -> None:
+    """Transformers 4 reads it there, transformers 5 does not."""
+    from transformers import AutoTokenizer
+
+    base = make_base(tmp_path / "base", None, [])
+    classes = {"AutoConfig": "own.OwnConfig", "AutoTokenizer": ["own.OwnTokenizer", None]}
+    config = {**fields_of(base / "config.json"), "model_type": "own", "auto_map": classes}
+    save_fields(base / "config.json", **config)
+    save_fields(base / "tokenizer_config.json", eos_token="</s>")
+    (base / "own.py").write_text(CODE + OWN_TOKENIZER)
+    (base / "more.py").write_text('NAME = "own"\n')
+    section = ModelSection(name=str(base), trust_remote_code=True)
+    folder = written(tmp_path / "beside", section)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert type(tokenizer).__name__ == type(load_tokenizer(section)).__name__
+    assert tokenizer("a b")["input_ids"] == load_tokenizer(section)("a b")["input_ids"]
+
+
 def test_a_tokenizer_that_is_one_file(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -291,6 +321,11 @@ class OwnConfig(LlamaConfig):
     model_type = NAME
 class OwnModel(LlamaForCausalLM):
     config_class = OwnConfig
+"""
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
 """
 
 
