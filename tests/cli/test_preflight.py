@@ -158,6 +158,17 @@ def test_a_check_that_hangs_is_ended_and_its_part_named(
         preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
 
 
+@pytest.mark.slow
+def test_an_expression_that_would_take_for_ever_is_such_a_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(preflight.LIMITS_S, "model", 20.0)
+    path = run_file(tmp_path, adapter={"targets": "(.*.*.*.*.*.*.*)*x"})
+    with pytest.raises(AnygaugeError, match=r"no progress for 20 s .* at regular expressions for"):
+        command(["train", str(path)])
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_check_that_is_killed_says_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
