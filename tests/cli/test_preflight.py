@@ -213,20 +213,6 @@ def test_a_refusal_of_an_unknown_class_is_one_of_the_project(
         preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
 
 
-DEVICES: list[tuple[list[Any], str]] = [
-    (["--devices", 1_000_000_000], "--devices 1,000,000,000"),
-    (["--devices", 8, "--nodes", 4096], "32,768 ranks"),
-]
-
-
-@pytest.mark.parametrize(("options", "expected"), DEVICES, ids=str)
-def test_more_ranks_than_there_can_be(options: list[Any], expected: str, tmp_path: Path) -> None:
-    with pytest.raises(RunFileError) as error:
-        command(["train", str(run_file(tmp_path)), "--dry-run", *map(str, options)])
-    assert expected in str(error.value) and "16,384" in str(error.value)
-    assert "global_batch_size" not in str(error.value)
-
-
 def test_a_dry_run_of_many_ranks_works_out_few_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
