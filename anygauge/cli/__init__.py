@@ -43,7 +43,6 @@ _HOMES = {
 
 def main() -> NoReturn:
     """Entry point: an error meant for the user is one message, without a traceback."""
-    _open_standard_streams()
     streams: Any = sys
     streams.stdout, streams.stderr = EscapedStream(sys.stdout), EscapedStream(sys.stderr)
     end_process(_status())
@@ -74,22 +73,6 @@ def _status() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _open_standard_streams() -> None:
-    """Have what the caller has closed (`anygauge ... >&-`) lead nowhere.
-
-    Otherwise Python has no such stream, and the next file that is opened takes its number: what is
-    printed would go into it.
-    """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-            os.set_inheritable(descriptor, True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 class EscapedStream:

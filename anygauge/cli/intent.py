@@ -149,7 +149,6 @@ def read_intent(
     else:
         refuse_secrets(run)
     ranks = run.launch.nodes * run.launch.devices
-    refuse_too_many(run.launch.nodes, run.launch.devices)
     check_ranks(registry.find_strategy(run.strategy.name).spec, ranks, registry)
     if launcher.remote and run.backend == "auto":
         raise RunFileError(
@@ -197,24 +196,6 @@ def read_intent(
         backend_options=run.backend_options,
     )
     return Intent(loaded=loaded, registry=registry, selection=selection, job=job, forms=forms)
-
-
-MOST_RANKS = 16_384
-"""No job is known that comes near; a number beyond is a slip, and would be worked out for long."""
-
-
-def refuse_too_many(nodes: int, devices: int) -> None:
-    """Refuse numbers of ranks that nobody has.
-
-    Raises:
-        RunFileError: names what was asked for.
-    """
-    if nodes * devices > MOST_RANKS:
-        raise RunFileError(
-            f"launch: --devices {devices:,} on --nodes {nodes:,} are {nodes * devices:,} ranks; "
-            f"anygauge starts at most {MOST_RANKS:,}. Set launch.devices (--devices) to the "
-            "devices of one machine, and launch.nodes (--nodes) to the number of machines"
-        )
 
 
 def refuse_secrets(run: Any) -> None:

@@ -17,7 +17,6 @@ from anygauge.cli.intent import (
     DevicesOption,
     NodesOption,
     SetOption,
-    refuse_too_many,
 )
 
 if TYPE_CHECKING:
@@ -190,7 +189,6 @@ def _case(
             f"launch.devices: {run.launch.devices}, but machine {asked.name!r} has {asked.cards} "
             "cards; leave --devices out, or name a larger machine"
         )
-    refuse_too_many(run.launch.nodes, run.launch.devices)
     if asked is not None:
         return run, Target(backend=run.backend, card=card, machine=asked)
     chosen = select_backend(registry, run.backend, need_device=False).spec.name

@@ -138,8 +138,9 @@ def ask(question: Question, environ: Mapping[str, str], *, quiet: bool = False) 
         except TimeoutError:
             raise AnygaugeError(
                 f"the checks before the run have hung: no progress for {LIMITS_S[events.part]:.0f} "
-                f"s on the run file's '{events.part}' section. Look at that section, and at the "
-                "disks that hold the paths in it"
+                f"s on the run file's '{events.part}' section. Look at that section, at regular "
+                "expressions for names of layers or weights, and at the disks that hold the paths "
+                "in it"
             ) from None
         except BrokenPipeError:
             pass  # it ended before it had read the question

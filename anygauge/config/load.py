@@ -24,9 +24,8 @@ from anygauge.config.paths import (
     resolve_paths,
 )
 from anygauge.config.problems import explain, is_private, received, value_problems
-from anygauge.config.renamed import RECORD, translated
 from anygauge.config.schema import RunFile
-from anygauge.config.strategies import STRICT, section_of, spelled_out, without_others_fields
+from anygauge.config.strategies import STRICT, section_of, spelled_out
 from anygauge.config.tree import Origin, Problem, YamlNode, dotted, merge, plain, run_file_error
 from anygauge.interface import PluginError, RunFileError
 from anygauge.util.files import read_bounded
@@ -235,8 +234,6 @@ def _document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
         raise RunFileError(f"{shown}: cannot be read: {reason}") from None
     try:
         root = read_yaml(text, shown, path.parent, problems)
-        if root is not None and text.startswith(RECORD):
-            root = without_others_fields(translated(root))
     except NotYaml as error:
         place = Origin(shown, error.line, path.parent)
         raise RunFileError(f"{place}: not valid YAML: {error}") from None

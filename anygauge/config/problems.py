@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
-from anygauge.config.renamed import RENAMED, new_name, new_value
 from anygauge.config.sections import LARGEST
 from anygauge.config.strategies import StrategySection, all_sections, named
 from anygauge.config.tree import Problem, YamlNode, dotted
@@ -107,21 +106,17 @@ def _missing(path: tuple[object, ...], root: YamlNode) -> Problem:
 
 def _unknown(path: tuple[object, ...], root: YamlNode) -> Problem:
     name = str(path[-1])
-    new = new_name(path)
-    if new is not None:
-        node = root.nearest(*path)
-        text = f"is called {dotted((*path[:-1], new))} now; rename it"
-        value = new_value(path, node.value)
-        if value is not node.value:
-            text += f" (and its value {node.value}, which is now {value})"
-        return Problem(node.origin, dotted(path), text)
     parent = kind_at(path[:-1], root)
     assert parent is not None and parent.section is not None
     valid = [*parent.section.model_fields, *([] if path[:-1] else ["extends"])]
     hints = ["no such field"]
     here = dotted(path[:-1])
-    names = {field: field for field in valid}
-    names |= {old[-1]: new for old, new in RENAMED.items() if ".".join(old[:-1]) == here}
+    names = {
+        theirs: ours.rpartition(".")[2]
+        for theirs, ours in ELSEWHERE.items()
+        if ours.rpartition(".")[0] == here and ": " not in ours
+    }
+    names |= {field: field for field in valid}
     close = [names[near] for near in get_close_matches(name.lower(), names, n=1)]
     others: list[str] = []
     if issubclass(parent.section, StrategySection):

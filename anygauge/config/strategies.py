@@ -14,7 +14,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from anygauge.config.sections import Section
 from anygauge.config.tree import YamlNode
-from anygauge.interface import StrategySpec, UnknownNameError
+from anygauge.interface import StrategySpec
 from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
 from anygauge.registry.registry import load_options
 
@@ -118,19 +118,6 @@ def _count(root: YamlNode, field: str) -> int:
     """``launch.nodes`` or ``launch.devices``, as far as it is a number."""
     node = root.get("launch", field)
     return node.value if node is not None and type(node.value) is int and node.value > 0 else 1
-
-
-def without_others_fields(root: YamlNode) -> YamlNode:
-    """The tree of a resolved run file of version 0.1, which has the fields of all strategies."""
-    node, name = root.get("strategy"), root.get("strategy", "name")
-    if node is None or name is None or not node.is_mapping or not isinstance(name.value, str):
-        return root
-    try:
-        known = section_of(name.value).model_fields
-    except UnknownNameError:
-        return root
-    kept = {field: below for field, below in node.value.items() if field in known}
-    return replace(root, value=root.value | {"strategy": replace(node, value=kept)})
 
 
 STRICT = "strict"

@@ -180,8 +180,8 @@ class Probe:
 
 
 API_VERSION = 1
-"""Version of this contract: one more with each change that a plugin has to follow, which
-docs/migrating.md lists. A plugin written for another is refused."""
+"""Version of this contract: one more with each change that a plugin has to follow. A plugin
+written for another is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
+import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,6 @@ from anygauge.config.problems import expression_complaint
 from anygauge.config.schema import AdapterSection
 from anygauge.interface import ModelError
 from anygauge.models.peft_limits import takes_no_adapter
-from anygauge.util.processes import describe_exit
 from anygauge.util.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -23,18 +20,6 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 
 _SHOWN = 200
-_MATCH_S = 2
-"""Seconds of the processor; a sound expression takes some thousandths."""
-_WAIT_S = 300.0
-_MATCH = f"""
-import json, re, signal, sys, warnings
-warnings.simplefilter("ignore")
-signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
-signal.setitimer(signal.ITIMER_VIRTUAL, {_MATCH_S})  # its signal ends the process
-text, names = json.load(sys.stdin)
-pattern = re.compile(text)
-print(json.dumps([index for index, name in enumerate(names) if pattern.fullmatch(name)]))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,20 +216,21 @@ def matched_names(text: str, names: list[str], field: str) -> list[str]:
     """The names that an expression matches as a whole.
 
     Raises:
-        ModelError: it is not an expression, or takes too long.
+        ModelError: it is not an expression.
     """
     complaint = expression_complaint(text)
     if complaint:
         raise ModelError(f"{field}: {text[:_SHOWN]!r} {complaint}")
-    return _matched(text, names, field)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what may mean something else in a later Python
+        pattern = re.compile(text)
+    return [name for name in names if pattern.fullmatch(name)]
 
 
 def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str) -> list[str]:
     try:
         found = matched_names(text, list(layers), field)
     except ModelError as error:
-        if "names of the layers" in str(error):
-            raise
         raise ModelError(f"{error}; {_valid(layers)}") from None
     if not found:
         raise ModelError(
@@ -253,36 +239,6 @@ def _matching_expression(layers: Mapping[str, nn.Module], text: str, field: str)
             f"[{text}]; {_valid(layers)}"
         )
     return found
-
-
-def _matched(text: str, names: list[str], field: str) -> list[str]:
-    """The names that an expression matches as a whole.
-
-    In a process of its own: some expressions take longer than the age of the universe on a name of
-    fifty letters, and Python's matcher cannot be made to give up.
-    """
-    child = [sys.executable, "-I", "-S", "-c", _MATCH]
-    try:
-        done = subprocess.run(
-            child, input=json.dumps([text, names]), capture_output=True, text=True, timeout=_WAIT_S
-        )
-    except subprocess.TimeoutExpired:
-        done = None
-    if done is None or done.returncode == -signal.SIGVTALRM:
-        raise ModelError(
-            f"{field}: the expression {text[:_SHOWN]!r} takes more than {_MATCH_S} s to be matched "
-            "with the names of the layers; write it with fewer '*' and '+', or list the last parts "
-            "of the names"
-        )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        last = f": {lines[-1].strip()}" if lines else ""
-        raise ModelError(
-            f"{field}: the expression {text[:_SHOWN]!r} was not matched with the names of the "
-            f"layers: the process that does it ended with {describe_exit(done.returncode)}{last}. "
-            "Try again, or list the last parts of the names"
-        )
-    return [names[index] for index in json.loads(done.stdout)]
 
 
 def _all_linear(model: Any, layers: Mapping[str, nn.Module]) -> list[str]:

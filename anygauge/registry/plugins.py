@@ -50,10 +50,7 @@ PROVIDING_HOOKS: Mapping[str, type[AnySpec]] = {
 TUNING_HOOK = "anygauge_tune_environment"
 HOOK_NAMES = (*PROVIDING_HOOKS, TUNING_HOOK)
 
-_MOVED = (
-    "If the plugin was written for another anygauge, install a release of it made for this one; "
-    "what moved for its author is in docs/migrating.md"
-)
+_MOVED = "If the plugin was written for another anygauge, install a release of it made for this one"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -316,8 +313,6 @@ def _another_version(found: Any, distribution: str) -> str:
     remedy = f"Install a release of {distribution} made for it"
     if isinstance(found, int) and found > API_VERSION:
         remedy = f"Install a newer anygauge, or a release of {distribution} made for this one"
-    elif isinstance(found, int):
-        remedy += "; what moved for its author is in docs/migrating.md"
     return (
         f"is written for version {found!r} of the plugin contract (API_VERSION), and this anygauge "
         f"has version {API_VERSION}. {remedy}"

@@ -33,20 +33,12 @@ class History:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> History:
-        """What a checkpoint kept of it, where null stands for nan.
-
-        Checkpoints of version 0.2 and before know no warm-up: all their steps count as timed.
-        """
+        """What a checkpoint kept of it, where null stands for nan."""
         evaluations = [
             {**one, "eval_loss": _number(one["eval_loss"])} for one in record["evaluations"]
         ]
         losses = {name: _number(record[name]) for name in ("first_loss", "last_loss")}
-        timed = {
-            "timed_steps": record["step"],
-            "timed_tokens": record["tokens"],
-            "timed_seconds": record["seconds"],
-        }
-        return cls(**{**timed, **record, **losses, "evaluations": evaluations})
+        return cls(**{**record, **losses, "evaluations": evaluations})
 
     def add(self, index: int, *, loss: float, tokens: int, seconds: float, timed: bool) -> None:
         """Count one step.

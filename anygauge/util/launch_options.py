@@ -48,7 +48,6 @@ def read_options(model: type[OptionsT], launcher: str, options: Mapping[str, Any
         ) from None
 
 
-_RENAMED = {("head",): "coordinator"}
 _SECRET = (
     "say where the secret is kept (docs/clouds.md), not what it is; what was received is not shown"
 )
@@ -60,8 +59,6 @@ def _sentence(model: type[LauncherOptions], launcher: str, one: Mapping[str, Any
     parts = [part for part in parts if not part[:1].isupper() or part.isupper()]
     place = ".".join(("launch.options", *parts))
     if one["type"] == "extra_forbidden":
-        if one["loc"] in _RENAMED:
-            return f"{place}: is called {_RENAMED[one['loc']]} now; rename it"
         has = ""
         if len(one["loc"]) == 1:
             near = did_you_mean(str(one["loc"][-1]), model.model_fields)

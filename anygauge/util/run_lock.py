@@ -6,7 +6,6 @@ another lock. So ranks know theirs by device and inode, and compare before they 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 from pathlib import Path
@@ -39,12 +38,7 @@ def open_lock(folder: Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise AnygaugeError(_no_lock(path, "not a regular file"))
-    if descriptor > 2:
-        return descriptor
-    # Where standard streams were closed, a child's own ones would take its place.
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(descriptor)
-    return moved
+    return descriptor
 
 
 def _no_lock(path: Path, what: str) -> str:

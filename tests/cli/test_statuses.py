@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -134,27 +133,3 @@ def test_the_status_of_a_job_that_is_gone(
     shown = capsys.readouterr()
     assert shown.out.startswith(said)
     assert ("no agent reported how the job ended" in shown.err) == ("does not know" in said)
-
-
-@pytest.mark.parametrize(
-    ("closed", "line", "status"),
-    [
-        (">&-", "env --backend cpu", 0),
-        (">&-", "--version", 0),
-        (">&-", "train missing.yaml", 2),
-        ("2>&-", "train missing.yaml", 2),
-        (">&- 2>&- <&-", "train missing.yaml", 2),
-        ("<&-", "generate ./missing", 2),
-    ],
-)
-def test_a_stream_that_is_closed_is_no_traceback(
-    closed: str, line: str, status: int, tmp_path: Path
-) -> None:
-    command = f'"$0" -m anygauge.cli {line} {closed}'
-    done = subprocess.run(
-        ["sh", "-c", command, sys.executable],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == status, done.stderr
-    assert "Traceback" not in done.stderr and done.stdout == ""
-    assert ("error: missing.yaml" in done.stderr) == ("2>&-" not in closed and "train" in line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.config.renamed import RECORD
 from anygauge.config.resolved import dump_run
 
 
@@ -72,12 +71,6 @@ def test_an_unknown_strategy_hides_nothing_else(folder, minimal):
     lines = folder.refuse(minimal + "strategy: {name: zreo}\ntrian: {}")
     assert len(lines) == 2
     assert "did you mean 'zero'?" in lines[0] and "did you mean 'train'?" in lines[1]
-
-
-def test_resolved_files_of_version_0_1_have_the_fields_of_all(folder, minimal):
-    text = f"{RECORD}{minimal}strategy: {{stage: 2, gather: layer, options: {{}}, name: %s}}"
-    assert folder.load(text % "single").run.strategy.model_dump() == {"name": "single"}
-    assert folder.load(text % "zero").run.strategy.stage == 2
 
 
 def test_a_word_stands_for_a_section(folder, minimal):

@@ -19,6 +19,9 @@ HISTORY = {
     "tokens": 30,
     "seconds": 0.5,
     "evaluations": [{"step": 3, "name": "eval", "eval_loss": 0.5, "eval_tokens": 9}],
+    "timed_steps": 2,
+    "timed_tokens": 20,
+    "timed_seconds": 0.25,
 }
 RECORD: dict[str, Any] = {
     "step": 3,

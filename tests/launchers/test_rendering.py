@@ -86,7 +86,6 @@ def test_the_coordinator_may_have_another_address() -> None:
         ({"hosts": "a,b"}, "launch.options.hosts: 'a,b': input should be a valid list"),
         ({"hostfile": "/nowhere/hosts"}, "/nowhere/hosts cannot be read"),
         ({"hosts": ["a", "b"], "prot": 1}, "launch.options.prot: the ssh launcher has no such"),
-        ({"head": "c"}, "launch.options.head: is called coordinator now; rename it"),
         ({"hosts": ["a", "b"], "python": "/a b/python"}, "a remote shell reads this path"),
         ({"hosts": ["a", "b"], "grace_s": -1}, "launch.options.grace_s: -1: input should be"),
     ],

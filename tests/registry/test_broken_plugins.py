@@ -49,12 +49,10 @@ IN_THE_LIST = {
     "cannot be imported": "ModuleNotFoundError: No module named 'no_such_module'",
     "is written for an old API": "BackendSpec 'bad' is written for "
     f"version {OLD} of the plugin contract (API_VERSION), and this anygauge has version "
-    f"{API_VERSION}. Install a release of bad-dist made for it; what moved for its author is in "
-    "docs/migrating.md",
+    f"{API_VERSION}. Install a release of bad-dist made for it",
     "imports what has moved": "ModuleNotFoundError: No module named 'anygauge.interface.rules'",
     "gives a field of old": "got an unexpected keyword argument 'fidelity' (fake_bad.py, line 7). "
-    "If the plugin was written for another anygauge, install a release of it made for this one; "
-    "what moved for its author is in docs/migrating.md",
+    "If the plugin was written for another anygauge, install a release of it made for this one",
     "claims a name twice": "bad-dist 0.3 (plugin 'bad')",
     "misspells a hook": "anygauge_provides_backends",
     "has a probe that raises": "the probe raised OSError: no permission (fake_bad.py",

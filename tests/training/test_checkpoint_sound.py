@@ -95,7 +95,7 @@ BAD: list[Any] = [None, "3", 1.5, -1, True, [], {}, 1e999, 2**70]
 
 @pytest.mark.parametrize(
     "field",
-    ["step", "steps", "world_size", "counters.updates", "history.step", "history.tokens"],
+    ["step", "steps", "world_size", "counters.updates", "history.step", "history.timed_tokens"],
 )
 def test_a_field_of_a_wrong_type(field: str, tmp_path: Path) -> None:
     older, newest = two(tmp_path)
@@ -109,6 +109,9 @@ def test_a_field_of_a_wrong_type(field: str, tmp_path: Path) -> None:
         found = find_checkpoint("auto", tmp_path, 0, ALONE)
         assert found.checkpoint is not None and found.checkpoint.folder == older
         assert f"checkpoint.json: {field} cannot be" in found.skipped[0]
+    del (record[above[0]] if above else record)[last]
+    reseal(newest, "checkpoint.json", json.dumps(record).encode())
+    assert f"checkpoint.json has no {field}" in str(complaint_about(newest))
 
 
 @pytest.mark.parametrize("field", [*RECORD, "format"])

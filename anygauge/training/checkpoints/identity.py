@@ -14,7 +14,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from anygauge.config.renamed import translated_record
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.models.quantisation import quantisation
@@ -29,9 +28,6 @@ _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of a model's configuration that do not change its architecture."""
 
 _FREE_IN_ADAPTER = ("dropout", "start_from", "verify")
-
-_SINCE_IN_ADAPTER = ("init", "target_parameters", "modules_to_save")
-"""Fields that checkpoints of earlier versions do not have."""
 
 _MAY_CHANGE = ("model", "adapter", "train", "precision", "strategy", "backend", "launch")
 
@@ -55,13 +51,7 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
     """The part of the identity that the run file alone decides."""
     adapter = None
     if run.adapter is not None:
-        fields = type(run.adapter).model_fields
-        usual = {
-            name
-            for name in _SINCE_IN_ADAPTER
-            if getattr(run.adapter, name) == fields[name].get_default(call_default_factory=True)
-        }
-        adapter = run.adapter.model_dump(mode="json", exclude={*_FREE_IN_ADAPTER, *usual})
+        adapter = run.adapter.model_dump(mode="json", exclude={*_FREE_IN_ADAPTER})
     asked = quantisation(run.model)
     return {
         "adapter": adapter,
@@ -124,7 +114,6 @@ def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str,
     Raises:
         RunFileError: names what differs, and both values.
     """
-    kept = translated_record(kept)
     different = [
         f"{name} (before: {short(str(kept.get(name)))}; now: {short(str(value))})"
         for name, value in identity.items()
@@ -143,12 +132,12 @@ def changed_settings(
     """Fields that may change when a run is resumed, and did: ``field: before -> now``.
 
     Args:
-        kept: of the run before; a field that did not exist yet had its default.
+        kept: of the run before; a field that its strategy lacks had its default.
         settings: of this run; see `settings_of`.
         usual: see `usual_settings`.
     """
     new = {name: usual[name] for name in settings if name in usual}
-    kept = {**new, **translated_record(kept)}
+    kept = {**new, **kept}
     # Options of another strategy are not fields of this one.
     gone = {name for name in kept.keys() - settings.keys() if name.startswith("strategy.")}
     names = sorted({*kept, *settings} - gone)

@@ -13,7 +13,6 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any
 
 from anygauge.interface import AnygaugeError
@@ -131,7 +130,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         )
     _check_fields(path, "", record, _RECORD)
     _check_fields(path, "counters.", record["counters"], _COUNTERS)
-    _check_fields(path, "history.", record["history"], _HISTORY, _HISTORY_ADDED)
+    _check_fields(path, "history.", record["history"], _HISTORY)
     named = step_of(folder)
     if named is not None and named != record["step"]:
         raise AnygaugeError(f"{path}: step is {record['step']}, and its folder is {folder.name}")
@@ -300,30 +299,21 @@ _HISTORY: Mapping[str, Test] = {
     "tokens": is_count,
     "seconds": _number,
     "evaluations": _evaluations,
-}
-_HISTORY_ADDED: Mapping[str, Test] = {
     "timed_steps": is_count,
     "timed_tokens": is_count,
     "timed_seconds": _number,
 }
-"""Absent from checkpoints of version 0.2 and before."""
 
 
 def _check_fields(
-    path: Path,
-    prefix: str,
-    found: Mapping[str, Any],
-    tests: Mapping[str, Test],
-    optional: Mapping[str, Test] = MappingProxyType({}),
+    path: Path, prefix: str, found: Mapping[str, Any], tests: Mapping[str, Test]
 ) -> None:
-    for name in tests:
+    for name, test in tests.items():
         if name not in found:
             raise AnygaugeError(f"{path} has no {prefix}{name}")
-    known = {**tests, **optional}
-    for name, test in known.items():
-        if name in found and not test(found[name]):
+        if not test(found[name]):
             raise AnygaugeError(f"{path}: {prefix}{name} cannot be {_short(found[name])}")
-    unknown = [] if not prefix else sorted(set(found) - set(known))
+    unknown = [] if not prefix else sorted(set(found) - set(tests))
     if unknown:
         raise AnygaugeError(
             f"{path}: {prefix}{_short(unknown[0])} is unknown to this version of anygauge"
