@@ -1,4 +1,4 @@
-"""Outcomes as a table: for the terminal, as Markdown and as JSON."""
+"""Outcomes as a table, in Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-from rich import box
-from rich.table import Table
 
 from benchmarks.entrants import ENTRANTS
 from benchmarks.measure import LAST_STEPS, RunOutcome
@@ -144,17 +141,6 @@ def remarks(rows: Sequence[ContenderRow]) -> list[str]:
         if row.problem:
             found.append(f"{title}: {row.problem}")
     return found
-
-
-def rich_table(title: str, rows: Sequence[ContenderRow]) -> Table:
-    """For the terminal."""
-    headings, cells = columns(rows)
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place == 0 else "right")
-    for row, line in zip(rows, cells, strict=True):
-        table.add_row(*line, style="red" if row.problem and not row.rounds else None)
-    return table
 
 
 def markdown(title: str, rows: Sequence[ContenderRow]) -> str:
