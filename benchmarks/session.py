@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.entrants import Entrant, processes
-from benchmarks.errors import ModelNotMadeError
+from benchmarks.errors import BenchmarkError
 from benchmarks.measure import MeasureError, RunOutcome, outcome
 from benchmarks.plan import ContenderPlan, Dtype
 from benchmarks.processes import ROOT, last_lines, run, shared_environment
@@ -74,8 +74,7 @@ def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, Cont
     """Write rows, tokenizer and model of a workload; returns rows, a plan on them, and words.
 
     Raises:
-        MissingDataError, RowsError: the workload cannot give the rows.
-        ModelError: the model could not be made.
+        BenchmarkError: the workload cannot give the rows, or the model could not be made.
     """
     folder = settings.output / workload
     length = settings.length if workload == "full" else settings.max_length
@@ -109,7 +108,7 @@ def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, Cont
         stdin=subprocess.DEVNULL,
     )
     if made.returncode:
-        raise ModelNotMadeError(f"the model could not be made:\n{made.stderr[-2000:]}")
+        raise BenchmarkError(f"the model could not be made:\n{made.stderr[-2000:]}")
     fewest, mean, most = rows.lengths
     about = (
         f"{workload}: {source(workload, settings.data)}; {fewest} to {most} tokens a row, mean "

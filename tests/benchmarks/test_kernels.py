@@ -85,10 +85,6 @@ def test_sums_in_bfloat16_are_told_from_rounding() -> None:
             ["anygauge", "torch", "torch.compile"],
         ),
         pytest.param(
-            *("attention", ("--lengths", "64", "--rows", "2"), 2, ["sdpa", "eager", "softmax"]),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             "lora",
             ("--tokens", "32", "--dtype", "float32"),
             8,
