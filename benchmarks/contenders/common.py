@@ -90,10 +90,6 @@ class Recorder:
         """Mean loss of the last step on this rank."""
         self._write({"loss": value})
 
-    def note(self, **facts: Any) -> None:
-        """A fact about the run for the report."""
-        self._write({"note": facts})
-
     def _write_late(self) -> None:
         for step in self._late:
             self._write_step(*step)

@@ -63,11 +63,6 @@ def test_markdown_has_a_cell_for_every_heading() -> None:
     assert "| DeepSpeed, by hand | 1,000 | 2.000 | 25.0% | 2 | 2.0 | 2.0000 | 1,234 | 1 |" in lines
 
 
-def test_whether_packed_documents_are_apart_is_said() -> None:
-    rows = summarise([ran("trl-packed", 1, 1.0, notes={"documents_isolated": False})], NAMES)
-    assert any("packed documents SEE each other" in text for text in remarks(rows))
-
-
 def test_json_has_every_run() -> None:
     outcomes = [ran("anygauge", 1, 2.0), ran("deepspeed", 1, 1.0)]
     record = json.loads(as_json({"python": "3"}, {"full": outcomes}))
