@@ -31,7 +31,7 @@
 # DEVICE=cpu            try the parts without a card
 # PREDICT=h100:1        only show what is predicted for a machine
 # PARTS=training,kit    only these
-# OUTPUT=folder         for the page, the pictures and the figures
+# OUTPUT=folder         for the page and the figures
 
 PYTHON ?=
 TORCH_VERSION ?= 2.13.0

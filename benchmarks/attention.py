@@ -1,6 +1,6 @@
 """Attention side by side on padded and packed rows: time and memory, forward and backward.
 
-    python benchmarks/attention.py --rounds 5
+    make gpu-full PARTS=attention
 
 The contenders are the model library's, each with masks of the form that it takes, and the kernels
 that run on the device. Ratios are to the first, which the backends of CPU and CUDA name.
@@ -10,24 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
 from torch import Tensor, nn
 
 from anygauge.models.masks import MaskPlan
 from anygauge_kernels.attention import with_softmax
 from anygauge_kernels.blocks import compiled
-from benchmarks.kernel_timing import (
-    chosen_device,
-    chosen_kernel,
-    compare,
-    figures,
-    record,
-)
+from benchmarks.kernel_timing import chosen_kernel, compare
 
 Forward = Callable[..., tuple[Tensor, Any]]
 
@@ -87,41 +78,3 @@ def case(row: Mapping[str, Any]) -> str:
     """One size, in words."""
     kind = "padded" if row["documents"] == 1 else f"{row['documents']} documents"
     return f"{row['length']:,} tokens, {kind}"
-
-
-def main(
-    device: Annotated[str, typer.Option(help="A torch device, or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    lengths: Annotated[str, typer.Option(help="Comma-separated.")] = "512,2048",
-    rows: Annotated[int, typer.Option(min=1)] = 2,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch, on the host.")] = 2,
-    output: Annotated[Path, typer.Option(help="A JSON file.")] = Path("runs/attention.json"),
-) -> None:
-    """Measure attention on this device: 16 heads of 64, 4 of them for keys and values."""
-    torch.set_num_threads(threads)
-    where = chosen_device(device)
-    found = [
-        measure(
-            int(length),
-            documents=documents,
-            rows=rows,
-            heads=16,
-            groups=4,
-            width=64,
-            dtype=getattr(torch, dtype),
-            device=where,
-            rounds=rounds,
-        )
-        for length in lengths.split(",")
-        for documents in (1, 8)
-    ]
-    console = Console(highlight=False, width=110)
-    console.print(f"{where}: {rows} rows, 16 heads of 64, {dtype}; {rounds} rounds")
-    console.print(figures([(case(row), row["timed"]) for row in found]))
-    record(output, {"device": str(where), "dtype": dtype, "rows": rows}, found)
-    console.print(f"written: {output}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

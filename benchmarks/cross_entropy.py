@@ -17,16 +17,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from benchmarks.kernel_timing import (
+    Device,
+    Dtype,
+    Output,
+    Rounds,
+    Threads,
     chosen_device,
     chosen_kernel,
     compare,
-    figures,
-    record,
+    show,
 )
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -97,14 +100,14 @@ def case(row: Mapping[str, Any]) -> str:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="A torch device, or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Device = "auto",
+    dtype: Dtype = "bfloat16",
     classes: Annotated[str, typer.Option(help="Comma-separated.")] = "32000,131072",
     tokens: Annotated[int, typer.Option(min=0, help="0: 1024, 16384 on an accelerator.")] = 0,
     width: Annotated[int, typer.Option(min=0, help="0: 512, 4096 on an accelerator.")] = 0,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch, on the host.")] = 2,
-    output: Annotated[Path, typer.Option(help="A JSON file.")] = Path("runs/cross_entropy.json"),
+    rounds: Rounds = 5,
+    threads: Threads = 2,
+    output: Output = Path("runs/cross_entropy.json"),
 ) -> None:
     """Measure the loss of this device."""
     torch.set_num_threads(threads)
@@ -112,28 +115,17 @@ def main(
     host = where.type == "cpu"
     tokens, width = tokens or (1024 if host else 16384), width or (512 if host else 4096)
     name, kernel = chosen_kernel("linear_cross_entropy", where)
-    console = Console(highlight=False, width=120)
-    console.print(
-        f"{where}: kernel {name}; {tokens:,} tokens x {width:,}, {dtype}; {rounds} rounds"
-    )
     rows = [
         measure(
-            kernel,
-            classes=int(c),
-            width=width,
-            tokens=tokens,
-            ignored=ignored,
-            trained=trained,
-            dtype=getattr(torch, dtype),
-            device=where,
-            rounds=rounds,
+            kernel, classes=int(c), width=width, tokens=tokens, ignored=ignored, trained=trained,
+            dtype=getattr(torch, dtype), device=where, rounds=rounds,
         )
         for c in classes.split(",")
         for trained, ignored in ((False, 0.0), (False, 0.5), (True, 0.0))
-    ]
-    console.print(figures([(case(row), row["timed"]) for row in rows]))
-    record(output, {"device": str(where), "dtype": dtype, "kernel": name}, rows)
-    console.print(f"written: {output}")
+    ]  # fmt: skip
+    title = f"{where}: kernel {name}; {tokens:,} tokens x {width:,}, {dtype}; {rounds} rounds"
+    settings = {"device": str(where), "dtype": dtype, "kernel": name}
+    show(output, title, settings, [(case(row), row) for row in rows])
 
 
 if __name__ == "__main__":

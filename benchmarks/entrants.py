@@ -36,7 +36,7 @@ class Entrant:
     alone: bool = False
     deepspeed: bool = True
     compiled: bool = False
-    strategy: Mapping[str, Any] = field(default_factory=lambda: {"name": "zero", "stage": 3})
+    strategy: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[str]:
@@ -44,142 +44,66 @@ class Entrant:
         return [package for package in self.needs if util.find_spec(package) is None]
 
 
-_SCRIPTS = "benchmarks.contenders."
 _TORCH = ("torch", "transformers", "peft")
 _ENGINE = (*_TORCH, "deepspeed")
-_TRL = (*_ENGINE, "accelerate", "trl", "datasets")
+_HF_ALONE, _HF = (*_TORCH, "accelerate"), (*_ENGINE, "accelerate")
+_TRL = (*_HF, "trl", "datasets")
+_ZERO: Mapping[str, Any] = {"name": "zero", "stage": 3}
+_FSDP: Mapping[str, Any] = {"name": "fsdp"}
 
+
+def _ours(name: str, title: str, strategy: Mapping[str, Any], layout: Layout = "padded") -> Entrant:
+    needs = _ENGINE if strategy is _ZERO else _TORCH
+    alone = strategy["name"] == "single"
+    return Entrant(
+        name=name,
+        title=title,
+        module=None,
+        layout=layout,
+        needs=needs,
+        alone=alone,
+        strategy=strategy,
+    )
+
+
+def _peer(name: str, title: str, script: str, needs: Sequence[str], **more: Any) -> Entrant:
+    module = f"benchmarks.contenders.{script}"
+    return Entrant(name=name, title=title, module=module, needs=needs, **more)
+
+
+_ALONE = {"alone": True, "deepspeed": False}
 ENTRANTS: Mapping[str, Entrant] = {
     entrant.name: entrant
     for entrant in (
-        Entrant(name="anygauge", title="anygauge", module=None, needs=_ENGINE),
-        Entrant(
-            name="anygauge-grouped",
-            title="anygauge, group_by_length",
-            module=None,
-            layout="grouped",
-            needs=_ENGINE,
-        ),
-        Entrant(
-            name="anygauge-packed",
-            title="anygauge, packing",
-            module=None,
-            layout="packed",
-            needs=_ENGINE,
-        ),
-        Entrant(
-            name="anygauge-ddp",
-            title="anygauge, ddp",
-            module=None,
-            needs=_TORCH,
-            strategy={"name": "ddp"},
-        ),
-        Entrant(name="ddp", title="DDP, by hand", module=_SCRIPTS + "ddp_loop", needs=_TORCH),
-        Entrant(
-            name="anygauge-fsdp",
-            title="anygauge, fsdp",
-            module=None,
-            needs=_TORCH,
-            strategy={"name": "fsdp"},
-        ),
-        Entrant(
-            name="anygauge-fsdp-grouped",
-            title="anygauge, fsdp, group_by_length",
-            module=None,
-            layout="grouped",
-            needs=_TORCH,
-            strategy={"name": "fsdp"},
-        ),
-        Entrant(
-            name="anygauge-fsdp-packed",
-            title="anygauge, fsdp, packing",
-            module=None,
-            layout="packed",
-            needs=_TORCH,
-            strategy={"name": "fsdp"},
-        ),
-        Entrant(name="fsdp", title="FSDP2, by hand", module=_SCRIPTS + "fsdp_loop", needs=_TORCH),
-        Entrant(
-            name="deepspeed",
-            title="DeepSpeed, by hand",
-            module=_SCRIPTS + "deepspeed_loop",
-            needs=_ENGINE,
-        ),
-        Entrant(
-            name="trainer",
-            title="HF Trainer + DeepSpeed",
-            module=_SCRIPTS + "hf_trainer",
-            needs=(*_ENGINE, "accelerate"),
-        ),
-        Entrant(
-            name="trl", title="TRL SFTTrainer + DeepSpeed", module=_SCRIPTS + "trl_sft", needs=_TRL
-        ),
-        Entrant(
-            name="trl-grouped",
-            title="TRL, group_by_length",
-            module=_SCRIPTS + "trl_sft",
-            layout="grouped",
-            needs=_TRL,
-        ),
-        Entrant(
-            name="trl-packed",
-            title="TRL, packing",
-            module=_SCRIPTS + "trl_sft",
-            layout="packed",
-            needs=_TRL,
-        ),
-        Entrant(
-            name="anygauge-single",
-            title="anygauge, single",
-            module=None,
-            needs=_TORCH,
-            alone=True,
-            strategy={"name": "single"},
-        ),
-        Entrant(
-            name="anygauge-single-packed",
-            title="anygauge, single, packing",
-            module=None,
-            layout="packed",
-            needs=_TORCH,
-            alone=True,
-            strategy={"name": "single"},
-        ),
-        Entrant(
-            name="trainer-single",
-            title="HF Trainer",
-            module=_SCRIPTS + "hf_trainer",
-            needs=(*_TORCH, "accelerate"),
-            alone=True,
-            deepspeed=False,
-        ),
-        Entrant(
-            name="trainer-compiled",
-            title="HF Trainer, torch.compile",
-            module=_SCRIPTS + "hf_trainer",
-            needs=(*_TORCH, "accelerate"),
-            alone=True,
-            deepspeed=False,
+        _ours("anygauge", "anygauge", _ZERO),
+        _ours("anygauge-grouped", "anygauge, group_by_length", _ZERO, "grouped"),
+        _ours("anygauge-packed", "anygauge, packing", _ZERO, "packed"),
+        _ours("anygauge-ddp", "anygauge, ddp", {"name": "ddp"}),
+        _peer("ddp", "DDP, by hand", "ddp_loop", _TORCH),
+        _ours("anygauge-fsdp", "anygauge, fsdp", _FSDP),
+        _ours("anygauge-fsdp-grouped", "anygauge, fsdp, group_by_length", _FSDP, "grouped"),
+        _ours("anygauge-fsdp-packed", "anygauge, fsdp, packing", _FSDP, "packed"),
+        _peer("fsdp", "FSDP2, by hand", "fsdp_loop", _TORCH),
+        _peer("deepspeed", "DeepSpeed, by hand", "deepspeed_loop", _ENGINE),
+        _peer("trainer", "HF Trainer + DeepSpeed", "hf_trainer", _HF),
+        _peer("trl", "TRL SFTTrainer + DeepSpeed", "trl_sft", _TRL),
+        _peer("trl-grouped", "TRL, group_by_length", "trl_sft", _TRL, layout="grouped"),
+        _peer("trl-packed", "TRL, packing", "trl_sft", _TRL, layout="packed"),
+        _ours("anygauge-single", "anygauge, single", {"name": "single"}),
+        _ours("anygauge-single-packed", "anygauge, single, packing", {"name": "single"}, "packed"),
+        _peer("trainer-single", "HF Trainer", "hf_trainer", _HF_ALONE, **_ALONE),
+        _peer(
+            *("trainer-compiled", "HF Trainer, torch.compile", "hf_trainer", _HF_ALONE),
+            **_ALONE,
             compiled=True,
         ),
-        Entrant(
-            name="accelerate",
-            title="Accelerate + DeepSpeed",
-            module=_SCRIPTS + "accelerate_loop",
-            needs=(*_ENGINE, "accelerate"),
-        ),
-        Entrant(
-            name="unsharded",
-            title="unsharded, no communication (bound)",
-            module=_SCRIPTS + "unsharded",
-            needs=_TORCH,
+        _peer("accelerate", "Accelerate + DeepSpeed", "accelerate_loop", _HF),
+        _peer(
+            *("unsharded", "unsharded, no communication (bound)", "unsharded", _TORCH),
             independent=True,
         ),
-        Entrant(
-            name="sharded-bound",
-            title="unsharded, layers gathered in place (bound)",
-            module=_SCRIPTS + "sharded_bound",
-            needs=_TORCH,
+        _peer(
+            "sharded-bound", "unsharded, layers gathered in place (bound)", "sharded_bound", _TORCH
         ),
     )
 }

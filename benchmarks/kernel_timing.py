@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from rich.table import Table
+import typer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +23,8 @@ from anygauge.interface import Backend
 from anygauge.kernels.choose import choose_kernels, load_kernel, unfit
 from anygauge.registry import Registry
 from anygauge.util.files import write_text
+from benchmarks.gpu.page import table
+from benchmarks.gpu.result import TableRow
 from benchmarks.ratios import paired, rotated
 
 
@@ -234,42 +236,56 @@ def _backend(registry: Registry, device: torch.device) -> Backend:
     return next(each for each in backends if each.device_type == device.type)
 
 
-def figures(cases: Sequence[tuple[str, Sequence[Timed]]]) -> Table:
-    """Time and memory of each case's contenders; ratios are the first one's time to theirs."""
-    made = Table(box=None, pad_edge=False)
-    for column in ("case", "contender"):
-        made.add_column(column)
-    for column in ("forward", "backward", "memory", "first / its time"):
-        made.add_column(column, justify="right")
-    for case, timed in cases:
-        for each in timed:
-            first = case if each is timed[0] else ""
-            if each.forward is None or each.backward is None or each.peak is None:
-                made.add_row(first, each.name, each.problem)
-                continue
-            made.add_row(
-                first,
-                each.name,
-                f"{each.forward * 1e3:,.1f} ms",
-                f"{each.backward * 1e3:,.1f} ms",
-                f"{each.peak / 2**20:,.1f} MiB",
-                f"{each.ratio:.2f}",
-            )
-    return made
+def table_rows(case: str, row: Mapping[str, Any], copy: float = 0.0) -> list[TableRow]:
+    """A row for each contender of a measured case; ratios are the first one's time to theirs.
+
+    Args:
+        row: `timed`, and with `copy` the `forward_bytes` and `backward_bytes` that must move.
+        copy: bytes per second of a copy.
+    """
+    rows = []
+    for each in row["timed"]:
+        if each.forward is None or each.backward is None or each.peak is None:
+            rows.append(TableRow(case=case, name=each.name, note=each.problem))
+            continue
+        figures: dict[str, Any] = {
+            "forward, ms": each.forward * 1e3,
+            "backward, ms": each.backward * 1e3,
+            "forward + backward, ms": (each.forward + each.backward) * 1e3,
+            "memory, MiB": each.peak / 2**20,
+            "first / its time": each.ratio,
+        }
+        if copy:
+            figures["of copy, forward"] = row["forward_bytes"] / each.forward / copy
+            figures["of copy, backward"] = row["backward_bytes"] / each.backward / copy
+        rows.append(TableRow(case=case, name=each.name, figures=figures))
+    return rows
 
 
-def record(path: Path, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the figures with what they were measured on."""
-    write_text(
-        path,
-        json.dumps(
-            {
-                "command": sys.argv,
-                "platform": platform.platform(),
-                "torch": torch.__version__,
-                "settings": dict(settings),
-                "rows": [{**row, "timed": [asdict(each) for each in row["timed"]]} for row in rows],
-            },
-            indent=2,
-        ),
-    )
+def show(
+    path: Path,
+    title: str,
+    settings: Mapping[str, Any],
+    found: Sequence[tuple[str, Mapping[str, Any]]],
+    copy: float = 0.0,
+) -> None:
+    """Print the figures of (case, what was measured), and write them with their conditions."""
+    rows = [row for case, each in found for row in table_rows(case, each, copy)]
+    print("\n".join([title, "", *table(rows)]))
+    record = {
+        "command": sys.argv,
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "settings": dict(settings),
+        "rows": [{**row, "timed": [asdict(each) for each in row["timed"]]} for _, row in found],
+    }
+    write_text(path, json.dumps(record, indent=2))
+    print(f"written: {path}")
+
+
+Device = Annotated[str, typer.Option(help="A torch device, or auto.")]
+Rounds = Annotated[int, typer.Option(min=1)]
+Threads = Annotated[int, typer.Option(min=1, help="Of torch, on the host.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Output = Annotated[Path, typer.Option(help="A JSON file.")]
+"""Options that the commands share."""

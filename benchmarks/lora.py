@@ -11,14 +11,20 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor, nn
 
 from anygauge.interface import LoraKernel
-from anygauge.kernels.choose import choose_kernels, load_kernel
 from anygauge.kernels.install import fuse_lora, plain_lora
-from anygauge.registry import Registry
-from benchmarks.kernel_timing import chosen_device, compare, figures, record
+from benchmarks.kernel_timing import (
+    Device,
+    Output,
+    Rounds,
+    Threads,
+    chosen_device,
+    chosen_kernel,
+    compare,
+    show,
+)
 
 SIZES = ((512, (512,)), (512, (1376,)), (2048, (2048,)), (2048, (2048, 512, 512)))
 """(in, out of each layer of this input)."""
@@ -82,39 +88,29 @@ def case(row: Mapping[str, Any]) -> str:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="A torch device, or auto.")] = "auto",
+    device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
     tokens: Annotated[int, typer.Option(min=1)] = 2048,
-    rounds: Annotated[int, typer.Option(min=1)] = 9,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch, on the host.")] = 2,
-    output: Annotated[Path, typer.Option(help="A JSON file.")] = Path("runs/lora.json"),
+    rounds: Rounds = 9,
+    threads: Threads = 2,
+    output: Output = Path("runs/lora.json"),
 ) -> None:
     """Measure LoRA layers on this device."""
     torch.set_num_threads(threads)
     where = chosen_device(device)
-    registry = Registry.load()
-    choices = choose_kernels(registry, registry.create_backend("cpu"), {"lora_linear": "addmm"})
-    kernel: LoraKernel = load_kernel(choices, "lora_linear")
+    _, kernel = chosen_kernel("lora_linear", where, "addmm")
     rows = []
     for name in dtype.split(","):
         for width, outs in SIZES:
             for dropout in (0.0, 0.1):
                 row = measure(
-                    width,
-                    outs,
-                    dropout=dropout,
-                    tokens=tokens,
-                    dtype=getattr(torch, name),
-                    device=where,
-                    rounds=rounds,
-                    kernel=kernel,
-                )
+                    width, outs, dropout=dropout, tokens=tokens, dtype=getattr(torch, name),
+                    device=where, rounds=rounds, kernel=kernel,
+                )  # fmt: skip
                 rows.append({**row, "dtype": name})
-    console = Console(highlight=False, width=120)
-    console.print(f"{where}: {tokens:,} tokens, rank 16; {rounds} rounds")
-    console.print(figures([(case(row), row["timed"]) for row in rows]))
-    record(output, {"device": str(where), "tokens": tokens}, rows)
-    console.print(f"written: {output}")
+    title = f"{where}: {tokens:,} tokens, rank 16; {rounds} rounds"
+    settings = {"device": str(where), "tokens": tokens}
+    show(output, title, settings, [(case(row), row) for row in rows])
 
 
 if __name__ == "__main__":

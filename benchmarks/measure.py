@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,14 +35,12 @@ class StepCounts:
         losses: (summed loss in nats, loss tokens) of each step; (mean, 1) where the contender
             tells the mean alone.
         slots: places for tokens in the batches of each step, padding among them.
-        notes: what the contender says about itself.
     """
 
     times: Sequence[float]
     tokens: Sequence[int]
     losses: Sequence[tuple[float, int]]
     slots: Sequence[float]
-    notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mean_losses(self) -> list[float]:
@@ -86,7 +84,6 @@ class RunOutcome:
     peak_memory: int | None = None
     sent: Mapping[str, float] | None = None
     losses: Sequence[float] = ()
-    notes: Mapping[str, Any] = field(default_factory=dict)
     wall_seconds: float | None = None
     watched: Mapping[str, Any] | None = None
 
@@ -145,7 +142,6 @@ def outcome(
         peak_memory=memory,
         sent={name: count / measured for name, count in traffic.items()},
         losses=whole.mean_losses,
-        notes=dict(whole.notes),
         wall_seconds=wall_s,
         watched=json.loads(watched.read_text(encoding="utf-8")) if watched.is_file() else None,
     )
@@ -181,7 +177,6 @@ def contender_steps(folder: Path, rank: int) -> StepCounts:
     if not path.is_file():
         raise MeasureError(f"no such file: {path}")
     times, tokens, losses, slots = [], [], [], []
-    notes: dict[str, Any] = {}
     for record in _lines(path):
         if "time" in record:
             times.append(record["time"])
@@ -189,11 +184,9 @@ def contender_steps(folder: Path, rank: int) -> StepCounts:
             slots.append(record["slots"])
         elif "loss_sum" in record:
             losses.append((record["loss_sum"], record["loss_tokens"]))
-        elif "loss" in record:
-            losses.append((record["loss"], 1))
         else:
-            notes |= record["note"]
-    return StepCounts(times=times, tokens=tokens, losses=losses, slots=slots, notes=notes)
+            losses.append((record["loss"], 1))
+    return StepCounts(times=times, tokens=tokens, losses=losses, slots=slots)
 
 
 def merged(ranks: Sequence[StepCounts]) -> StepCounts:
@@ -211,7 +204,6 @@ def merged(ranks: Sequence[StepCounts]) -> StepCounts:
         tokens=[sum(step) for step in zip(*(steps.tokens for steps in ranks), strict=True)],
         losses=losses,
         slots=[sum(step) for step in zip(*(steps.slots for steps in ranks), strict=True)],
-        notes={key: value for steps in ranks for key, value in steps.notes.items()},
     )
 
 

@@ -152,26 +152,17 @@ def main(
     settings = SessionSettings(
         rounds=rounds,
         steps=steps,
-        warmup=1,
-        ranks=2,
         layers=layers,
         hidden=hidden,
         intermediate=round(hidden * 2.6875),
         heads=hidden // 16 if hidden < 128 else hidden // 64,
-        vocabulary=4096,
-        classes=0,
         length=length,
         max_length=length,
         micro_batch=micro_batch,
-        accumulation=1,
         dtype="bfloat16",
         stored="bfloat16",
-        checkpointing=True,
-        lr=1e-3,
-        seed=0,
         timeout_s=timeout,
         output=output.resolve(),
-        data=None,
     )
     found: list[Peaks] = []
     try:

@@ -47,7 +47,7 @@ SHARED = ("PYTHONPATH", "ANYGAUGE_BENCHMARK_TRACE", "ANYGAUGE_BENCHMARK_WATCH")
 """Those of `shared_environment` by which ranks of another machine are measured."""
 
 
-def shared_environment(plan: ContenderPlan, profile: Path | None = None) -> dict[str, str]:
+def shared_environment(plan: ContenderPlan) -> dict[str, str]:
     """Variables that are the same for every contender; what ranks record is in ``plan.output``."""
     trace = Path(plan.output)
     path = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -66,8 +66,6 @@ def shared_environment(plan: ContenderPlan, profile: Path | None = None) -> dict
         variables["ANYGAUGE_BENCHMARK_WATCH"] = f"{plan.steps - plan.watched}:{plan.watched // 2}"
     if plan.evaluates:
         variables["ANYGAUGE_BENCHMARK_PHASES"] = "1"
-    if profile is not None:
-        variables["ANYGAUGE_BENCHMARK_PROFILE"] = str(profile)
     return variables
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.errors import RowsError
+from benchmarks.errors import BenchmarkError
 from benchmarks.texts import Text, texts
 
 END, PAD = "</s>", "<pad>"
@@ -65,8 +65,7 @@ def write_rows(
         vocabulary: most tokens of the tokenizer.
 
     Raises:
-        MissingDataError: the workload's file is not there.
-        RowsError: there are too few rows.
+        BenchmarkError: the workload's file is not there, or has too few rows.
     """
     found = texts(workload, data, seed)
     model = folder / "model"
@@ -78,7 +77,7 @@ def write_rows(
     else:
         sized, dropped = ragged_rows(found, tokenizer, length, count)
     if len(sized) < count:
-        raise RowsError(
+        raise BenchmarkError(
             f"workload {workload} has {len(sized)} rows of at most {length} tokens, but the run "
             f"reads {count}: lower --steps, --micro-batch or --accumulation"
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.entrants import Entrant, processes
-from benchmarks.errors import ModelNotMadeError
+from benchmarks.errors import BenchmarkError
 from benchmarks.measure import MeasureError, RunOutcome, outcome
 from benchmarks.plan import ContenderPlan, Dtype
 from benchmarks.processes import ROOT, last_lines, run, shared_environment
@@ -33,27 +33,27 @@ class SessionSettings:
         device, watched, hostfile, nodes: see `ContenderPlan`.
     """
 
-    rounds: int
+    output: Path
     steps: int
-    warmup: int
-    ranks: int
-    layers: int
     hidden: int
     intermediate: int
     heads: int
-    vocabulary: int
-    classes: int
+    layers: int
     length: int
     max_length: int
     micro_batch: int
-    accumulation: int
-    dtype: Dtype
-    checkpointing: bool
-    lr: float
-    seed: int
-    timeout_s: float
-    output: Path
-    data: Path | None
+    data: Path | None = None
+    rounds: int = 1
+    warmup: int = 1
+    ranks: int = 2
+    vocabulary: int = 4096
+    classes: int = 0
+    accumulation: int = 1
+    dtype: Dtype = "float32"
+    checkpointing: bool = True
+    lr: float = 1e-3
+    seed: int = 0
+    timeout_s: float = 600
     device: str = "cpu"
     stored: Dtype = "float32"
     watched: int = 0
@@ -61,13 +61,20 @@ class SessionSettings:
     nodes: int = 1
     kv_heads: int = 0
 
+    def plan(self, **more: Any) -> ContenderPlan:
+        """What of it every contender is told; `more` are its other fields."""
+        told = (
+            *("steps", "ranks", "micro_batch", "accumulation", "dtype", "checkpointing"),
+            *("lr", "seed", "device", "watched", "hostfile", "nodes"),
+        )
+        return ContenderPlan(**{name: getattr(self, name) for name in told}, **more)
+
 
 def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, ContenderPlan, str]:
     """Write rows, tokenizer and model of a workload; returns rows, a plan on them, and words.
 
     Raises:
-        MissingDataError, RowsError: the workload cannot give the rows.
-        ModelError: the model could not be made.
+        BenchmarkError: the workload cannot give the rows, or the model could not be made.
     """
     folder = settings.output / workload
     length = settings.length if workload == "full" else settings.max_length
@@ -101,31 +108,19 @@ def prepare(workload: str, settings: SessionSettings) -> tuple[WrittenRows, Cont
         stdin=subprocess.DEVNULL,
     )
     if made.returncode:
-        raise ModelNotMadeError(f"the model could not be made:\n{made.stderr[-2000:]}")
+        raise BenchmarkError(f"the model could not be made:\n{made.stderr[-2000:]}")
     fewest, mean, most = rows.lengths
     about = (
         f"{workload}: {source(workload, settings.data)}; {fewest} to {most} tokens a row, mean "
         f"{mean:.0f}; {rows.dropped} longer rows left out; model of "
         f"{int(made.stdout.split()[-1]):,} parameters"
     )
-    plan = ContenderPlan(
+    plan = settings.plan(
         model=str(model),
         rows=str(rows.exact),
         has_prompts=rows.has_prompts,
         output="",
-        steps=settings.steps,
-        ranks=settings.ranks,
-        micro_batch=settings.micro_batch,
-        accumulation=settings.accumulation,
         max_length=length,
-        dtype=settings.dtype,
-        checkpointing=settings.checkpointing,
-        lr=settings.lr,
-        seed=settings.seed,
-        device=settings.device,
-        watched=settings.watched,
-        hostfile=settings.hostfile,
-        nodes=settings.nodes,
     )
     return rows, plan, about
 
@@ -138,7 +133,6 @@ def run_once(
     *,
     folder: Path,
     round_: int,
-    profile: Path | None = None,
 ) -> RunOutcome:
     """Run one contender once; what goes wrong is part of the outcome."""
     if entrant.missing:
@@ -153,7 +147,7 @@ def run_once(
         compiled=entrant.compiled,
         rows=str(rows.pool if entrant.layout == "packed" else rows.exact),
     )
-    ended = run(processes(entrant, plan, shared_environment(plan, profile)), settings.timeout_s)
+    ended = run(processes(entrant, plan, shared_environment(plan)), settings.timeout_s)
     problem = ended.problem
     if problem is None:
         try:

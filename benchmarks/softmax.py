@@ -1,4 +1,4 @@
-"""Softmax side by side: GB/s and share of the copy bandwidth, forward and backward.
+"""Softmax side by side: time and share of the copy bandwidth, forward and backward.
 
     python benchmarks/softmax.py --rounds 7
 
@@ -17,16 +17,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.kernel_timing import (
+    Device,
+    Dtype,
+    Output,
+    Rounds,
+    Threads,
     chosen_device,
     chosen_kernel,
     compare,
     copy_bandwidth,
-    record,
+    show,
 )
 
 COLUMNS = (128, 1024, 4096, 16384, 65536, 131072, 262144)
@@ -97,38 +100,21 @@ def measure(
     }
 
 
-def table(rows: list[Mapping[str, Any]], bandwidth: float, title: str) -> Table:
-    """Figures of one kind, sizes as rows."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("columns", "contender", "forward", "backward", "of copy", "ours / its time"):
-        made.add_column(column, justify="left" if column == "contender" else "right")
-    for row in rows:
-        for each in row["timed"]:
-            first = f"{row['columns']:,}" if each is row["timed"][0] else ""
-            if each.forward is None:
-                made.add_row(first, each.name, each.problem)
-                continue
-            speeds = row["forward_bytes"] / each.forward, row["backward_bytes"] / each.backward
-            made.add_row(
-                first,
-                each.name,
-                *(f"{speed / 1e9:,.1f} GB/s" for speed in speeds),
-                " / ".join(f"{speed / bandwidth:.0%}" for speed in speeds),
-                f"{each.ratio:.2f}",
-            )
-    return made
+def case(row: Mapping[str, Any]) -> str:
+    """One size, in words."""
+    return f"{row['columns']:,} columns" + (", scaled and masked" if row["masked"] else "")
 
 
 def main(
-    device: Annotated[str, typer.Option(help="A torch device, or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Device = "auto",
+    dtype: Dtype = "bfloat16",
     columns: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(map(str, COLUMNS)),
     elements: Annotated[
         int, typer.Option(min=0, help="Of every size; 0: 16 Mi, 256 Mi on an accelerator.")
     ] = 0,
-    rounds: Annotated[int, typer.Option(min=1)] = 7,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch, on the host.")] = 2,
-    output: Annotated[Path, typer.Option(help="A JSON file.")] = Path("runs/softmax.json"),
+    rounds: Rounds = 7,
+    threads: Threads = 2,
+    output: Output = Path("runs/softmax.json"),
 ) -> None:
     """Measure the softmax of this device."""
     torch.set_num_threads(threads)
@@ -136,22 +122,21 @@ def main(
     count = elements or (2**24 if where.type == "cpu" else 2**28)
     kind = getattr(torch, dtype)
     name, kernel = chosen_kernel("softmax", where)
-    bandwidth = copy_bandwidth(where, count, kind, rounds)
-    console = Console(highlight=False, width=110)
-    console.print(
-        f"{where}: kernel {name}; copy of {count:,} {dtype}: {bandwidth / 1e9:,.1f} GB/s; "
+    copy = copy_bandwidth(where, count, kind, rounds)
+    found = []
+    for masked in (False, True):
+        for each in columns.split(","):
+            row = measure(
+                int(each), count, kind, where, masked=masked, rounds=rounds, kernel=kernel
+            )
+            found.append((case(row), row))
+    title = (
+        f"{where}: kernel {name}; copy of {count:,} {dtype}: {copy / 1e9:,.1f} GB/s; "
         f"{rounds} rounds"
     )
-    rows = []
-    for masked in (False, True):
-        found = [
-            measure(int(c), count, kind, where, masked=masked, rounds=rounds, kernel=kernel)
-            for c in columns.split(",")
-        ]
-        rows += found
-        console.print(table(found, bandwidth, "scaled, additive mask" if masked else "plain"))
-    record(output, {"device": str(where), "dtype": dtype, "copy_bytes_per_s": bandwidth}, rows)
-    console.print(f"written: {output}")
+    show(
+        output, title, {"device": str(where), "dtype": dtype, "copy_bytes_per_s": copy}, found, copy
+    )
 
 
 if __name__ == "__main__":

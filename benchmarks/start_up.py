@@ -142,27 +142,16 @@ def main(
         raise typer.BadParameter(f"--output {output} is not empty: name a new folder")
     asked = contenders(names, before)
     settings = SessionSettings(
-        rounds=rounds,
         steps=2,
-        warmup=1,
-        ranks=2,
         layers=2,
         hidden=64,
         intermediate=172,
         heads=2,
         vocabulary=512,
-        classes=0,
         length=64,
         max_length=64,
         micro_batch=2,
-        accumulation=1,
-        dtype="float32",
-        checkpointing=True,
-        lr=1e-3,
-        seed=0,
-        timeout_s=600,
         output=output.resolve(),
-        data=None,
     )
     found: list[StartUp] = []
     try:

@@ -1,4 +1,4 @@
-"""Outcomes as a table: for the terminal, as Markdown and as JSON."""
+"""Outcomes as a table, in Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-from rich import box
-from rich.table import Table
 
 from benchmarks.entrants import ENTRANTS
 from benchmarks.measure import LAST_STEPS, RunOutcome
@@ -38,7 +35,6 @@ class ContenderRow:
     final_loss: float | None
     tokens: float | None
     ratios: Mapping[str, Ratio]
-    notes: Mapping[str, Any]
     problem: str = ""
 
 
@@ -75,7 +71,6 @@ def summarise(outcomes: Sequence[RunOutcome], names: Sequence[str]) -> list[Cont
                 final_loss=_median([o.final_loss for o in done]),
                 tokens=_median([o.tokens for o in done]),
                 ratios=ratios,
-                notes=done[-1].notes if done else {},
                 problem=f"{failed[0].status}: {failed[0].problem}" if failed else "",
             )
         )
@@ -134,27 +129,8 @@ LEGEND = (
 
 
 def remarks(rows: Sequence[ContenderRow]) -> list[str]:
-    """What the table cannot say: notes and problems."""
-    found = []
-    for row in rows:
-        title = ENTRANTS[row.name].title
-        if "documents_isolated" in row.notes:
-            answer = "do not see" if row.notes["documents_isolated"] else "SEE"
-            found.append(f"{title}: packed documents {answer} each other (tried after training).")
-        if row.problem:
-            found.append(f"{title}: {row.problem}")
-    return found
-
-
-def rich_table(title: str, rows: Sequence[ContenderRow]) -> Table:
-    """For the terminal."""
-    headings, cells = columns(rows)
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place == 0 else "right")
-    for row, line in zip(rows, cells, strict=True):
-        table.add_row(*line, style="red" if row.problem and not row.rounds else None)
-    return table
+    """What went wrong."""
+    return [f"{ENTRANTS[row.name].title}: {row.problem}" for row in rows if row.problem]
 
 
 def markdown(title: str, rows: Sequence[ContenderRow]) -> str:
@@ -177,22 +153,11 @@ def as_json(conditions: Mapping[str, Any], results: Mapping[str, Sequence[RunOut
         conditions: machine, versions and settings.
         results: workload -> outcomes.
     """
-    record = {
-        "conditions": conditions,
-        "workloads": {
-            workload: {
-                "summary": [
-                    dataclasses.asdict(row)
-                    for row in summarise(
-                        outcomes, list(dict.fromkeys(outcome.name for outcome in outcomes))
-                    )
-                ],
-                "runs": [
-                    {**dataclasses.asdict(outcome), "final_loss": outcome.final_loss}
-                    for outcome in outcomes
-                ],
-            }
-            for workload, outcomes in results.items()
-        },
-    }
-    return json.dumps(record, indent=2) + "\n"
+    workloads = {}
+    for workload, outcomes in results.items():
+        names = list(dict.fromkeys(outcome.name for outcome in outcomes))
+        workloads[workload] = {
+            "summary": [dataclasses.asdict(row) for row in summarise(outcomes, names)],
+            "runs": [{**dataclasses.asdict(o), "final_loss": o.final_loss} for o in outcomes],
+        }
+    return json.dumps({"conditions": conditions, "workloads": workloads}, indent=2) + "\n"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from benchmarks.errors import MissingDataError
+from benchmarks.errors import BenchmarkError
 
 WORKLOADS = ("full", "gsm8k", "alpaca", "generated")
 FILES = {"full": "wiki_demo.txt", "gsm8k": "gsm8k_train.jsonl", "alpaca": "alpaca_en_demo.json"}
@@ -57,7 +57,7 @@ def texts(workload: str, data: Path | None, seed: int) -> list[Text]:
         data: folder with real files; None generates text for `full` and `generated`.
 
     Raises:
-        MissingDataError: the workload needs a file that is not there.
+        BenchmarkError: the workload needs a file that is not there.
     """
     if workload == "generated" or (workload == "full" and data is None):
         made = list(_generated(random.Random(seed)))
@@ -65,13 +65,13 @@ def texts(workload: str, data: Path | None, seed: int) -> list[Text]:
             return made
         return [Text("", text.prompt + text.completion) for text in made]
     if data is None:
-        raise MissingDataError(
+        raise BenchmarkError(
             f"workload {workload} reads {FILES[workload]} from a data folder: set ANYGAUGE_DATA to "
             "it, or use --workload generated"
         )
     path = data / FILES[workload]
     if not path.is_file():
-        raise MissingDataError(f"workload {workload}: no such file: {path}; check ANYGAUGE_DATA")
+        raise BenchmarkError(f"workload {workload}: no such file: {path}; check ANYGAUGE_DATA")
     content = path.read_text(encoding="utf-8")
     if workload == "full":
         return [Text("", line) for line in content.splitlines() if line.strip()]

@@ -25,31 +25,29 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.measure import RunOutcome
 from benchmarks.ratios import rotated
 from benchmarks.session import SessionSettings, conditions, prepare, run_once
-from benchmarks.table import LEGEND, as_json, markdown, remarks, rich_table, summarise
+from benchmarks.table import as_json, markdown, summarise
 from benchmarks.texts import WORKLOADS
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
-def title(workload: str, settings: SessionSettings) -> str:
-    """What a table is about."""
+def section(workload: str, settings: SessionSettings, outcomes: Sequence[RunOutcome]) -> str:
+    """The table of a workload."""
     classes = f"{settings.classes:,} classes, " if settings.classes else ""
-    return (
+    title = (
         f"{workload}: {settings.layers} layers of {settings.hidden}, "
         f"{classes}{settings.dtype}, "
         f"LoRA r16, {settings.ranks} ranks x {settings.micro_batch} rows x "
         f"{settings.accumulation} micro-batches, {settings.steps} steps ({settings.warmup} "
         f"warm-up), checkpointing {'on' if settings.checkpointing else 'off'}"
     )
+    return markdown(title, summarise(outcomes, list(ENTRANTS)))
 
 
 def save(settings: SessionSettings, results: Mapping[str, Sequence[RunOutcome]]) -> None:
     """Write ``results.json`` and ``table.md``, after every run anew."""
     write_text(settings.output / "results.json", as_json(conditions(settings), results))
-    sections = [
-        markdown(title(workload, settings), summarise(outcomes, list(ENTRANTS)))
-        for workload, outcomes in results.items()
-    ]
+    sections = [section(name, settings, outcomes) for name, outcomes in results.items()]
     write_text(settings.output / "table.md", "\n".join(sections))
 
 
@@ -74,10 +72,7 @@ def measure(workload: str, names: Sequence[str], settings: SessionSettings, resu
             console.print(f"  round {round_ + 1} {name}: {told}", markup=False)
             for line in result.log:
                 console.print(f"      {line}", style="dim", markup=False)
-    found = summarise(outcomes, list(ENTRANTS))
-    console.print(rich_table(title(workload, settings), found))
-    for text in (*LEGEND, *remarks(found)):
-        console.print(text, style="dim", markup=False)
+    console.print(section(workload, settings, outcomes), markup=False)
 
 
 def chosen_workloads(workload: str, data: Path | None) -> list[str]:
@@ -147,10 +142,6 @@ def main(
     lr: Annotated[float, typer.Option(min=0, help="Constant learning rate of AdamW.")] = 2e-3,
     seed: Annotated[int, typer.Option(min=0, help="Weights, choice of rows, orders.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for one run.")] = 1800,
-    profile: Annotated[
-        str | None,
-        typer.Option(help="Run this contender once, with cProfile on rank 0 after its first step."),
-    ] = None,
 ) -> None:
     """Measure training speed, memory and traffic side by side."""
     if dtype not in ("float32", "bfloat16"):
@@ -188,9 +179,6 @@ def main(
     )
     workloads = chosen_workloads(workload, settings.data)
     try:
-        if profile is not None:
-            profile_once(profile, workloads[0], settings)
-            return
         results: dict[str, list[RunOutcome]] = {}
         for each in workloads:
             measure(each, chosen_contenders(contenders, each), settings, results)
@@ -200,28 +188,6 @@ def main(
     console.print(f"written: {settings.output}/results.json and table.md", markup=False)
     if any(result.status != "ok" for found in results.values() for result in found):
         raise typer.Exit(1)
-
-
-def profile_once(name: str, workload: str, settings: SessionSettings) -> None:
-    """One run of one contender under cProfile, from rank 0's second step on."""
-    if name not in ENTRANTS:
-        raise typer.BadParameter(f"--profile {name!r}: choose from {', '.join(ENTRANTS)}")
-    rows, plan, about = prepare(workload, settings)
-    console.print(about, markup=False)
-    path = settings.output / f"profile-{name}.prof"
-    result = run_once(
-        ENTRANTS[name],
-        plan,
-        rows,
-        settings,
-        folder=settings.output / workload / name,
-        round_=1,
-        profile=path,
-    )
-    if result.status != "ok":
-        lines = "\n".join(result.log)
-        raise BenchmarkError(f"{name}: {result.status}: {result.problem}\n{lines}")
-    console.print(f"written: {path} and {path.with_suffix('.txt')}", markup=False)
 
 
 def _terminated(signum: int, _: Any) -> None:

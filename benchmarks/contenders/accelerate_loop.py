@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from peft import get_peft_model
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.contenders.common import (
-    adapter,
+    adapted_model,
     count_loss_tokens,
-    dtype,
+    optimizer_of,
     padding_collator,
     skip_inference_kernel,
     start,
@@ -41,13 +39,8 @@ def main() -> None:
     )
     set_seed(plan.seed)
     tokenizer = AutoTokenizer.from_pretrained(plan.model)
-    model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
-    model.config.use_cache = False
-    model = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
-    if plan.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=plan.lr, weight_decay=0.0)
+    model: Any = adapted_model(plan)
+    optimizer: Any = optimizer_of(plan, model)
     rows: Any = tokenised_rows(plan, tokenizer)
     loader = DataLoader(
         rows,

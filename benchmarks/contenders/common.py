@@ -10,13 +10,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.contenders.zero3 import documented
 from benchmarks.plan import ContenderPlan
@@ -88,10 +90,6 @@ class Recorder:
         """Mean loss of the last step on this rank."""
         self._write({"loss": value})
 
-    def note(self, **facts: Any) -> None:
-        """A fact about the run for the report."""
-        self._write({"note": facts})
-
     def _write_late(self) -> None:
         for step in self._late:
             self._write_step(*step)
@@ -135,6 +133,43 @@ def adapter(plan: ContenderPlan) -> LoraConfig:
 def dtype(plan: ContenderPlan) -> torch.dtype:
     """The type of weights and arithmetic."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[plan.dtype]
+
+
+def adapted_model(
+    plan: ContenderPlan, device: torch.device | None = None, *, checkpointing: bool = True
+) -> Any:
+    """The model with its adapter; without a device, where its loading has put it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
+    model.config.use_cache = False
+    if device is not None:
+        model.to(device)
+    adapted: Any = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
+    if plan.checkpointing and checkpointing:
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    return adapted
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The adapter's parameters."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def optimizer_of(plan: ContenderPlan, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over the adapter."""
+    return torch.optim.AdamW(trained(model), lr=plan.lr, weight_decay=0.0)
+
+
+def batches(plan: ContenderPlan, rank: int, ranks: int) -> Iterator[dict[str, Tensor]]:
+    """Padded micro-batches of a rank, in random order."""
+    tokenizer = AutoTokenizer.from_pretrained(plan.model)
+    rows: Any = tokenised_rows(plan, tokenizer)
+    loader = DataLoader(
+        rows,
+        batch_size=plan.micro_batch,
+        sampler=DistributedSampler(rows, ranks, rank, shuffle=True, seed=plan.seed),
+        collate_fn=padding_collator(tokenizer.pad_token_id),
+    )
+    return iter(loader)
 
 
 def raw_rows(plan: ContenderPlan) -> list[dict[str, str]]:

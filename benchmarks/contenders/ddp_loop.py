@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contenders.torch_loop import Sync, train
+from benchmarks.contenders.torch_loop import Sync, train_together
 from benchmarks.plan import ContenderPlan
 
 
@@ -22,4 +22,4 @@ def wrap(plan: ContenderPlan, model: Any) -> tuple[nn.Module, Sync]:
 
 
 if __name__ == "__main__":
-    train(wrap)
+    train_together(wrap)

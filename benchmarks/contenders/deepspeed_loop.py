@@ -6,25 +6,19 @@ loops and data (see `zero3.by_hand`). Each micro-batch's loss is its own mean, a
 
 from __future__ import annotations
 
-from typing import Any
-
 import deepspeed
 import torch
-from peft import get_peft_model
-from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
 from benchmarks.contenders.common import (
-    adapter,
+    adapted_model,
+    batches,
     count_loss_tokens,
-    dtype,
     on_device,
-    padding_collator,
+    optimizer_of,
     skip_inference_kernel,
     start,
     take_device,
-    tokenised_rows,
 )
 from benchmarks.contenders.zero3 import by_hand
 
@@ -38,32 +32,18 @@ def main() -> None:
     config = by_hand(plan)
     sharded_loading = HfDeepSpeedConfig(config)  # must live while the model is loaded
     torch.manual_seed(plan.seed)
-    model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
+    model = adapted_model(plan)
     del sharded_loading
-    model.config.use_cache = False
-    model = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
-    if plan.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=plan.lr, weight_decay=0.0)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    recorder.watch(engine.module)
-
-    tokenizer = AutoTokenizer.from_pretrained(plan.model)
-    rows: Any = tokenised_rows(plan, tokenizer)
-    batches = iter(
-        DataLoader(
-            rows,
-            batch_size=plan.micro_batch,
-            sampler=DistributedSampler(rows, ranks, rank, shuffle=True, seed=plan.seed),
-            collate_fn=padding_collator(tokenizer.pad_token_id),
-        )
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer_of(plan, model), config=config
     )
+    recorder.watch(engine.module)
+    rows = batches(plan, rank, ranks)
     engine.train()
     for _ in range(plan.steps):
         loss_sum, loss_tokens = 0.0, 0
         for _ in range(plan.accumulation):
-            batch = on_device(next(batches), device)
+            batch = on_device(next(rows), device)
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()

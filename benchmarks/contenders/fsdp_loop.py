@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.contenders.torch_loop import Sync, train
+from benchmarks.contenders.torch_loop import Sync, train_together
 from benchmarks.plan import ContenderPlan
 
 
@@ -26,4 +26,4 @@ def wrap(plan: ContenderPlan, model: Any) -> tuple[nn.Module, Sync]:
 
 
 if __name__ == "__main__":
-    train(wrap)
+    train_together(wrap)

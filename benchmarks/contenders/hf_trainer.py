@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peft import get_peft_model
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     Trainer,
@@ -14,8 +12,7 @@ from transformers import (
 )
 
 from benchmarks.contenders.common import (
-    adapter,
-    dtype,
+    adapted_model,
     finish,
     join_ranks_for_trainers,
     start,
@@ -32,9 +29,7 @@ def main() -> None:
     # Before the model: it is what makes from_pretrained shard while it loads.
     arguments = TrainingArguments(**trainer_arguments(plan))
     tokenizer = AutoTokenizer.from_pretrained(plan.model)
-    model = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype(plan))
-    model.config.use_cache = False
-    model = get_peft_model(model, adapter(plan), autocast_adapter_dtype=False)
+    model = adapted_model(plan, checkpointing=False)  # the trainer recomputes by itself
     recorder.watch(model)
     rows: Any = tokenised_rows(plan, tokenizer)
     trainer = Trainer(

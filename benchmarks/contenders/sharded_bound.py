@@ -8,6 +8,7 @@ gathered is not read, and the processes end with different weights.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.contenders.common import take_device
-from benchmarks.contenders.unsharded import train
+from benchmarks.contenders.torch_loop import Sync, train
 from benchmarks.plan import ContenderPlan
 
 
@@ -85,7 +86,12 @@ def main() -> None:
     device = take_device(ContenderPlan.load(sys.argv[1]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     gathers: list[Gathers] = []
-    train(lambda plan, model: gathers.append(watched(model, recomputed=plan.checkpointing)))
+
+    def wrap(plan: ContenderPlan, model: Any) -> tuple[nn.Module, Sync]:
+        gathers.append(watched(model, recomputed=plan.checkpointing))
+        return model, lambda last: contextlib.nullcontext()
+
+    train(wrap)
     gathers[0].close()
     dist.destroy_process_group()
 

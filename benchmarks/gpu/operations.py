@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,9 +15,8 @@ from benchmarks import lora as lora_timing
 from benchmarks import softmax as softmax_timing
 from benchmarks.gpu.context import Clock, Context
 from benchmarks.gpu.result import Report, TableRow
-from benchmarks.kernel_timing import Timed, chosen_kernel, kernel_names
+from benchmarks.kernel_timing import chosen_kernel, kernel_names
 
-TOTAL = "forward + backward, ms"
 EPSILON: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2}
 """Error beside float64, relative to the largest value, that the kernels' tests allow."""
 
@@ -45,23 +44,9 @@ def _half(context: Context) -> torch.dtype:
     return torch.bfloat16 if _has_bfloat16(context) else torch.float16
 
 
-def _add(report: Report, case: str, timed: Sequence[Timed], **more: Any) -> None:
-    """A row for each contender; the first is ours."""
-    for each in timed:
-        if each.forward is None or each.backward is None or each.peak is None:
-            report.add(TableRow(case=case, name=each.name, note=each.problem))
-            continue
-        figures: dict[str, Any] = {
-            "forward, ms": each.forward * 1e3,
-            "backward, ms": each.backward * 1e3,
-            TOTAL: (each.forward + each.backward) * 1e3,
-            "memory, MiB": each.peak / 2**20,
-            "first / its time": each.ratio,
-        }
-        if more:
-            figures["of copy, forward"] = more["forward_bytes"] / each.forward / more["copy"]
-            figures["of copy, backward"] = more["backward_bytes"] / each.backward / more["copy"]
-        report.add(TableRow(case=case, name=each.name, figures=figures))
+def _add(report: Report, case: str, row: Mapping[str, Any], copy: float = 0.0) -> None:
+    for each in kernel_timing.table_rows(case, row, copy):
+        report.add(each)
 
 
 def _say_liger(report: Report) -> None:
@@ -89,15 +74,7 @@ def softmax(context: Context, report: Report) -> None:
                 count, elements, _half(context), device, masked=masked, rounds=_rounds(context),
                 kernel=kernel,
             )  # fmt: skip
-            case = f"{count:,} columns" + (", scaled and masked" if masked else "")
-            _add(
-                report,
-                case,
-                row["timed"],
-                forward_bytes=row["forward_bytes"],
-                backward_bytes=row["backward_bytes"],
-                copy=copy,
-            )
+            _add(report, softmax_timing.case(row), row, copy)
 
 
 def loss(context: Context, report: Report) -> None:
@@ -118,7 +95,7 @@ def loss(context: Context, report: Report) -> None:
                     trained=trained, dtype=_half(context), device=device, rounds=_rounds(context),
                 )  # fmt: skip
                 case = f"{kernel_name}: {cross_entropy.case(row)}, {tokens:,} tokens x {width:,}"
-                _add(report, case, row["timed"])
+                _add(report, case, row)
 
 
 def attention(context: Context, report: Report) -> None:
@@ -129,7 +106,7 @@ def attention(context: Context, report: Report) -> None:
                 length, documents=documents, rows=2, heads=16, groups=4, width=64,
                 dtype=_half(context), device=_device(context), rounds=_rounds(context),
             )  # fmt: skip
-            _add(report, attention_timing.case(row), row["timed"])
+            _add(report, attention_timing.case(row), row)
 
 
 def lora(context: Context, report: Report) -> None:
@@ -142,7 +119,7 @@ def lora(context: Context, report: Report) -> None:
                 width, outs, dropout=dropout, tokens=tokens, dtype=_half(context),
                 device=_device(context), rounds=_rounds(context), kernel=kernel,
             )  # fmt: skip
-            _add(report, lora_timing.case({**row, "dtype": str(_half(context))[6:]}), row["timed"])
+            _add(report, lora_timing.case({**row, "dtype": str(_half(context))[6:]}), row)
 
 
 def accuracy(context: Context, report: Report) -> None:

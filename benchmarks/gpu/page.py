@@ -1,4 +1,4 @@
-"""The folder that is written: ``results.json``, ``page.md`` and a picture for each part."""
+"""The folder that is written: ``results.json`` and ``page.md``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.util.files import write_text
-from benchmarks.gpu.pictures import bars
 from benchmarks.gpu.result import OK, Figure, Result, TableRow
 
 FORMS: Mapping[str, str] = {
@@ -29,15 +28,11 @@ def write(folder: Path, machine: Mapping[str, Any], results: Sequence[Result]) -
     """Write everything anew; called after every part, so that an end in between keeps the rest."""
     record = {"machine": dict(machine), "parts": [result.record() for result in results]}
     write_text(folder / "results.json", json.dumps(record, indent=2) + "\n")
-    for result in results:
-        picture = bars(result.title, result.chart, result.rows) if result.chart else ""
-        if picture:
-            write_text(folder / f"{result.part}.svg", picture)
-    write_text(folder / "page.md", page(folder, machine, results))
+    write_text(folder / "page.md", page(machine, results))
 
 
-def page(folder: Path, machine: Mapping[str, Any], results: Sequence[Result]) -> str:
-    """The page in Markdown; pictures that are in `folder` stand in it."""
+def page(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
+    """The page in Markdown."""
     lines = [f"# {machine['card']}", ""]
     lines += ["| what | value |", "|---|---|"]
     lines += [_line([name, _shown(name, value)]) for name, value in machine.items()]
@@ -55,8 +50,6 @@ def page(folder: Path, machine: Mapping[str, Any], results: Sequence[Result]) ->
             lines += [f"**{result.status}**", "", "```", result.problem, "```", ""]
         lines += table(result.rows)
         lines += ["", *(f"- {note}" for note in result.notes)] if result.notes else []
-        if (folder / f"{result.part}.svg").is_file():
-            lines += ["", f"![{result.title}]({result.part}.svg)"]
     return "\n".join(lines) + "\n"
 
 

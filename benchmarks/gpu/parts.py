@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """One part.
 
@@ -14,7 +14,6 @@ class Part:
         share: of the time, beside the other parts' shares; what a part leaves, later ones get.
         run: ``module:function``, called with a `Context` and a `Report`.
         quick: whether `make gpu` has it; `make gpu-full` has all.
-        chart: heading of the figure that its picture shows; empty for none.
     """
 
     name: str
@@ -22,117 +21,37 @@ class Part:
     share: float
     run: str
     quick: bool = True
-    chart: str = ""
 
 
 _HERE = "benchmarks.gpu."
-SPEED = "tokens/s"
+_OPERATIONS, _PYTESTS, _TRAINING = _HERE + "operations:", _HERE + "pytests:", _HERE + "training:"
+_LLAMA = "A random Llama of {} parameters"
 
 PARTS: Mapping[str, Part] = {
     part.name: part
     for part in (
         Part(
-            name="parity",
-            title="A run on the device beside the same run on the host",
-            share=6,
-            run=_HERE + "parity:run",
+            "parity", "A run on the device beside the same run on the host", 6, _HERE + "parity:run"
         ),
+        Part("accuracy", "Kernels against float64", 3, _OPERATIONS + "accuracy"),
+        Part("kernels", "The kernels' tests, with compiled kernels", 8, _PYTESTS + "kernels"),
+        Part("softmax", "Softmax beside torch and Liger", 4, _OPERATIONS + "softmax"),
+        Part("loss", "The loss beside torch and Liger", 4, _OPERATIONS + "loss"),
+        Part("training", _LLAMA.format("0.5B") + " on one device", 20, _TRAINING + "one_device"),
+        Part("attention", "Attention, padded and packed", 4, _OPERATIONS + "attention", False),
+        Part("lora", "LoRA layers beside peft's", 3, _OPERATIONS + "lora", False),
+        Part("compiled", "Beside a trainer with torch.compile", 8, _TRAINING + "compiled", False),
+        Part("trl", "Rows of different length, beside TRL", 12, _TRAINING + "trl", False),
         Part(
-            name="accuracy",
-            title="Kernels against float64",
-            share=3,
-            run=_HERE + "operations:accuracy",
-            chart="largest error",
+            "sharded",
+            "Several devices: ddp, fsdp and zero beside loops by hand",
+            16,
+            _TRAINING + "sharded",
+            False,
         ),
-        Part(
-            name="kernels",
-            title="The kernels' tests, with compiled kernels",
-            share=8,
-            run=_HERE + "pytests:kernels",
-        ),
-        Part(
-            name="softmax",
-            title="Softmax beside torch and Liger",
-            share=4,
-            run=_HERE + "operations:softmax",
-            chart="forward + backward, ms",
-        ),
-        Part(
-            name="loss",
-            title="The loss beside torch and Liger",
-            share=4,
-            run=_HERE + "operations:loss",
-            chart="forward + backward, ms",
-        ),
-        Part(
-            name="training",
-            title="A random Llama of 0.5B parameters on one device",
-            share=20,
-            run=_HERE + "training:one_device",
-            chart=SPEED,
-        ),
-        Part(
-            name="attention",
-            title="Attention, padded and packed",
-            share=4,
-            run=_HERE + "operations:attention",
-            quick=False,
-            chart="forward + backward, ms",
-        ),
-        Part(
-            name="lora",
-            title="LoRA layers beside peft's",
-            share=3,
-            run=_HERE + "operations:lora",
-            quick=False,
-            chart="forward + backward, ms",
-        ),
-        Part(
-            name="compiled",
-            title="Beside a trainer with torch.compile",
-            share=8,
-            run=_HERE + "training:compiled",
-            quick=False,
-            chart=SPEED,
-        ),
-        Part(
-            name="trl",
-            title="Rows of different length, beside TRL",
-            share=12,
-            run=_HERE + "training:trl",
-            quick=False,
-            chart=SPEED,
-        ),
-        Part(
-            name="sharded",
-            title="Several devices: ddp, fsdp and zero beside loops by hand",
-            share=16,
-            run=_HERE + "training:sharded",
-            quick=False,
-            chart=SPEED,
-        ),
-        Part(
-            name="3b",
-            title="A random Llama of 3B parameters",
-            share=10,
-            run=_HERE + "training:llama_3b",
-            quick=False,
-            chart=SPEED,
-        ),
-        Part(
-            name="8b",
-            title="A random Llama of 8B parameters",
-            share=16,
-            run=_HERE + "training:llama_8b",
-            quick=False,
-            chart=SPEED,
-        ),
-        Part(
-            name="kit",
-            title="The conformance kit",
-            share=8,
-            run=_HERE + "pytests:kit",
-        ),
+        Part("3b", _LLAMA.format("3B"), 10, _TRAINING + "llama_3b", False),
+        Part("8b", _LLAMA.format("8B"), 16, _TRAINING + "llama_8b", False),
+        Part("kit", "The conformance kit", 8, _PYTESTS + "kit"),
     )
 }
 

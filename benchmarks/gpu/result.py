@@ -46,7 +46,6 @@ class Result:
         status: ok, failed, skipped or out of time.
         problem: why, with the end of the log.
         seconds: that it took, of those that it was allowed.
-        chart: heading of the figure that its picture shows; empty for none.
     """
 
     part: str
@@ -57,7 +56,6 @@ class Result:
     rows: tuple[TableRow, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
-    chart: str = ""
 
     def record(self) -> dict[str, Any]:
         """For the JSON file."""

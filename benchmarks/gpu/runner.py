@@ -130,5 +130,4 @@ def _result(part: Part, context: Context, began: float, status: str, problem: st
         rows=rows,
         notes=notes,
         problem=problem,
-        chart=part.chart,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -213,20 +213,12 @@ def compare(
 
 def foresee(context: Context, report: Report, groups: Groups, settings: SessionSettings) -> None:
     """What the planner predicts of our contenders on a machine that is not at hand."""
-    plan = ContenderPlan(
+    plan = settings.plan(
         model="",
         rows="rows.jsonl",
         has_prompts=False,
         output=context.folder,
-        steps=settings.steps,
-        ranks=settings.ranks,
-        micro_batch=settings.micro_batch,
-        accumulation=settings.accumulation,
         max_length=settings.length,
-        dtype=settings.dtype,
-        checkpointing=settings.checkpointing,
-        device=context.device,
-        nodes=settings.nodes,
     )
     config = {
         "model_type": "llama",
@@ -251,28 +243,14 @@ def settings_of(context: Context, size: Size, ranks: int) -> SessionSettings:
     """What `benchmarks.session` is asked for."""
     dtype: Dtype = "float32" if context.tiny else "bfloat16"
     return SessionSettings(
-        rounds=1,
-        steps=size.steps,
-        warmup=size.warmup,
+        **asdict(size),
         ranks=ranks,
-        layers=size.layers,
-        hidden=size.hidden,
-        intermediate=size.intermediate,
-        heads=size.heads,
-        kv_heads=size.kv_heads,
         vocabulary=400 if context.tiny else 4096,
-        classes=size.classes,
-        length=size.length,
         max_length=96 if context.tiny else size.length,
-        micro_batch=size.micro_batch,
-        accumulation=1,
         dtype=dtype,
-        checkpointing=size.checkpointing,
         lr=1e-4,
-        seed=0,
         timeout_s=context.seconds,
         output=context.path,
-        data=None,
         device=context.device,
         stored=dtype,
         watched=WATCHED,

@@ -6,7 +6,6 @@ that warns of each operation for which the host waits (``torch.cuda.set_sync_deb
 many under torch's profiler. What was found is in ``watched-rank{r}.json``:
 
     host_waits  warnings of a step; null where the device has no such mode
-    synchronizations  calls of a step that wait for a stream, an event or the device, by name
     busy        share of the time in which the device worked (the union of its operations)
     operations  of the device in a step
     problem     why watching ended early; absent where it did not
@@ -22,13 +21,6 @@ from typing import Any
 
 WAITS = "called a synchronizing CUDA operation"
 """Torch's warning (c10/cuda/CUDAFunctions.cpp)."""
-WAITING_CALLS = (
-    "cudaDeviceSynchronize",
-    "cudaStreamSynchronize",
-    "cudaEventSynchronize",
-    "cudaMemcpy",
-)
-"""Of CUDA's runtime, as the profiler names them."""
 
 
 class StepCounter:
@@ -137,9 +129,6 @@ class StepWatch:
         spans = ((e.time_range.start, e.time_range.end) for e in working)
         self._found["busy"] = min(1.0, union(spans) / 1e6 / seconds)
         self._found["operations"] = len(working) / self._count
-        self._found["synchronizations"] = {
-            name: sum(e.name == name for e in events) / self._count for name in WAITING_CALLS
-        }
 
 
 def on_device(events: Iterable[Any]) -> list[Any]:

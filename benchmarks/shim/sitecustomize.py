@@ -1,4 +1,4 @@
-"""Loaded by every Python process of a benchmark: counts, watches or profiles.
+"""Loaded by every Python process of a benchmark: counts or watches.
 
 Python imports ``sitecustomize`` at its start from the first folder of its path that has one; the
 benchmark puts this folder there through ``PYTHONPATH``, for all contenders alike. Nothing happens
@@ -22,8 +22,8 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-TRACE, PROFILE = "ANYGAUGE_BENCHMARK_TRACE", "ANYGAUGE_BENCHMARK_PROFILE"
-"""Folder for ``traffic-rank{r}.json``; file for rank 0's profile."""
+TRACE = "ANYGAUGE_BENCHMARK_TRACE"
+"""Folder for ``traffic-rank{r}.json``."""
 WATCH = "ANYGAUGE_BENCHMARK_WATCH"
 """Steps before those that are watched, and their number: ``10:2`` (see `benchmark_watch`)."""
 PHASES = "ANYGAUGE_BENCHMARK_PHASES"
@@ -183,32 +183,6 @@ def _start_tracing(file: RankFile) -> Callable[[Any], None]:
     return lambda module: count_calls(module.ProcessGroup, calls)
 
 
-def _start_profiling(path: Path) -> Callable[[Any], None]:
-    import cProfile
-    import pstats
-
-    profile = cProfile.Profile()
-    running: list[bool] = []
-
-    def begin(*_: Any) -> None:
-        # From the end of the first step on: imports and building are not what is asked about.
-        if not running and os.environ.get("RANK") == "0":
-            running.append(True)
-            profile.enable()
-
-    def write() -> None:
-        profile.disable()
-        if not running:
-            return
-        profile.dump_stats(path)
-        with path.with_suffix(".txt").open("w", encoding="utf-8") as out:
-            for order in ("cumulative", "tottime"):
-                pstats.Stats(profile, stream=out).sort_stats(order).print_stats(60)
-
-    atexit.register(write)
-    return lambda module: module.register_optimizer_step_post_hook(begin)
-
-
 def _start_watching(path: RankFile) -> Callable[[Any], None]:
     from benchmark_watch import StepCounter, StepWatch
 
@@ -226,25 +200,17 @@ def _start_phases(path: RankFile) -> dict[str, Callable[[Any], None]]:
 
 
 def _main() -> None:
-    rank = os.environ.get("RANK")
-    if rank is None and FORK_SERVER not in sys.orig_argv:
+    if TRACE not in os.environ or ("RANK" not in os.environ and FORK_SERVER not in sys.orig_argv):
         return
-    hooks: dict[str, Callable[[Any], None]] = {}
-    after: list[Callable[[Any], None]] = []
-    if TRACE in os.environ:
-        folder = Path(os.environ[TRACE])
-        hooks["torch.distributed.distributed_c10d"] = _start_tracing(RankFile(folder, "traffic"))
-        after.append(lambda module: module.register_optimizer_step_post_hook(_Peak.see))
-        if WATCH in os.environ:
-            after.append(_start_watching(RankFile(folder, "watched")))
-        if PHASES in os.environ:
-            hooks |= _start_phases(RankFile(folder, "phases"))
-    if PROFILE in os.environ and rank in (None, "0"):
-        after.append(_start_profiling(Path(os.environ[PROFILE])))
-    if after:
-        hooks["torch.optim.optimizer"] = lambda module: [each(module) for each in after]
-    if hooks:
-        sys.meta_path.insert(0, AfterImport(hooks))
+    folder = Path(os.environ[TRACE])
+    hooks = {"torch.distributed.distributed_c10d": _start_tracing(RankFile(folder, "traffic"))}
+    after = [lambda module: module.register_optimizer_step_post_hook(_Peak.see)]
+    if WATCH in os.environ:
+        after.append(_start_watching(RankFile(folder, "watched")))
+    if PHASES in os.environ:
+        hooks |= _start_phases(RankFile(folder, "phases"))
+    hooks["torch.optim.optimizer"] = lambda module: [each(module) for each in after]
+    sys.meta_path.insert(0, AfterImport(hooks))
 
 
 def _next() -> None:

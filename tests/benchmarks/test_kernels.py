@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.kernel_timing import chosen_kernel, compare, copy_bandwidth, peak_bytes
 from benchmarks.softmax_accuracy import accumulated_in_bfloat16, error
-from benchmarks.softmax_training import table
 from tests.docs.pages import ROOT
 
 HOST = torch.device("cpu")
@@ -69,18 +68,6 @@ def test_sums_in_bfloat16_are_told_from_rounding() -> None:
     assert error(accumulated_in_bfloat16(x), exact) > 0.5
 
 
-def test_losses_of_seeds_are_compared_seed_by_seed() -> None:
-    lines = table(
-        {
-            "softmax in bfloat16": [1.1, 2.1],
-            "softmax in float32": [1.0, 2.0],
-            "all in float32": [1.0, 2.2],
-        }
-    )
-    assert lines[2] == "| softmax in bfloat16 | 1.1000 | 2.1000 | 1.6000 | +0.1000 ± 0.0000 |"
-    assert lines[3].endswith("| 1.5000 |  |")
-
-
 @pytest.mark.parametrize(
     ("script", "arguments", "cases", "contenders"),
     [
@@ -96,10 +83,6 @@ def test_losses_of_seeds_are_compared_seed_by_seed() -> None:
             ("--classes", "90", "--tokens", "32", "--width", "16"),
             3,
             ["anygauge", "torch", "torch.compile"],
-        ),
-        pytest.param(
-            *("attention", ("--lengths", "64", "--rows", "2"), 2, ["sdpa", "eager", "softmax"]),
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             "lora",

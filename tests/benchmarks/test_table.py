@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks.measure import RunOutcome
-from benchmarks.table import as_json, markdown, remarks, rich_table, summarise
+from benchmarks.table import as_json, markdown, remarks, summarise
 
 NAMES = ["anygauge", "deepspeed", "trl-packed"]
 
@@ -63,20 +61,6 @@ def test_markdown_has_a_cell_for_every_heading() -> None:
     lines = [line for line in markdown("A title", rows).splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert "| DeepSpeed, by hand | 1,000 | 2.000 | 25.0% | 2 | 2.0 | 2.0000 | 1,234 | 1 |" in lines
-
-
-def test_whether_packed_documents_are_apart_is_said() -> None:
-    rows = summarise([ran("trl-packed", 1, 1.0, notes={"documents_isolated": False})], NAMES)
-    assert any("packed documents SEE each other" in text for text in remarks(rows))
-
-
-def test_the_terminal_shows_the_same_figures() -> None:
-    rows = summarise([ran("anygauge", 1, 2000.0), ran("deepspeed", 1, 1000.0)], NAMES)
-    out = io.StringIO()
-    Console(file=out, width=160).print(rich_table("A title", rows))
-    text = out.getvalue()
-    assert "DeepSpeed, by hand" in text
-    assert "2.000" in text
 
 
 def test_json_has_every_run() -> None:

@@ -48,9 +48,7 @@ def test_operations_and_the_kit(tmp_path: Path) -> None:
     page = (tmp_path / "gpu" / "page.md").read_text()
     for part in found.values():
         assert f"## {part['title']}" in page
-    assert "![Kernels against float64](accuracy.svg)" in page
     assert (tmp_path / "gpu" / "kit" / "conformance.md").is_file()
-    assert "<svg" in (tmp_path / "gpu" / "loss.svg").read_text()
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from benchmarks.gpu.__main__ import chosen, hosts_of
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.page import page, table, write
 from benchmarks.gpu.parts import PARTS, Part, names
-from benchmarks.gpu.pictures import bars
 from benchmarks.gpu.predict import predict, prediction
 from benchmarks.gpu.pytests import outcomes
 from benchmarks.gpu.result import Report, Result, TableRow, read_report
@@ -128,25 +127,15 @@ def test_predictions_stand_beside_figures() -> None:
 
 def test_the_page_names_what_failed_with_its_error(tmp_path: Path) -> None:
     results = [
-        result(rows=ROWS, chart="tokens/s", notes=("so it is",)),
+        result(rows=ROWS, notes=("so it is",)),
         result(part="b", title="B", status="failed", problem="ended with status 1\nTraceback"),
     ]
     write(tmp_path, {"card": "NVIDIA X", "cards": 1}, results)
     text = (tmp_path / "page.md").read_text()
-    assert text == page(tmp_path, {"card": "NVIDIA X", "cards": 1}, results)
+    assert text == page({"card": "NVIDIA X", "cards": 1}, results)
     assert "| B | **failed**: ended with status 1 | 1 of 2 |" in text
     assert "```\nended with status 1\nTraceback\n```" in text
-    assert "![A part](a.svg)" in text and "- so it is" in text
-    assert not (tmp_path / "b.svg").exists()
-
-
-def test_pictures_have_a_bar_for_each_figure_and_a_mark_for_each_prediction() -> None:
-    picture = bars("Title <1>", "tokens/s", ROWS)
-    assert picture.count("<rect") == 3 and picture.count("<path") == 1
-    assert "Title &lt;1&gt;" in picture and "1,000" in picture
-    assert bars("Title", "nothing", ROWS) == ""
-    planned = bars("T", "x", [TableRow(case="", name="a", predicted={"x": 3})])
-    assert "planned 3" in planned
+    assert "- so it is" in text
 
 
 def test_a_report_is_whole_after_every_row(tmp_path: Path) -> None:
