@@ -387,7 +387,9 @@ def test_another_recomputation_than_intels_is_refused_in_lazy_mode(folder: Path)
     site = folder / "standin-1.20.0"
     if not site.exists():
         standin_site(folder)
-    path = run_file(folder, name="other", backend="hpu", launch={"devices": RANKS})
+    path = run_file(
+        folder, name="other", backend="hpu", strategy={"name": "zero"}, launch={"devices": RANKS}
+    )
     run = train(path, environment=standin_environment(site, folder / "none"))
     assert run.status != 0 and "Traceback" not in run.err
     assert "strategy.reentrant: false: with DeepSpeed" in run.err

@@ -112,7 +112,7 @@ def test_a_run_computes_in_what_its_card_is_fast_in(
             1,
             "and the hub (http://127.0.0.1:9) cannot be reached",
         ),
-        ("--set model.name=./empty", 1, "config.json cannot be read"),
+        ("--set model.name=./empty", 2, "config.json cannot be read"),
         ("--set train.micro_batch_sise=1", 2, "did you mean 'micro_batch_size'"),
     ],
 )
