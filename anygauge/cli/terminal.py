@@ -135,8 +135,9 @@ _NO_CHECKPOINT = (
     "ending: this run cannot write checkpoints; nothing is saved (Ctrl-C again to kill)"
 )
 _KILLING = "killing the ranks"
-ROOM = 33
-"""Columns for the step, a bar and the remaining time, which stay on a narrow terminal."""
+ROOM, METRIC = 33, 14
+"""Columns for the step, a bar and the remaining time, which a narrow terminal has too; and for a
+metric."""
 _GLANCE_S = 0.1  # how soon a Ctrl-C is answered while no event arrives
 
 
@@ -252,9 +253,9 @@ class View:
             if self._bar is None:
                 self.line(step_line(event))
             else:
-                metrics = step_metrics(event)
-                while len("  ".join(metrics)) > self._console.width - ROOM and len(metrics) > 1:
-                    metrics.pop()
+                # As many in each step, however long a figure is: the bar keeps its width.
+                count = max(1, (self._console.width - ROOM) // METRIC)
+                metrics = step_metrics(event)[:count]
                 self._advance(int(event.get("step", 0)), event.get("steps"), "  ".join(metrics))
         elif kind == "evaluation":
             self.line(evaluation_line(event))
