@@ -1,15 +1,13 @@
-"""Keeps what is not finite away from the weights.
+"""Keeps what is not finite away from the weights, without a question to the device.
 
 A loss that is not finite makes its gradient so (`scaled`), a gradient that is not finite makes the
 norm over all ranks so, and an optimizer steps only as long as all norms were finite
-(`FiniteSteps`). With torch's fused optimizers all of this is decided on the device; for any other,
-the host reads the norm before the step. The loop reads loss and norm later, names the rows and ends
-the run.
+(`FiniteSteps`). All of this is decided on the device. The loop reads loss and norm later, names the
+rows and ends the run.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,24 +34,22 @@ class FiniteSteps:
     """Steps an optimizer until a norm is not finite, and never again.
 
     Args:
-        optimizer: where it takes ``found_inf``, the host does not wait for the device.
+        optimizer: one that takes ``found_inf``, as those that a strategy is given do.
         step: what steps it; None: its own.
+
+    Raises:
+        TypeError: it does not, so that the weights would be lost.
     """
 
     def __init__(self, optimizer: Any, step: Callable[[], Any] | None = None) -> None:
+        if not getattr(optimizer, TAKES_FOUND_INF, False):
+            raise TypeError(f"{type(optimizer).__name__} does not take found_inf")
         self._optimizer = optimizer
-        self._on_device = bool(getattr(optimizer, TAKES_FOUND_INF, False))
         self._step = step or optimizer.step
         self._found: Tensor | None = None
-        self._finite = True
 
     def step(self, norm: Tensor) -> None:
         """Step if this norm, (), and all before were finite: that of all ranks' gradients."""
-        if not self._on_device:
-            self._finite = self._finite and math.isfinite(float(norm))
-            if self._finite:
-                self._step()
-            return
         found = 1.0 - norm.detach().isfinite().to(torch.float32)
         self._found = found if self._found is None else torch.maximum(self._found, found)
         self._optimizer.found_inf = self._found

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from anygauge.config.sections import OptimizerSection
 from anygauge.interface import HOST_DEVICE, RunFileError, UnsupportedError
 from anygauge.interface.strategy import OptimizerFactory
+from anygauge.training.undo import undone
 
 B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
 """Names of the factors that LoRA+ trains at a higher rate; peft's naming."""
@@ -36,7 +37,7 @@ AdamW = Callable[..., Optimizer]
 def optimizer_factory(
     section: OptimizerSection, adamw: AdamW | None = None, *, fused: bool = False
 ) -> OptimizerFactory:
-    """A function that makes the run's optimizer from named parameters.
+    """A function that makes the run's optimizer from named parameters; it takes ``found_inf``.
 
     Args:
         adamw: makes the optimizer ``adamw`` in place of torch's.
@@ -55,9 +56,9 @@ def optimizer_factory(
     ) -> Optimizer:
         groups = parameter_groups(section, parameters, shapes)
         if section.name != "adamw":
-            return _MAKERS[section.name](section, groups)
+            return undone(_MAKERS[section.name](section, groups))
         kernel = _adamw(fused) if adamw is None else adamw
-        return kernel(groups, lr=section.lr, **_adam_options(section))
+        return undone(kernel(groups, lr=section.lr, **_adam_options(section)))
 
     return make
 

@@ -1,4 +1,4 @@
-"""Steps are the optimizer's own until a norm is not finite; from then on all weights stay."""
+"""Optimizers that take ``found_inf``: steps are usual where it is 0, and all stays where it is 1"""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from anygauge.strategies.finite import FiniteSteps, scaled
+from anygauge.training import undo
 from anygauge.training.optimizer import Adafactor, DecoupledSGD, Lion
+from anygauge.training.undo import undone
 
 Make = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
@@ -47,10 +49,14 @@ def gradients(parameters: list[nn.Parameter], seed: int) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_finite_steps_are_the_optimizers_own_until_one_is_not(make: Make) -> None:
+@pytest.mark.parametrize("at_once", [1, 50, 10**6])
+def test_finite_steps_are_the_optimizers_own_until_one_is_not(
+    make: Make, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undo, "AT_ONCE", at_once)
     wanted, plain = trained(make)
     found, optimizer = trained(make)
-    steps = FiniteSteps(optimizer)
+    steps = FiniteSteps(undone(optimizer))
     for seed in range(3):
         gradients(wanted, seed)
         plain.step()
@@ -66,9 +72,10 @@ def test_finite_steps_are_the_optimizers_own_until_one_is_not(make: Make) -> Non
         assert all(map(torch.equal, found, wanted)), "also after the one that was not finite"
 
 
-def test_the_host_does_not_wait_for_the_norm_of_torchs_fused_adamw() -> None:
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], fused=True)
-    FiniteSteps(optimizer, lambda: None).step(torch.ones((), device="meta"))  # it has no value
+def test_an_optimizer_that_cannot_is_refused() -> None:
+    _, optimizer = trained(MAKERS["several tensors at once"])
+    with pytest.raises(TypeError, match="AdamW does not take found_inf"):
+        FiniteSteps(optimizer)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3, 2.0**16 / 7])
