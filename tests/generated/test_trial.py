@@ -33,7 +33,7 @@ def test_a_few_broken_files_and_rows() -> None:
     found = tried("--files", "4", "--rows", "12", "--seed", "1", "--broken", timeout_s=400)
     assert found["cases"] == 16
     assert found["wrong"] == []
-    assert {"0", "1", "2"} <= found["rows"]["by status"].keys()
+    assert {"0", "2"} <= found["rows"]["by status"].keys()
 
 
 # In parts, since a test that takes twenty minutes is taken for one that hangs.
