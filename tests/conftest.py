@@ -40,6 +40,9 @@ LONGEST = (
 )
 """Files that take longest, which several processes begin with: else one is left with them alone."""
 
+# pytest-xdist sets it; commands then wrap what they print to a file, too.
+os.environ.pop("COLUMNS", None)
+
 # Triton asks once, when it is imported. Without a GPU, its kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"

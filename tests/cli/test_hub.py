@@ -112,7 +112,7 @@ def test_a_copy_that_was_cut_is_refused_with_its_remedy(tmp_path: Path, hub: Hub
     path = run_file(tmp_path, model={"name": NAME})
     fetch = (sys.executable, "-m", "anygauge.models.fetch", NAME)
     status, out, err = run(tmp_path, hub.address, *fetch)
-    assert (status, out) == (0, "") and "5 files" in err
+    assert (status, out) == (0, "") and "6 files" in err
     (weights,) = tmp_path.glob("hub/hub/models--*/snapshots/*/model.safetensors")
     os.truncate(weights, 1000)
     status, _, err = run(tmp_path, hub.address, *ANYGAUGE, "train", path)
@@ -139,7 +139,7 @@ def test_ranks_of_torchrun_fetch_once(
     if access == "public":
         assert status == 0, err
         assert hub.files() == NEEDED
-        assert err.count(f"fetching {NAME}: 5 files") == 1
+        assert err.count(f"fetching {NAME}: 6 files") == 1
         assert "final loss" in out
     else:
         assert status == 1

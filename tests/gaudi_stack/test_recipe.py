@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from anygauge.agent.rank import rank_numbers
 from anygauge.cli.env import rank_environments
@@ -81,7 +82,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text(json.dumps(LLAMA_70B), encoding="utf-8")
     make_tokenizer(model)
-    (model / "pytorch_model.bin").touch()  # weights that only ranks would open
+    torch.save({}, model / "pytorch_model.bin")  # weights that only ranks would open
     return [f"data.train.path={FIXTURES / 'alpaca.json'}", f"model.name={model}"]
 
 
