@@ -185,6 +185,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     from anygauge.config.load import load_run_file
     from anygauge.config.schema import ModelSection
     from anygauge.models.files import read_fields
+    from anygauge.models.hub import CONFIG
     from anygauge.models.result_files import GENERATION_CONFIG, TOKENIZER_CONFIG
     from anygauge.models.start import CONFIG_FILE
 
@@ -202,7 +203,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
                 )
     elif not folder.is_dir():
         _refuse_no_folder(model, folder)
-    if home is not None and (folder / "adapter" / CONFIG_FILE).is_file():
+    if (folder / "adapter" / CONFIG_FILE).is_file() and not (folder / CONFIG).exists():
         folder = folder / "adapter"  # of a checkpoint
     if (folder / CONFIG_FILE).is_file():
         adapter = adapter or folder

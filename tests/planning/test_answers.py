@@ -182,7 +182,7 @@ def test_tables_on_eighty_columns(
     assert "…" not in shown, "nothing is cut"
     for row in (r"GiB .*step", r"on top .*7\.0", r"needed .*87\.0", r"left .*-47\.0"):
         assert re.search(rf"^ {row}\b", shown, re.M)
-    assert re.search(r"^  eight +8 +yes +24\.0 +16\.0 +step +\? +\? *$", shown, re.M)
+    assert re.search(r"^ *eight +8 +yes +24\.0 +16\.0 +step +\? +\? *$", shown, re.M)
     assert "refused: odd: not odd" in shown
     assert "\nNo backend here drives square; planned with cpu instead\n" in shown
     flat = " ".join(shown.split())
