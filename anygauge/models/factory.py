@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from anygauge.config.schema import AdapterSection, ModelSection
+from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.config.sections import CheckpointingSection, recomputation
 from anygauge.interface import Activations, ModelError, UnsupportedError
 from anygauge.interface.strategy import PartFunction
@@ -91,6 +91,20 @@ class CausalModelFactory:
         self._router_aux_loss_coef = router_aux_loss_coef
         self._weights: Weights | None = None
         self.first_factors: Mapping[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, run: RunFile, dtype: torch.dtype, *, attention: str = "eager") -> Self:
+        """That of a run. Args: dtype, attention: see the class."""
+        return cls(
+            run.model,
+            run.adapter,
+            attention=attention,
+            dtype=dtype,
+            seed=run.train.seed,
+            gradient_checkpointing=run.train.gradient_checkpointing,
+            router_aux_loss_coef=run.train.router_aux_loss_coef,
+            freezing=Freezing.of(run.train),
+        )
 
     def having(self, attention: str, kernels: ModelKernels | None) -> Self:
         """The same model, built with these."""

@@ -144,12 +144,12 @@ def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
 
 def _trained_as(weights: Path) -> dict[str, Any]:
     """What `with_plain_scale` returned when the file was written; empty in others' files."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(weights, framework="pt") as file:
             return dict(json.loads((file.metadata() or {}).get(TRAINED_AS, "{}")))
-    except Exception:
+    except (OSError, SafetensorError):
         return {}  # `fill` says what is wrong with the file
 
 

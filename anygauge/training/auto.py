@@ -73,20 +73,12 @@ def decided(
     if run.strategy.name != AUTO:
         return run, ""
     from anygauge.models.factory import CausalModelFactory
-    from anygauge.models.freezing import Freezing
     from anygauge.strategies.common import torch_dtype
 
     precision = resolve_precision(run.precision, backend.support)
-    factory = CausalModelFactory(
-        run.model,
-        run.adapter,
-        dtype=torch_dtype(precision.param_dtype),
-        seed=run.train.seed,
-        gradient_checkpointing=run.train.gradient_checkpointing,
-        freezing=Freezing.of(run.train),
-    )
+    factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     skeleton = factory.adapt(factory.skeleton())
-    memory = _memory(backend, world_size)
+    memory = _memory(backend, world_size, run.launch.devices)
     forms = candidates(run, registry, backend, world_size, ranks_run_here=True)
     left_out: list[str] = []
     whole = 0
@@ -109,11 +101,15 @@ def decided(
     return forms[-1], f"auto: {'; '.join(left_out)}"
 
 
-def _memory(backend: Backend, ranks: int) -> int | None:
-    """What the smallest of all ranks has; those that share a host's have a part of it each."""
+def _memory(backend: Backend, ranks: int, local_ranks: int) -> int | None:
+    """What the smallest of all ranks has; those that share a host's have a part of it each.
+
+    Args:
+        local_ranks: on each machine.
+    """
     stats = backend.placement.memory()
     mine = stats.limit
     if mine is not None and stats.kind == "process":
-        mine //= ranks
+        mine //= local_ranks
     every = [mine] if ranks == 1 else backend.collectives.gather_objects(mine)
     return None if None in every else min(every)

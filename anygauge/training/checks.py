@@ -300,19 +300,13 @@ def _build(
 ) -> None:
     """Build the model without weights, with its adapter; hold it against what its files have."""
     from anygauge.models.factory import CausalModelFactory
-    from anygauge.models.freezing import Freezing
     from anygauge.strategies.common import torch_dtype
 
     compute = run.precision.param_dtype
-    factory = CausalModelFactory(
-        run.model,
-        run.adapter,
+    factory = CausalModelFactory.of(
+        run,
+        torch_dtype("float32" if compute == "auto" else compute),
         attention=run.model.attention if run.model.attention != "auto" else "eager",
-        dtype=torch_dtype("float32" if compute == "auto" else compute),
-        seed=run.train.seed,
-        gradient_checkpointing=run.train.gradient_checkpointing,
-        router_aux_loss_coef=run.train.router_aux_loss_coef,
-        freezing=Freezing.of(run.train),
     )
     skeleton = factory.skeleton()
     if folder is not None and shapes is not None:

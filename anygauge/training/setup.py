@@ -42,7 +42,6 @@ from anygauge.kernels.plan import plan_kernels
 from anygauge.models.export import save_adapter
 from anygauge.models.factory import CausalModelFactory
 from anygauge.models.flops import step_flops
-from anygauge.models.freezing import Freezing
 from anygauge.models.inputs import PLAIN
 from anygauge.models.masks import plan_masks
 from anygauge.models.padding import answer_from_host
@@ -161,15 +160,7 @@ def prepare_run(
     kernels = kernels_of_run(run, backend, registry)
     backend.adapt_models(packing=run.data.packing)
     tokenizer = load_tokenizer(run.model)
-    factory = CausalModelFactory(
-        run.model,
-        run.adapter,
-        dtype=torch_dtype(precision.param_dtype),
-        seed=run.train.seed,
-        gradient_checkpointing=run.train.gradient_checkpointing,
-        router_aux_loss_coef=run.train.router_aux_loss_coef,
-        freezing=Freezing.of(run.train),
-    )
+    factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     check_vocabulary(factory.config, tokenizer)
     if factory.new_tokens is not None:
         rank.log(described_tokens(factory.new_tokens))

@@ -26,9 +26,10 @@ def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.7) -> str:
 
 def near_file(path: Path) -> str:
     """The same for a file or folder that is not there, from what its folder holds."""
-    if not path.parent.is_dir():
+    try:
+        return did_you_mean(path.name, sorted(each.name for each in path.parent.iterdir()))
+    except OSError:  # its folder is not there, either, or cannot be read
         return ""
-    return did_you_mean(path.name, sorted(each.name for each in path.parent.iterdir()))
 
 
 def hanging(text: str, width: int) -> str:
