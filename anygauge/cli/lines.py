@@ -8,6 +8,7 @@ from typing import Any
 
 Event = Mapping[str, Any]
 HOUR = 3600.0
+_FOR_REPORT = ("timed_steps", "warmup_s", "warmup_extra_s")
 
 
 def step_line(event: Event) -> str:
@@ -48,12 +49,14 @@ def summary_lines(summary: Any) -> list[str]:
     """Rank 0's summary of the run: a line for each single value.
 
     Lists within it, such as the evaluations, were shown as they came. Of memory, what was planned
-    stands beside what was measured.
+    stands beside what was measured. How the speed was measured is for the report alone.
     """
     if not isinstance(summary, Mapping):
         return []
     shown = {}
     for name, value in summary.items():
+        if name in _FOR_REPORT:
+            continue
         if name == "seconds" or (str(name).endswith("_s") and not str(name).endswith("_per_s")):
             value = seconds(value) if isinstance(value, float) else value
             name = "time" if name == "seconds" else name.removesuffix("_s")

@@ -112,6 +112,7 @@ def test_a_summary_is_a_line_for_each_single_value() -> None:
         "final_loss": 1.25,
         "tokens": 12345,
         "tokens_per_s": 5120.44,
+        "warmup_s": 0.4,
         "evaluations": [{"eval_loss": 1.0}],
         "skipped": None,
         "saved": "/runs/one/adapter",
