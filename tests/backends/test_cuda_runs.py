@@ -180,25 +180,30 @@ def test_the_probe_finds_the_cards_and_auto_takes_them(folder: Path) -> None:
     assert not list(folder.glob("asked.*"))
 
 
-def test_all_checks_of_the_doctor_pass(folder: Path) -> None:
+def printed_on_standin(folder: Path, code: str, name: str) -> list[str]:
+    """What Python code prints on the stand-in; its argument is the machine's root."""
     site = folder / "cuda-standin"
     if not site.exists():
         standin_site(folder)
-    code = (
-        "import sys; from pathlib import Path; from anygauge_cuda.diagnostics import checks; "
-        "machine = Path(sys.argv[1]); found = checks(machine, machine / 'torch'); "
-        "print(*(f'{c.name}: {c.outcome} {c.seen}' for c in found), sep='\\n')"
-    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(site / "machine")],
-        env={**os.environ, **standin_environment(site, folder / "doctor")},
+        env={**os.environ, **standin_environment(site, folder / name)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 6 and all(": pass " in line for line in lines), done.stdout
+    return done.stdout.splitlines()
+
+
+def test_all_checks_of_the_doctor_pass(folder: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from anygauge_cuda.diagnostics import checks; "
+        "machine = Path(sys.argv[1]); found = checks(machine, machine / 'torch'); "
+        "print(*(f'{c.name}: {c.outcome} {c.seen}' for c in found), sep='\\n')"
+    )
+    lines = printed_on_standin(folder, code, "doctor")
+    assert len(lines) == 6 and all(": pass " in line for line in lines), lines
     assert lines[-1] == f"usable GPUs: pass 2 usable ({NAME})"
 
 
@@ -220,18 +225,7 @@ except NotAvailableError as error:
 
 
 def test_a_card_without_kernels_is_refused_before_it_is_used(folder: Path) -> None:
-    site = folder / "cuda-standin"
-    if not site.exists():
-        standin_site(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", OLD, str(site / "machine")],
-        env={**os.environ, **standin_environment(site, folder / "old")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    doctor, refused = done.stdout.splitlines()
+    doctor, refused = printed_on_standin(folder, OLD, "old")
     assert "outcome='fail'" in doctor
     for line in (doctor, refused):
         assert "compute capability 7.0" in line and "kernels for sm_80 sm_90 alone" in line
