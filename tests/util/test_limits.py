@@ -106,6 +106,7 @@ def test_a_group_ends_though_signatures_of_torch_keep_it(
         tasks = Path("/proc/self/task").iterdir()
         return sum("gloo" in (task / "comm").read_text() for task in tasks)
 
+    before = threads()
     alone = Collectives("cpu")
     alone.open(
         rendezvous=f"file://{tmp_path / 'meet'}",
@@ -117,8 +118,8 @@ def test_a_group_ends_though_signatures_of_torch_keep_it(
     module = types.ModuleType("torch.distributed.imported_late")
     exec(_KEEPS, vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert threads() > 0
+    assert threads() > before
     alone.close()
-    assert threads() == 0
+    assert threads() <= before, "threads of earlier tests' groups may end meanwhile"
     assert module.exchange(None) == (None, None)
     assert module.Exchange().give() is None
