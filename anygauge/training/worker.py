@@ -207,6 +207,7 @@ def run_rank(
                     f"strategy {prepared.choices['strategy']}"
                 ],
             )
+            check_lock(folder, lock)
             write_versions(folder, prepared.spec)
         try:
             complete = prepared.loop.run()
