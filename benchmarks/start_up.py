@@ -4,8 +4,7 @@
 
 `--before` names a checkout of an older commit, whose code runs in this environment. The model is
 tiny and there are two steps: what is measured is what happens before them. CPU seconds and imported
-modules are those of rank 0 from its start to its end. A rank that is forked starts with the fork:
-what the process before it has imported counts among its modules, and not among its seconds.
+modules are those of rank 0 from its start to its end.
 """
 
 from __future__ import annotations

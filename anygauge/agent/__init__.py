@@ -2,14 +2,12 @@
 
 In the order in which a run passes through them:
 
-- `waiting`: an agent that starts before its job is known.
 - `__main__`: the command line, from the arguments to the exit status.
 - `startup`: what happens before ranks start.
 - `environment`: what the machine shows, and the variables and cores of each rank.
 - `nodes`, `coordinator`: the job's other nodes, as a worker and the coordinator see them.
 - `listener`: where the coordinator admits the others.
 - `link`: the connection between two agents.
-- `forks`: the process that imports for the ranks of this node and becomes them.
 - `supervisor`, `rank`: the ranks of this node.
 - `outcome`: which failure is the cause, and how the job ended.
 

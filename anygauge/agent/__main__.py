@@ -13,10 +13,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from anygauge.agent.foreign import scrub
-from anygauge.agent.forks import ForkServer, prepare_order
 from anygauge.agent.link import Hello
 from anygauge.agent.nodes import CancelledError, Instruction, Nodes, Outbox, WorkerNode
 from anygauge.agent.outcome import JobFailure, NodeReport
@@ -36,10 +34,6 @@ from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.util.processes import die_with_parent, tie_to_parent
 from anygauge.util.rendezvous import file_of
 from anygauge.util.run_lock import check_lock, identity_of, open_lock
-from anygauge.util.start import settled
-
-if TYPE_CHECKING:
-    from anygauge.agent.environment import NodeEnvironment
 
 RankEnvironment = Callable[[int], dict[str, str]]
 """Local rank -> all variables of that rank, except for those of its numbers."""
@@ -55,7 +49,6 @@ def main(
     *,
     rank_argv: Sequence[str] | None = None,
     rank_environment: RankEnvironment | None = None,
-    forks: ForkServer | None = None,
 ) -> int:
     """Run the ranks of one node.
 
@@ -63,14 +56,13 @@ def main(
         argv: command line; None for this process's own.
         rank_argv: the command of a rank; None for the training worker's.
         rank_environment: the environment of each rank; None for that of the job's backend.
-        forks: imports for this job already; whether it serves the job is seen here.
 
     Returns:
         The exit status of this node's part of the job.
     """
     # SIGTERM rather than SIGKILL: the agent must end its ranks.
     die_with_parent(signal.SIGTERM)
-    agent = _Agent(rank_argv, rank_environment, forks)
+    agent = _Agent(rank_argv, rank_environment)
     return agent.run(sys.argv[1:] if argv is None else argv)
 
 
@@ -81,9 +73,7 @@ class _Agent:
         self,
         rank_argv: Sequence[str] | None,
         rank_environment: RankEnvironment | None,
-        forks: ForkServer | None,
     ) -> None:
-        self._forks = forks
         self._rank_argv = rank_argv
         self._rank_environment = rank_environment
         self._outbox = Outbox(sys.stdout.fileno())
@@ -113,8 +103,6 @@ class _Agent:
             status = 1
             text = f"the agent of node {self._node_rank} failed: {type(error).__name__}: {error}"
             self._report(status, text)
-        if self._forks is not None:
-            self._forks.close()
         if self._nodes is not None:
             self._nodes.close()
         self._outbox.close()
@@ -160,7 +148,6 @@ class _Agent:
             own = NodeEnvironment(job, self._node_rank, inherited)
             write_provenance(provenance_file(job, self._node_rank), own.record())
             environment = own.of_rank
-        self._forks = self._serving(job, own)
         nodes = self._nodes = meet(
             job,
             self._outbox,
@@ -195,9 +182,7 @@ class _Agent:
                 cores=own.cores if own else {},
                 lock=lock,
                 signals=self._requests,
-                forks=self._forks,
             ).run()
-            self._forks = None  # closed once the ranks had started
             if nodes.outcome is None or nodes.outcome.state != "again":
                 return status
             if self._node_rank == 0:
@@ -207,24 +192,7 @@ class _Agent:
                 )
                 nodes.send("message", level="warning", text=text)
             nodes.restart()
-            self._forks = self._serving(job, own)
             resume = True
-
-    def _serving(self, job: Job, own: NodeEnvironment | None) -> ForkServer | None:
-        """A fork server that imports for this job's ranks; None where they are not forked."""
-        early, self._forks = self._forks, None
-        shared = own.shared() if own is not None and self._rank_argv is None else None
-        order = None
-        if shared is not None:
-            text = job.run_text or settled(Path(job.run_file)).read_text(encoding="utf-8")
-            order = prepare_order(shared, text, job.backend, job.backend_options)
-        if early is not None:
-            why_not = early.serves(order)
-            if not why_not:
-                return early
-            print(f"what was imported early is not used: {why_not}", file=sys.stderr, flush=True)
-            early.close()
-        return None if order is None else ForkServer(order["environment"], order)
 
     def _report(self, status: int, text: str) -> int:
         """Report to the follower, and to the other nodes if they have met, why this agent ends.

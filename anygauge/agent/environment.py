@@ -32,7 +32,7 @@ from anygauge.registry import (
     installed_version,
     resolve_environment,
 )
-from anygauge.registry.environment import BACKEND, USER
+from anygauge.registry.environment import USER
 from anygauge.util.files import write_text
 
 LIBRARIES = ("torch",)
@@ -66,7 +66,6 @@ class NodeEnvironment:
         self.fabric = backend.fabric(job, node)
         self.cores = cores_of_ranks(job, backend.launch, node)
         self._inherited = inherited
-        self._forked_ranks = backend.launch.forked_ranks
         self._by_rank = {
             rank: resolve_environment(registry, backend, job, node, rank, inherited)
             for rank in range(job.launch.devices)
@@ -87,25 +86,6 @@ class NodeEnvironment:
     def of_rank(self, local_rank: int) -> dict[str, str]:
         """All variables of a rank, except for those of its numbers."""
         return applied(self._by_rank[local_rank], self._inherited)
-
-    def shared(self) -> dict[str, str] | None:
-        """The variables that all ranks have alike, where a process that has these may become each.
-
-        None where the backend does not allow that, and where ranks are bound here: libraries look
-        at their cores when they are loaded. And where a variable that is not the backend's own
-        differs from rank to rank: who reads it, and when, nobody knows.
-        """
-        if not self._forked_ranks or self.cores:
-            return None
-        of_rank = [self.of_rank(rank) for rank in self._by_rank]
-        names = {name for variables in of_rank for name in variables}
-        differing = {n for n in names if len({each.get(n) for each in of_rank}) > 1}
-        origins = {
-            one.origin for found in self._by_rank.values() for one in found if one.name in differing
-        }
-        if not origins <= {BACKEND}:
-            return None
-        return {name: text for name, text in of_rank[0].items() if name not in differing}
 
     def digests(self) -> dict[str, str]:
         """Variable -> digest of its value, of those that must be the same on all nodes."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from anygauge.agent.forks import UNBUFFERED, ForkServer, RankHandle
 from anygauge.agent.outcome import Failure
 from anygauge.interface import STOPPED, Job
 from anygauge.util.events import EVENTS_FD, read_event
@@ -26,7 +25,6 @@ from anygauge.util.start import settled
 SHORTEST_LIMIT_S = 3.0
 """Ranks report once a second, so a shorter silence means nothing."""
 
-_PYTHON_MODULE = 3  # python -m MODULE, before the arguments
 _CHUNKS = 16
 _LONGEST_LINE = 16 * 1024 * 1024
 _BUSY = 0.1  # of one processor; threads of libraries that only wait use far less
@@ -71,20 +69,17 @@ class RankProcess:
         cores: tuple[int, ...] = (),
         listener: int | None = None,
         idle_limit_s: float = math.inf,
-        forks: ForkServer | None = None,
     ) -> None:
         """Start the process.
 
         Args:
             directory: of its log and its result, until the start is accepted.
-            cores: logical processors that a new process is bound to; empty for no binding.
+            cores: logical processors that it is bound to; empty for no binding.
             listener: descriptor that it inherits: the socket of the ranks' store.
             idle_limit_s: how long it may neither work nor report.
-            forks: has imported what the rank needs, and becomes it; None: a new process does.
 
         Raises:
             OSError: it cannot be started, or its log cannot be written.
-            ForkError: `forks` could not become it.
         """
         self.rank = rank
         self.local_rank = local_rank
@@ -106,13 +101,7 @@ class RankProcess:
             with self.log.open("ab") as log:
                 self.log_offset = log.seek(0, 2)
                 self.started = self.last_alive = time.time()
-                self._process: RankHandle
-                if forks is not None:
-                    variables = {**environment, **UNBUFFERED}
-                    arguments = argv[_PYTHON_MODULE:]
-                    self._process = forks.fork(arguments, variables, log.fileno(), writer, listener)
-                else:
-                    self._process = _started(argv, environment, cores, log, writer, listener)
+                self._process = _started(argv, environment, cores, log, writer, listener)
         except BaseException:
             os.close(self.pipe)
             raise
@@ -314,7 +303,7 @@ def _started(
                 **environment,
                 **parent_environment(),
                 EVENTS_FD: str(events),
-                **UNBUFFERED,
+                "PYTHONUNBUFFERED": "1",  # so that a log is complete when its rank is killed
                 **({} if listener is None else {STORE_FD: str(listener)}),
             },
             stdin=subprocess.DEVNULL,

@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from anygauge.agent.forks import ForkError, ForkServer
 from anygauge.agent.nodes import Instruction, Nodes
 from anygauge.agent.outcome import Failure, JobFailure, JobOutcome, NodeReport
 from anygauge.agent.rank import RankProcess, rank_numbers
@@ -86,7 +84,6 @@ class Supervisor:
         cores: local rank -> logical processors that it is bound to.
         lock: of the run directory (`identity_of`); where it is another, no results are recorded.
         signals: requests to end that had arrived before, each with its time.
-        forks: imports what ranks need, and becomes them; it is closed once they have started.
     """
 
     def __init__(
@@ -102,9 +99,7 @@ class Supervisor:
         cores: Mapping[int, tuple[int, ...]] | None = None,
         lock: str | None = None,
         signals: list[tuple[int, float]] | None = None,
-        forks: ForkServer | None = None,
     ) -> None:
-        self._forks = forks
         self._job = job
         self._node_rank = node_rank
         self._hostname = hostname
@@ -143,14 +138,11 @@ class Supervisor:
         try:
             with _woken_by_signals(self._signals, self._selector):
                 self._nodes.attach(self._selector)
-                self._await_forks()
                 self._start()
-                self._close_forks()
                 self._act_on_signals()  # a signal that kept ranks from starting is handled here
                 while not self._over():
                     self._turn()
         finally:
-            self._close_forks()
             for rank in self._ranks:
                 rank.abandon()
             self._selector.close()
@@ -165,23 +157,6 @@ class Supervisor:
             self._reported = True
             self._nodes.report(self._report())
         return self._nodes.over
-
-    def _await_forks(self) -> None:
-        """Wait until ranks can be forked, or it is known that they cannot."""
-        if self._forks is None:
-            return
-        deadline = time.monotonic() + self._job.launch.join_timeout_s
-        self._selector.register(self._forks, selectors.EVENT_READ)
-        while not self._forks.settled() and not self._must_not_start:
-            if time.monotonic() > deadline:
-                break
-            self._turn()
-        self._selector.unregister(self._forks)
-
-    def _close_forks(self) -> None:
-        if self._forks is not None:
-            self._forks.close()
-            self._forks = None
 
     @property
     def _must_not_start(self) -> bool:
@@ -211,8 +186,7 @@ class Supervisor:
             if started.handle is not None:
                 self._selector.register(started.handle, selectors.EVENT_READ)
             on = f" on cores {', '.join(map(str, cores))}" if cores else ""
-            how = "" if self._forks is None else " (a fork)"
-            _note(f"rank {rank} started, process {started.pid}{how}{on}")
+            _note(f"rank {rank} started, process {started.pid}{on}")
 
     def _started(
         self,
@@ -223,15 +197,16 @@ class Supervisor:
         listener: int | None,
     ) -> RankProcess:
         self._record_of(rank).unlink(missing_ok=True)  # of an attempt before
-        given = (rank, local_rank, self._argv, environment, self._job.start_directory, cores)
-        more: dict[str, Any] = {"listener": listener, "idle_limit_s": self._limit_s}
-        if self._forks is not None:
-            try:
-                return RankProcess(*given, **more, forks=self._forks)
-            except ForkError as error:
-                _note(f"ranks are not forked, but started one by one: {error}")
-                self._close_forks()
-        return RankProcess(*given, **more)
+        return RankProcess(
+            rank,
+            local_rank,
+            self._argv,
+            environment,
+            self._job.start_directory,
+            cores,
+            listener=listener,
+            idle_limit_s=self._limit_s,
+        )
 
     def _turn(self) -> None:
         """Wait until something happens, and act on it."""

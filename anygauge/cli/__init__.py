@@ -144,11 +144,6 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
         from anygauge.planning.process import begin
 
         begin()
-    if own_process and _starts_ranks_here(name, arguments):
-        # Likewise; what ranks import takes longer than all that is done before they start.
-        from anygauge.util.waiting import begin as begin_agent
-
-        begin_agent()
     with _interrupts_end_imports():
         import typer
         import typer.main
@@ -169,18 +164,6 @@ def run_command(name: str, arguments: list[str], *, own_process: bool = False) -
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0
-
-
-def _starts_ranks_here(name: str, arguments: list[str]) -> bool:
-    """Whether a command will probably start ranks on this machine, as far as its words tell."""
-    others = ("--dry-run", "--launcher", "--nodes", "--help")
-    foreign = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-    return (
-        name == "train"
-        and any(map(os.path.isfile, arguments))
-        and not any(word.startswith(others) for word in arguments)
-        and not any(variable in os.environ for variable in foreign)
-    )
 
 
 @contextlib.contextmanager

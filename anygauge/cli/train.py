@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -28,9 +26,6 @@ from anygauge.cli.intent import (
 )
 from anygauge.interface import AnygaugeError, UsageError
 from anygauge.util.text import fitted
-
-if TYPE_CHECKING:
-    from anygauge.util.waiting import WaitingAgent
 
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Print warnings and failures only.")]
 
@@ -75,52 +70,7 @@ def train(
 
         show(intent, plan=plan, force=force)
         return
-    with importing_early(intent) as waiting:
-        raise typer.Exit(start(intent, quiet=quiet, plan_memory=plan, force=force, waiting=waiting))
-
-
-@contextlib.contextmanager
-def importing_early(intent: Intent) -> Iterator[WaitingAgent | None]:
-    """Have the agent that this command has begun with import what the run's ranks need.
-
-    It imports while the run is checked. None where it has not begun with one, where the launcher
-    does not take it, or where ranks are not forked. Afterwards it has ended, or runs the job.
-    """
-    from anygauge.util.waiting import begun
-
-    waiting = begun()
-    if waiting is None:
-        yield None
-        return
-    try:
-        spec = intent.registry.find_launcher(intent.run.launch.launcher).spec
-        order = _order(intent) if spec.takes_waiting else None
-        if order is not None:
-            waiting.prepare(order)
-        yield None if order is None else waiting
-    finally:
-        waiting.end()
-
-
-def _order(intent: Intent) -> dict[str, Any] | None:
-    """What the ranks' libraries are loaded with; None where ranks are not forked.
-
-    The agent decides it again, when it starts them.
-    """
-    from anygauge.agent.environment import NodeEnvironment
-    from anygauge.agent.foreign import scrub
-    from anygauge.agent.forks import prepare_order
-    from anygauge.config.resolved import run_json
-
-    job = intent.job
-    try:
-        shared = NodeEnvironment(job, 0, scrub(os.environ)).shared()
-    except AnygaugeError:  # the agent reports it
-        return None
-    if shared is None:
-        return None
-    text = run_json(intent.run.model_copy(update={"backend": job.backend}))
-    return prepare_order(shared, text, job.backend, job.backend_options)
+    raise typer.Exit(start(intent, quiet=quiet, plan_memory=plan, force=force))
 
 
 def launch(
@@ -208,13 +158,11 @@ def start(
     detach: bool = False,
     plan_memory: bool | None = None,
     force: bool = False,
-    waiting: WaitingAgent | None = None,
 ) -> int:
     """Write the resolved run, submit the job and follow it; returns the exit status.
 
     Args:
         detach: leave once it is submitted.
-        waiting: an agent that has begun to import for this job.
         plan_memory: always, or never; None: where it may be short.
         force: start it even where it cannot fit.
     """
@@ -276,7 +224,7 @@ def start(
                 made_ready(folder, staged=staged)
             write_run(Path(job.run_file), chosen)
             try:
-                running = launcher.submit(replace(plan, held=(lock,), waiting=waiting))
+                running = launcher.submit(replace(plan, held=(lock,)))
             except AnygaugeError:
                 if unused and "detach" in spec.can:
                     shutil.rmtree(folder, ignore_errors=True)  # nothing was started

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from anygauge.interface.job import Job
-    from anygauge.util.waiting import WaitingAgent
 
 __all__ = [
     "ABILITIES",
@@ -49,10 +48,6 @@ class LaunchProfile:
         capabilities: what containers must be allowed, such as ``IPC_LOCK``.
         binding: how agents bind ranks: ``cores`` gives each an equal share of whole cores; or
             ``none``.
-        forked_ranks: the ranks of a node may be forks of one process that has imported torch and
-            the libraries on it, with the variables that all of them have alike. Then nothing that
-            is imported before `Backend.open` starts a thread or uses a device, and those of the
-            backend's own variables that differ from rank to rank are read in `open`, or later.
     """
 
     visibility_variable: str | None = None
@@ -65,7 +60,6 @@ class LaunchProfile:
     runtime_class: str | None = None
     capabilities: tuple[str, ...] = ()
     binding: str = "none"
-    forked_ranks: bool = False
 
 
 REPOSITORY_VARIABLE = "ANYGAUGE_REPOSITORY"
@@ -203,8 +197,6 @@ class Plan:
         notes: what the user should know before.
         held: open descriptors that processes on this machine inherit and keep to their end: the
             lock of the run directory is one. Other machines have no use for them.
-        waiting: an agent on this machine that has begun to import for this job; it stands for the
-            plan's only process, for a launcher with `LauncherSpec.takes_waiting`.
         batch: how the job is submitted without this package's commands, where that is possible.
     """
 
@@ -215,7 +207,6 @@ class Plan:
     folders: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
-    waiting: WaitingAgent | None = None
     batch: BatchFile | None = None
 
 
@@ -276,7 +267,6 @@ class LauncherSpec:
             directory are theirs.
         can: what its jobs can do, of `ABILITIES`.
         hardware: descriptions of the machines it starts jobs on, as `BackendSpec.hardware`.
-        takes_waiting: it starts one agent, on this machine, and takes `Plan.waiting` for that.
     """
 
     name: str
@@ -288,7 +278,6 @@ class LauncherSpec:
     shared_filesystem: bool = True
     can: frozenset[str] = frozenset()
     hardware: str = ""
-    takes_waiting: bool = False
 
 
 ABILITIES: Mapping[str, str] = {

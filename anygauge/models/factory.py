@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import re
@@ -34,19 +33,6 @@ from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.vocabulary import NewTokens, enlarge, new_tokens, row_layers
 
 NO_KERNELS = ModelKernels()
-
-
-def import_architecture(section: ModelSection) -> None:
-    """Import the library's module of a model, for processes that this one becomes.
-
-    It is a hint: what is wrong with the model, whoever builds it says. No code of the model's own
-    runs.
-    """
-    from transformers import AutoModelForCausalLM
-
-    if not section.trust_remote_code:
-        with contextlib.suppress(Exception):
-            AutoModelForCausalLM._model_mapping[type(load_config(section))]
 
 
 class CausalModelFactory:

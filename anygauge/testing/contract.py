@@ -24,7 +24,6 @@ from anygauge.testing import device as _device  # noqa: F401
 from anygauge.testing import ends as _ends  # noqa: F401
 from anygauge.testing import figures as _figures  # noqa: F401
 from anygauge.testing import paper_ends as _paper_ends  # noqa: F401
-from anygauge.testing import paper_forks as _paper_forks  # noqa: F401
 from anygauge.testing import paper_rules as _paper_rules  # noqa: F401
 from anygauge.testing import paper_spec as _paper_spec  # noqa: F401
 from anygauge.testing import ranks as _ranks  # noqa: F401

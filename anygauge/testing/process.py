@@ -226,7 +226,7 @@ def main(part: str) -> None:
 def import_checks(part: str) -> None:
     """Register the checks of a part; those of `basic` import no torch."""
     modules = {
-        "basic": ("basic", "paper_spec", "paper_rules", "paper_forks", "paper_ends"),
+        "basic": ("basic", "paper_spec", "paper_rules", "paper_ends"),
         "device": ("device", "figures", "ends"),
         "ranks": ("ranks", "ends"),
     }

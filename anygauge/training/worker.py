@@ -30,7 +30,6 @@ from anygauge.interface import (
 from anygauge.training.progress import Progress
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
-from anygauge.util.forking import ARGUMENT
 from anygauge.util.processes import die_with_parent
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
@@ -43,14 +42,6 @@ GIB = 2**30
 def main() -> int:
     """Run one rank; returns the exit status."""
     die_with_parent()
-    if ARGUMENT in sys.argv:
-        from anygauge.training.fork_server import serve
-
-        serve(int(sys.argv[-1]), _be_rank)
-    return _be_rank()
-
-
-def _be_rank() -> int:
     # Schedulers send these to every process of a job. What they mean, the agent tells its ranks.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -28,7 +28,6 @@ REPEATED_SIGNAL_S = 0.5
 and to its processes, and programs pass on what a terminal has sent to their children as well."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
 
 
@@ -96,28 +95,15 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def adopt_orphans(wanted: bool) -> bool:
-    """Have processes that descend from this one become its children when their parent ends.
-
-    Returns:
-        Whether the kernel does so; without it, the first process of the machine takes them.
-    """
-    return _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
-
-
 def _signal_at_parent_death(signum: int) -> bool:
-    return _prctl(_PR_SET_PDEATHSIG, signum)
-
-
-def _prctl(option: int, value: int) -> bool:
-    """Set a property of this process; whether that worked."""
+    """Ask the kernel for it; whether that worked."""
     if not sys.platform.startswith("linux"):
         return False
     try:
         prctl = ctypes.CDLL(None, use_errno=True).prctl
     except (OSError, AttributeError):
         return False
-    return prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0
+    return prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0) == 0
 
 
 def _watch_parent(parent: int, signum: int) -> None:

@@ -61,7 +61,6 @@ class CpuBackend(Backend):
         # PyTorch's advice: the usual 64 MiB of shared memory are too few for several processes.
         container_flags=("--shm-size=1g",),
         binding="none",  # `open` binds a rank, for loops of one's own as well
-        forked_ranks=True,
     )
     capabilities: Mapping[str, Support] = {
         # oneDNN prepares a product anew for each shape, about 10 ms that lengths which change from

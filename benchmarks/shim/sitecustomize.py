@@ -2,10 +2,9 @@
 
 Python imports ``sitecustomize`` at its start from the first folder of its path that has one; the
 benchmark puts this folder there through ``PYTHONPATH``, for all contenders alike. Nothing happens
-in a process without a ``RANK``, unless ranks are forked from it: a fork has one later. What is
-counted of a collective is what a ring algorithm sends per rank, from the sizes of its tensors:
-(n-1)/n of the whole for a gather or scatter, twice that for an all-reduce. It is counted where
-torch hands the call to its process group, whoever made it.
+in a process without a ``RANK``. What is counted of a collective is what a ring algorithm sends per
+rank, from the sizes of its tensors: (n-1)/n of the whole for a gather or scatter, twice that for an
+all-reduce. It is counted where torch hands the call to its process group, whoever made it.
 """
 
 from __future__ import annotations
@@ -28,22 +27,6 @@ WATCH = "ANYGAUGE_BENCHMARK_WATCH"
 """Steps before those that are watched, and their number: ``10:2`` (see `benchmark_watch`)."""
 PHASES = "ANYGAUGE_BENCHMARK_PHASES"
 """Set: the folder of the trace also gets the peak of each phase (see `benchmark_phases`)."""
-
-
-FORK_SERVER = "--fork-server"
-"""Argument of a process from which anygauge forks ranks."""
-
-
-class RankFile:
-    """``{kind}-rank{r}.json`` of this process, which may get its rank later."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        self._folder, self._kind = folder, kind
-
-    def write_text(self, text: str, encoding: str) -> None:
-        """Write the file."""
-        path = self._folder / f"{self._kind}-rank{os.environ['RANK']}.json"
-        path.write_text(text, encoding=encoding)
 
 
 def _bytes(value: Any) -> int:
@@ -170,7 +153,7 @@ def peak_memory() -> int | None:
     return None
 
 
-def _start_tracing(file: RankFile) -> Callable[[Any], None]:
+def _start_tracing(file: Path) -> Callable[[Any], None]:
     calls: list[tuple[float, str, float]] = []
 
     def write() -> None:
@@ -183,7 +166,7 @@ def _start_tracing(file: RankFile) -> Callable[[Any], None]:
     return lambda module: count_calls(module.ProcessGroup, calls)
 
 
-def _start_watching(path: RankFile) -> Callable[[Any], None]:
+def _start_watching(path: Path) -> Callable[[Any], None]:
     from benchmark_watch import StepCounter, StepWatch
 
     first, count = map(int, os.environ[WATCH].split(":"))
@@ -191,7 +174,7 @@ def _start_watching(path: RankFile) -> Callable[[Any], None]:
     return lambda module: StepCounter(watch.after).watch(sys.modules["torch.autograd"], module)
 
 
-def _start_phases(path: RankFile) -> dict[str, Callable[[Any], None]]:
+def _start_phases(path: Path) -> dict[str, Callable[[Any], None]]:
     from benchmark_phases import Phases
 
     phases = Phases()
@@ -200,15 +183,17 @@ def _start_phases(path: RankFile) -> dict[str, Callable[[Any], None]]:
 
 
 def _main() -> None:
-    if TRACE not in os.environ or ("RANK" not in os.environ and FORK_SERVER not in sys.orig_argv):
+    if TRACE not in os.environ or "RANK" not in os.environ:
         return
-    folder = Path(os.environ[TRACE])
-    hooks = {"torch.distributed.distributed_c10d": _start_tracing(RankFile(folder, "traffic"))}
+    folder, rank = Path(os.environ[TRACE]), os.environ["RANK"]
+    hooks = {
+        "torch.distributed.distributed_c10d": _start_tracing(folder / f"traffic-rank{rank}.json")
+    }
     after = [lambda module: module.register_optimizer_step_post_hook(_Peak.see)]
     if WATCH in os.environ:
-        after.append(_start_watching(RankFile(folder, "watched")))
+        after.append(_start_watching(folder / f"watched-rank{rank}.json"))
     if PHASES in os.environ:
-        hooks |= _start_phases(RankFile(folder, "phases"))
+        hooks |= _start_phases(folder / f"phases-rank{rank}.json")
     hooks["torch.optim.optimizer"] = lambda module: [each(module) for each in after]
     sys.meta_path.insert(0, AfterImport(hooks))
 

@@ -20,7 +20,6 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             api_version=WRITTEN_FOR,
             tested_on="real",
             max_nodes=1,
-            takes_waiting=True,
         ),
         LauncherSpec(
             name="ssh",

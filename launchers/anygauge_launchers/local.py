@@ -87,10 +87,6 @@ class Local:
             log.parent.mkdir(parents=True, exist_ok=True)
             environment = {**os.environ, **process.environment, **parent_environment()}
             with log.open("ab") as stderr:
-                if plan.waiting is not None and plan.waiting.run(
-                    argv, environment, stderr.fileno(), held=plan.held
-                ):
-                    return LocalJob(plan.waiting.process, log)
                 agent = subprocess.Popen(
                     argv,
                     env=environment,

@@ -5,13 +5,11 @@ The script is JSON: rank -> list of [action, argument].
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -39,12 +37,6 @@ def main() -> None:
             os.write(int(os.environ["ANYGAUGE_EVENTS_FD"]), argument.encode())
         elif action == "print":
             print(argument)
-        elif action == "variables":
-            print("\n".join(f"{name}={text}" for name, text in os.environ.items()))
-        elif action == "leave":
-            atexit.register(print, "at the end")
-            threading.Thread(target=lambda: (time.sleep(0.3), print("of a thread"))).start()
-            sys.exit(argument)
         elif action == "fail":
             raise RuntimeError(argument)
         elif action == "exit":

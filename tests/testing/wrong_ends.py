@@ -116,17 +116,6 @@ def hide_warnings() -> None:
 
 # -- on paper -------------------------------------------------------------------------------------
 
-on_paper("a thread of its own before ranks are forked", "forks_become_ranks", "make")(
-    lambda: threading.Thread(target=time.sleep, args=(FOR_EVER,), daemon=True).start()
-)
-
-
-def takes_a_device() -> None:
-    kept.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY))
-
-
-kept: list[int] = []
-on_paper("a device is open before ranks are forked", "forks_become_ranks", "make")(takes_a_device)
 on_paper("prints when it is imported", "paper_prints_nothing", "import")(say)
 on_paper("the probe prints as C code does", "paper_prints_nothing", "probe")(say_in_c)
 on_paper("prints when it is made", "paper_prints_nothing", "make")(say)

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process which imports while the command checks: real runs."""
+"""However a command ends, nothing that it started is left: real runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from anygauge.interface import STOPPED
-from tests.helpers.runs import run_file, trained_here
+from tests.helpers.runs import run_file
 
 MARK = "MARK_OF_THIS_TEST"
 PATIENCE_S = 120.0
-SERVER, AGENT = "--fork-server", "anygauge.agent.waiting"
+RANK, AGENT = "anygauge.training.worker", "anygauge.agent --job"
 
 
 class Command:
@@ -35,6 +35,8 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # Background jobs of a shell, and what starts there, ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment, name: text},
         )
 
@@ -45,7 +47,7 @@ class Command:
             if not entry.name.isdigit():
                 continue
             try:
-                # A zombie has none; a fork shows the variables of what it was forked from.
+                # A zombie has none.
                 if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
             except OSError:
@@ -73,10 +75,6 @@ class Command:
         metrics = self.folder / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    def said(self) -> str:
-        """By its agent."""
-        return (self.folder / "logs" / "agent0.log").read_text()
-
 
 @pytest.fixture
 def commands() -> Iterator[list[Command]]:
@@ -88,51 +86,15 @@ def commands() -> Iterator[list[Command]]:
         command.process.communicate()
 
 
-def test_two_ranks_are_forks(tmp_path: Path) -> None:
-    command = Command(run_file(tmp_path), "--devices", "2")
-    status, _, err = command.end()
-    assert status == 0, err
-    assert command.said().count("(a fork)") == 2
-    assert "what was imported early is not used" not in command.said()
-
-
-@pytest.mark.slow
-def test_a_fork_trains_as_a_process_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    command = Command(run_file(tmp_path / "a", strategy={"name": "single"}))
-    assert command.end()[0] == 0
-    assert "(a fork)" in command.said()
-    same = trained_here(run_file(tmp_path / "b", strategy={"name": "single"}))
-    lines = [line for line in (command.folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [line.split('"loss": ')[1].split(",")[0] for line in lines if '"loss"' in line]
-    assert losses == [str(loss) for loss in same.steps("loss")]
-
-
-def test_a_variable_that_is_read_early_is_there_in_time(tmp_path: Path) -> None:
-    path = run_file(tmp_path, environment={"MALLOC_ARENA_MAX": "1"}, strategy={"name": "single"})
-    command = Command(path)
-    assert command.end()[0] == 0
-    assert "(a fork)" in command.said()
-    assert "what was imported early is not used" not in command.said()
-
-
-def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
-    command = Command(run_file(tmp_path, train={"no_such_field": 1}))
-    status, _, err = command.end()
-    assert status == 2
-    assert "no_such_field" in err
-
-
 @pytest.mark.parametrize(
     ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_a_command_that_ends_while_it_imports_leaves_nothing(
+def test_a_command_that_ends_while_its_ranks_import_leaves_nothing(
     tmp_path: Path, commands: list[Command], signum: int, status: int
 ) -> None:
     command = Command(run_file(tmp_path), "--devices", "2")
     commands.append(command)
-    command.until(lambda: command.of(SERVER), "the server")
+    command.until(lambda: len(command.of(RANK)) == 2, "the ranks")
     os.killpg(command.process.pid, signum)
     assert command.end()[0] == status
 
@@ -144,15 +106,14 @@ def test_nothing_outlives_a_command_or_an_agent_that_is_killed(
     command = Command(run_file(tmp_path, train={"steps": 100_000}), "--devices", "2")
     commands.append(command)
     command.until(command.steps, "a step")
-    ranks = command.of(SERVER)
-    assert len(ranks) == 2, f"the server itself has ended: {command.left()}"
+    assert len(command.of(RANK)) == 2, command.left()
     (agent,) = command.of(AGENT)
     os.kill(command.process.pid if what == "command" else agent, signal.SIGKILL)
     assert command.end()[0] != 0
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_forked_ranks_in_order(tmp_path: Path, commands: list[Command]) -> None:
+def test_ctrl_c_ends_ranks_in_order(tmp_path: Path, commands: list[Command]) -> None:
     command = Command(run_file(tmp_path, train={"steps": 100_000}), "--devices", "2")
     commands.append(command)
     command.until(command.steps, "a step")
