@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from anygauge.util.errors import AnygaugeError
-from anygauge.util.processes import end_process
 from anygauge.util.text import escaped, fitted
 
 COMMANDS = {
@@ -45,7 +44,7 @@ def main() -> NoReturn:
     """Entry point: an error meant for the user is one message, without a traceback."""
     streams: Any = sys
     streams.stdout, streams.stderr = EscapedStream(sys.stdout), EscapedStream(sys.stderr)
-    end_process(_status())
+    sys.exit(_status())
 
 
 def _status() -> int:

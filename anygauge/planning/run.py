@@ -7,7 +7,6 @@ rehearses a second depth meanwhile (`Aside`).
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import os
 import pickle
@@ -209,7 +208,6 @@ def _load(spec: StrategySpec, backend: Backend) -> None:
     """Import a strategy's engine, once."""
     if spec.name not in _LOADED:
         spec.load(backend)
-        gc.freeze()  # nobody need look through what was imported for what could go
         _LOADED.add(spec.name)
 
 

@@ -60,7 +60,6 @@ from anygauge.strategies.zero_runtime import (
 from anygauge.strategies.zero_settings import DEFAULT_LIVE, ModelSizes, as_config, zero_settings
 from anygauge.strategies.zero_state import ZeroState, whole_shape
 from anygauge.strategies.zero_versions import needs_reentrant_checkpointing, skips_non_finite
-from anygauge.util.imports import uncompiled
 
 
 class ZeroEngine:
@@ -277,8 +276,7 @@ class Zero:
             if on_host
             else context.optimizer(trained, shapes)
         )
-        with uncompiled():  # it imports optimizers that it does not use here
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         restore_buffers(buffers)
         return ZeroEngine(engine, self.options.stage, context, swapped, fp8)
 

@@ -18,7 +18,6 @@ from torch import nn
 from anygauge.interface import HOST_DEVICE, Backend, UnsupportedError
 from anygauge.strategies.materialise import decoder_layers
 from anygauge.strategies.zero_versions import ENGINE
-from anygauge.util.imports import uncompiled
 
 WAITS_FOR_EACH_SINCE = Version("0.19.8")
 """First version here whose gathering of several weights waits for each of them (#8539)."""
@@ -40,8 +39,7 @@ def import_deepspeed(backend: Backend) -> ModuleType:
     wanted = backend.device_type if named is None else str(named)
     if ENGINE not in sys.modules:
         os.environ["DS_ACCELERATOR"] = HOST_DEVICE if named is None else wanted
-    with uncompiled():
-        import deepspeed
+    import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if named is None and get_accelerator().device_name() in (HOST_DEVICE, wanted):

@@ -128,22 +128,21 @@ def run_rank(
     folder = Path(job.run_directory)
     progress = Progress(events)
     opened.enter_context(progress.reporting())
-    quick = opened.enter_context(contextlib.ExitStack())
+    importing = opened.enter_context(contextlib.ExitStack())
     with progress.long("start-up"):
         from anygauge.config.resolved import read_run
         from anygauge.registry import Registry
-        from anygauge.util.imports import quick_imports, uncollected, unused
+        from anygauge.util.imports import hidden, unused
 
         run = read_run(settled(Path(job.run_file)))
-        hidden = unused(few_bits=run.has_few_bits, trackers=run.trackers)
-        quick.enter_context(quick_imports(hidden))
-        with uncollected():
-            from anygauge.training.auto import decided
-            from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
-            from anygauge.training.checkpoints.manager import checkpoint_folder
-            from anygauge.training.save import save
-            from anygauge.training.setup import Rank, open_device, prepare_run
-            from anygauge.training.strategy import create_strategy
+        names = unused(few_bits=run.has_few_bits, trackers=run.trackers)
+        importing.enter_context(hidden(names))
+        from anygauge.training.auto import decided
+        from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
+        from anygauge.training.checkpoints.manager import checkpoint_folder
+        from anygauge.training.save import save
+        from anygauge.training.setup import Rank, open_device, prepare_run
+        from anygauge.training.strategy import create_strategy
 
         rank = Rank(
             index=index,
@@ -174,7 +173,7 @@ def run_rank(
         except FinishedError as done:
             rank.log(str(done))
             return done.finished.summary
-        quick.close()
+        importing.close()
         start_s = time.monotonic() - began
         for library in backend.collectives.limit(limit):
             rank.warn(

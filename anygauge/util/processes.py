@@ -6,15 +6,12 @@ in an orderly way ends its children itself; `die_with_parent` covers the other w
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
-from typing import NoReturn
 
 PARENT_PID = "ANYGAUGE_PARENT_PID"
 """Environment variable: process id of the parent that the child must not outlive."""
@@ -70,19 +67,6 @@ def tie_to_parent(signum: int, parent: int | None = None) -> None:
     # The parent may have ended before the request was made: then nothing would ever arrive.
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
-
-
-def end_process(status: int) -> NoReturn:
-    """End this process as Python ends forks of its own: threads are waited for, handlers of exit
-    run, and all is written. What was imported is not taken down: with torch that takes a second,
-    and what libraries report of it is meant for their authors (nanobind's "leaked" functions)."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)
-    os._exit(status)
 
 
 def describe_exit(code: int) -> str:

@@ -42,7 +42,6 @@ WRONG = [
 def ended(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit status of a command line, run in this process."""
     monkeypatch.setattr(sys, "argv", ["anygauge", *arguments])
-    monkeypatch.setattr(cli, "end_process", sys.exit)
     with pytest.raises(SystemExit) as ending:
         cli.main()
     assert isinstance(ending.value.code, int)

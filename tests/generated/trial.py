@@ -115,8 +115,6 @@ def command(*arguments: str) -> Callable[[], int]:
     def work() -> int:
         from anygauge import cli
 
-        # This fork has the tests' own handlers of exit, which are not to run here.
-        cli.end_process = sys.exit
         sys.argv = ["anygauge", *arguments]
         cli.main()
 
