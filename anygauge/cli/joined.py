@@ -30,7 +30,7 @@ from anygauge.cli.join import Handover, digest
 from anygauge.cli.terminal import View, fail, show_stopped, show_where_logs_are
 from anygauge.interface import AnygaugeError, Job
 from anygauge.util.events import EventWriter
-from anygauge.util.processes import tie_to_parent
+from anygauge.util.processes import end_rank, tie_to_parent
 from anygauge.util.start import START, settled
 from anygauge.util.text import escaped
 
@@ -115,10 +115,7 @@ def take_over(handover: Handover, *, own_process: bool) -> int:
             print(escaped(f"error: {refusal}"), file=sys.stderr)
         return 1
     with _terminal(handover, job, own_process=own_process) as terminal:
-        try:
-            status = reported(job, launch.rank, terminal.events, answer["lock"])
-        except SystemExit:
-            status = 1
+        status = reported(job, launch.rank, terminal.events, answer["lock"])
     terminal.conclude(handover, job)
     staged = Path(job.run_file).parent.name == START
     if launch.rank == 0 and status == 0 and staged:
@@ -423,4 +420,4 @@ def _plain_console(file: IO[str] | None = None) -> Console:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_rank(main())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.interface.placement import HOST_DEVICE
 from anygauge.util.exchange import SignedExchange
-from anygauge.util.limits import PATIENT_S, forget_group, limit_groups, release_groups
+from anygauge.util.limits import PATIENT_S, limit_groups, release_groups
 from anygauge.util.rendezvous import open_store
 
 if TYPE_CHECKING:
@@ -108,9 +108,7 @@ class Collectives:
 
         self._control_group = self._exchange = None
         if dist.is_initialized():
-            world = dist.group.WORLD
             dist.destroy_process_group()
-            forget_group(world)
         release_groups()
 
     # -- how long collectives may wait -------------------------------------------------------

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from anygauge.interface import (
 from anygauge.training.progress import Progress
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
-from anygauge.util.processes import die_with_parent
+from anygauge.util.processes import die_with_parent, end_rank
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
 from anygauge.util.start import settled
@@ -92,8 +91,6 @@ def reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int
             for_user=False,
             exit_status=1,
         )
-        if isinstance(error, SystemExit):
-            raise
         return 1
     opened.close()
     if isinstance(outcome, Stopped):
@@ -261,4 +258,4 @@ def write_versions(folder: Path, strategy: StrategySpec) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_rank(main())

@@ -1,5 +1,4 @@
-"""Process groups that torch and other libraries made or kept: how long their collectives may wait,
-and what keeps one after its end.
+"""Process groups that torch and other libraries made: how long their collectives may wait.
 
 A library that clones the world without a word on time gets torch's default, 10 or 30 minutes by
 backend. Here that default is the run's own, and groups that are there already are given it.
@@ -8,10 +7,7 @@ backend. Here that default is the run's own, and groups that are there already a
 from __future__ import annotations
 
 import datetime
-import sys
 import warnings
-from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 PATIENT_S = 12 * 3600.0
@@ -53,38 +49,6 @@ def release_groups() -> None:
         for name, value in _DEFAULTS.items():
             setattr(c10d, name, value)
         _DEFAULTS.clear()
-
-
-def forget_group(group: Any) -> None:
-    """Let functions of torch take the default group of the day where they kept this one.
-
-    Modules such as ``torch.distributed.nn.functional`` have ``group=group.WORLD`` in signatures:
-    one that is imported while a group is there keeps it until the process ends. Its threads then
-    run beside the interpreter's end, and one that gives a tensor back there aborts the process
-    ("terminate called without an active exception").
-    """
-    for function in _functions_of("torch.distributed"):
-        if any(each is group for each in function.__defaults__ or ()):
-            function.__defaults__ = tuple(
-                None if each is group else each for each in function.__defaults__ or ()
-            )
-        named = function.__kwdefaults__ or {}
-        for name in [name for name, each in named.items() if each is group]:
-            named[name] = None
-
-
-def _functions_of(package: str) -> Iterator[FunctionType]:
-    """Functions of a package's modules and of their classes, and what decorators have wrapped."""
-    for name, module in list(sys.modules.items()):
-        if module is None or not f"{name}.".startswith(f"{package}."):
-            continue
-        for value in list(vars(module).values()):
-            # By type alone: some objects of modules warn as soon as an attribute is read.
-            held = vars(value).values() if issubclass(type(value), type) else (value,)
-            for each in list(held):
-                while type(each) is FunctionType:
-                    yield each
-                    each = getattr(each, "__wrapped__", None)
 
 
 def _libraries_of(group: Any) -> list[tuple[str, Any]]:

@@ -6,12 +6,14 @@ in an orderly way ends its children itself; `die_with_parent` covers the other w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from typing import NoReturn
 
 PARENT_PID = "ANYGAUGE_PARENT_PID"
 """Environment variable: process id of the parent that the child must not outlive."""
@@ -67,6 +69,20 @@ def tie_to_parent(signum: int, parent: int | None = None) -> None:
     # The parent may have ended before the request was made: then nothing would ever arrive.
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
+
+
+def end_rank(status: int) -> NoReturn:
+    """End this process at once, as a rank does once its report, logs and trackers are closed.
+
+    Python would end it step by step, beside threads of process groups: a module of torch may still
+    hold one (as the default of a parameter), and a thread that gives a tensor back while the
+    interpreter ends aborts the process. What was printed is written first.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)  # what libraries of C have printed
+    os._exit(status)
 
 
 def describe_exit(code: int) -> str:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 TRACE = "ANYGAUGE_BENCHMARK_TRACE"
 """Folder for ``traffic-rank{r}.json``."""
@@ -153,6 +153,19 @@ def peak_memory() -> int | None:
     return None
 
 
+def _at_the_end(write: Callable[[], None]) -> None:
+    """Call it when this process ends. Ranks of anygauge end by `os._exit`, as forks do."""
+    process, usual = os.getpid(), os._exit
+
+    def end(status: int) -> NoReturn:
+        if os.getpid() == process:
+            write()
+        usual(status)
+
+    atexit.register(write)
+    os._exit = end
+
+
 def _start_tracing(file: Path) -> Callable[[Any], None]:
     calls: list[tuple[float, str, float]] = []
 
@@ -162,7 +175,7 @@ def _start_tracing(file: Path) -> Callable[[Any], None]:
         record |= {"cpu_seconds": time.process_time(), "modules": len(sys.modules)}
         file.write_text(json.dumps(record), encoding="utf-8")
 
-    atexit.register(write)
+    _at_the_end(write)
     return lambda module: count_calls(module.ProcessGroup, calls)
 
 
@@ -178,7 +191,7 @@ def _start_phases(path: Path) -> dict[str, Callable[[Any], None]]:
     from benchmark_phases import Phases
 
     phases = Phases()
-    atexit.register(phases.write, path)
+    _at_the_end(lambda: phases.write(path))
     return phases.hooks()
 
 

@@ -134,14 +134,13 @@ def fork_rank(rank: int, world: int, folder: Path, job_file: Path) -> int:
     }
     os.environ.update({name: str(value) for name, value in identity.items()})
     sys.argv = ["worker", "--job", str(job_file)]
-    status = 1
     try:
         from anygauge.training.worker import main as work
+        from anygauge.util.processes import end_rank
 
-        status = work()
-        sys.stdout.flush()
+        end_rank(work())
     finally:
-        os._exit(status)
+        os._exit(1)
 
 
 def wait_for_a_step(metrics: Path, ranks: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -85,41 +84,3 @@ def test_a_process_alone_is_patient_with_nobody() -> None:
     alone = Collectives("cpu")
     with alone.patient(then=1.0):
         assert alone.limit(5.0) == ()
-
-
-_KEEPS = """
-from torch.distributed import group
-
-def exchange(tensor, group=group.WORLD, *, also=group.WORLD):
-    return group, also
-
-class Exchange:
-    def give(self, group=group.WORLD):
-        return group
-"""
-
-
-def test_a_group_ends_though_signatures_of_torch_keep_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def threads() -> int:
-        tasks = Path("/proc/self/task").iterdir()
-        return sum("gloo" in (task / "comm").read_text() for task in tasks)
-
-    before = threads()
-    alone = Collectives("cpu")
-    alone.open(
-        rendezvous=f"file://{tmp_path / 'meet'}",
-        rank=0,
-        world_size=1,
-        timeout_s=60.0,
-        device=torch.device("cpu"),
-    )
-    module = types.ModuleType("torch.distributed.imported_late")
-    exec(_KEEPS, vars(module))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert threads() > before
-    alone.close()
-    assert threads() <= before, "threads of earlier tests' groups may end meanwhile"
-    assert module.exchange(None) == (None, None)
-    assert module.Exchange().give() is None

@@ -54,6 +54,16 @@ def record_patches_at_exit(torch: Any) -> None:
         record("patched", [n for n, owner in owners.items() if str(owner).startswith("transf")])
 
     atexit.register(write)
+    if "RANK" not in os.environ:
+        return
+    rank, usual = os.getpid(), os._exit
+
+    def end(status: int) -> None:
+        if os.getpid() == rank:
+            write()
+        usual(status)
+
+    os._exit = end  # a rank ends by it, and then no handler of exit runs
 
 
 def pretend_fork(torch: Any) -> None:

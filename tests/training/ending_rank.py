@@ -1,0 +1,31 @@
+"""A rank as its agent starts it: ``ending_rank.py METRICS ARGUMENTS``, the worker's arguments.
+
+What Python does when a process ends would abort it. METRICS is ``-``, or the file of its steps: then
+it is asked to stop after the first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def ask(metrics: Path) -> None:
+    while not (metrics.exists() and metrics.read_text()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    metrics = sys.argv.pop(1)
+    atexit.register(os.abort)
+    if metrics != "-":
+        threading.Thread(target=ask, args=(Path(metrics),), daemon=True).start()
+    print("not flushed", end="")
+    runpy.run_module("anygauge.training.worker", run_name="__main__", alter_sys=True)

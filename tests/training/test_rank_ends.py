@@ -1,0 +1,49 @@
+"""The exit status of a rank, and that nothing follows its report: real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anygauge.cli.intent import read_intent
+from anygauge.cli.run_folder import claimed, write_run
+from anygauge.interface import STOPPED
+from anygauge.util.files import write_text
+from tests.helpers.runs import run_file
+
+RANK = str(Path(__file__).with_name("ending_rank.py"))
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("finished", 0), ("refused", 2), ("crashed", 1), ("stopped", STOPPED)]
+)
+def test_a_rank_ends_at_once_with_its_status(tmp_path: Path, end: str, status: int) -> None:
+    path = run_file(
+        tmp_path,
+        strategy={"name": "single"},
+        train={"steps": 2 if end == "finished" else 100_000},
+        **({"data": {"max_length": 4}} if end == "refused" else {}),
+    )
+    intent = read_intent(path, [], {}, need_device=True)
+    folder = Path(intent.job.run_directory)
+    numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    with claimed(folder):
+        write_run(Path(intent.job.run_file), intent.run)
+        write_text(folder / "job.json", intent.job.dump())
+        if end == "crashed":
+            (folder / "metrics.jsonl").mkdir()
+        asked = str(folder / "metrics.jsonl") if end == "stopped" else "-"
+        done = subprocess.run(
+            [sys.executable, RANK, asked, "--job", str(folder / "job.json")],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **numbers, "OMP_NUM_THREADS": "1"},
+            timeout=300,
+        )
+    assert done.returncode == status, done.stderr
+    assert done.stdout.startswith("not flushed")
+    assert ("Traceback" in done.stderr) == (end in ("refused", "crashed")), done.stderr
