@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import selectors
 import socket
 import time
@@ -28,7 +27,6 @@ from anygauge.agent.outcome import (
     field_of,
     is_signal,
     is_text,
-    is_time,
     or_none,
     parse_report,
     resolve_outcome,
@@ -44,32 +42,13 @@ _TURN_S = 0.05
 class JoinedNode:
     """A node as the coordinator knows it.
 
-    The two bounds come from messages that say when they were sent, by the other clock. Those with
-    the shortest delay give the closest bounds.
-
     Attributes:
-        least: lower bound of how far the coordinator's clock is ahead of the node's, in seconds.
-        most: upper bound: a message arrives after it was sent.
         unreadable: it sent what no agent sends.
     """
 
     link: Link
     host: str
-    least: float = -math.inf
-    most: float = math.inf
     unreadable: bool = False
-
-    def compare_clocks(self, message: Mapping[str, Any]) -> None:
-        """Narrow the bounds by a message.
-
-        Raises:
-            ValueError: it has a time that no clock shows.
-        """
-        clock = field_of(message, "clock", is_time)
-        least = field_of(message, "least", or_none(is_time))
-        self.most = min(self.most, time.time() - clock)
-        if least is not None:
-            self.least = max(self.least, least)
 
 
 class Coordinator(Nodes):
@@ -118,7 +97,7 @@ class Coordinator(Nodes):
             worker.link.heard = time.monotonic()
             if not worker.link.closed:
                 self._links.register(worker.link, selectors.EVENT_READ, rank)
-        self._send_all("start", rendezvous=self.rendezvous, clock=time.time())
+        self._send_all("start", rendezvous=self.rendezvous)
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """See `Nodes.attach`."""
@@ -222,7 +201,7 @@ class Coordinator(Nodes):
         due = now - self._heartbeat_at >= HEARTBEAT_S
         if due:
             self._heartbeat_at = now
-            self._send_all("beat", clock=time.time())
+            self._send_all("beat")
         return due
 
     def _gather(self, listener: Listener, own: Hello, requests: Sequence[object]) -> None:
@@ -242,8 +221,6 @@ class Coordinator(Nodes):
     ) -> None:
         try:
             other = read_hello(message.get("hello"))
-            joined = JoinedNode(link, other.host)
-            joined.compare_clocks(message)
         except ValueError as error:
             reason = f"the coordinator cannot read how the node describes itself: {error}"
             ask = "Do all nodes have the same version of anygauge?"
@@ -258,7 +235,7 @@ class Coordinator(Nodes):
             link.send("refused", reason=str(error))
             link.shut()
             raise
-        self._workers[other.node_rank] = joined
+        self._workers[other.node_rank] = JoinedNode(link, other.host)
         self._hosts[other.node_rank] = other.host
 
     def _missing(self, where: str) -> str:
@@ -275,15 +252,12 @@ class Coordinator(Nodes):
 
     def _handle(self, rank: int, worker: JoinedNode, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
-        if "clock" in message:
-            worker.compare_clocks(message)
         if kind == "event":
             self._outbox.forward(field_of(message, "line", is_text).encode() + b"\n")
         elif kind == "ready":
             self._mark_ready(rank)
         elif kind == "report":
-            record = message.get("report")
-            report = parse_report(record, least=worker.least, most=worker.most)
+            report = parse_report(message.get("report"))
             if report.node_rank != rank:
                 raise ValueError(f"it is of node {report.node_rank}")
             self._reports[rank] = report

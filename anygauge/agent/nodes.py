@@ -32,7 +32,6 @@ from anygauge.agent.outcome import (
     NodeReport,
     field_of,
     is_signal,
-    is_time,
     or_none,
     parse_outcome,
     resolve_outcome,
@@ -232,7 +231,6 @@ class WorkerNode(Nodes):
         self._reported_at: float | None = None
         self._lost: str | None = None
         self._heartbeat_at = time.monotonic()
-        self._least: float | None = None  # lower bound of how far its clock is ahead, in seconds
         self._link = self._join(coordinator, requests)
 
     def attach(self, selector: selectors.BaseSelector) -> None:
@@ -245,7 +243,7 @@ class WorkerNode(Nodes):
         now = time.monotonic()
         if now - self._heartbeat_at >= HEARTBEAT_S:
             self._heartbeat_at = now
-            self._link.send("beat", **self._clocks())
+            self._link.send("beat")
         self._link.flush()
         for message in self._link.receive():
             try:
@@ -287,7 +285,7 @@ class WorkerNode(Nodes):
     def report(self, report: NodeReport) -> None:
         """See `Nodes.report`."""
         self._reported_at = time.monotonic()
-        self._link.send("report", report=report.record(), **self._clocks())
+        self._link.send("report", report=report.record())
 
     def restart(self) -> None:
         """See `Nodes.restart`."""
@@ -311,7 +309,7 @@ class WorkerNode(Nodes):
                 time.sleep(_RETRY_S)
                 continue
             link = Link(connection, "the coordinator")
-            join = {"clock": time.time(), "hello": asdict(self._own)}
+            join = {"hello": asdict(self._own)}
             handshake = WorkerHandshake(link, self._job.token, join)
             answer = _answer(handshake, self._job.launch.lost_after_s, requests)
             if link.why == UNPROVEN:
@@ -328,7 +326,6 @@ class WorkerNode(Nodes):
                 )
             else:
                 try:
-                    self._compare_clocks(answer)
                     self.rendezvous = field_of(answer, "rendezvous", _is_rendezvous)
                     return link
                 except ValueError as error:
@@ -355,15 +352,6 @@ class WorkerNode(Nodes):
         elif kind in INSTRUCTIONS:
             self.signum = field_of(message, "signum", or_none(is_signal)) or self.signum
             self._instructions.append(Instruction(kind))
-        elif kind == "beat":
-            self._compare_clocks(message)
-
-    def _compare_clocks(self, message: Mapping[str, Any]) -> None:
-        ahead = field_of(message, "clock", is_time) - time.time()
-        self._least = ahead if self._least is None else max(self._least, ahead)
-
-    def _clocks(self) -> dict[str, float | None]:
-        return {"clock": time.time(), "least": self._least}
 
     def _check_lost(self, now: float) -> None:
         """Without its coordinator, a node ends."""

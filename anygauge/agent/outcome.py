@@ -11,6 +11,7 @@ different precision:
   death, but the death may well have caused the peer's report, so the *earlier* bound counts.
 - An abort (SIGABRT) may be caused by a peer: communication libraries abort when a connection
   breaks. There the moment of observation counts.
+- Times of different machines are those of their own clocks, and are compared as they are.
 
 Each agent sends one `NodeReport`; `resolve_outcome` makes one `JobOutcome` of all. What an agent
 receives is checked field by field: JSON has numbers that no clock shows, and texts that no encoding
@@ -144,7 +145,7 @@ class JobFailure:
     """A rank's or a node's failure, as all nodes compare it.
 
     Attributes:
-        time: seconds since the epoch, by the coordinator's clock.
+        time: seconds since the epoch, by the clock of its machine.
         text: who, what, and the end of its log.
         rank: None for a whole node.
         by_signal: no other rank can have caused it.
@@ -273,7 +274,7 @@ def is_exit_status(value: object) -> bool:
 
 
 def is_time(value: Any) -> bool:
-    """Whether it is a time or a difference of times in seconds, as a clock may show it."""
+    """Whether it is a time in seconds, as a clock may show it."""
     # Compared before it is converted: an integer may be too large for a float. No comparison with
     # NaN holds.
     return type(value) in (int, float) and -_LONGEST_S < value < _LONGEST_S
@@ -339,35 +340,19 @@ _OUTCOME: Mapping[str, FieldCheck] = {
 }  # fmt: skip
 
 
-def parse_report(record: object, *, least: float, most: float) -> NodeReport:
-    """A report from another node, with its times converted to the clock of this one.
-
-    Args:
-        least: lower bound of how far this clock is ahead of the other, in seconds.
-        most: upper bound. The two differ by the time that messages took.
+def parse_report(record: object) -> NodeReport:
+    """A report from another node.
 
     Raises:
         ValueError: a field is missing, unknown, or has an impossible value; names it.
     """
-    likely = (least + most) / 2
     fields = fields_of(record, _REPORT)
-    failures = []
-    for each in fields["failures"]:
-        failure = fields_of(each, _FAILURE)
-        # A death by signal counts from the earliest moment at which it can have happened.
-        ahead = min(least, most) if failure["by_signal"] else likely
-        failures.append(JobFailure(**{**failure, "time": failure["time"] + ahead}))
-    at, stopped = fields["signalled_at"], fields["stopped"]
+    failures = tuple(JobFailure(**fields_of(each, _FAILURE)) for each in fields["failures"])
+    stopped = fields["stopped"]
     if stopped:
         field_of(stopped, "step", or_none(is_count))
         field_of(stopped, "checkpoint", or_none(is_text))
-    return NodeReport(
-        **{
-            **fields,
-            "failures": tuple(failures),
-            "signalled_at": None if at is None else at + likely,
-        }
-    )
+    return NodeReport(**{**fields, "failures": failures})
 
 
 def parse_outcome(record: object) -> JobOutcome:

@@ -110,11 +110,11 @@ HELLO = {
 }  # fmt: skip
 
 
-def described(port: int, record: Any, clock: Any = 0.0) -> str:
+def described(port: int, record: Any) -> str:
     """What the coordinator answers to one who knows the secret, and says this of himself."""
     with connected(port) as stranger:
         handshake = WorkerHandshake(
-            Link(stranger.dup(), "the coordinator"), TOKEN, {"clock": clock, "hello": record}
+            Link(stranger.dup(), "the coordinator"), TOKEN, {"hello": record}
         )
         answer = None
         deadline = time.monotonic() + PATIENCE_S
@@ -138,12 +138,6 @@ def badly_described(port: int) -> None:
     ):
         reason = described(port, record)
         assert said in reason and "cannot read how the node describes itself: " in reason
-    clocks: tuple[Any, ...] = ("now", None, True, 10**400, float("nan"), float("inf"), [], {})
-    for clock in clocks:
-        reason = described(port, HELLO, clock=clock)
-        assert (
-            "cannot read how the node describes itself: 'clock' has an impossible value" in reason
-        )
 
 
 @pytest.mark.parametrize("attack", [deep, without_end, noise, unproven, badly_described])
@@ -301,7 +295,7 @@ def test_a_false_coordinator_receives_nothing_and_is_not_followed(cluster: Clust
                 heard.append(worker.recv(65536))
                 worker.sendall(b'{"kind": "number", "number": "%s"}\n' % (b"0" * 32))
                 worker.sendall(b"0" * 64 + b'{"kind": "known"}\n')
-                worker.sendall(b'{"kind": "start", "rendezvous": "tcp://evil:1", "clock": 0}\n')
+                worker.sendall(b'{"kind": "start", "rendezvous": "tcp://evil:1"}\n')
                 with contextlib.suppress(ConnectionError):
                     while data := worker.recv(65536):
                         heard.append(data)

@@ -25,11 +25,9 @@ from tests.agent.fakes import FINISHED, PATIENCE_S, until
 TOKEN = "of this job"
 
 NAN, INF, HUGE, HALF = float("nan"), float("inf"), 10**400, "\ud800"
-NO_TIMES: tuple[Any, ...] = (HUGE, NAN, INF, HALF, None, [])
 NO_SIGNALS: tuple[Any, ...] = (-1, HUGE, NAN, HALF, [], True)
 NO_LINES: tuple[Any, ...] = (None, 5, [[]])
 NO_REPORTS: tuple[Any, ...] = (None, [], HALF, HUGE)
-NEVER_LEAST: tuple[Any, ...] = (-HUGE, -INF, "x", [])
 FAILURE = {
     "time": 1.0, "text": "t", "rank": 1, "by_signal": False, "exit_status": 1, "final": False,
     "lost": False,
@@ -52,7 +50,7 @@ def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
 def test_a_coordinator_that_sends_no_number_is_not_trusted(number: Any) -> None:
     inside, outside = socket.socketpair()
     with outside:
-        handshake = WorkerHandshake(Link(inside, "the coordinator"), TOKEN, {"clock": 0.0})
+        handshake = WorkerHandshake(Link(inside, "the coordinator"), TOKEN, {})
         outside.sendall(json.dumps({"kind": "number", "number": number}).encode() + b"\n")
         assert handshake.advance() is None
         assert handshake.link.why == UNPROVEN
@@ -91,7 +89,7 @@ def test_both_ends_of_a_link_must_know_the_secret() -> None:
     for token, joined in (("one", True), ("two", False)):
         left, right = socket.socketpair()
         coordinator = CoordinatorHandshake(Link(left, "stranger"), "one", 0.0)
-        handshake = WorkerHandshake(Link(right, "the coordinator"), token, {"clock": 0.0})
+        handshake = WorkerHandshake(Link(right, "the coordinator"), token, {})
         assert coordinator.advance() is None
         for _ in range(2):
             assert handshake.advance() is None
@@ -161,8 +159,6 @@ def instructions_of(nodes: Nodes) -> list[Instruction]:
 @pytest.mark.parametrize(
     ("kind", "fields", "said"),
     [
-        *(("beat", {"clock": clock}, "'clock'") for clock in NO_TIMES),
-        *(("beat", {"clock": 0.0, "least": least}, "'least'") for least in NEVER_LEAST),
         *(("event", {"line": line}, "'line'") for line in NO_LINES),
         ("event", {}, "'line' is missing"),
         *(("stop", {"signum": number}, "'signum'") for number in NO_SIGNALS),
@@ -210,7 +206,6 @@ def test_a_worker_that_sends_nonsense_is_a_lost_node(
 @pytest.mark.parametrize(
     ("kind", "fields", "said"),
     [
-        *(("beat", {"clock": clock}, "'clock'") for clock in NO_TIMES),
         *(("stop", {"signum": number}, "'signum'") for number in NO_SIGNALS),
         ("outcome", {}, "'cause' is missing"),
         ("outcome", {**OUTCOME, HALF: 1}, "'?' is unknown"),

@@ -149,17 +149,6 @@ def test_a_job_has_stopped_if_all_nodes_have() -> None:
     assert resolve_outcome([reports[0], replace(reports[1], stopped=None)]).state == "cancelled"
 
 
-def test_a_report_arrives_with_the_times_of_the_coordinator() -> None:
+def test_a_report_arrives_as_it_was_sent() -> None:
     sent = replace(failed(1, 100.0, rank=3), signalled_at=101.0, signum=15)
-    found = parse_report(json.loads(json.dumps(sent.record())), least=-40.5, most=-39.5)
-    assert found.failures[0].time == 60.0 and found.signalled_at == 61.0
-    assert replace(found, failures=sent.failures, signalled_at=101.0) == sent
-
-
-def test_how_well_clocks_are_known_decides_for_the_death_by_signal() -> None:
-    # A second between the bounds: the peer's report, half a second earlier, may follow from it.
-    died = failed(1, 100.0, by_signal=True)
-    found = parse_report(died.record(), least=-1.0, most=0.0)
-    assert resolve_outcome([failed(0, 99.2), found]).cause == "node 1 at 100.0"
-    reported = parse_report(failed(1, 100.0).record(), least=-1.0, most=0.0)
-    assert resolve_outcome([failed(0, 99.2), reported]).cause == "node 0 at 99.2"
+    assert parse_report(json.loads(json.dumps(sent.record()))) == sent

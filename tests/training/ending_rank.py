@@ -1,7 +1,7 @@
 """A rank as its agent starts it: ``ending_rank.py METRICS ARGUMENTS``, the worker's arguments.
 
-What Python does when a process ends would abort it. METRICS is ``-``, or the file of its steps: then
-it is asked to stop after the first.
+What Python does when a process ends would abort it. METRICS is ``-``, or the file of its steps:
+then it is asked to stop after the first.
 """
 
 from __future__ import annotations
