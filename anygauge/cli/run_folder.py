@@ -248,7 +248,7 @@ def _steps_in(metrics: Path) -> bool:
 def _in_use(folder: Path) -> bool:
     """Whether a run holds the folder's lock now."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:

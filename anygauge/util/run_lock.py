@@ -7,7 +7,6 @@ another lock. So ranks know theirs by device and inode, and compare before they 
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from anygauge.util.errors import AnygaugeError
@@ -21,31 +20,18 @@ def open_lock(folder: Path) -> int:
     While it is open, no other file gets its inode number.
 
     Raises:
-        AnygaugeError: something else is in its place, or it cannot be opened.
+        AnygaugeError: it cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        if path.is_symlink():
-            raise AnygaugeError(_no_lock(path, "a link")) from None
         raise AnygaugeError(
             f"{path} cannot be opened: {error.strerror}. This lock keeps two runs out of one "
             "folder: make sure that you can read and write it, or give the run another 'name' or "
             "--output"
         ) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise AnygaugeError(_no_lock(path, "not a regular file"))
-    return descriptor
-
-
-def _no_lock(path: Path, what: str) -> str:
-    return (
-        f"{path} is {what}. anygauge creates this lock itself, to keep two runs out of one folder, "
-        "and uses nothing else in its place: remove it, or give the run another 'name' or --output"
-    )
 
 
 def identity_of(lock: int | Path) -> str:

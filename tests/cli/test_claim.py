@@ -88,23 +88,6 @@ def test_a_merge_removes_what_a_killed_one_left(
             assert is_claimed(tmp_path / "new")
 
 
-def test_a_link_in_its_place_is_refused_and_its_target_untouched(tmp_path: Path) -> None:
-    target = tmp_path / "precious"
-    target.write_text("precious")
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / ".lock").symlink_to(target)
-    with pytest.raises(AnygaugeError, match=r"\.lock is a link.*remove it"), claimed(folder):
-        pass
-    assert target.read_text() == "precious"
-
-
-def test_what_is_no_file_in_its_place_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(AnygaugeError, match=r"\.lock is not a regular file"), claimed(tmp_path):
-        pass
-
-
 def test_a_refused_claim_leaves_the_marks_of_the_run_that_has_it(tmp_path: Path) -> None:
     with claimed(tmp_path):
         marks = [tmp_path / name for name in ("cancelled", "rendezvous")]
