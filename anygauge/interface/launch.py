@@ -254,8 +254,12 @@ class RunningJob(Protocol):
 class Launcher(Protocol):
     """Starts one agent on each node of a job."""
 
-    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
-        """What would be done. Pure: writes nothing, starts nothing, needs no device."""
+    def render(self, job: Job, options: Any) -> Plan:
+        """What would be done. Pure: writes nothing, starts nothing, needs no device.
+
+        Args:
+            options: what the run file says, of the class that `LauncherSpec.options` names.
+        """
 
     def submit(self, plan: Plan) -> RunningJob:
         """Do it."""
@@ -277,6 +281,8 @@ class LauncherSpec:
         can: what its jobs can do, of `ABILITIES`.
         hardware: descriptions of the machines it starts jobs on, as `BackendSpec.hardware`.
         takes_waiting: it starts one agent, on this machine, and takes `Plan.waiting` for that.
+        options: ``"package.module:Class"``: derives from `Options`; what the run file may say in
+            ``launch.options``. Empty: nothing.
     """
 
     name: str
@@ -289,6 +295,7 @@ class LauncherSpec:
     can: frozenset[str] = frozenset()
     hardware: str = ""
     takes_waiting: bool = False
+    options: str = ""
 
 
 ABILITIES: Mapping[str, str] = {
