@@ -23,13 +23,13 @@ from anygauge.agent.nodes import (
     Outbox,
 )
 from anygauge.agent.outcome import (
+    SIGNAL_OR_NONE,
+    TEXT,
+    TIME,
+    TIME_OR_NONE,
     JobFailure,
     NodeReport,
     field_of,
-    is_signal,
-    is_text,
-    is_time,
-    or_none,
     parse_report,
     resolve_outcome,
     shown,
@@ -65,8 +65,8 @@ class JoinedNode:
         Raises:
             ValueError: it has a time that no clock shows.
         """
-        clock = field_of(message, "clock", is_time)
-        least = field_of(message, "least", or_none(is_time))
+        clock = field_of(message, "clock", TIME)
+        least = field_of(message, "least", TIME_OR_NONE)
         self.most = min(self.most, time.time() - clock)
         if least is not None:
             self.least = max(self.least, least)
@@ -278,7 +278,7 @@ class Coordinator(Nodes):
         if "clock" in message:
             worker.compare_clocks(message)
         if kind == "event":
-            self._outbox.forward(field_of(message, "line", is_text).encode() + b"\n")
+            self._outbox.forward(field_of(message, "line", TEXT).encode() + b"\n")
         elif kind == "ready":
             self._mark_ready(rank)
         elif kind == "report":
@@ -289,12 +289,12 @@ class Coordinator(Nodes):
             self._reports[rank] = report
         elif kind in INSTRUCTIONS:
             instruction = Instruction(kind)
-            self.signum = field_of(message, "signum", or_none(is_signal)) or self.signum
+            self.signum = field_of(message, "signum", SIGNAL_OR_NONE) or self.signum
             self._instructions.append(instruction)
             self.broadcast(instruction, self.signum)
 
     def _check_lost(self, rank: int, worker: JoinedNode, now: float) -> None:
-        link, limit = worker.link, self._job.launch.lost_after_s
+        link, limit = worker.link, self._job.launch.silence_s
         silent_s = now - link.heard
         if not link.closed and silent_s <= limit:
             return
