@@ -22,12 +22,11 @@ from anygauge.agent.nodes import (
     Outbox,
 )
 from anygauge.agent.outcome import (
+    SIGNAL_OR_NONE,
+    TEXT,
     JobFailure,
     NodeReport,
     field_of,
-    is_signal,
-    is_text,
-    or_none,
     parse_report,
     resolve_outcome,
     shown,
@@ -253,7 +252,7 @@ class Coordinator(Nodes):
     def _handle(self, rank: int, worker: JoinedNode, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
         if kind == "event":
-            self._outbox.forward(field_of(message, "line", is_text).encode() + b"\n")
+            self._outbox.forward(field_of(message, "line", TEXT).encode() + b"\n")
         elif kind == "ready":
             self._mark_ready(rank)
         elif kind == "report":
@@ -263,12 +262,12 @@ class Coordinator(Nodes):
             self._reports[rank] = report
         elif kind in INSTRUCTIONS:
             instruction = Instruction(kind)
-            self.signum = field_of(message, "signum", or_none(is_signal)) or self.signum
+            self.signum = field_of(message, "signum", SIGNAL_OR_NONE) or self.signum
             self._instructions.append(instruction)
             self.broadcast(instruction, self.signum)
 
     def _check_lost(self, rank: int, worker: JoinedNode, now: float) -> None:
-        link, limit = worker.link, self._job.launch.lost_after_s
+        link, limit = worker.link, self._job.launch.silence_s
         silent_s = now - link.heard
         if not link.closed and silent_s <= limit:
             return

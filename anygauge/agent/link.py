@@ -27,11 +27,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from anygauge.agent.outcome import FieldCheck, fields_of, is_count, is_text
+from pydantic import ConfigDict, TypeAdapter
+
+from anygauge.agent.outcome import read_record
 from anygauge.interface import AnygaugeError
 from anygauge.util.exchange import derived_key
+from anygauge.util.schema import Count, Text
 
 LONGEST_LINE = 16 * 1024 * 1024
 LONGEST_OF_STRANGERS = 64 * 1024
@@ -343,23 +346,18 @@ class Hello:
         settings: digest of each variable that must be the same on every node.
     """
 
-    node_rank: int
-    nodes: int
-    devices_per_node: int
-    host: str = field(default_factory=socket.gethostname)
-    version: str = field(default_factory=partial(importlib.metadata.version, "anygauge"))
-    fabric: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    node_rank: Count
+    nodes: Count
+    devices_per_node: Count
+    host: Text = field(default_factory=socket.gethostname)
+    version: Text = field(default_factory=partial(importlib.metadata.version, "anygauge"))
+    fabric: Text = ""
+    settings: Mapping[Text, Text] = field(default_factory=dict)
 
 
-def _is_settings(value: object) -> bool:
-    return isinstance(value, dict) and all(map(is_text, value.values()))
-
-
-_HELLO: Mapping[str, FieldCheck] = {
-    "node_rank": is_count, "host": is_text, "nodes": is_count, "devices_per_node": is_count,
-    "version": is_text, "fabric": is_text, "settings": _is_settings,
-}  # fmt: skip
+_HELLO = TypeAdapter(Hello)
 
 
 def read_hello(record: object) -> Hello:
@@ -368,7 +366,7 @@ def read_hello(record: object) -> Hello:
     Raises:
         ValueError: a field is missing, unknown, or has an impossible value; names it.
     """
-    return Hello(**fields_of(record, _HELLO))
+    return read_record(_HELLO, record)
 
 
 def check_hello(own: Hello, other: Hello, known: Mapping[int, str]) -> None:

@@ -16,7 +16,6 @@ import enum
 import json
 import os
 import queue
-import re
 import selectors
 import signal
 import socket
@@ -24,15 +23,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, Strict, TypeAdapter
 
 from anygauge.agent.link import OF_ANOTHER_JOB, UNPROVEN, Hello, Link, WorkerHandshake
 from anygauge.agent.outcome import (
+    SIGNAL_OR_NONE,
     JobOutcome,
     NodeReport,
     field_of,
-    is_signal,
-    or_none,
     parse_outcome,
     resolve_outcome,
     shown,
@@ -311,7 +311,7 @@ class WorkerNode(Nodes):
             link = Link(connection, "the coordinator")
             join = {"hello": asdict(self._own)}
             handshake = WorkerHandshake(link, self._job.token, join)
-            answer = _answer(handshake, self._job.launch.lost_after_s, requests)
+            answer = _answer(handshake, self._job.launch.silence_s, requests)
             if link.why == UNPROVEN:
                 raise AnygaugeError(
                     f"the program that listens at {where} did not prove that it knows this job's "
@@ -326,7 +326,7 @@ class WorkerNode(Nodes):
                 )
             else:
                 try:
-                    self.rendezvous = field_of(answer, "rendezvous", _is_rendezvous)
+                    self.rendezvous = field_of(answer, "rendezvous", _RENDEZVOUS)
                     return link
                 except ValueError as error:
                     trouble = _unreadable(answer, error)
@@ -345,17 +345,17 @@ class WorkerNode(Nodes):
             fields = {key: value for key, value in message.items() if key != "kind"}
             outcome = parse_outcome(fields)
             if outcome.state == "again":
-                field_of(message, "rendezvous", _is_rendezvous)
+                field_of(message, "rendezvous", _RENDEZVOUS)
             self.outcome = outcome
         elif kind == "ready":
             self.all_ready = True
         elif kind in INSTRUCTIONS:
-            self.signum = field_of(message, "signum", or_none(is_signal)) or self.signum
+            self.signum = field_of(message, "signum", SIGNAL_OR_NONE) or self.signum
             self._instructions.append(Instruction(kind))
 
     def _check_lost(self, now: float) -> None:
         """Without its coordinator, a node ends."""
-        link, limit = self._link, self._job.launch.lost_after_s
+        link, limit = self._link, self._job.launch.silence_s
         if self._lost is not None:
             text = self._lost
         elif link.closed:
@@ -374,9 +374,8 @@ class WorkerNode(Nodes):
             self.outcome = JobOutcome(state="lost", exit_status=LOST, cause=text)
 
 
-def _is_rendezvous(value: object) -> bool:
-    """Whether it can be given to ranks: the coordinator sends an address and a port."""
-    return isinstance(value, str) and re.fullmatch("tcp://[!-~]{1,300}", value) is not None
+_RENDEZVOUS = TypeAdapter[str](Annotated[str, Strict(), Field(pattern="^tcp://[!-~]{1,300}$")])
+"""What can be given to ranks: the coordinator sends an address and a port."""
 
 
 def _unreadable(message: Mapping[str, Any], error: ValueError) -> str:

@@ -14,24 +14,52 @@ different precision:
 - Times of different machines are those of their own clocks, and are compared as they are.
 
 Each agent sends one `NodeReport`; `resolve_outcome` makes one `JobOutcome` of all. What an agent
-receives is checked field by field: JSON has numbers that no clock shows, and texts that no encoding
-can hold.
+receives is checked field by field by pydantic: JSON has numbers that no clock shows, and texts that
+no encoding can hold.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 
 from anygauge.interface import LOST, STOPPED
 from anygauge.util.processes import describe_exit
+from anygauge.util.schema import Count, Flag, Text, first_fault
 
 LAST_LINES = 15
 _TAIL_BYTES = 64 * 1024
 _LONGEST_S = 1e12
+
+_CLOSED = ConfigDict(extra="forbid")
+
+
+def _signal(number: int) -> int:
+    return int(signal.Signals(number))
+
+
+Time = Annotated[float, Strict(), Field(gt=-_LONGEST_S, lt=_LONGEST_S)]
+ExitStatus = Annotated[int, Strict(), Field(ge=0, lt=256)]
+SignalNumber = Annotated[int, Strict(), AfterValidator(_signal)]
+
+TEXT = TypeAdapter[str](Text)
+TIME = TypeAdapter[float](Time)
+TIME_OR_NONE = TypeAdapter[float | None](Time | None)
+SIGNAL_OR_NONE = TypeAdapter[int | None](SignalNumber | None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +86,15 @@ class Failure:
     @classmethod
     def from_event(cls, rank: int, event: Mapping[str, Any], received: float) -> Failure:
         """The failure that a rank reported itself."""
-        time: Any = event.get("time")
+        with contextlib.suppress(ValueError):
+            received = field_of(event, "time", TIME)
         name, message = str(event.get("error", "")), str(event.get("message", "")).strip()
         for_user = event.get("for_user") is True
         status = event.get("exit_status")
         reason = ": ".join(part for part in (name, message) if part) or "no reason given"
         return cls(
             rank=rank,
-            time=float(time) if is_time(time) else received,
+            time=received,
             what=message if for_user and message else f"failed with {reason}",
             for_user=for_user and bool(message),
             exit_status=status if isinstance(status, int) and 0 < status < 256 else 1,
@@ -154,13 +183,27 @@ class JobFailure:
         lost: a node that sends no heartbeats any more.
     """
 
-    time: float
-    text: str
-    rank: int | None = None
-    by_signal: bool = False
-    exit_status: int = 1
-    final: bool = False
-    lost: bool = False
+    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
+
+    time: Time
+    text: Text
+    rank: Count | None = None
+    by_signal: Flag = False
+    exit_status: ExitStatus = 1
+    final: Flag = False
+    lost: Flag = False
+
+
+class _Stopped(BaseModel):
+    """Of an event ``stopped``, what is read here."""
+
+    step: Count | None = None
+    checkpoint: Text | None = None
+
+
+def _stopped(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    _Stopped.model_validate(event)
+    return event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,13 +218,15 @@ class NodeReport:
         signum: the signal of that request.
     """
 
-    node_rank: int
-    host: str
-    ok: bool = False
-    stopped: Mapping[str, Any] | None = None
+    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
+
+    node_rank: Count
+    host: Text
+    ok: Flag = False
+    stopped: Annotated[Mapping[str, Any], AfterValidator(_stopped)] | None = None
     failures: tuple[JobFailure, ...] = ()
-    signalled_at: float | None = None
-    signum: int | None = None
+    signalled_at: Time | None = None
+    signum: SignalNumber | None = None
 
     def record(self) -> dict[str, Any]:
         """Plain values; `parse_report` reads them back."""
@@ -200,11 +245,13 @@ class JobOutcome:
         rendezvous: where the ranks of the next attempt meet.
     """
 
-    state: str
-    exit_status: int
-    cause: str | None = None
-    final: bool = True
-    rendezvous: str = ""
+    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
+
+    state: Literal["ok", "stopped", "cancelled", "failed", "lost", "again"]
+    exit_status: ExitStatus
+    cause: Text | None = None
+    final: Flag = True
+    rendezvous: Text = ""
 
 
 def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
@@ -247,47 +294,9 @@ def _order(failure: JobFailure) -> tuple[float, bool, int]:
     return (failure.time, not failure.by_signal, -1 if failure.rank is None else failure.rank)
 
 
-# -- reports of other nodes, every field checked ---------------------------------------------------
+# -- what other nodes send -------------------------------------------------------------------------
 
-FieldCheck = Callable[[Any], bool]
-"""Whether a field may have a value."""
-
-
-def is_text(value: object) -> bool:
-    """Whether it is text."""
-    return isinstance(value, str)
-
-
-def is_bool(value: object) -> bool:
-    """Whether it is true or false."""
-    return isinstance(value, bool)
-
-
-def is_count(value: object) -> bool:
-    """Whether it is an integer that a rank or a step may have."""
-    return type(value) is int and 0 <= value < 2**63
-
-
-def is_exit_status(value: object) -> bool:
-    """Whether a process can exit with it."""
-    return type(value) is int and 0 <= value < 256
-
-
-def is_time(value: Any) -> bool:
-    """Whether it is a time in seconds, as a clock may show it."""
-    # Compared before it is converted: an integer may be too large for a float. No comparison with
-    # NaN holds.
-    return type(value) in (int, float) and -_LONGEST_S < value < _LONGEST_S
-
-
-def is_signal(value: object) -> bool:
-    """Whether it is the number of a signal."""
-    return type(value) is int and value in {int(each) for each in signal.Signals}
-
-
-def or_none(check: FieldCheck) -> FieldCheck:
-    """Accepts what `check` accepts, and None."""
-    return lambda value: value is None or check(value)
+RecordT = TypeVar("RecordT")
 
 
 def shown(value: object) -> str:
@@ -297,47 +306,36 @@ def shown(value: object) -> str:
     return repr(value)[:40]
 
 
-def field_of(message: Mapping[str, Any], name: str, check: FieldCheck) -> Any:
+def field_of(message: Mapping[str, Any], name: str, kind: TypeAdapter[RecordT]) -> RecordT:
     """One field; None where it is missing and may be.
 
     Raises:
-        ValueError: `check` does not accept it; names it.
+        ValueError: it is not what it must be; names it.
     """
     value = message.get(name)
-    if not check(value):
+    try:
+        return kind.validate_python(value)
+    except ValidationError:
         problem = f"has an impossible value: {shown(value)}" if name in message else "is missing"
-        raise ValueError(f"{name!r} {problem}")
-    return value
+        raise ValueError(f"{name!r} {problem}") from None
 
 
-def fields_of(record: object, checks: Mapping[str, FieldCheck]) -> dict[str, Any]:
-    """A mapping that has exactly these fields, each of them checked.
+def read_record(kind: TypeAdapter[RecordT], record: object) -> RecordT:
+    """A record that another node sent: its fields and no others.
 
     Raises:
-        ValueError: a field is missing, unknown, or not accepted by its check; names it.
+        ValueError: a field is missing, unknown, or has an impossible value; names it.
     """
     if not isinstance(record, dict):
         raise ValueError(f"{shown(record)} is not a mapping of fields")
-    for name in sorted(checks.keys() ^ record.keys()):
-        raise ValueError(f"{shown(name)} is {'missing' if name in checks else 'unknown'}")
-    return {name: field_of(record, name, check) for name, check in checks.items()}
-
-
-_FAILURE: Mapping[str, FieldCheck] = {
-    "time": is_time, "text": is_text, "rank": or_none(is_count), "by_signal": is_bool,
-    "exit_status": is_exit_status, "final": is_bool, "lost": is_bool,
-}  # fmt: skip
-_REPORT: Mapping[str, FieldCheck] = {
-    "node_rank": is_count, "host": is_text, "ok": is_bool,
-    "stopped": or_none(lambda value: isinstance(value, dict)),
-    "failures": lambda value: isinstance(value, list | tuple),
-    "signalled_at": or_none(is_time), "signum": or_none(is_signal),
-}  # fmt: skip
-_OUTCOME: Mapping[str, FieldCheck] = {
-    "state": lambda value: value in ("ok", "stopped", "cancelled", "failed", "lost", "again"),
-    "exit_status": is_exit_status, "cause": or_none(is_text), "final": is_bool,
-    "rendezvous": is_text,
-}  # fmt: skip
+    try:
+        return kind.validate_python(record)
+    except ValidationError as error:
+        place, fault, value = first_fault(error)
+        if not place:  # a name that is not text
+            raise ValueError(f"{shown(value)} is unknown") from None
+        wrong = f"has an impossible value: {shown(value)}"
+        raise ValueError(f"{place!r} {wrong if fault == 'wrong' else f'is {fault}'}") from None
 
 
 def parse_report(record: object) -> NodeReport:
@@ -346,13 +344,7 @@ def parse_report(record: object) -> NodeReport:
     Raises:
         ValueError: a field is missing, unknown, or has an impossible value; names it.
     """
-    fields = fields_of(record, _REPORT)
-    failures = tuple(JobFailure(**fields_of(each, _FAILURE)) for each in fields["failures"])
-    stopped = fields["stopped"]
-    if stopped:
-        field_of(stopped, "step", or_none(is_count))
-        field_of(stopped, "checkpoint", or_none(is_text))
-    return NodeReport(**{**fields, "failures": failures})
+    return read_record(_REPORT, record)
 
 
 def parse_outcome(record: object) -> JobOutcome:
@@ -361,4 +353,8 @@ def parse_outcome(record: object) -> JobOutcome:
     Raises:
         ValueError: a field is missing, unknown, or has an impossible value; names it.
     """
-    return JobOutcome(**fields_of(record, _OUTCOME))
+    return read_record(_OUTCOME, record)
+
+
+_REPORT = TypeAdapter(NodeReport)
+_OUTCOME = TypeAdapter(JobOutcome)

@@ -185,7 +185,7 @@ def _job(
         run_file=str(run_file),
         backend=select_backend(registry, run.backend, need_device=False).spec.name,
         strategy=run.strategy.name,
-        launch=run.launch.settings(),
+        launch=run.launch,
         rendezvous="file:///none",
         environment=run.environment,
         backend_options=run.backend_options,

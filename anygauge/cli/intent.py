@@ -157,9 +157,11 @@ def read_intent(
         )
     need_device = need_device and not launcher.remote
     check_optimizer(run, need_software=need_device)
-    check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
+    with loaded.placed():
+        check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
     selection = select_backend(registry, run.backend, need_device=need_device)
-    backend = registry.create_backend(selection.spec.name, run.backend_options)
+    with loaded.placed():
+        backend = registry.create_backend(selection.spec.name, run.backend_options)
     here = selection.probe.available and not launcher.remote
     forms: tuple[RunFile, ...] = ()
     why = ""
@@ -179,7 +181,7 @@ def read_intent(
         backend=selection.spec.name,
         strategy=run.strategy.name,
         strategy_why=why,
-        launch=run.launch.settings(),
+        launch=run.launch,
         rendezvous=f"file://{folder / RENDEZVOUS}",
         stop_grace_s=run.checkpoint.grace_s,
         working_directory=str(Path.cwd()) if launcher.shared_filesystem else "",
@@ -227,10 +229,14 @@ def rendered(intent: Intent) -> Plan:
             the machines of the job.
     """
     from anygauge.config.load import check_folders
+    from anygauge.registry.registry import read_options
 
     run = intent.run
+    provided = intent.registry.find_launcher(run.launch.launcher)
     launcher = intent.registry.launcher(run.launch.launcher)()
-    plan = launcher.render(intent.job, run.launch.options)
+    with intent.loaded.placed():
+        options = read_options(provided, "launcher", run.launch.options)
+        plan = launcher.render(intent.job, options)
     if plan.folders:
         check_folders(intent.loaded, plan.folders, _ADVICE)
     return plan

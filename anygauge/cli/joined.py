@@ -257,7 +257,7 @@ def _fetch_with_others(
     keys = {node: f"anygauge/model/{job.id}/{node}" for node in range(launch.nodes)}
     if launch.local_rank == 0:
         _fetch(store, keys[launch.node_rank], launch, job, quiet)
-    refusal = _wait(store, keys, job.launch.lost_after_s)
+    refusal = _wait(store, keys, job.launch.silence_s)
     if refusal is not None:
         # Who serves the store leaves last.
         store.set(f"anygauge/model/{job.id}/heard/{launch.rank}", "")

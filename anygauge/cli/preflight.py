@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
-from anygauge.interface import AnygaugeError, Setting
+from anygauge.interface import AnygaugeError
 from anygauge.util import errors
 from anygauge.util.processes import describe_exit, parent_environment
 
@@ -208,17 +208,11 @@ class _Events:
 
 
 def _findings(event: Mapping[str, Any]) -> Findings:
-    from anygauge.training.checks import Findings
+    from anygauge.training.checks import FINDINGS, Findings
 
     if event["event"] == "unchecked":
         return Findings(notes=[f"only the ranks will check model and rows: {event['message']}"])
-    found = Findings(**event["found"])
-    if found.settings is not None:
-        found.settings = [
-            Setting(name=n, value=v, reason=r, source=s)
-            for n, v, r, s in event["found"]["settings"]
-        ]
-    return found
+    return FINDINGS.validate_python(event["found"])
 
 
 def _broken(part: str, code: int, output: IO[bytes]) -> AnygaugeError:

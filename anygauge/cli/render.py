@@ -115,7 +115,7 @@ def _without_secrets(intent: Intent) -> tuple[Intent, list[str]]:
         dataclasses.replace(
             intent,
             loaded=dataclasses.replace(intent.loaded, run=run),
-            job=dataclasses.replace(job, environment=kept, launch=launch.settings()),
+            job=dataclasses.replace(job, environment=kept, launch=launch),
         ),
         secret,
     )

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from anygauge.config.schema import RunFile, Section
+from anygauge.config.schema import RunFile
 from anygauge.config.strategies import StrategySection, all_sections, section_of
 from anygauge.config.tree import YamlNode
+from anygauge.util.schema import Section
 
 LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

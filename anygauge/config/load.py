@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_origin
@@ -35,6 +37,8 @@ from anygauge.util.text import did_you_mean
 MOST_BYTES = 2**20
 """Of a run file. One with a chat template in it has some ten thousand."""
 
+_FIELD = re.compile(r"(?P<path>[a-z_]+(\.[^\s:]+)?): (?P<text>.+)")
+
 MOST_FILES = 100
 """That a run file may extend, each as often as it is named."""
 
@@ -64,6 +68,22 @@ class LoadedRun:
     def error(self, path: str, text: str) -> RunFileError:
         """An error to raise about one field: "FILE:LINE: path: text"."""
         return run_file_error(self.file, [Problem(self.source(path), path, text)])
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[None]:
+        """Add file and line to what a plugin says of its options: "path: text", a line each."""
+        try:
+            yield
+        except RunFileError as error:
+            said = [_FIELD.match(line) for line in str(error).splitlines()]
+            problems = [
+                Problem(self.source(each["path"]), each["path"], each["text"])
+                for each in said
+                if each is not None
+            ]
+            if len(problems) < len(said):
+                raise
+            raise run_file_error(self.file, problems) from None
 
 
 def load_run_file(

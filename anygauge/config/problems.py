@@ -15,10 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from anygauge.config.describe import ELSEWHERE, LARGEST_SHOWN, Kind, homes, kind_at, meaning
-from anygauge.config.sections import LARGEST
 from anygauge.config.strategies import StrategySection, all_sections, named
 from anygauge.config.tree import Problem, YamlNode, dotted
 from anygauge.util.hiding import is_secret
+from anygauge.util.schema import LARGEST
 
 _MOST = 500
 """Complaints that are put in words. Whoever has that many needs the first of them."""

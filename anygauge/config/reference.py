@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from anygauge.config.describe import field_kind, meaning, sections
-from anygauge.config.schema import Section
 from anygauge.config.strategies import StrategySection, named, registry
 from anygauge.interface.plugins import PROJECT
+from anygauge.util.schema import Section
 
 BEGIN = "<!-- fields: begin (written by python -m anygauge.config.reference) -->"
 END = "<!-- fields: end -->"
@@ -46,10 +47,14 @@ def _section(section: type[Section], paths: list[str]) -> str:
     title = " and ".join(f"`{path}`" for path in paths if path) or "Top level"
     if issubclass(section, StrategySection):
         title += f" with `name: {named(section)}`"
-    rows = [_row(name, field) for name, field in section.model_fields.items()]
     head = ["| field | type | default | meaning |", "|---|---|---|---|"]
     says = " ".join((section.__doc__ or "").split())
-    return "\n".join([f"### {title}", "", says, "", *head, *rows, ""])
+    return "\n".join([f"### {title}", "", says, "", *head, *field_rows(section), ""])
+
+
+def field_rows(model: type[BaseModel]) -> list[str]:
+    """The rows of a table of fields: of a section, or of a plugin's options."""
+    return [_row(name, field) for name, field in model.model_fields.items()]
 
 
 def _row(name: str, field: FieldInfo) -> str:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from anygauge.config.paths import Place, holds_template, locate, places_of_paths
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError
+from anygauge.util.schema import first_complaint
 
 TAG = "tag:yaml.org,2002:"
 
@@ -69,12 +70,10 @@ def parse_run(text: str | bytes) -> RunFile:
     try:
         return RunFile.model_validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the text"
         raise AnygaugeError(
-            f"this is not a resolved run of the installed version of anygauge ({where}: "
-            f"{first['msg']}). Do the machine that starts the run and those of its ranks have the "
-            "same version?"
+            "this is not a resolved run of the installed version of anygauge "
+            f"({first_complaint(error)}). Do the machine that starts the run and those of its "
+            "ranks have the same version?"
         ) from error
 
 

@@ -13,34 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from anygauge.config.paths import is_remote
-from anygauge.config.sections import (
-    LARGEST,
-    AdapterSection,
-    CheckpointSection,
-    ModelSection,
-    NonNegative,
-    Positive,
-    PositiveNumber,
-    Seconds,
-    Section,
-    TrainSection,
-)
+from anygauge.config.sections import AdapterSection, CheckpointSection, ModelSection, TrainSection
 from anygauge.config.strategies import AnyStrategySection, ByName, default_section
 from anygauge.interface import LaunchSettings, Level, Support, UnsupportedError
 from anygauge.interface.strategy import Precision
-
-
-def _without_nulls(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return given
-    return {name: value for name, value in given.items() if value is not None}
-
-
-NULLS_REMOVED = BeforeValidator(_without_nulls)
-"""Of mappings whose names no section knows: a null removes what the base or the file has there."""
+from anygauge.util.schema import (
+    LARGEST,
+    NULLS_REMOVED,
+    Positive,
+    PositiveNumber,
+    Section,
+)
 
 
 class SourceSection(Section):
@@ -223,62 +209,6 @@ class PrecisionSection(Section):
     )
 
 
-_LAUNCH = LaunchSettings()
-
-
-class LaunchSection(Section):
-    """Where and how ranks are started."""
-
-    launcher: str = Field("local", description="Name of the launcher.")
-    nodes: Positive = Field(_LAUNCH.nodes, description="Machines.")
-    devices: Positive = Field(_LAUNCH.devices, description="Ranks per machine, one per device.")
-    collective_timeout_s: Seconds = Field(
-        _LAUNCH.collective_timeout_s,
-        description="Seconds after which the run is ended because a collective hangs, or because a "
-        "rank neither works nor reports.",
-    )
-    join_timeout_s: Seconds = Field(
-        _LAUNCH.join_timeout_s,
-        description="Seconds for the agents of all machines to find each other.",
-    )
-    lost_after_s: Seconds = Field(
-        _LAUNCH.lost_after_s,
-        description="Seconds without a heartbeat after which a machine is considered lost; at most "
-        "twice collective_timeout_s.",
-    )
-    fabric: str = Field(
-        _LAUNCH.fabric,
-        description="Network between machines: a name of the backend's "
-        "(`anygauge env --explain` lists them), or auto.",
-    )
-    binding: Literal["auto", "cores", "none"] = Field(
-        _LAUNCH.binding,
-        description="cores: each rank of a machine gets an equal share of whole cores; none: ranks "
-        "are not bound; auto: the backend decides.",
-    )
-    max_restarts: NonNegative = Field(
-        _LAUNCH.max_restarts,
-        description="How often ranks are started again from the newest checkpoint after a failure.",
-    )
-    port: Annotated[int, Field(ge=1, le=65535)] = Field(
-        _LAUNCH.port, description="Where the first machine's agent listens for the others."
-    )
-    pass_environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
-        default_factory=list,
-        description="Variables of the shell that starts the run, passed on to every machine.",
-    )
-    options: Annotated[dict[str, Any], NULLS_REMOVED] = Field(
-        default_factory=dict, description="Options that only the launcher reads."
-    )
-
-    def settings(self) -> LaunchSettings:
-        """What a job carries of it: all but what the launcher alone reads."""
-        fields = self.model_dump(exclude={"launcher", "options"})
-        fields["pass_environment"] = tuple(self.pass_environment)
-        fields["lost_after_s"] = min(self.lost_after_s, 2 * self.collective_timeout_s)
-        return LaunchSettings(**fields)
-
-
 class RunFile(Section):
     """One run."""
 
@@ -298,7 +228,7 @@ class RunFile(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     precision: PrecisionSection = PrecisionSection()
     strategy: Annotated[AnyStrategySection, ByName] = Field(default_factory=default_section)
-    launch: LaunchSection = LaunchSection()
+    launch: LaunchSettings = LaunchSettings()
     kernels: Annotated[dict[str, str], NULLS_REMOVED] = Field(
         default_factory=dict,
         description="Operation -> kernel to use, which must be able to run here; report.json "

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from pydantic import Field, SerializeAsAny, ValidationInfo, WrapValidator, create_model
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
-from anygauge.config.sections import Section
 from anygauge.config.tree import YamlNode
 from anygauge.interface import StrategySpec
 from anygauge.registry import BLOCK_VARIABLE, Provided, Registry
 from anygauge.registry.registry import load_options
+from anygauge.util.schema import Section
 
 DEFAULT = "auto"
 """The strategy of a run file that names none."""
@@ -57,12 +57,13 @@ def all_sections() -> dict[str, type[StrategySection]]:
 
 @cache
 def _section(provided: Provided[StrategySpec]) -> type[StrategySection]:
-    options = load_options(provided)
+    options = load_options(provided, "strategy")
     name = provided.spec.name
     fields: dict[str, Any] = {"name": (Literal[name], Field(name, description=_NAME))}
+    bases: Any = (options, StrategySection)
     return create_model(
         f"{StrategySection.__name__}_{name}",
-        __base__=(StrategySection,) if options is None else (options, StrategySection),
+        __base__=bases,
         __doc__=provided.spec.summary or StrategySection.__doc__,
         **fields,
     )

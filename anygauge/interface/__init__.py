@@ -11,6 +11,7 @@ from anygauge.interface.hardware_file import *
 from anygauge.interface.job import *
 from anygauge.interface.kernels import *
 from anygauge.interface.launch import *
+from anygauge.interface.options import *
 from anygauge.interface.placement import *
 from anygauge.interface.plugins import *
 from anygauge.interface.strategy import *

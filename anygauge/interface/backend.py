@@ -27,8 +27,9 @@ from anygauge.interface.environment import (
 )
 from anygauge.interface.job import Job, Node
 from anygauge.interface.launch import LaunchProfile
+from anygauge.interface.options import Options
 from anygauge.interface.placement import Graph, Placement
-from anygauge.util.errors import RunFileError, UnsupportedError
+from anygauge.util.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -200,6 +201,8 @@ class BackendSpec:
             package is that of the plugin or lies within it.
         this_machine: figure of its cards -> number, where a description leaves it to the machine
             at hand. Called when such a card is looked up; cheap and pure; imports no torch.
+        options: ``"package.module:Class"``: derives from `Options`; what the run file may say in
+            ``backend_options``. Empty: nothing.
     """
 
     name: str
@@ -210,6 +213,7 @@ class BackendSpec:
     drives: str = ""
     hardware: str = ""
     this_machine: Callable[[], Mapping[str, float]] = dict
+    options: str = ""
 
 
 class Outcome:
@@ -310,22 +314,9 @@ class Backend:
     """Files whose text the rules read (`Node.texts`): absolute paths, in which ``*`` is any part of
     a name. No device is opened: the text of a file that is not a regular one is empty."""
 
-    known_options: tuple[str, ...] = ()
-    """Names of the ``backend_options`` that this backend reads; any other is refused."""
-
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        """Args: options: the run file's ``backend_options``; a backend checks their values.
-
-        Raises:
-            RunFileError: an option is none of `known_options`.
-        """
-        self.options = dict(options or {})
-        for name in sorted(set(self.options) - set(self.known_options)):
-            known = ", ".join(self.known_options)
-            raise RunFileError(
-                f"backend_options.{name}: unknown to the {self.name} backend; "
-                + (f"it knows {known}" if known else "it has no options. Remove it")
-            )
+    def __init__(self, options: Options | None = None) -> None:
+        """Args: options: what the run file says, of the class that `BackendSpec.options` names."""
+        self.options = Options() if options is None else options
         self.placement = self.placement_class(self.device_type)
         self.graph = self.graph_class()
         self.collectives = self.collectives_class(self.device_type)
@@ -371,7 +362,14 @@ class Backend:
             (
                 rule,
                 rule.decide(
-                    RuleContext(rule=rule, job=job, node=node, local_rank=local_rank, fabric=fabric)
+                    RuleContext(
+                        rule=rule,
+                        job=job,
+                        node=node,
+                        options=self.options,
+                        local_rank=local_rank,
+                        fabric=fabric,
+                    )
                 ),
             )
             for rule in self.environment_rules

@@ -10,11 +10,11 @@ there.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anygauge.interface.job import Job, Node, RdmaDevice
+from anygauge.interface.job import Fabric, Job, Node, RdmaDevice
 from anygauge.util.errors import RunFileError
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "THREADS",
     "ChosenFabric",
     "EnvironmentRule",
-    "Fabric",
     "RuleContext",
     "Scope",
     "Setting",
@@ -67,26 +66,6 @@ class Setting:
 
 
 AUTO = "auto"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fabric:
-    """One kind of network.
-
-    Attributes:
-        name: what users write as ``launch.fabric``.
-        what: the network, in words.
-        detect: pure; what on a machine shows that it has this network, None where nothing does.
-            Without it, nothing ever does, and the network is never chosen by itself.
-        resource: what a container must ask a cluster for, such as ``vpc.amazonaws.com/efa``.
-        capabilities: what a container must be allowed.
-    """
-
-    name: str
-    what: str
-    detect: Callable[[Node], str | None] | None = None
-    resource: str | None = None
-    capabilities: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,11 +193,13 @@ class RuleContext:
         rule: the one that is asked.
         local_rank: whose environment is asked for; None for what the whole node shares.
         fabric: the network between the machines of the job.
+        options: the backend's, of the class that `BackendSpec.options` names.
     """
 
     rule: EnvironmentRule
     job: Job
     node: Node
+    options: Any
     local_rank: int | None = None
     fabric: ChosenFabric = NO_FABRIC
 
@@ -231,11 +212,6 @@ class RuleContext:
             reason=reason,
             source=self.rule.source,
         )
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The run file's ``backend_options``."""
-        return self.job.backend_options
 
     def variable(self, name: str) -> str | None:
         """What the user, or else the run file, sets for a variable of `Backend.variables`."""

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from anygauge.interface.launch import LaunchProfile
 from anygauge.util.errors import AnygaugeError
+from anygauge.util.schema import (
+    NULLS_REMOVED,
+    NonNegative,
+    Positive,
+    Seconds,
+    Section,
+    first_complaint,
+)
 from anygauge.util.start import START
 
-if TYPE_CHECKING:
-    from anygauge.interface.environment import Fabric
-
 __all__ = [
+    "Fabric",
     "Job",
     "LaunchSettings",
     "NetworkInterface",
@@ -25,33 +34,74 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchSettings:
-    """The run file's section ``launch``, but for what the launcher alone reads.
+class Fabric:
+    """One kind of network.
 
     Attributes:
-        nodes: number of machines.
-        devices: ranks started on each machine.
-        collective_timeout_s: seconds after which a collective that hangs ends the run, or a rank
-            that neither works nor reports.
-        join_timeout_s: seconds that agents have to find each other.
-        lost_after_s: seconds of silence after which a node is lost.
-        fabric: network between machines: ``auto``, or one of `Backend.fabrics`.
-        binding: how ranks are bound to cores: ``auto`` (the backend's), ``cores`` or ``none``.
-        max_restarts: how often the ranks are started again after a failure.
-        port: where the coordinator's agent listens for the others.
-        pass_environment: names of variables of the submitting process that go to every agent.
+        name: what users write as ``launch.fabric``.
+        what: the network, in words.
+        detect: pure; what on a machine shows that it has this network, None where nothing does.
+            Without it, nothing ever does, and the network is never chosen by itself.
+        resource: what a container must ask a cluster for, such as ``vpc.amazonaws.com/efa``.
+        capabilities: what a container must be allowed.
     """
 
-    nodes: int = 1
-    devices: int = 1
-    collective_timeout_s: float = 600.0
-    join_timeout_s: float = 300.0
-    lost_after_s: float = 60.0
-    fabric: str = "auto"
-    binding: Literal["auto", "cores", "none"] = "auto"
-    max_restarts: int = 0
-    port: int = 29400
-    pass_environment: tuple[str, ...] = ()
+    name: str
+    what: str
+    detect: Callable[[Node], str | None] | None = None
+    resource: str | None = None
+    capabilities: tuple[str, ...] = ()
+
+
+class LaunchSettings(Section):
+    """Where and how ranks are started."""
+
+    launcher: str = Field("local", description="Name of the launcher.")
+    nodes: Positive = Field(1, description="Machines.")
+    devices: Positive = Field(1, description="Ranks per machine, one per device.")
+    collective_timeout_s: Seconds = Field(
+        600.0,
+        description="Seconds after which the run is ended because a collective hangs, or because a "
+        "rank neither works nor reports.",
+    )
+    join_timeout_s: Seconds = Field(
+        300.0,
+        description="Seconds for the agents of all machines to find each other.",
+    )
+    lost_after_s: Seconds = Field(
+        60.0,
+        description="Seconds without a heartbeat after which a machine is considered lost; at most "
+        "twice collective_timeout_s.",
+    )
+    fabric: str = Field(
+        "auto",
+        description="Network between machines: a name of the backend's "
+        "(`anygauge env --explain` lists them), or auto.",
+    )
+    binding: Literal["auto", "cores", "none"] = Field(
+        "auto",
+        description="cores: each rank of a machine gets an equal share of whole cores; none: ranks "
+        "are not bound; auto: the backend decides.",
+    )
+    max_restarts: NonNegative = Field(
+        0,
+        description="How often ranks are started again from the newest checkpoint after a failure.",
+    )
+    port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        29400, description="Where the first machine's agent listens for the others."
+    )
+    pass_environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
+        default_factory=list,
+        description="Variables of the shell that starts the run, passed on to every machine.",
+    )
+    options: Annotated[dict[str, Any], NULLS_REMOVED] = Field(
+        default_factory=dict, description="Options that only the launcher reads."
+    )
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds of silence after which a machine is lost: no later than two collectives hang."""
+        return min(self.lost_after_s, 2 * self.collective_timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +143,8 @@ class Job:
             found, or which default is not installed. Empty where it is the named one, the first
             default, or ``auto`` that decides when the devices are open.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: str
     run_directory: str
@@ -138,8 +190,7 @@ class Job:
 
     def dump(self) -> str:
         """The job as JSON text; `load` reads it back."""
-        fields = asdict(self)
-        del fields["profile"], fields["network"]
+        fields = _job_file().dump_python(self, mode="json", exclude={"profile", "network"})
         return json.dumps(fields, indent=2, sort_keys=True)
 
     @classmethod
@@ -153,12 +204,15 @@ class Job:
         if path.parent.name == START and not path.exists():
             path = path.parent.parent / path.name  # it was put in place meanwhile
         try:
-            fields = json.loads(path.read_text())
-            launch = fields.pop("launch")
-            launch["pass_environment"] = tuple(launch["pass_environment"])
-            return cls(**fields, launch=LaunchSettings(**launch))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise AnygaugeError(f"{path} is not a job file of this anygauge: {error}") from error
+            return _job_file().validate_json(path.read_bytes(), strict=True)
+        except (OSError, ValidationError) as error:
+            what = first_complaint(error) if isinstance(error, ValidationError) else error
+            raise AnygaugeError(f"{path} is not a job file of this anygauge: {what}") from error
+
+
+@functools.cache
+def _job_file() -> TypeAdapter[Job]:
+    return TypeAdapter(Job)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

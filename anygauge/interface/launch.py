@@ -245,8 +245,12 @@ class RunningJob(Protocol):
 class Launcher(Protocol):
     """Starts one agent on each node of a job."""
 
-    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
-        """What would be done. Pure: writes nothing, starts nothing, needs no device."""
+    def render(self, job: Job, options: Any) -> Plan:
+        """What would be done. Pure: writes nothing, starts nothing, needs no device.
+
+        Args:
+            options: what the run file says, of the class that `LauncherSpec.options` names.
+        """
 
     def submit(self, plan: Plan) -> RunningJob:
         """Do it."""
@@ -267,6 +271,8 @@ class LauncherSpec:
             directory are theirs.
         can: what its jobs can do, of `ABILITIES`.
         hardware: descriptions of the machines it starts jobs on, as `BackendSpec.hardware`.
+        options: ``"package.module:Class"``: derives from `Options`; what the run file may say in
+            ``launch.options``. Empty: nothing.
     """
 
     name: str
@@ -278,6 +284,7 @@ class LauncherSpec:
     shared_filesystem: bool = True
     can: frozenset[str] = frozenset()
     hardware: str = ""
+    options: str = ""
 
 
 ABILITIES: Mapping[str, str] = {

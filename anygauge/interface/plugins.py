@@ -32,7 +32,6 @@ __all__ = [
     "RunStatus",
     "Tracker",
     "TrackerContext",
-    "TrackerOption",
     "TrackerSpec",
     "hookimpl",
 ]
@@ -191,12 +190,16 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:  # type: ignore[empty-
 
     Example::
 
-        from anygauge.interface import TrackerOption, TrackerSpec, hookimpl
+        from anygauge.interface import Options, TrackerSpec, hookimpl
+
+
+        class MineOptions(Options):
+            file: str  # what it writes to
 
 
         class Mine:
             def __init__(self, context):
-                self.file = (context.run_directory / context.options["file"]).open("a")
+                self.file = (context.run_directory / context.options.file).open("a")
 
             def log(self, step, metrics):
                 print(step, dict(metrics), file=self.file)
@@ -208,9 +211,11 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:  # type: ignore[empty-
 
         @hookimpl
         def anygauge_provide_trackers():
-            option = TrackerOption(name="file", description="what it writes to", required=True)
             yield TrackerSpec(
-                name="mine", factory="anygauge_mine:Mine", api_version=1, options=(option,)
+                name="mine",
+                factory="anygauge_mine:Mine",
+                api_version=1,
+                options="anygauge_mine:MineOptions",
             )
     """
 
@@ -285,7 +290,7 @@ class TrackerContext:
         run_directory: where the run's files are; a tracker that keeps an id for a resumed run
             writes it to a file of its own in here.
         run_name: the run file's ``name``.
-        options: the run file's ``tracker_options`` for this tracker, checked against its spec.
+        options: what the run file says, of the class that `TrackerSpec.options` names.
         parameters: the resolved run file, flat: dotted path -> text, number, truth value or
             None. Secrets and the values of ``environment`` are left out.
         resumed_from_step: steps that were done before, where the run resumes from a checkpoint.
@@ -293,7 +298,7 @@ class TrackerContext:
 
     run_directory: Path
     run_name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Any = None
     parameters: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     resumed_from_step: int | None = None
 
@@ -321,29 +326,14 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrackerOption:
-    """An option that a tracker takes from the run file.
-
-    Attributes:
-        kind: ``text``, ``number``, ``truth`` or ``list of text``.
-        choices: valid texts; empty for any.
-    """
-
-    name: str
-    description: str
-    kind: Literal["text", "number", "truth", "list of text"] = "text"
-    choices: tuple[str, ...] = ()
-    required: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerSpec:
     """How a tracker announces itself.
 
     Attributes:
         factory: ``"package.module:Class"``; called with a `TrackerContext` before the first step.
             An `AnygaugeError` that it raises is shown to the user as it is.
-        options: what it takes from the run file; anything else is refused before ranks start.
+        options: ``"package.module:Class"``: derives from `Options`; what the run file may say in
+            ``tracker_options`` for it. Empty: nothing.
         missing: why it cannot run here (a package that is not installed), or None.
         unready: (options, environment variables) -> what a user must still do, such as to log in,
             or None; cheap and pure.
@@ -352,8 +342,6 @@ class TrackerSpec:
     name: str
     factory: str
     api_version: int
-    options: tuple[TrackerOption, ...] = ()
+    options: str = ""
     missing: Callable[[], str | None] = lambda: None
-    unready: Callable[[Mapping[str, Any], Mapping[str, str]], str | None] = (
-        lambda options, environ: None
-    )
+    unready: Callable[[Any, Mapping[str, str]], str | None] = lambda options, environ: None

@@ -577,15 +577,15 @@ class AutoForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategySpec:
-    """How a strategy announces itself; making one imports neither torch nor pydantic.
+    """How a strategy announces itself; making one imports nothing heavy.
 
     Attributes:
         name: ``strategy.name`` in run files.
         factory: ``"package.module:Class"``; called with the run file's section, an object of
             `options` that has `name`, too; returns a `Strategy`.
         summary: a line for the list of strategies.
-        options: ``"package.module:Class"``: a pydantic model with the section's fields other than
-            ``name``; its module imports no torch. Empty: there are none.
+        options: ``"package.module:Class"``: derives from `Options`; the section's fields other
+            than ``name``. Empty: there are none.
         reference: the conformance kit compares a strategy that shards with it, on one rank.
         world_sizes: the numbers of ranks that it runs on; empty: any.
         needs_process_group: whether ranks must have joined one before `Strategy.build`; a rank

@@ -32,9 +32,7 @@ def layouts(registry: Registry, ranks: int, devices: int) -> Iterator[Mapping[st
         if spec.name == AUTO or (spec.world_sizes and ranks not in spec.world_sizes):
             continue
         yield {"name": spec.name}
-        options = load_options(provided)
-        if options is None:
-            continue
+        options = load_options(provided, "strategy")
         fields = options.model_fields
         for name in DEGREES:
             most = ranks - 1 if name == "dp_replicate" else devices

@@ -168,8 +168,9 @@ def _lighter(run: RunFile, registry: Registry) -> tuple[list[Change], list[Chang
     kept = {name: section[name] for name in DEGREES if section.get(name, 1) > 1}
     proposed: dict[str, list[Change]] = {}
     for provided in registry.strategies:
-        options = load_options(provided) if provided.spec.lighter else None
-        if options is None or kept.keys() - options.model_fields.keys():
+        if not provided.spec.lighter:
+            continue
+        if kept.keys() - load_options(provided, "strategy").model_fields.keys():
             continue  # the run's own division would be lost
         proposed[provided.spec.name] = [
             _change({"strategy": {"name": provided.spec.name, **kept, **fields}}, costs)

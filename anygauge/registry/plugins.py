@@ -294,8 +294,9 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], distribution: str) ->
         raise PluginError(f"{title}: a name is letters, digits, '.', '_' and '-'")
     if not isinstance(spec.factory, str) or not _FACTORY.fullmatch(spec.factory):
         raise PluginError(f"{title}: factory {spec.factory!r} must read 'package.module:name'")
-    if isinstance(spec, StrategySpec) and spec.options and not _FACTORY.fullmatch(spec.options):
-        raise PluginError(f"{title}: options {spec.options!r} must read 'package.module:name'")
+    options = getattr(spec, "options", "")
+    if options and not (isinstance(options, str) and _FACTORY.fullmatch(options)):
+        raise PluginError(f"{title}: options {options!r} must read 'package.module:name'")
     hardware = getattr(spec, "hardware", "")
     if hardware and not (isinstance(hardware, str) and _FILE.fullmatch(hardware)):
         raise PluginError(f"{title}: hardware {hardware!r} must read 'package:file.toml'")

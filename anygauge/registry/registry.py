@@ -9,9 +9,13 @@ import importlib
 import importlib.metadata
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from anygauge.interface import (
     AnygaugeError,
@@ -22,9 +26,11 @@ from anygauge.interface import (
     Launcher,
     LauncherSpec,
     NotAvailableError,
+    Options,
     PluginError,
     Presence,
     Probe,
+    RunFileError,
     Strategy,
     StrategySpec,
     Support,
@@ -44,6 +50,7 @@ from anygauge.registry.plugins import (
     SpecT,
     discover,
 )
+from anygauge.util.hiding import holds_secret, is_secret
 from anygauge.util.text import describe, did_you_mean, listed
 
 
@@ -130,6 +137,7 @@ class Registry:
         Raises:
             PluginError: there is no single backend of this name, its factory cannot be imported,
                 or gives no such backend.
+            RunFileError: an option is unknown, or its value is wrong.
             AnygaugeError: what the backend itself says of its options.
         """
         provided = self.find_backend(name)
@@ -141,8 +149,9 @@ class Registry:
                 f"{title}: its factory {factory_name!r} is a class that does not derive from "
                 "anygauge.interface.Backend"
             )
+        read = read_options(provided, "backend", options)
         try:
-            backend = factory(options)
+            backend = factory(read)
         except AnygaugeError:
             raise
         except Exception as error:
@@ -310,21 +319,86 @@ def _load(provided: Provided[Any], kind: str, what: str, path: str) -> Any:
     return value
 
 
-def load_options(provided: Provided[StrategySpec]) -> type[Any] | None:
-    """The class of a strategy's own fields; None where it has none.
+OPTIONS_AT: Mapping[str, str] = {
+    "backend": "backend_options",
+    "launcher": "launch.options",
+    "strategy": "strategy",
+    "tracker": "tracker_options",
+}
+"""Where a run file has the options of each kind of plugin; of trackers, below their names."""
+
+_SECRET = (
+    "say where the secret is kept (docs/clouds.md), not what it is; what was received is not shown"
+)
+
+
+def load_options(provided: Provided[Any], kind: str) -> type[Options]:
+    """The class of a plugin's options; one without fields where its spec names none.
 
     Raises:
-        PluginError: it cannot be imported, or is not a class.
+        PluginError: it cannot be imported, or does not derive from `Options`.
     """
-    if not provided.spec.options:
-        return None
-    options = _load(provided, "strategy", "options", provided.spec.options)
-    if not isinstance(options, type):
+    path = provided.spec.options
+    if not path:
+        return Options
+    options = _load(provided, kind, "options", path)
+    if not (isinstance(options, type) and issubclass(options, Options)):
         raise PluginError(
-            f"strategy {provided.spec.name!r} of {provided.origin}: its options "
-            f"{provided.spec.options!r} is not a class, but a {type(options).__name__}"
+            f"{kind} {provided.spec.name!r} of {provided.origin}: its options {path!r} is not a "
+            "class that derives from anygauge.interface.Options"
         )
     return options
+
+
+def read_options(provided: Provided[Any], kind: str, given: Mapping[str, Any] | None) -> Any:
+    """What a run file says for a plugin, as an object of its class of options.
+
+    Raises:
+        PluginError: as of `load_options`.
+        RunFileError: it has no such option, needs one that is left out, or a value is wrong; names
+            all of them, ``backend_options.NAME: ...``, a line each.
+    """
+    model = load_options(provided, kind)
+    try:
+        return model.model_validate(dict(given or {}))
+    except ValidationError as error:
+        name = provided.spec.name
+        place = f"{OPTIONS_AT[kind]}.{name}" if kind == "tracker" else OPTIONS_AT[kind]
+        raise RunFileError(
+            "\n".join(_complaint(model, place, f"the {name} {kind}", one) for one in error.errors())
+        ) from None
+
+
+def _complaint(model: type[Options], place: str, owner: str, error: ErrorDetails) -> str:
+    """One of pydantic's complaints, with place, what is valid and the nearest of it."""
+    where, given = error["loc"], error["input"]
+    # Names of alternatives that pydantic has tried are not part of the place.
+    parts = [str(part) for part in where if not re.search(r"constrained|\[key\]", str(part))]
+    parts = [part for part in parts if not part[:1].isupper() or part.isupper()]
+    place = ".".join((place, *parts))
+    field = model.model_fields.get(str(where[0])) if len(where) == 1 else None
+    if error["type"] == "extra_forbidden":
+        has = ""
+        if len(where) == 1 and model.model_fields:
+            near = did_you_mean(str(where[0]), model.model_fields) or ";"
+            has = f"{near} it has: {', '.join(model.model_fields)}"
+        elif len(where) == 1:
+            has = "; it has none, remove it"
+        return f"{place}: {owner} has no such option{has}"
+    if error["type"] == "missing":
+        means = f": {field.description}" if field is not None and field.description else ""
+        return f"{place}: {owner} needs it{means}"
+    message = error["msg"].removeprefix("Value error, ")
+    named = any(is_secret(str(part)) for part in where)
+    if "secrets" in where or named or holds_secret(str(given)):
+        return f"{place}: {_SECRET}"
+    if isinstance(given, Options | dict):
+        return f"{place}: {message}"
+    if error["type"] == "string_type" and isinstance(given, int | float):
+        message += " (put it in quotes)"
+    if error["type"] == "literal_error" and isinstance(given, str):
+        message += did_you_mean(given, re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+    return f"{place}: {given!r}: {message[:1].lower()}{message[1:]}"
 
 
 def why_missing(missing: Callable[[], str | None]) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from anygauge.interface import (
+    Options,
     RunFileError,
     SequencePart,
     Share,
@@ -16,7 +17,7 @@ from anygauge.interface import (
 from anygauge.strategies.tensor_plans import check_model_divides
 
 
-class ContextParallel(BaseModel):
+class ContextParallel(Options):
     """Fields for sequences that are divided over ranks."""
 
     cp: Annotated[int, Field(ge=1)] = Field(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+
+from anygauge.interface import Options
 
 
-class ZeroOptions(BaseModel):
+class ZeroOptions(Options):
     """Fields of ``strategy`` other than its name."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = Field(

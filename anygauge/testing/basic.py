@@ -244,7 +244,8 @@ def closed_device_says_so(paper: Paper) -> None:
 @check(
     "an unknown option is refused in words",
     part="basic",
-    means="A misspelt option has no effect, and nobody notices; `known_options` was not declared.",
+    means="A misspelt option has no effect, and nobody notices; its class of options takes any "
+    "field.",
 )
 def unknown_option(paper: Paper) -> None:
     name = "no_such_option_of_any_backend"

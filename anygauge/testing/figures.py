@@ -105,7 +105,9 @@ def visibility_variable_hides(on: Opened) -> None:
     answer = Path(f"{variable}.json").absolute()
     done = subprocess.run(
         [sys.executable, "-c", SEEN],
-        input=json.dumps([on.backend.name, on.backend.options, str(answer)]),
+        input=json.dumps(
+            [on.backend.name, on.backend.options.model_dump(exclude_unset=True), str(answer)]
+        ),
         env={**os.environ, variable: named[-1]},
         capture_output=True,
         text=True,

@@ -14,7 +14,15 @@ from typing import Any
 import yaml
 
 from anygauge.config.strategies import section_of
-from anygauge.interface import API_VERSION, HOST_DEVICE, Backend, BackendSpec, Probe, hookimpl
+from anygauge.interface import (
+    API_VERSION,
+    HOST_DEVICE,
+    Backend,
+    BackendSpec,
+    Options,
+    Probe,
+    hookimpl,
+)
 from anygauge.kernels.choose import choose_kernels
 from anygauge.registry import Registry
 from anygauge.testing.check import COLLECTIVE_TIMEOUT_S
@@ -365,9 +373,14 @@ def overruled_probe() -> Probe:
     return Registry.load().find_backend(os.environ[OVERRULED_VARIABLE]).spec.probe()
 
 
-def overruled_backend(options: Mapping[str, Any] | None = None) -> Backend:
+class AnyOptions(Options, extra="allow"):
+    """Any options: the backend under test checks its own."""
+
+
+def overruled_backend(options: AnyOptions) -> Backend:
     """The backend under test, refusing no engine."""
-    backend = Registry.load().create_backend(os.environ[OVERRULED_VARIABLE], options)
+    given = options.model_dump()
+    backend = Registry.load().create_backend(os.environ[OVERRULED_VARIABLE], given)
     backend.name = OVERRULED
     backend.unsupported_engines = {}
     return backend
@@ -380,6 +393,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
         BackendSpec(
             name=OVERRULED,
             factory=f"{__name__}:overruled_backend",
+            options=f"{__name__}:AnyOptions",
             probe=overruled_probe,
             api_version=API_VERSION,
             priority=-1000,

@@ -294,9 +294,10 @@ def reasons_are_words(paper: Paper) -> None:
 )
 def switches_are_named(paper: Paper) -> None:
     backend = paper.backend()
+    options = type(backend.options).model_fields
     for name, support in backend.capabilities.items():
         if support.level is Level.SWITCHED_OFF:
-            assert any(option in support.reason for option in backend.known_options), (
+            assert any(option in support.reason for option in options), (
                 f"{name} is switched off, and its reason, {support.reason!r}, names none of "
-                f"known_options ({', '.join(backend.known_options) or 'which is empty'})"
+                f"the backend's options ({', '.join(options) or 'it has none'})"
             )

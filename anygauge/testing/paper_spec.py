@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import copy
 import importlib.resources
 import io
 import math
@@ -179,7 +178,7 @@ def hardware_file_is_sound(paper: Paper) -> None:
 )
 def lists_are_lists(paper: Paper) -> None:
     backend = paper.backend()
-    for name in ("known_options", "libraries", "variables", "files", "readings"):
+    for name in ("libraries", "variables", "files", "readings"):
         _texts(name, getattr(backend, name))
     for name in ("container_flags", "capabilities"):
         _texts(f"launch.{name}", getattr(backend.launch, name))
@@ -203,10 +202,10 @@ def lists_are_lists(paper: Paper) -> None:
     "a value that an option cannot have is refused in words",
     part="basic",
     means="a slip of the pen in `backend_options` changes nothing, or ends the run later without a "
-    "cause; the constructor checks names alone",
+    "cause; a field of its options takes any value",
 )
 def wrong_values_are_refused(paper: Paper) -> None:
-    known = paper.backend().known_options
+    known = type(paper.backend().options).model_fields
     if not known:
         raise NotAsked("it has no options")
     for name in known:
@@ -229,20 +228,12 @@ def wrong_values_are_refused(paper: Paper) -> None:
 
 
 @check(
-    "options are those of one instance: they are copied, and shared with no other",
+    "an instance shares its facets with no other",
     part="basic",
-    means="a second run in one process has the options of the first; a mutable default or a "
-    "class's own dictionary",
+    means="a second run in one process changes the first; a facet is made once, with the class",
 )
-def options_are_its_own(paper: Paper) -> None:
-    given = copy.deepcopy(dict(paper.options))
-    first = paper.registry.create_backend(paper.name, given)
-    assert given == paper.options, f"making it changed the options that were given: {given}"
-    assert dict(first.options) == given, f"options {given} became {dict(first.options)}"
-    second = paper.backend()
-    for one, other in ((first, second), (second, first)):
-        assert one.options is not given, "the options are the dictionary that was given"
-        assert one.options is not other.options, "two instances share one dictionary of options"
+def facets_are_its_own(paper: Paper) -> None:
+    first, second = paper.backend(), paper.backend()
     for facet in ("placement", "graph", "collectives"):
         assert getattr(first, facet) is not getattr(second, facet), f"two instances share {facet}"
 
@@ -256,7 +247,7 @@ def options_are_its_own(paper: Paper) -> None:
 def instances_do_not_interfere(paper: Paper) -> None:
     first = paper.backend()
     before = _description(paper, first)
-    for name in first.known_options:
+    for name in type(first.options).model_fields:
         for value in OTHER_VALUES:
             with contextlib.suppress(AnygaugeError):
                 paper.registry.create_backend(paper.name, {**paper.options, name: value})
@@ -288,7 +279,7 @@ def _description(paper: Paper, backend: Backend) -> dict[str, str]:
         },
     }
     for name in (
-        *("options", "known_options", "launch", "kernels", "packed_kernels", "attention"),
+        *("options", "launch", "kernels", "packed_kernels", "attention"),
         *("unsupported_engines", "libraries", "variables", "files", "readings", "device_type"),
     ):
         found[name] = getattr(backend, name)

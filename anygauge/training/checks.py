@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from anygauge.config.schema import ModelSection, RunFile
 from anygauge.interface import (
     Backend,
@@ -83,6 +85,11 @@ class Findings:
     epochs: float | None = None
     settings: list[Setting] | None = None
     engine_note: str = ""
+
+
+QUESTION = TypeAdapter(Question)
+FINDINGS = TypeAdapter(Findings)
+"""Between the processes: what is asked and answered as JSON."""
 
 
 def check_settings(

@@ -9,19 +9,17 @@ for a configuration. So it is hidden from that library, unless the model itself 
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
 import sys
 import tempfile
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import NoReturn
 
 from anygauge.config.resolved import parse_run
 from anygauge.interface import AnygaugeError
-from anygauge.training.checks import Question, check_run, nothing
+from anygauge.training.checks import FINDINGS, QUESTION, check_run, nothing
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import die_with_parent
 from anygauge.util.text import describe
@@ -90,7 +88,7 @@ def main() -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process itself
     text = sys.stdin.read()
-    question = Question(**json.loads(text))
+    question = QUESTION.validate_json(text)
     with_torch = WITH_TORCH in sys.argv[1:]
     # What libraries print must not stand among the events.
     answers = os.dup(1)
@@ -113,10 +111,7 @@ def main() -> int:
             begin_again_with_torch(text, answers)
         events.send(**failed(error))
     else:
-        fields = asdict(found)
-        if found.settings is not None:
-            fields["settings"] = [(s.name, s.value, s.reason, s.source) for s in found.settings]
-        events.send("checked", found=fields)
+        events.send("checked", found=FINDINGS.dump_python(found, mode="json"))
     return 0
 
 

@@ -19,6 +19,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
         BackendSpec(
             name="cpu",
             factory="anygauge_cpu.backend:CpuBackend",
+            options="anygauge_cpu.options:CpuOptions",
             probe=probe,
             api_version=WRITTEN_FOR,
             priority=0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from anygauge.interface import (
     FULL,
@@ -13,7 +12,6 @@ from anygauge.interface import (
     Collectives,
     LaunchProfile,
     Level,
-    RunFileError,
     Setting,
     Support,
     own_image,
@@ -21,6 +19,7 @@ from anygauge.interface import (
 )
 from anygauge_cpu.diagnostics import checks
 from anygauge_cpu.environment import ALLOCATORS, RULES
+from anygauge_cpu.options import CpuOptions
 from anygauge_cpu.placement import CpuPlacement
 
 RELEASES = read_releases(Path(__file__).with_name("releases.json"))
@@ -39,11 +38,7 @@ class CpuCollectives(Collectives):
 
 
 class CpuBackend(Backend):
-    """The host's processors.
-
-    Options, both true or false and true by default: ``bind_cores`` gives each rank cores of its
-    own; ``preload_allocator`` uses a faster memory allocator where one is installed.
-    """
+    """The host's processors."""
 
     name = "cpu"
     device_type = "cpu"
@@ -52,7 +47,7 @@ class CpuBackend(Backend):
     kernels: Mapping[str, str] = {"lora_linear": "addmm"}
     attention = "sdpa"
     attention_why = "torch's fused operation, which never holds the scores of all positions"
-    known_options = ("bind_cores", "preload_allocator")
+    options: CpuOptions
     environment_rules = RULES
     files = ALLOCATORS
     launch = LaunchProfile(
@@ -90,17 +85,8 @@ class CpuBackend(Backend):
         "fp8_products": NO_FP8,
     }
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        """Args: options: the run file's ``backend_options``.
-
-        Raises:
-            RunFileError: an option is unknown or has a value of the wrong type.
-        """
-        super().__init__(options)
-        for name in self.known_options:
-            value = self.options.get(name, True)
-            if not isinstance(value, bool):
-                raise RunFileError(f"backend_options.{name}: {value!r} is neither true nor false")
+    def __init__(self, options: CpuOptions | None = None) -> None:
+        super().__init__(options or CpuOptions())
 
     def engine_settings(self, engine: str) -> Sequence[Setting]:
         """DeepSpeed would take a GPU of this machine if it were left to choose."""

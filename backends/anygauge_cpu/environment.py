@@ -28,7 +28,7 @@ _ALLOCATOR_SOURCE = "pytorch.org/tutorials: performance tuning guide, memory all
 def _switched_off(context: RuleContext) -> str | None:
     if context.job.launch.binding == "none":
         return "launch.binding is none"
-    if not context.options.get("bind_cores", True):
+    if not context.options.bind_cores:
         return "backend_options.bind_cores is false"
     return None
 
@@ -68,7 +68,7 @@ def _cores(context: RuleContext) -> Setting | Skip:
 
 
 def _allocator(context: RuleContext) -> Setting | Skip:
-    if not context.options.get("preload_allocator", True):
+    if not context.options.preload_allocator:
         return Skip("backend_options.preload_allocator is false")
     found = context.node.files
     name = next((name for name in ALLOCATORS if name in found), None)

@@ -18,6 +18,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
         BackendSpec(
             name="cuda",
             factory="anygauge_cuda.backend:CudaBackend",
+            options="anygauge_cuda.options:CudaOptions",
             probe=probe,
             api_version=WRITTEN_FOR,
             priority=100,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anygauge.interface import (
     FULL,
@@ -13,7 +12,6 @@ from anygauge.interface import (
     Collectives,
     LaunchProfile,
     Level,
-    RunFileError,
     Setting,
     ShapePolicy,
     Support,
@@ -33,6 +31,7 @@ from anygauge_cuda.environment import (
     VISIBLE,
     WSL_DEVICE,
 )
+from anygauge_cuda.options import CudaOptions
 from anygauge_cuda.placement import CudaPlacement, hardware_dtypes
 from anygauge_cuda.versions import RELEASES
 
@@ -57,12 +56,7 @@ class CudaCollectives(Collectives):
 
 
 class CudaBackend(Backend):
-    """NVIDIA GPUs.
-
-    Options: ``ofi_nccl_version`` (such as ``"1.6"``) states the version of the aws-ofi-nccl plugin
-    on EFA, where it is older than 1.7. ``pad_to_multiple_of`` (1) rounds the width of each batch
-    up to a multiple of so many tokens: cuDNN's attention builds a plan for each new width.
-    """
+    """NVIDIA GPUs."""
 
     name = "cuda"
     device_type = "cuda"
@@ -70,7 +64,7 @@ class CudaBackend(Backend):
     collectives_class = CudaCollectives
     attention = "sdpa"
     attention_why = "torch chooses a fused operation by shape and mask"
-    known_options = ("ofi_nccl_version", "pad_to_multiple_of")
+    options: CudaOptions
     # Source: torch.use_deterministic_algorithms, operations that differ on CUDA.
     sums_vary = "atomic additions finish in any order"
     fabrics = FABRICS
@@ -107,26 +101,9 @@ class CudaBackend(Backend):
         "fp8_products": NO_FP8,
     }
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        """Args: options: the run file's ``backend_options``.
-
-        Raises:
-            RunFileError: an option is unknown, or the version is not a version.
-        """
-        super().__init__(options)
-        multiple = self.options.get("pad_to_multiple_of", 1)
-        if type(multiple) is not int or multiple < 1:
-            raise RunFileError(
-                f"backend_options.pad_to_multiple_of: {multiple!r} is not a number of tokens; 64 "
-                "is one, and 1 rounds nothing"
-            )
-        self.graph.shapes = ShapePolicy(multiple=multiple)
-        version = self.options.get("ofi_nccl_version")
-        if version is not None and not re.fullmatch(r"\d+\.\d+(\.\d+)*", str(version)):
-            raise RunFileError(
-                f"backend_options.ofi_nccl_version: {version!r} is not a version; write it in "
-                "quotes, such as '1.6'"
-            )
+    def __init__(self, options: CudaOptions | None = None) -> None:
+        super().__init__(options or CudaOptions())
+        self.graph.shapes = ShapePolicy(multiple=self.options.pad_to_multiple_of)
 
     def open(self, local_rank: int = 0) -> torch.device:
         """Take this local rank's GPU, which settles the types that it computes in."""

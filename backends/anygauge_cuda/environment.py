@@ -179,10 +179,10 @@ def _topology(context: RuleContext) -> Setting | Skip:
 
 
 def _efa_version(context: RuleContext) -> tuple[int, ...] | None:
-    stated = context.options.get("ofi_nccl_version")
+    stated = context.options.ofi_nccl_version
     if stated is None:
         return None
-    return tuple(int(part) for part in str(stated).split(".")[:2])
+    return tuple(int(part) for part in stated.split(".")[:2])
 
 
 def _not_over_efa(context: RuleContext) -> str | None:

@@ -19,6 +19,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
         BackendSpec(
             name="hpu",
             factory="anygauge_hpu.backend:HpuBackend",
+            options="anygauge_hpu.options:HpuOptions",
             probe=probe,
             api_version=WRITTEN_FOR,
             priority=100,

@@ -14,7 +14,6 @@ from anygauge.interface import (
     Collectives,
     LaunchProfile,
     Level,
-    RunFileError,
     Setting,
     Support,
     UnsupportedError,
@@ -33,7 +32,7 @@ from anygauge_hpu.graph import HpuGraph
 from anygauge_hpu.kernels import fused_name
 from anygauge_hpu.mode import Mode, choose_mode
 from anygauge_hpu.modules import PATTERNS
-from anygauge_hpu.options import OPTIONS, check_options
+from anygauge_hpu.options import HpuOptions, check_options
 from anygauge_hpu.placement import HpuPlacement
 from anygauge_hpu.software import PLUGIN, RELEASES, installed_version
 
@@ -74,7 +73,7 @@ class HpuBackend(Backend):
     placement: HpuPlacement
     collectives_class = HpuCollectives
     attention = "eager"
-    known_options = tuple(OPTIONS)
+    options: HpuOptions
     fabrics = FABRICS
     environment_rules = RULES
     libraries = (PLUGIN,)
@@ -131,22 +130,12 @@ class HpuBackend(Backend):
         ),
     }
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        """Args: options: the run file's ``backend_options``; see `anygauge_hpu.options`.
-
-        Raises:
-            RunFileError: an option is unknown, not valid, or means nothing with another one.
-        """
-        super().__init__(options)
-        valid_mode = OPTIONS["mode"]
-        if "mode" in self.options and not valid_mode.accepts(self.options["mode"]):
-            raise RunFileError(
-                f"backend_options.mode: {self.options['mode']!r} is not valid; valid: "
-                f"{valid_mode.valid}"
-            )
+    def __init__(self, options: HpuOptions | None = None) -> None:
+        """Raises: RunFileError: an option means nothing with another one."""
+        super().__init__(options or HpuOptions())
         version = installed_version(PLUGIN)
         self.mode, self.mode_reason = choose_mode(
-            self.options, {PLUGIN: version} if version else {}
+            self.options.mode, {PLUGIN: version} if version else {}
         )
         check_options(self.options, self.mode)
         self.placement.mode = self.mode
@@ -197,14 +186,14 @@ class HpuBackend(Backend):
             UnsupportedError: it is not installed whole, or rows are packed, which it or the form of
                 fused attention does not serve.
         """
-        if packing and self.options.get("fast_softmax") and self.options.get("attention_recompute"):
+        if packing and self.options.fast_softmax and self.options.attention_recompute:
             raise UnsupportedError(
                 "backend_options.fast_softmax and attention_recompute: Gaudi's fused attention "
                 "trains with both only where each token sees all before it, and packed rows have a "
                 "mask (FusedSDPA.py, sdpa_fwd_wrapper). Remove one of them, or set data.packing: "
                 "false"
             )
-        if not self.options.get("optimum_habana"):
+        if not self.options.optimum_habana:
             return
         if packing:
             raise UnsupportedError(
@@ -252,21 +241,17 @@ class HpuBackend(Backend):
         return checks()
 
 
-def _preferred_kernels(options: Mapping[str, Any]) -> dict[str, str]:
+def _preferred_kernels(options: HpuOptions) -> dict[str, str]:
     updates = {"adamw": "gaudi_fused", "clip_grad_norm": "gaudi_fused"}
-    if options.get("optimum_habana"):
+    if options.optimum_habana:
         return updates
-    attention = options.get("attention", "fused")
-    fused = fused_name(
-        fast=bool(options.get("fast_softmax")), recompute=bool(options.get("attention_recompute"))
-    )
-    in_float32 = options.get("softmax") == "float32"
+    fused = fused_name(fast=options.fast_softmax, recompute=options.attention_recompute)
+    in_float32 = options.softmax == "float32"
     softmax = "gaudi_softmax_fp32" if in_float32 else "gaudi_softmax_bf16"
-    norm = options.get("rms_norm", "fused")
     return {
-        "attention": fused if attention == "fused" else softmax,
-        "softmax": "gaudi_bf16" if options.get("softmax") == "bfloat16" else "gaudi_fp32",
-        "rms_norm": "gaudi_fused" if norm == "fused" else "reference",
-        "rope": "gaudi_fused" if options.get("rope", "fused") == "fused" else "reference",
+        "attention": fused if options.attention == "fused" else softmax,
+        "softmax": "gaudi_bf16" if options.softmax == "bfloat16" else "gaudi_fp32",
+        "rms_norm": "gaudi_fused" if options.rms_norm == "fused" else "reference",
+        "rope": "gaudi_fused" if options.rope == "fused" else "reference",
         **updates,
     }

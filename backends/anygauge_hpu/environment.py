@@ -36,7 +36,7 @@ _HCL = "HCL 1.21.0, hcl_global_conf.cpp"
 
 def mode_of(context: RuleContext) -> tuple[Mode, str]:
     """The mode of a job on a node, and why."""
-    return choose_mode(context.options, context.node.libraries)
+    return choose_mode(context.options.mode, context.node.libraries)
 
 
 def _lazy_mode(context: RuleContext) -> Setting | Skip:
@@ -45,7 +45,7 @@ def _lazy_mode(context: RuleContext) -> Setting | Skip:
 
 
 def _graph_limit(context: RuleContext) -> Setting | Skip:
-    limit = context.options.get("graph_limit")
+    limit = context.options.graph_limit
     if limit is None:
         return Skip("backend_options.graph_limit is not set: graphs end where a step is marked")
     if mode_of(context)[0] is not Mode.LAZY:
@@ -56,7 +56,7 @@ def _graph_limit(context: RuleContext) -> Setting | Skip:
 
 
 def _graph_limit_sync(context: RuleContext) -> Setting | Skip:
-    if not context.options.get("graph_limit_sync"):
+    if not context.options.graph_limit_sync:
         return Skip("backend_options.graph_limit_sync is not set: a cut graph runs on its own")
     return context.set_to("1", "backend_options.graph_limit_sync: the host waits for a cut graph")
 
@@ -78,10 +78,10 @@ def _engine_default(name: str, what: str) -> EnvironmentRule:
 
 
 def _recipe_cache(context: RuleContext) -> Setting | Skip:
-    folder = context.options.get("recipe_cache")
+    folder = context.options.recipe_cache
     if folder is None:
         return Skip("backend_options.recipe_cache is not set: each process compiles for itself")
-    size = context.options.get("recipe_cache_mb", 1024)
+    size = context.options.recipe_cache_mb
     # Never emptied at start ("false"): ranks that begin later would delete what others wrote.
     return context.set_to(f"{folder},false,{size}", "backend_options.recipe_cache")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from anygauge.interface import Compiler, Graph, Phase, ShapeKind, ShapePolicy
 from anygauge_hpu.mode import Mode
+from anygauge_hpu.options import HpuOptions
 
 COMPILER = "hpu_backend"
 """torch.compile's backend (gaudi-pytorch-bridge, dynamo/compile_backend/backends.py)."""
@@ -36,21 +36,21 @@ class HpuGraph(Graph):
     """Graphs of a mode. In lazy mode the limit itself is kept by Gaudi's library, which reads it
     from the environment."""
 
-    def __init__(self, mode: Mode, options: Mapping[str, Any]) -> None:
+    def __init__(self, mode: Mode, options: HpuOptions) -> None:
         self._mode = mode
-        self._between = bool(options.get("split_forward_backward", False))
+        self._between = options.split_forward_backward
         self.accumulates = mode is Mode.LAZY
-        self.limit = options.get("graph_limit") if mode is Mode.LAZY else None
+        self.limit = options.graph_limit if mode is Mode.LAZY else None
         # Intel's DeepSpeed did this up to 1.15.1, as a workaround, and not since 1.16.0
         # (runtime/zero/partition_parameters.py, free_param): no release that runs here needs it.
-        self.sync_on_release = bool(options.get("sync_on_release", False))
+        self.sync_on_release = options.sync_on_release
         self.reentrant_only = _REENTRANT if mode is Mode.LAZY else ""
         # Every new shape is compiled anew, in each mode.
         self.shapes = ShapePolicy(
             kind=ShapeKind.BUCKETED,
             multiple=32,
-            buckets=options.get("buckets", 8),
-            warm_up=WARM_UP if options.get("warm_up", True) else 0,
+            buckets=options.buckets,
+            warm_up=WARM_UP if options.warm_up else 0,
         )
         self.compiler = (
             Compiler(backend=COMPILER, regions="layer") if mode is Mode.COMPILE else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any
 
 from anygauge_hpu.software import LAZY_BY_DEFAULT_BEFORE, PLUGIN, major_minor
 
@@ -24,14 +23,13 @@ class Mode(enum.StrEnum):
         return "1" if self is Mode.LAZY else "0"
 
 
-def choose_mode(options: Mapping[str, Any], libraries: Mapping[str, str]) -> tuple[Mode, str]:
+def choose_mode(asked: str | None, libraries: Mapping[str, str]) -> tuple[Mode, str]:
     """The mode of a run and why. Pure.
 
     Args:
-        options: the run file's ``backend_options``.
+        asked: the run file's ``backend_options.mode``.
         libraries: installed distributions and their versions.
     """
-    asked = options.get("mode")
     if asked is not None:
         return Mode(asked), "backend_options.mode"
     version = libraries.get(PLUGIN)

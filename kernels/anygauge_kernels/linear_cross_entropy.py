@@ -14,7 +14,7 @@ CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LossOptions:
     """What the loss of one chunk depends on, in addition to tensors; see `linear_cross_entropy`."""
 
     ignore_index: int = -100
@@ -23,7 +23,7 @@ class Options:
     scale: float = 1.0
 
 
-ChunkLoss = Callable[[Tensor, Tensor, Options, bool], tuple[Tensor, Tensor | None]]
+ChunkLoss = Callable[[Tensor, Tensor, LossOptions, bool], tuple[Tensor, Tensor | None]]
 """(logits (n, V), which it may overwrite, targets (n,), options, whether gradients are wanted) ->
 (sum of the losses (), its gradient by the logits or None)."""
 
@@ -88,7 +88,7 @@ def linear_cross_entropy(
     Returns:
         () float32, or float64 for float64.
     """
-    options = Options(ignore_index, label_smoothing, softcap, scale)
+    options = LossOptions(ignore_index, label_smoothing, softcap, scale)
     least = max(1, chunk_bytes // (4 * weight.shape[0]))
     rows = least if mark_step is None else COMPILED * least
     if weight.requires_grad and torch.is_grad_enabled():
@@ -212,7 +212,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         low_weight: Tensor | None,
         targets: Tensor,
         chunk: ChunkLoss,
-        options: Options,
+        options: LossOptions,
         parts: _Views,
         with_gradients: bool,
     ) -> Tensor:
@@ -281,7 +281,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def plain_chunk(
-    logits: Tensor, targets: Tensor, options: Options, with_gradient: bool
+    logits: Tensor, targets: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """See `ChunkLoss`; gradients are float32 at least."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

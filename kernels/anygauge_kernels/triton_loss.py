@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anygauge_kernels.linear_cross_entropy import Options, linear_cross_entropy, plain_chunk
+from anygauge_kernels.linear_cross_entropy import LossOptions, linear_cross_entropy, plain_chunk
 
 CHUNK_BYTES = 512 * 2**20
 """Of logits if they were float32; as bfloat16, they are half: rows enough for a fast product."""
@@ -28,7 +28,7 @@ def kernel() -> Callable[..., Tensor]:
 
 
 def _chunk(
-    logits: Tensor, targets: Tensor, options: Options, with_gradient: bool
+    logits: Tensor, targets: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """See `ChunkLoss`; the gradient is in the logits' type and place.
 

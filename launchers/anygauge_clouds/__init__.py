@@ -18,6 +18,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
         LauncherSpec(
             name="kubernetes",
             factory="anygauge_clouds.kubernetes:Kubernetes",
+            options="anygauge_clouds.kubernetes_options:KubernetesOptions",
             api_version=WRITTEN_FOR,
             tested_on="emulated",
             remote=True,
@@ -27,6 +28,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
         LauncherSpec(
             name="azureml",
             factory="anygauge_clouds.azureml:Azureml",
+            options="anygauge_clouds.azureml:AzuremlOptions",
             api_version=WRITTEN_FOR,
             tested_on="emulated",
             remote=True,
@@ -37,6 +39,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
         LauncherSpec(
             name="sagemaker",
             factory="anygauge_clouds.sagemaker:Sagemaker",
+            options="anygauge_clouds.sagemaker_request:SagemakerOptions",
             api_version=WRITTEN_FOR,
             tested_on="emulated",
             remote=True,

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from anygauge.interface import (
     AnygaugeError,
     Job,
+    Options,
     Plan,
     PlannedFile,
     PlannedProcess,
@@ -26,7 +27,6 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.util.clients import last_line, printed, run_client
-from anygauge.util.launch_options import OptionsPart, read_options
 from anygauge_clouds.service_job import Service, ServiceJob, ServiceState
 from anygauge_clouds.submission import (
     CloudOptions,
@@ -79,7 +79,7 @@ def _source(path: str) -> str:
     return path
 
 
-class AzureInput(OptionsPart):
+class AzureInput(Options):
     """Data that machines get.
 
     Attributes:
@@ -164,24 +164,23 @@ class AzuremlOptions(CloudOptions):
 class Azureml:
     """Hands a job to an Azure ML workspace."""
 
-    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+    def render(self, job: Job, options: AzuremlOptions) -> Plan:
         """The job's YAML, its files, and the commands that take them.
 
         Raises:
             RunFileError: an option is wrong.
         """
-        own = read_options(AzuremlOptions, "azureml", options)
-        own.check(job)
+        options.check(job)
         here = Path(job.run_directory)
         there = relocate(job, RUNS)
         name = service_name(job, _NAME_LIMIT)
-        described = _job_yaml(there, own, here.name, name)
+        described = _job_yaml(there, options, here.name, name)
         create = (
-            *("az", "ml", "job", "create", "--file", str(here / JOB_YAML), *own.scope),
+            *("az", "ml", "job", "create", "--file", str(here / JOB_YAML), *options.scope),
             *("--query", "name", "--output", "tsv"),
         )
-        service = AzureService(name=name, scope=own.scope)
-        given = json.dumps({"secrets": own.secrets})
+        service = AzureService(name=name, scope=options.scope)
+        given = json.dumps({"secrets": options.secrets})
         return Plan(
             files=(
                 PlannedFile(path=str(here / CODE / "job.json"), text=there.dump(), mode=0o600),
@@ -191,16 +190,18 @@ class Azureml:
                     path=str(here / JOB_YAML), text=yaml.safe_dump(described, sort_keys=False)
                 ),
             ),
-            processes=(PlannedProcess(node_rank=0, host=f"Azure ML {own.workspace}", argv=create),),
-            pass_environment=job.launch.pass_environment,
+            processes=(
+                PlannedProcess(node_rank=0, host=f"Azure ML {options.workspace}", argv=create),
+            ),
+            pass_environment=tuple(job.launch.pass_environment),
             operations={
                 "submit": create,
                 "status": service.az("show", "--query", "status", "--output", "tsv"),
                 "logs": service.az("stream"),
                 "cancel": service.az("cancel"),
             },
-            notes=() if own.environment else own.notes_for(job),
-            folders=(RUNS, *(one.at for one in own.inputs.values()), *own.in_image),
+            notes=() if options.environment else options.notes_for(job),
+            folders=(RUNS, *(one.at for one in options.inputs.values()), *options.in_image),
         )
 
     def submit(self, plan: Plan) -> ServiceJob:

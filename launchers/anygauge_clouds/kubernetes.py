@@ -24,7 +24,6 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.util.clients import last_line, printed, run_client
-from anygauge.util.launch_options import read_options
 from anygauge_clouds.kubernetes_manifest import SUBMISSION_LABEL, manifest_of, secret_of
 from anygauge_clouds.kubernetes_options import NAME_LIMIT, KubernetesOptions
 from anygauge_clouds.service_job import Service, ServiceJob, ServiceState
@@ -45,20 +44,19 @@ _DONE = ("Succeeded", "Complete", "Completed")
 class Kubernetes:
     """Hands a job to a cluster by kubectl."""
 
-    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+    def render(self, job: Job, options: KubernetesOptions) -> Plan:
         """The manifest, the job file, and the commands that take them.
 
         Raises:
             RunFileError: an option is wrong.
         """
-        own = read_options(KubernetesOptions, "kubernetes", options)
-        own.check(job)
+        options.check(job)
         here = Path(job.run_directory)
-        there = relocate(job, f"{own.storage.path}/{here.name}")
-        name = own.name or service_name(job, NAME_LIMIT)
-        manifest = manifest_of(there, own, name)
+        there = relocate(job, f"{options.storage.path}/{here.name}")
+        name = options.name or service_name(job, NAME_LIMIT)
+        manifest = manifest_of(there, options, name)
         service = KubernetesService(
-            kind=own.kind, name=name, namespace=own.namespace, context=own.context
+            kind=options.kind, name=name, namespace=options.namespace, context=options.context
         )
         secret = (
             *service.kubectl("create", "secret", "generic", service.secret),
@@ -80,16 +78,16 @@ class Kubernetes:
                     argv=service.kubectl("create", "-f", str(here / MANIFEST), "-o", "json"),
                 ),
             ),
-            pass_environment=job.launch.pass_environment,
+            pass_environment=tuple(job.launch.pass_environment),
             operations={
                 "submit": service.kubectl("create", "-f", str(here / MANIFEST)),
                 "secret": secret,
-                "status": service.kubectl("get", own.kind.lower(), name),
+                "status": service.kubectl("get", options.kind.lower(), name),
                 "logs": service.kubectl("logs", "-f", "-l", service.coordinator, "--tail=-1"),
-                "cancel": service.kubectl("delete", own.kind.lower(), name),
+                "cancel": service.kubectl("delete", options.kind.lower(), name),
             },
-            folders=own.folders,
-            notes=own.notes_for(job),
+            folders=options.folders,
+            notes=options.notes_for(job),
         )
 
     def submit(self, plan: Plan) -> ServiceJob:

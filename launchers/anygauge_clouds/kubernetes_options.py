@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from anygauge.interface import Job, RunFileError
-from anygauge.util.launch_options import OptionsPart
+from anygauge.interface import (
+    Job,
+    Options,
+    RunFileError,
+)
 from anygauge_clouds.submission import CloudOptions, Folder, Variable
 
 Kind = Literal["JobSet", "TrainJob"]
@@ -44,7 +47,7 @@ NAME_LIMIT = 45
 """A pod's name and host name are made from the job's, and may have 63 characters."""
 
 
-class Claim(OptionsPart):
+class Claim(Options):
     """A PersistentVolumeClaim, and where pods have it.
 
     Attributes:
@@ -67,14 +70,14 @@ class Storage(Claim):
     read_only: Literal[False] = False
 
 
-class SecretRef(OptionsPart):
+class SecretRef(Options):
     """One entry of a Secret in the cluster."""
 
     secret: Dotted
     key: SecretKey
 
 
-class Toleration(OptionsPart):
+class Toleration(Options):
     """A toleration in Kubernetes' own fields."""
 
     key: Key | None = None

@@ -32,7 +32,6 @@ from anygauge.interface import (
 )
 from anygauge.util.clients import last_line, printed, run_client
 from anygauge.util.files import write_text
-from anygauge.util.launch_options import read_options
 from anygauge.util.processes import tie_to_parent
 from anygauge_clouds.sagemaker_node import CHANNELS, PIECE, RUNS, packed
 from anygauge_clouds.sagemaker_request import SagemakerOptions, request_of
@@ -52,26 +51,25 @@ _NAME_LIMIT = 63
 class Sagemaker:
     """Hands a job to SageMaker."""
 
-    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+    def render(self, job: Job, options: SagemakerOptions) -> Plan:
         """The request, and the commands that take it.
 
         Raises:
             RunFileError: an option is wrong.
             UnsupportedError: the run file is too large for a request.
         """
-        own = read_options(SagemakerOptions, "sagemaker", options)
-        own.check(job)
+        options.check(job)
         here = Path(job.run_directory)
         there = relocate(job, RUNS)
         name = service_name(job, _NAME_LIMIT)
-        carried = packed(there, own.secrets)
+        carried = packed(there, options.secrets)
         if len(carried) > _PIECES_LIMIT:
             raise UnsupportedError(
                 f"the run file is too long: it takes {len(carried)} pieces of {PIECE} characters, "
                 f"and a request to SageMaker may have at most {_PIECES_LIMIT}"
             )
-        request = request_of(there, own, name, here.name, carried)
-        service = SagemakerService(name=name, region=own.region, profile=own.profile)
+        request = request_of(there, options, name, here.name, carried)
+        service = SagemakerService(name=name, region=options.region, profile=options.profile)
         path = str(here / REQUEST)
         command = service.aws(
             *("sagemaker", "create-training-job", "--cli-input-json", f"file://{path}")
@@ -80,7 +78,7 @@ class Sagemaker:
             # The token that the agents know each other by is in it.
             files=(PlannedFile(path=path, text=json.dumps(request, indent=2) + "\n", mode=0o600),),
             processes=(PlannedProcess(node_rank=0, host=service.shown, argv=command),),
-            pass_environment=job.launch.pass_environment,
+            pass_environment=tuple(job.launch.pass_environment),
             operations={
                 "submit": command,
                 "status": service.aws(*service.describe),
@@ -90,7 +88,11 @@ class Sagemaker:
                 ),
                 "cancel": service.aws(*service.end),
             },
-            folders=(RUNS, *(f"{CHANNELS}/{channel}" for channel in own.channels), *own.in_image),
+            folders=(
+                RUNS,
+                *(f"{CHANNELS}/{channel}" for channel in options.channels),
+                *options.in_image,
+            ),
         )
 
     def submit(self, plan: Plan) -> ServiceJob:

@@ -10,8 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from anygauge.interface import REPOSITORY_VARIABLE, Job, RunFileError
-from anygauge.util.launch_options import OptionsPart
+from anygauge.interface import (
+    REPOSITORY_VARIABLE,
+    Job,
+    Options,
+    RunFileError,
+)
 from anygauge_clouds.submission import CloudOptions, Variable
 
 Role = Annotated[
@@ -60,7 +64,7 @@ CARDS = {
 """Accelerators of an instance type, as AWS publishes them; others are not counted."""
 
 
-class FileSystem(OptionsPart):
+class FileSystem(Options):
     """A file system as a channel; it is shared by all machines.
 
     Attributes:

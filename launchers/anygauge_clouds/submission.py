@@ -18,13 +18,13 @@ from anygauge.interface import (
     REPOSITORY_VARIABLE,
     AnygaugeError,
     Job,
+    LauncherOptions,
     Plan,
     PlannedFile,
     RunFileError,
 )
 from anygauge.util.clients import NoAnswerError, run_client
 from anygauge.util.files import write_text
-from anygauge.util.launch_options import LauncherOptions
 from anygauge.util.start import START
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

@@ -17,6 +17,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
         LauncherSpec(
             name="local",
             factory="anygauge_launchers.local:Local",
+            options="anygauge.interface:LauncherOptions",
             api_version=WRITTEN_FOR,
             tested_on="real",
             max_nodes=1,
@@ -24,6 +25,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
         LauncherSpec(
             name="ssh",
             factory="anygauge_launchers.ssh:Ssh",
+            options="anygauge_launchers.ssh:SshOptions",
             api_version=WRITTEN_FOR,
             tested_on="real",
             remote=True,
@@ -32,6 +34,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
         LauncherSpec(
             name="slurm",
             factory="anygauge_launchers.slurm:Slurm",
+            options="anygauge_launchers.slurm:SlurmOptions",
             api_version=WRITTEN_FOR,
             tested_on="real",
             remote=True,
@@ -41,6 +44,7 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
         LauncherSpec(
             name="mpi",
             factory="anygauge_launchers.mpi:Mpi",
+            options="anygauge_launchers.mpi:MpiOptions",
             api_version=WRITTEN_FOR,
             tested_on="real",
             remote=True,

@@ -8,8 +8,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from anygauge.interface import Job, RunFileError
-from anygauge.util.launch_options import LauncherOptions
+from anygauge.interface import (
+    Job,
+    LauncherOptions,
+    RunFileError,
+)
 
 
 class HostsOptions(LauncherOptions):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from anygauge.interface import (
     AnygaugeError,
     Job,
+    LauncherOptions,
     Plan,
     PlannedFile,
     PlannedProcess,
@@ -23,7 +24,6 @@ from anygauge.interface import (
 )
 from anygauge.util.events import read_event
 from anygauge.util.files import write_text
-from anygauge.util.launch_options import LauncherOptions, read_options
 from anygauge.util.processes import parent_environment
 from anygauge.util.run_lock import identity_of
 from anygauge.util.start import settled
@@ -32,14 +32,13 @@ from anygauge.util.start import settled
 class Local:
     """Starts the agent of this machine; it ends when the starting process ends."""
 
-    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+    def render(self, job: Job, options: LauncherOptions) -> Plan:
         """One job file and one agent.
 
         Raises:
             RunFileError: the job asks for more than one machine, the launcher does not have an
                 option, or a value is wrong.
         """
-        own = read_options(LauncherOptions, "local", options)
         if job.launch.nodes != 1:
             raise RunFileError(
                 f"launch.launcher: 'local' starts ranks on this machine only, and launch.nodes is "
@@ -56,7 +55,7 @@ class Local:
                     argv=(
                         *(sys.executable, "-m", "anygauge.agent"),
                         *("--job", job_file, "--node-rank", "0"),
-                        *("--grace", f"{own.grace_s:g}"),
+                        *("--grace", f"{options.grace_s:g}"),
                     ),
                 ),
             ),

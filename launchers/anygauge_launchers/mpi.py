@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
-from anygauge.util.launch_options import read_options
 from anygauge_launchers.hosts import HostsOptions
 from anygauge_launchers.remote import ForegroundLauncher, keep_alive
 
@@ -43,22 +41,21 @@ class MpiOptions(HostsOptions):
 class Mpi(ForegroundLauncher):
     """Starts an agent on each host by mpirun."""
 
-    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+    def render(self, job: Job, options: MpiOptions) -> Plan:
         """One job file in the shared run directory, and one mpirun.
 
         Raises:
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
-        own = read_options(MpiOptions, "mpi", options)
-        hosts, coordinator = own.resolve(job)
+        hosts, coordinator = options.resolve(job)
         folder = Path(job.run_file).parent
         settings: dict[str, str] = {}
         ssh = [*keep_alive(job)]  # of the ssh that leads to a daemon
-        if own.config is not None:
-            ssh += ["-F", own.config]
+        if options.config is not None:
+            ssh += ["-F", options.config]
         settings["plm_rsh_args"] = " ".join(ssh)
-        if own.interface is not None:
-            settings["btl_tcp_if_include"] = settings["oob_tcp_if_include"] = own.interface
+        if options.interface is not None:
+            settings["btl_tcp_if_include"] = settings["oob_tcp_if_include"] = options.interface
         argv = (
             *(sys.executable, "-m", "anygauge.util.end_with_parent", "mpirun"),
             # Without it, mpirun refuses to run as root; the user has decided to.
@@ -67,10 +64,10 @@ class Mpi(ForegroundLauncher):
             # An agent starts and places its ranks itself.
             *("--map-by", "ppr:1:node", "--bind-to", "none"),
             *(word for name, value in settings.items() for word in ("--mca", name, value)),
-            *own.extra,
-            *(own.python, "-m", "anygauge.agent"),
+            *options.extra,
+            *(options.python, "-m", "anygauge.agent"),
             *("--job", str(folder / "job.json"), "--node-rank", "$OMPI_COMM_WORLD_RANK"),
-            *("--coordinator", coordinator, "--grace", f"{own.grace_s:g}"),
+            *("--coordinator", coordinator, "--grace", f"{options.grace_s:g}"),
             *("--variables", str(folder / "variables.json"), "--tied"),
             # mpirun's daemons behind a cut cable would wait for each other.
             "--parent-too",
@@ -78,5 +75,5 @@ class Mpi(ForegroundLauncher):
         return Plan(
             files=(PlannedFile(path=str(folder / "job.json"), text=job.dump(), mode=0o600),),
             processes=(PlannedProcess(node_rank=0, host=hosts[0], argv=argv),),
-            pass_environment=job.launch.pass_environment,
+            pass_environment=tuple(job.launch.pass_environment),
         )

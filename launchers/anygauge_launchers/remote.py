@@ -59,7 +59,7 @@ def keep_alive(job: Job) -> tuple[str, ...]:
 
     Agents notice first, after `lost_after_s`: they can say which node is lost.
     """
-    times = 1 + math.ceil(job.launch.lost_after_s / _ALIVE_S)
+    times = 1 + math.ceil(job.launch.silence_s / _ALIVE_S)
     return ("-o", f"ServerAliveInterval={_ALIVE_S}", "-o", f"ServerAliveCountMax={times}")
 
 

@@ -22,12 +22,12 @@ from anygauge.interface import (
     STOPPED,
     BatchFile,
     Job,
+    LauncherOptions,
     Plan,
     PlannedFile,
     PlannedProcess,
     RunFileError,
 )
-from anygauge.util.launch_options import LauncherOptions, read_options
 from anygauge.util.start import START
 from anygauge_launchers.remote import RemoteJob
 from anygauge_launchers.slurm_job import SlurmJob
@@ -99,21 +99,20 @@ _SBATCH = ("partition", "account", "qos", "time", "constraint", "reservation", "
 class Slurm:
     """Starts an agent on each node by srun."""
 
-    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+    def render(self, job: Job, options: SlurmOptions) -> Plan:
         """The job file, the script, and the command that takes it.
 
         Raises:
             RunFileError: an option is wrong.
         """
-        own = read_options(SlurmOptions, "slurm", options)
         folder = Path(job.run_directory)
         script, job_file = str(folder / "slurm.sh"), _job_file(job)
-        inside = own.allocation == "current" or (
-            own.allocation == "auto" and "SLURM_JOB_ID" in os.environ
+        inside = options.allocation == "current" or (
+            options.allocation == "auto" and "SLURM_JOB_ID" in os.environ
         )
-        agent = self._agent(own, job)
-        step = self._step(own, job)
-        start = (own.python, "-m", "anygauge.agent")
+        agent = self._agent(options, job)
+        step = self._step(options, job)
+        start = (options.python, "-m", "anygauge.agent")
         files = (
             PlannedFile(path=job_file, text=job.dump(), mode=0o600),
             PlannedFile(path=script, text=SCRIPT, mode=0o755),
@@ -129,7 +128,7 @@ class Slurm:
             # that is queued again finds them where they were. The job file waits for its ranks.
             before = (
                 str(folder / "logs" / "slurm.log"),
-                str(folder / "cancelled") if own.requeue else "",
+                str(folder / "cancelled") if options.requeue else "",
                 str(max(1, job.launch.max_restarts)),
             )
             after = (
@@ -137,7 +136,13 @@ class Slurm:
                 *("--events", str(folder / "events.jsonl")),
             )
             argv = (
-                *("sbatch", "--parsable", "--export=NIL", *self._sbatch(own, job), *own.extra),
+                *(
+                    "sbatch",
+                    "--parsable",
+                    "--export=NIL",
+                    *self._sbatch(options, job),
+                    *options.extra,
+                ),
                 *(script, *before, *step, *start, *agent, *after),
                 *("--variables", str(folder / "variables.json")),
             )
@@ -146,14 +151,14 @@ class Slurm:
             exported = ",".join(job.launch.pass_environment) or "NIL"
             lines: list[Sequence[str]] = [
                 (f"--export={exported}",),
-                *((one,) for one in self._sbatch(own, job)),
+                *((one,) for one in self._sbatch(options, job)),
             ]
-            if own.extra:
-                lines.append(own.extra)
+            if options.extra:
+                lines.append(options.extra)
             staged = replace(job, run_file=str(folder / START / Path(job.run_file).name))
             its = staged if job.takes_over else job
-            step = self._step(own, job, job.launch.pass_environment)
-            arguments = (*before, *step, *start, *self._agent(own, its), *after)
+            step = self._step(options, job, tuple(job.launch.pass_environment))
+            arguments = (*before, *step, *start, *self._agent(options, its), *after)
             batch = BatchFile(
                 name=BATCH_FILE,
                 text=lambda plan: _batch_text(plan, its, lines, arguments),
@@ -169,7 +174,7 @@ class Slurm:
         return Plan(
             files=files,
             processes=(process,),
-            pass_environment=job.launch.pass_environment,
+            pass_environment=tuple(job.launch.pass_environment),
             operations={} if inside else operations,
             batch=batch,
         )

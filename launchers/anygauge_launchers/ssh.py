@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from anygauge.interface import Job, Plan, PlannedFile, PlannedProcess
-from anygauge.util.launch_options import read_options
 from anygauge_launchers.hosts import HostsOptions
 from anygauge_launchers.remote import ForegroundLauncher, keep_alive
 
@@ -47,19 +45,18 @@ class SshOptions(HostsOptions):
 class Ssh(ForegroundLauncher):
     """Starts an agent on each host."""
 
-    def render(self, job: Job, options: Mapping[str, Any]) -> Plan:
+    def render(self, job: Job, options: SshOptions) -> Plan:
         """One job file in the shared run directory, and one ssh for each node.
 
         Raises:
             RunFileError: an option is wrong, or the hosts are not as many as the nodes.
         """
-        own = read_options(SshOptions, "ssh", options)
-        hosts, coordinator = own.resolve(job)
+        hosts, coordinator = options.resolve(job)
         job_file = str(Path(job.run_file).with_name("job.json"))
         command = (
             *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
             *keep_alive(job),
-            *(() if own.config is None else ("-F", own.config)),
+            *(() if options.config is None else ("-F", options.config)),
         )
         return Plan(
             files=(PlannedFile(path=job_file, text=job.dump(), mode=0o600),),
@@ -67,7 +64,7 @@ class Ssh(ForegroundLauncher):
                 PlannedProcess(
                     node_rank=rank,
                     host=host,
-                    argv=(*command, host, f"exec {own.python} -m anygauge.agent --stdin"),
+                    argv=(*command, host, f"exec {options.python} -m anygauge.agent --stdin"),
                     arguments=(
                         *(
                             "--job",
@@ -77,10 +74,10 @@ class Ssh(ForegroundLauncher):
                             "--coordinator",
                             coordinator,
                         ),
-                        *("--grace", f"{own.grace_s:g}"),
+                        *("--grace", f"{options.grace_s:g}"),
                     ),
                 )
                 for rank, host in enumerate(hosts)
             ),
-            pass_environment=job.launch.pass_environment,
+            pass_environment=tuple(job.launch.pass_environment),
         )

@@ -10,6 +10,7 @@ from anygauge.cli.terminal import follow
 from anygauge.interface import Plan
 from anygauge_launchers.local import Local
 from tests.helpers.jobs import make_job
+from tests.helpers.options import render
 
 FAKE_AGENT = str(Path(__file__).with_name("fake_agent.py"))
 
@@ -25,7 +26,7 @@ def fake_plan(script: str, run_directory: str, ranks: int, grace_s: float) -> Pl
         devices=ranks,
         rendezvous="file:///nowhere",
     )
-    plan = Local().render(job, {"grace_s": grace_s})
+    plan = render("local", job, {"grace_s": grace_s})
     (process,) = plan.processes
     assert process.argv[:3] == (sys.executable, "-m", "anygauge.agent")
     argv = (sys.executable, FAKE_AGENT, script, *process.argv[3:])

@@ -128,11 +128,11 @@ def described(port: int, record: Any) -> str:
 def badly_described(port: int) -> None:
     for record, said in (
         (None, "not a mapping"),
-        ({}, "'devices_per_node' is missing"),
+        ({}, "'node_rank' is missing"),
         ({**HELLO, "more": 1}, "'more' is unknown"),
         ({**HELLO, "node_rank": True}, "'node_rank' has an impossible value: True"),
         ({**HELLO, "host": ["x"]}, "'host' has an impossible value: a list"),
-        ({**HELLO, "settings": {"A": 1}}, "'settings' has an impossible value: a mapping"),
+        ({**HELLO, "settings": {"A": 1}}, "'settings.A' has an impossible value: 1"),
         ({**HELLO, "\ud800": 1}, "'?' is unknown"),
         ({**HELLO, "nodes": "\ud800"}, "'nodes' has an impossible value: '?'"),
     ):

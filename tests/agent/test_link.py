@@ -164,7 +164,7 @@ def instructions_of(nodes: Nodes) -> list[Instruction]:
         *(("stop", {"signum": number}, "'signum'") for number in NO_SIGNALS),
         *(("report", {"report": report}, "not a mapping") for report in NO_REPORTS),
         ("report", {}, "not a mapping"),
-        ("report", {"report": {}}, "'failures' is missing"),
+        ("report", {"report": {}}, "'node_rank' is missing"),
         ("report", {"report": {**REPORT, HALF: 1}}, "'?' is unknown"),
         ("report", {"report": {**REPORT, "node_rank": 0}}, "it is of node 0"),
         *(
@@ -175,11 +175,11 @@ def instructions_of(nodes: Nodes) -> list[Instruction]:
                 *(("signalled_at", HUGE), ("signalled_at", NAN), ("signum", 4711)),
             )
         ),
-        ("report", {"report": {**REPORT, "stopped": {"step": [[]]}}}, "'step'"),
-        ("report", {"report": {**REPORT, "stopped": {"checkpoint": {}}}}, "'checkpoint'"),
-        ("report", {"report": {**REPORT, "failures": [5]}}, "not a mapping"),
+        ("report", {"report": {**REPORT, "stopped": {"step": [[]]}}}, "'stopped.step'"),
+        ("report", {"report": {**REPORT, "stopped": {"checkpoint": {}}}}, "stopped.check"),
+        ("report", {"report": {**REPORT, "failures": [5]}}, "'failures.0' has"),
         *(
-            ("report", {"report": {**REPORT, "failures": [{**FAILURE, name: value}]}}, f"'{name}'")
+            ("report", {"report": {**REPORT, "failures": [{**FAILURE, name: value}]}}, f".{name}'")
             for name, value in (
                 *(("time", HUGE), ("time", NAN), ("time", "now"), ("rank", "1"), ("text", None)),
                 *(("exit_status", -1), ("exit_status", HUGE), ("lost", "yes"), ("more", 1)),
@@ -207,7 +207,7 @@ def test_a_worker_that_sends_nonsense_is_a_lost_node(
     ("kind", "fields", "said"),
     [
         *(("stop", {"signum": number}, "'signum'") for number in NO_SIGNALS),
-        ("outcome", {}, "'cause' is missing"),
+        ("outcome", {}, "'state' is missing"),
         ("outcome", {**OUTCOME, HALF: 1}, "'?' is unknown"),
         *(
             ("outcome", {**OUTCOME, name: value}, f"'{name}'")

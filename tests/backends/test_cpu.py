@@ -31,6 +31,7 @@ from tests.helpers.machines import (
     job,
     machine,
 )
+from tests.helpers.options import backend_with
 from tests.helpers.tree import write_tree
 
 
@@ -71,10 +72,11 @@ def test_nothing_imports_torch_before_open() -> None:
         import json, sys
         import anygauge_cpu
         from anygauge_cpu.backend import CpuBackend
+        from anygauge_cpu.options import CpuOptions
         from tests.helpers.machines import job, machine
         (spec,) = anygauge_cpu.anygauge_provide_backends()
         spec.probe()
-        backend = CpuBackend({"bind_cores": True})
+        backend = CpuBackend(CpuOptions(bind_cores=True))
         backend.environment(job(devices=2), machine(), 0)
         backend.engine_settings("deepspeed"), backend.support("bfloat16")
         print(json.dumps("torch" in sys.modules))
@@ -131,8 +133,8 @@ def test_more_ranks_than_cores_share_them_and_say_so() -> None:
 
 
 def test_binding_can_be_switched_off() -> None:
-    the_job = job(devices=2, backend_options={"bind_cores": False})
-    found = by_name(CpuBackend().environment(the_job, machine(), 0))
+    backend = backend_with("cpu", {"bind_cores": False})
+    found = by_name(backend.environment(job(devices=2), machine(), 0))
     assert "ANYGAUGE_CPU_CORES" not in found
     assert "switched off" in found["OMP_NUM_THREADS"].reason
 
@@ -166,7 +168,7 @@ def test_without_a_rank_there_are_no_settings_of_a_rank() -> None:
 @pytest.mark.parametrize("options", [{"bind_core": True}, {"bind_cores": "yes"}])
 def test_wrong_options_are_refused_by_name(options: Mapping[str, Any]) -> None:
     with pytest.raises(RunFileError, match=r"backend_options\.bind_core"):
-        CpuBackend(options)
+        backend_with("cpu", options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -262,6 +264,7 @@ def seen() -> dict[str, Any]:
     return in_process("""
         import json, torch
         from anygauge_cpu.backend import CpuBackend
+        from anygauge_cpu.options import CpuOptions
         backend = CpuBackend()
         device = backend.open(0)
         placement = backend.placement
@@ -359,6 +362,7 @@ def test_cores_that_do_not_exist_are_refused_in_words() -> None:
         import json
         from anygauge.interface import NotAvailableError
         from anygauge_cpu.backend import CpuBackend
+        from anygauge_cpu.options import CpuOptions
         try:
             CpuBackend().open(0)
         except NotAvailableError as error:

@@ -41,6 +41,7 @@ from tests.helpers.machines import (
     job,
     machine,
 )
+from tests.helpers.options import backend_with
 from tests.helpers.tree import write_tree
 
 PROPRIETARY = (
@@ -391,13 +392,13 @@ def test_without_a_rank_there_are_no_settings_of_a_rank() -> None:
 
 def test_options_are_refused() -> None:
     with pytest.raises(RunFileError, match=r"backend_options\.tf32"):
-        CudaBackend({"tf32": True})
+        backend_with("cuda", {"tf32": True})
 
 
 @pytest.mark.parametrize("value", [0, -64, "64", True, 1.5])
 def test_widths_are_rounded_to_whole_tokens(value: Any) -> None:
-    with pytest.raises(RunFileError, match=r"backend_options\.pad_to_multiple_of: .*64"):
-        CudaBackend({"pad_to_multiple_of": value})
+    with pytest.raises(RunFileError, match=r"pad_to_multiple_of: .*: input should be"):
+        backend_with("cuda", {"pad_to_multiple_of": value})
 
 
 def test_rounded_widths_are_few() -> None:
@@ -406,7 +407,7 @@ def test_rounded_widths_are_few() -> None:
         {shapes.padded_length(width, 2048) for width in widths}
         for shapes in (
             CudaBackend().graph.shapes,
-            CudaBackend({"pad_to_multiple_of": 64}).graph.shapes,
+            backend_with("cuda", {"pad_to_multiple_of": 64}).graph.shapes,
         )
     )
     assert len(usual) == len(widths), "nothing is rounded until it is asked for"

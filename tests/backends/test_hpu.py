@@ -25,10 +25,11 @@ from anygauge_hpu.diagnostics import checks
 from anygauge_hpu.environment import RULES
 from anygauge_hpu.mode import Mode, choose_mode
 from anygauge_hpu.modules import look, modules_here
-from anygauge_hpu.options import OPTIONS
+from anygauge_hpu.options import LAZY_ONLY
 from anygauge_hpu.probe import probe
 from anygauge_hpu.software import PLUGIN, RELEASES, installed_version, is_fork, release_of
 from tests.helpers.machines import BRIDGE, ETH0, ETH1, LO, assert_pure, by_name, job, machine
+from tests.helpers.options import backend_with
 from tests.helpers.tree import write_tree
 
 LAZY = {"mode": "lazy"}
@@ -97,33 +98,34 @@ def test_cards_without_device_files_have_a_note(tmp_path: Path) -> None:
     ],
 )
 def test_the_mode_follows_the_release(version: str | None, mode: Mode) -> None:
-    found, why = choose_mode({}, {PLUGIN: version} if version else {})
+    found, why = choose_mode(None, {PLUGIN: version} if version else {})
     assert found is mode
     assert (version or "not installed") in why
 
 
 def test_the_run_file_chooses_the_mode() -> None:
-    assert choose_mode({"mode": "eager"}, {PLUGIN: "1.19.0"})[0] is Mode.EAGER
+    assert choose_mode("eager", {PLUGIN: "1.19.0"})[0] is Mode.EAGER
 
 
 @pytest.mark.parametrize(("mode", "value"), [("lazy", "1"), ("compile", "0"), ("eager", "0")])
 def test_the_mode_is_always_set(mode: str, value: str) -> None:
     the_job = job(backend_options={"mode": mode})
-    found = by_name(HpuBackend({"mode": mode}).environment(the_job, machine(), None))
+    found = by_name(backend_with("hpu", {"mode": mode}).environment(the_job, machine(), None))
     assert found["PT_HPU_LAZY_MODE"].value == value
 
 
-@pytest.mark.parametrize("name", [n for n, option in OPTIONS.items() if option.lazy_only])
+@pytest.mark.parametrize("name", LAZY_ONLY)
 @pytest.mark.parametrize("mode", ["compile", "eager"])
 def test_what_cuts_a_graph_is_refused_where_there_is_none(mode: str, name: str) -> None:
     options = {"mode": mode, name: 10 if name == "graph_limit" else True}
     said = f"{name}: it acts on accumulated graphs, and {mode} mode accumulates none"
     with pytest.raises(RunFileError, match=said):
-        HpuBackend(options)
+        backend_with("hpu", options)
 
 
 def test_graphs_follow_the_mode() -> None:
-    lazy, compiled = HpuBackend(LAZY | {"graph_limit": 10}), HpuBackend({"mode": "compile"})
+    lazy = backend_with("hpu", LAZY | {"graph_limit": 10})
+    compiled = backend_with("hpu", {"mode": "compile"})
     assert lazy.graph.accumulates and not compiled.graph.accumulates
     assert (lazy.graph.limit, compiled.graph.limit) == (10, None)
     assert compiled.graph.compiler is not None and lazy.graph.compiler is None
@@ -136,18 +138,18 @@ def test_graphs_follow_the_mode() -> None:
 @pytest.mark.parametrize("mode", Mode)
 def test_weights_are_released_without_waiting_unless_that_is_asked_for(mode: Mode) -> None:
     # Intel's DeepSpeed waits up to release 1.15.1; anygauge takes releases from 1.20 on.
-    assert not HpuBackend({"mode": mode.value}).graph.sync_on_release
-    assert HpuBackend({"mode": mode.value, "sync_on_release": True}).graph.sync_on_release
+    assert not backend_with("hpu", {"mode": mode.value}).graph.sync_on_release
+    assert backend_with("hpu", {"mode": mode.value, "sync_on_release": True}).graph.sync_on_release
 
 
 def test_mark_step_outside_lazy_mode_calls_nothing() -> None:
     for phase in Phase:  # the software is not installed here: a call would raise
-        HpuBackend({"mode": "compile"}).graph.mark_step(phase)
+        backend_with("hpu", {"mode": "compile"}).graph.mark_step(phase)
 
 
 def test_layers_are_recomputed_by_one_form_in_lazy_mode() -> None:
-    assert "reentrant form alone" in HpuBackend(LAZY).graph.reentrant_only
-    assert not HpuBackend({"mode": "compile"}).graph.reentrant_only
+    assert "reentrant form alone" in backend_with("hpu", LAZY).graph.reentrant_only
+    assert not backend_with("hpu", {"mode": "compile"}).graph.reentrant_only
 
 
 # -- options ---------------------------------------------------------------------------------
@@ -156,12 +158,15 @@ def test_layers_are_recomputed_by_one_form_in_lazy_mode() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mode": "fast"}, r"mode: 'fast' is not valid; valid: lazy, compile, eager"),
-        ({"graph_limits": 3}, r"graph_limits: unknown to the hpu backend; it knows mode, "),
-        (LAZY | {"graph_limit": 0}, r"graph_limit: 0 is not valid"),
-        (LAZY | {"graph_limit": True}, r"graph_limit: True is not valid"),
+        ({"mode": "fast"}, r"mode: 'fast': input should be 'lazy', 'compile' or 'eager'"),
+        (
+            {"graph_limits": 3},
+            r"has no such option; did you mean 'graph_limit'. it has: mode",
+        ),
+        (LAZY | {"graph_limit": 0}, r"graph_limit: 0: input should be greater than or equal to 1"),
+        (LAZY | {"graph_limit": True}, r"graph_limit: True: input should be a valid integer"),
         (LAZY | {"graph_limit_sync": True}, r"there is no limit to act on"),
-        ({"recipe_cache": "cache"}, r"recipe_cache: 'cache' is not valid; valid: an absolute"),
+        ({"recipe_cache": "cache"}, r"recipe_cache: 'cache': an absolute path"),
         ({"recipe_cache": "/a,b"}, r"without commas"),
         ({"recipe_cache_mb": 5}, r"there is no cache"),
         ({"softmax": "bfloat16"}, r"fused attention has a softmax of its own"),
@@ -170,7 +175,7 @@ def test_layers_are_recomputed_by_one_form_in_lazy_mode() -> None:
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(RunFileError, match=said):
-        HpuBackend(options)
+        backend_with("hpu", options)
 
 
 def test_kernels_follow_the_options() -> None:
@@ -182,7 +187,7 @@ def test_kernels_follow_the_options() -> None:
         "rope": "gaudi_fused",
         **update,
     }
-    softmax = HpuBackend({"attention": "softmax", "rms_norm": "reference"})
+    softmax = backend_with("hpu", {"attention": "softmax", "rms_norm": "reference"})
     assert softmax.kernels == {
         "attention": "gaudi_softmax_bf16",
         "softmax": "gaudi_fp32",
@@ -190,26 +195,28 @@ def test_kernels_follow_the_options() -> None:
         "rope": "gaudi_fused",
         **update,
     }
-    exact = HpuBackend({"attention": "softmax", "softmax": "float32"})
+    exact = backend_with("hpu", {"attention": "softmax", "softmax": "float32"})
     assert exact.kernels["attention"] == "gaudi_softmax_fp32"
     assert exact.kernels["softmax"] == "gaudi_fp32"
-    narrow = HpuBackend({"attention": "softmax", "softmax": "bfloat16"})
+    narrow = backend_with("hpu", {"attention": "softmax", "softmax": "bfloat16"})
     assert narrow.kernels["softmax"] == "gaudi_bf16"
-    assert HpuBackend({"optimum_habana": True}).kernels == update
+    assert backend_with("hpu", {"optimum_habana": True}).kernels == update
 
 
 def test_fsdp_is_refused_in_lazy_mode_alone() -> None:
     fsdp = Registry.load().find_strategy("fsdp").spec
     with pytest.raises(UnsupportedError, match=r"'fsdp2'.*backend_options\.mode: compile"):
-        check_backend(fsdp, HpuBackend({"mode": "lazy"}))
+        check_backend(fsdp, backend_with("hpu", {"mode": "lazy"}))
     for mode in ("compile", "eager"):
-        check_backend(fsdp, HpuBackend({"mode": mode}))
+        check_backend(fsdp, backend_with("hpu", {"mode": mode}))
     for other in ("single", "ddp", "zero"):
-        check_backend(Registry.load().find_strategy(other).spec, HpuBackend({"mode": "lazy"}))
+        check_backend(
+            Registry.load().find_strategy(other).spec, backend_with("hpu", {"mode": "lazy"})
+        )
 
 
 def test_adapted_models_are_refused_with_packed_rows() -> None:
-    backend = HpuBackend({"optimum_habana": True})
+    backend = backend_with("hpu", {"optimum_habana": True})
     with pytest.raises(UnsupportedError, match=r"data\.packing: false"):
         backend.adapt_models(packing=True)
     HpuBackend().adapt_models(packing=True)
@@ -223,7 +230,7 @@ def test_adapted_models_are_refused_with_packed_rows() -> None:
 def test_environment_is_pure(
     nodes: int, local_rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, the_job = HpuBackend(LAZY), job(nodes=nodes, devices=2, backend_options=LAZY)
+    backend, the_job = backend_with("hpu", LAZY), job(nodes=nodes, devices=2, backend_options=LAZY)
     assert_pure(lambda: backend.environment(the_job, machine(), local_rank), monkeypatch)
 
 
@@ -235,7 +242,7 @@ def test_graph_settings_in_lazy_mode() -> None:
         "recipe_cache_mb": 2048,
     }
     the_job = job(devices=8, backend_options=options)
-    found = by_name(HpuBackend(options).environment(the_job, machine(64), 3))
+    found = by_name(backend_with("hpu", options).environment(the_job, machine(64), 3))
     assert {name: s.value for name, s in found.items()} == {
         "PT_HPU_LAZY_MODE": "1",
         "PT_HPU_MAX_COMPOUND_OP_SIZE": "10",
@@ -252,7 +259,7 @@ def test_graph_settings_in_lazy_mode() -> None:
 @pytest.mark.parametrize(("strategy", "known"), [("ddp", False), ("zero", True), ("auto", True)])
 def test_what_deepspeed_sets_is_set_where_it_may_be_used(strategy: str, known: bool) -> None:
     """The ranks of `auto` may decide for it, when variables are read already."""
-    found = HpuBackend(LAZY).environment(replace(job(), strategy=strategy), machine(64), 0)
+    found = backend_with("hpu", LAZY).environment(replace(job(), strategy=strategy), machine(64), 0)
     assert ("PT_HPU_LAZY_ACC_PAR_MODE" in by_name(found)) is known
 
 
@@ -384,12 +391,12 @@ def test_contradictions_are_refused_before_a_rank_starts(
     mode: str, environ: dict[str, str], said: str
 ) -> None:
     with pytest.raises(RunFileError, match=said):
-        HpuBackend({"mode": mode}).check_environment(environ)
+        backend_with("hpu", {"mode": mode}).check_environment(environ)
 
 
 def test_what_goes_together_is_not_refused() -> None:
-    HpuBackend(LAZY).check_environment({"PT_HPU_LAZY_MODE": "1"})
-    HpuBackend({"mode": "eager"}).check_environment(
+    backend_with("hpu", LAZY).check_environment({"PT_HPU_LAZY_MODE": "1"})
+    backend_with("hpu", {"mode": "eager"}).check_environment(
         {"PT_HPU_LAZY_MODE": "0", "HCCL_GAUDI_DIRECT": "1", "HCCL_OVER_OFI": "1"}
     )
 
@@ -559,7 +566,7 @@ def test_counters_are_the_librarys_metrics(monkeypatch: pytest.MonkeyPatch) -> N
             sys.modules, f"habana_frameworks{name}", types.ModuleType(f"habana_frameworks{name}")
         )
     sys.modules["habana_frameworks.torch.hpu.metrics"].metric_global = metrics.get  # type: ignore[attr-defined]
-    graph = HpuBackend(LAZY).graph
+    graph = backend_with("hpu", LAZY).graph
     assert graph.counters() == {"compiled": 7, "compile_s": 2.5, "fallbacks": 2}
     # Only there where the user has asked the library to count.
     metrics["recipe_cache"] = _Metric(TotalHit=40, TotalMiss=7)

@@ -16,8 +16,8 @@ from anygauge.interface import RunFileError, UnsupportedError
 from anygauge.kernels.rope import rotated
 from anygauge.registry import Registry
 from anygauge.registry.registry import load_factory
-from anygauge_hpu.backend import HpuBackend
 from anygauge_hpu.kernels import fused_attention, fused_rms_norm, fused_rope
+from tests.helpers.options import backend_with
 
 SOURCE = os.environ.get("ANYGAUGE_GAUDI_SOURCE")
 """A checkout of HabanaAI/gaudi-pytorch-bridge of release 1.19."""
@@ -153,7 +153,7 @@ def test_options_choose_the_form_of_fused_attention(
     described: str,
     attention_calls: list[dict[str, Any]],
 ) -> None:
-    assert HpuBackend(options).kernels["attention"] == name
+    assert backend_with("hpu", options).kernels["attention"] == name
     (provided,) = (
         p for p in Registry.load().kernels if (p.spec.operation, p.spec.name) == ("attention", name)
     )
@@ -165,16 +165,16 @@ def test_options_choose_the_form_of_fused_attention(
 @pytest.mark.parametrize("other", [{"attention": "softmax"}, {"optimum_habana": True}])
 def test_forms_of_fused_attention_need_fused_attention(name: str, other: dict[str, Any]) -> None:
     with pytest.raises(RunFileError, match=rf"{name}: it is a property of fused attention"):
-        HpuBackend({name: True, **other})
-    HpuBackend({name: False, **other})
+        backend_with("hpu", {name: True, **other})
+    backend_with("hpu", {name: False, **other})
 
 
 def test_both_forms_at_once_are_refused_with_packed_rows() -> None:
-    both = HpuBackend({"fast_softmax": True, "attention_recompute": True})
+    both = backend_with("hpu", {"fast_softmax": True, "attention_recompute": True})
     with pytest.raises(UnsupportedError, match=r"packed rows have a mask"):
         both.adapt_models(packing=True)
     both.adapt_models(packing=False)
-    HpuBackend({"fast_softmax": True}).adapt_models(packing=True)
+    backend_with("hpu", {"fast_softmax": True}).adapt_models(packing=True)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def left_to_the_host(make):
     optimizer.step()
     return dict(habana_standin.census().fallbacks - before), float(weight.detach()[0, 0])
 
-fused = bool(HpuBackend({}).support(FUSED_ADAMW))
+fused = bool(HpuBackend().support(FUSED_ADAMW))
 found["trial"], _ = left_to_the_host(lambda w: torch.optim.AdamW([w], lr=0.5, fused=True))
 section = OptimizerSection(lr=0.5)
 found["ours"], found["weight"] = left_to_the_host(

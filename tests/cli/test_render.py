@@ -99,7 +99,7 @@ def test_secrets_stay_in_the_shell_that_submits(
     job, written = Job.load(plan / "job.json"), yaml.safe_load((plan / "run.yaml").read_text())
     assert job.environment == written["environment"] == {"LEVEL": "3"}
     assert list(job.launch.pass_environment) == written["launch"]["pass_environment"]
-    assert job.launch.pass_environment == ("HF_HOME", "GITHUB_PAT")
+    assert job.launch.pass_environment == ["HF_HOME", "GITHUB_PAT"]
 
 
 def test_a_folder_that_is_taken_here_does_not_rename_the_job(tmp_path: Path) -> None:

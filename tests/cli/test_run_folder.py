@@ -29,6 +29,7 @@ from anygauge.registry import Registry
 from anygauge.training.checkpoints.identity import identity_of_file
 from anygauge.util.start import START, put_in_place, settled
 from tests.helpers.checkpoints import RECORD, write
+from tests.helpers.options import render
 from tests.helpers.runs import anygauge, run_file
 
 TIMEOUT_S = 200
@@ -263,7 +264,7 @@ def test_ctrl_c_before_the_first_step_promises_nothing(tmp_path: Path) -> None:
 def test_launchers_stage_what_they_write(
     launcher: str, options: dict[str, object], where: str, tmp_path: Path
 ) -> None:
-    plan = Registry.load().launcher(launcher)().render(staged_job(tmp_path), options)
+    plan = render(launcher, staged_job(tmp_path), options)
     (job_file,) = [Path(file.path) for file in plan.files if file.path.endswith("job.json")]
     assert job_file == tmp_path / where / "job.json"
     (process,) = plan.processes
@@ -285,7 +286,7 @@ def test_a_submission_to_slurm_replaces_nothing_that_ranks_have_not_accepted(
         made_ready(folder, staged=True)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         launcher = Registry.load().launcher("slurm")()
-        running = launcher.submit(launcher.render(job, {"allocation": "new"}))
+        running = launcher.submit(render("slurm", job, {"allocation": "new"}))
     assert running.record == {"job": "7", "offset": 0}
     assert {path: path.read_bytes() for path in before} == before
     new = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}

@@ -17,6 +17,7 @@ from anygauge_clouds.azureml import Azureml, AzureService
 from anygauge_clouds.service_job import ServiceJob
 from tests.clouds.helpers import Client, assert_refused, client_for, events_text, job, merged
 from tests.helpers.machines import assert_pure
+from tests.helpers.options import render
 
 NAME = "tiny-run-1-d94772fd"
 STORE = "azureml://datastores/blobs/paths"
@@ -35,7 +36,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
-    return Azureml().render(job(**fields), merged(OPTIONS, change or {}))
+    return render("azureml", job(**fields), merged(OPTIONS, change or {}))
 
 
 def described(plan: Plan) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from anygauge_clouds.submission import relocate
 from anygauge_hpu.backend import HpuBackend
 from tests.clouds.helpers import Client, assert_refused, client_for, events_text, job, merged
 from tests.helpers.machines import assert_pure
+from tests.helpers.options import render
 
 OPTIONS: dict[str, Any] = {
     "namespace": "train",
@@ -41,7 +42,7 @@ KINDS = ("JobSet", "TrainJob")
 
 
 def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
-    return Kubernetes().render(job(**fields), merged(OPTIONS, change or {}))
+    return render("kubernetes", job(**fields), merged(OPTIONS, change or {}))
 
 
 def manifest(plan: Plan) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tests.clouds.helpers import (
     merged,
 )
 from tests.helpers.machines import assert_pure
+from tests.helpers.options import render
 
 SECRET = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:hf-AbCdEf"
 OPTIONS: dict[str, Any] = {
@@ -49,7 +50,7 @@ GPUS = replace(CARDS, cluster_resource="nvidia.com/gpu")
 
 
 def rendered(change: dict[str, Any] | None = None, **fields: Any) -> Plan:
-    return Sagemaker().render(job(**{"profile": GPUS, **fields}), merged(OPTIONS, change or {}))
+    return render("sagemaker", job(**{"profile": GPUS, **fields}), merged(OPTIONS, change or {}))
 
 
 def request(plan: Plan) -> dict[str, Any]:

@@ -12,19 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anygauge.agent.startup import read_variables
-from anygauge.interface import Job, Launcher, Plan
-from anygauge_clouds.azureml import Azureml
-from anygauge_clouds.kubernetes import Kubernetes
-from anygauge_clouds.sagemaker import Sagemaker
+from anygauge.interface import Job, Plan
 from anygauge_clouds.sagemaker_node import unpacked
 from anygauge_clouds.submission import write_files
 from tests.clouds import test_azureml, test_kubernetes, test_sagemaker
 from tests.clouds.helpers import job
+from tests.helpers.options import render
 
-LAUNCHERS: dict[str, tuple[Launcher, dict[str, Any]]] = {
-    "kubernetes": (Kubernetes(), test_kubernetes.OPTIONS),
-    "azureml": (Azureml(), test_azureml.OPTIONS),
-    "sagemaker": (Sagemaker(), test_sagemaker.OPTIONS),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kubernetes": test_kubernetes.OPTIONS,
+    "azureml": test_azureml.OPTIONS,
+    "sagemaker": test_sagemaker.OPTIONS,
 }
 MARK = "\N{SNOWMAN}mine"
 # A variable cannot hold a NUL, and lone surrogates are not text.
@@ -61,13 +59,12 @@ def job_there(plan: Plan, name: str) -> Job:
         return Job.load(file.name)
 
 
-@pytest.mark.parametrize("name", sorted(LAUNCHERS))
+@pytest.mark.parametrize("name", sorted(OPTIONS))
 @settings(deadline=None, max_examples=60)
 @given(value=WITH_ODD, text=WITH_ODD)
 def test_a_job_arrives_as_it_was_written(name: str, value: str, text: str) -> None:
-    launcher, options = LAUNCHERS[name]
     there = job(environment={"V": value}, run_text=text, profile=test_sagemaker.GPUS)
-    plan = launcher.render(there, options)
+    plan = render(name, there, OPTIONS[name])
     arrived = job_there(plan, name)
     assert (arrived.environment["V"], arrived.run_text) == (value, text)
     # Nowhere else: what a cluster or a shell would read has nothing of it.
@@ -83,7 +80,6 @@ def test_a_job_arrives_as_it_was_written(name: str, value: str, text: str) -> No
 def test_variables_of_the_shell_arrive_as_they_are(value: str) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", value)
-        launcher, options = LAUNCHERS["kubernetes"]
-        write_files(launcher.render(job(Path(folder) / "run"), options))
+        write_files(render("kubernetes", job(Path(folder) / "run"), OPTIONS["kubernetes"]))
         path = Path(folder) / "run" / "variables.json"
         assert read_variables(str(path)) == {"HF_HOME": value}

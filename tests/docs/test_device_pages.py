@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from anygauge.config.reference import field_rows
 from anygauge.interface import ImageRelease
 from anygauge_cuda.versions import OLDEST_DRIVER, TORCH_BUILDS
-from anygauge_hpu.options import OPTIONS
+from anygauge_hpu.options import HpuOptions
 from anygauge_hpu.software import RELEASES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -41,9 +42,7 @@ def test_every_release_of_gaudis_software_is_listed() -> None:
 
 
 def test_every_option_is_listed() -> None:
-    assert rows("gaudi.md", "option") == [
-        f"| `{name}` | {option.meaning} | {option.valid} |" for name, option in OPTIONS.items()
-    ]
+    assert rows("gaudi.md", "field") == field_rows(HpuOptions)
 
 
 def test_every_build_of_torch_is_listed() -> None:

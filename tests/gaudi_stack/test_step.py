@@ -23,7 +23,6 @@ from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import Phase
 from anygauge.strategies.zero_options import ZeroOptions
-from anygauge_hpu.backend import HpuBackend
 from anygauge_hpu.fp8 import ENGINE
 from anygauge_hpu.fp8 import RECIPE as FP8_RECIPE
 from tests.gaudi_stack import needs_optimum_habana
@@ -37,6 +36,7 @@ from tests.gaudi_stack.their_command import (
     read_defaults,
 )
 from tests.gaudi_stack.their_job import CONFIGURATION
+from tests.helpers.options import backend_with
 
 pytestmark = needs_optimum_habana
 
@@ -189,7 +189,7 @@ def _of_deepspeed(name: str, after: str, before: str) -> str:
 
 
 def _kernels(run: RunFile) -> dict[str, tuple[Any, Any]]:
-    backend = HpuBackend(run.backend_options)
+    backend = backend_with("hpu", run.backend_options)
     assert backend.kernels["rope"] == backend.kernels["rms_norm"] == "gaudi_fused"
     assert backend.kernels["adamw"] == "gaudi_fused"
     ours = Path(anygauge_hpu.__file__)
@@ -288,7 +288,7 @@ def _phases(options: Mapping[str, Any]) -> set[Phase]:
     found = set()
     names = dict.fromkeys(("habana_frameworks", "habana_frameworks.torch"), mock.MagicMock())
     with mock.patch.dict(sys.modules, {**names, "habana_frameworks.torch.core": core}):
-        graph = HpuBackend(options).graph
+        graph = backend_with("hpu", options).graph
         for phase in Phase:
             core.mark_step.reset_mock()
             graph.mark_step(phase)

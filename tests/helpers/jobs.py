@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from anygauge.interface import Job, LaunchSettings
 
-LAUNCH = {each.name for each in fields(LaunchSettings)}
+LAUNCH = set(LaunchSettings.model_fields)
 
 
 def make_job(**values: Any) -> Job:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from anygauge.config.schema import LaunchSection, RunFile
 from anygauge.interface import AnygaugeError, Fabric, Job, LaunchProfile, LaunchSettings
 from tests.helpers.jobs import make_job
 
@@ -54,16 +53,6 @@ def test_what_is_not_a_job_file_is_named(tmp_path: Path, text: str) -> None:
         Job.load(path)
 
 
-def test_the_section_of_a_run_file_has_the_settings_and_their_defaults() -> None:
-    assert LaunchSection().settings() == LaunchSettings()
-    own = {each.name for each in fields(LaunchSettings)}
-    assert set(RunFile.model_fields["launch"].annotation.model_fields) == own | {
-        "launcher",
-        "options",
-    }
-
-
 def test_a_machine_is_not_lost_later_than_two_hanging_collectives() -> None:
-    section = LaunchSection(collective_timeout_s=5.0, lost_after_s=60.0, pass_environment=["A"])
-    settings = section.settings()
-    assert (settings.lost_after_s, settings.pass_environment) == (10.0, ("A",))
+    assert LaunchSettings(collective_timeout_s=5.0, lost_after_s=60.0).silence_s == 10.0
+    assert LaunchSettings(lost_after_s=60.0).silence_s == 60.0

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from anygauge.interface import Job
 from anygauge.registry import Registry
+from tests.helpers.options import render
 
 
 def main() -> int:
     name, job_file, options_file = sys.argv[1:]
     launcher = Registry.load().launcher(name)()
-    plan = launcher.render(Job.load(job_file), json.loads(Path(options_file).read_text()))
+    plan = render(name, Job.load(job_file), json.loads(Path(options_file).read_text()))
     running = launcher.submit(plan)
     for event in running.events():
         print(json.dumps(event), flush=True)

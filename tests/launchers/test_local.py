@@ -29,6 +29,7 @@ from tests.agent.fakes import (
     write_script,
 )
 from tests.helpers.jobs import make_job
+from tests.helpers.options import render
 
 
 def job(directory: Path, nodes: int = 1) -> Job:
@@ -72,7 +73,7 @@ def test_it_announces_itself_as_tested_on_one_machine() -> None:
 
 def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path) -> None:
     run = folder / "run"
-    plan = Local().render(job(run), {})
+    plan = render("local", job(run), {})
     assert not run.exists()
     (file,) = plan.files
     assert file.path == str(run / "job.json")
@@ -86,24 +87,24 @@ def test_rendering_writes_nothing_and_names_every_file_and_argument(folder: Path
 
 
 def test_the_grace_time_is_an_option(folder: Path) -> None:
-    (process,) = Local().render(job(folder), {"grace_s": 1.5}).processes
+    (process,) = render("local", job(folder), {"grace_s": 1.5}).processes
     assert process.argv[-2:] == ("--grace", "1.5")
 
 
 @pytest.mark.parametrize("value", [-1, "5", True, None])
 def test_a_grace_time_that_is_none_is_refused(folder: Path, value: object) -> None:
     with pytest.raises(RunFileError, match=r"launch\.options\.grace_s"):
-        Local().render(job(folder), {"grace_s": value})
+        render("local", job(folder), {"grace_s": value})
 
 
 def test_an_unknown_option_is_refused_with_those_that_exist(folder: Path) -> None:
     with pytest.raises(RunFileError, match=r"launch\.options\.hosts.*it has: grace_s"):
-        Local().render(job(folder), {"hosts": "a,b"})
+        render("local", job(folder), {"hosts": "a,b"})
 
 
 def test_more_than_one_machine_is_refused(folder: Path) -> None:
     with pytest.raises(RunFileError, match=r"launch\.nodes is 2"):
-        Local().render(job(folder, nodes=2), {})
+        render("local", job(folder, nodes=2), {})
 
 
 def test_a_job_runs_where_paths_have_spaces(folder: Path, started: list[LocalJob]) -> None:

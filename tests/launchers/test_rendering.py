@@ -15,6 +15,7 @@ from anygauge_launchers.slurm import SCRIPT, Slurm
 from anygauge_launchers.ssh import Ssh
 from tests.helpers.jobs import make_job
 from tests.helpers.machines import assert_pure
+from tests.helpers.options import render
 
 ODD = '/runs/it\'s a "b" $HOME\n雪'
 HOSTS = {"hosts": ["node1", "me@node2"]}
@@ -38,8 +39,7 @@ def job(**fields: Any) -> Job:
 
 
 def rendered(name: str, **options: Any) -> Plan:
-    launcher, own = LAUNCHERS[name]
-    return launcher.render(job(), {**own, **options})
+    return render(name, job(), {**LAUNCHERS[name][1], **options})
 
 
 @pytest.mark.parametrize("name", sorted(LAUNCHERS))
@@ -92,7 +92,7 @@ def test_the_coordinator_may_have_another_address() -> None:
 )
 def test_bad_options_of_ssh_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(RunFileError, match=said):
-        Ssh().render(job(), options)
+        render("ssh", job(), options)
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,15 @@ def test_bad_options_of_ssh_are_named(options: dict[str, Any], said: str) -> Non
 )
 def test_bad_host_files_are_named(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
-    for launcher in (Ssh(), Mpi()):
+    for launcher in ("ssh", "mpi"):
         with pytest.raises(RunFileError, match=said):
-            launcher.render(job(), {"hostfile": str(tmp_path / "hosts")})
+            render(launcher, job(), {"hostfile": str(tmp_path / "hosts")})
 
 
 def test_host_files_of_open_mpi_and_deepspeed_are_read(tmp_path: Path) -> None:
     text = "node7 slots=8 max_slots=16  # the big one\n\nnode9\n# ours\n"
     (tmp_path / "hosts").write_text(text, encoding="utf-8-sig")
-    plan = Ssh().render(job(), {"hostfile": str(tmp_path / "hosts")})
+    plan = render("ssh", job(), {"hostfile": str(tmp_path / "hosts")})
     assert [process.host for process in plan.processes] == ["node7", "node9"]
 
 
@@ -133,8 +133,7 @@ def test_mpirun_starts_one_agent_on_each_host_and_binds_none() -> None:
 
 def test_the_batch_script_is_the_same_for_every_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    launcher = Slurm()
-    plans = [launcher.render(job(name=name), {}) for name in ("a", "b")]
+    plans = [render("slurm", job(name=name), {}) for name in ("a", "b")]
     scripts = {file.text for plan in plans for file in plan.files if file.path.endswith(".sh")}
     assert scripts == {SCRIPT}
     (process,) = plans[0].processes
@@ -151,7 +150,7 @@ def test_what_sbatch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         "partition": "gpu", "time": "1-0", "gpus_per_node": 8, "cpus_per_task": 64, "mem": "0",
         "requeue": True, "warn_s": 300, "extra": ["--comment=a b"],
     }  # fmt: skip
-    argv = Slurm().render(job(), asked).processes[0].argv
+    argv = render("slurm", job(), asked).processes[0].argv
     for word in (
         *("--partition=gpu", "--time=1-0", "--gpus-per-node=8", "--mem=0", "--requeue"),
         *("--signal=USR1@300", "--comment=a b", f"{ODD}/cancelled"),
@@ -163,10 +162,10 @@ def test_what_sbatch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_inside_an_allocation_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    (process,) = Slurm().render(job(), {}).processes
+    (process,) = render("slurm", job(), {}).processes
     assert process.argv[0] == "sh" and "--input=all" in process.argv
     assert "--node-rank" in process.arguments and "--job" not in process.argv
-    assert Slurm().render(job(), {"allocation": "new"}).processes[0].argv[0] == "sbatch"
+    assert render("slurm", job(), {"allocation": "new"}).processes[0].argv[0] == "sbatch"
 
 
 def test_every_launcher_says_what_it_was_tested_on_and_what_it_can() -> None:

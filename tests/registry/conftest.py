@@ -89,7 +89,9 @@ class Fake(Backend):
     name = {name!r}
     device_type = "meta"
     kernels = {{"softmax": "fast"}}
-    known_options = ("threads",)
+
+class FakeOptions(Options):
+    threads: int = 1
 
 class Impostor:
     def __init__(self, options):
@@ -118,6 +120,7 @@ def anygauge_provide_backends():
         probe=probe,
         api_version={api_version},
         priority={priority},
+        options={module + ":FakeOptions"!r},
     )]
 {more}
 """

@@ -19,6 +19,7 @@ from anygauge.interface import (
     plugins,
 )
 from anygauge.registry import Registry, resolve_environment
+from anygauge.registry.registry import read_options
 from tests.helpers.jobs import make_job
 
 HOOKS = sorted(name for name in vars(plugins) if name.startswith("anygauge_"))
@@ -89,7 +90,8 @@ def test_the_launcher(example) -> None:
 
 def test_the_tracker(example, tmp_path) -> None:
     registry = example("anygauge_provide_trackers")
-    options = {"file": "metrics.txt"}
+    provided = registry.find_tracker("mine")
+    options = read_options(provided, "tracker", {"file": "metrics.txt"})
     context = TrackerContext(run_directory=tmp_path, run_name="run", options=options)
     tracker = made_by(registry.trackers)(context)
     tracker.log(1, {"train/loss": 2.0})

@@ -28,7 +28,7 @@ def test_open_backend_opens_and_closes(install, backend_source, monkeypatch):
     install("mine-dist", "1.0", {"mine": "fake_mine"}, fake_mine=source)
     with anygauge.open_backend("auto", local_rank=3, options={"threads": 1}) as backend:
         assert backend.name == "mine"
-        assert backend.options == {"threads": 1}
+        assert backend.options.threads == 1
         assert backend.events == [("open", 3)]
     assert backend.events == [("open", 3), "close"]
 

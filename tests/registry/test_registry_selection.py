@@ -204,7 +204,7 @@ def test_create_what_was_selected(have, load):
     for asked in ("host", "auto"):
         chosen = select_backend(registry, asked).spec.name
         backend = registry.create_backend(chosen, {"threads": 2})
-        assert (backend.name, backend.options) == ("host", {"threads": 2})
+        assert (backend.name, backend.options.threads) == ("host", 2)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def picky(options):
 """
     have("host", factory="fake_host:picky", more=more)
     with pytest.raises(RunFileError, match="threds"):
-        load().create_backend("host", {"threds": 1})
+        load().create_backend("host", {"threads": 3})
 
 
 # -- launchers and trackers ----------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_a_name_that_two_distributions_claim_is_nobodys(install, load):
     ("options", "told"),
     [
         ("nowhere:Options", r"its options 'nowhere:Options' cannot be loaded: ModuleNotFoundError"),
-        ("fake_a:number", r"its options 'fake_a:number' is not a class, but a int"),
+        ("fake_a:number", r"its options 'fake_a:number' is not a class that derives from anygauge"),
     ],
 )
 def test_options_that_cannot_be_read_are_named_when_they_are_asked_for(
@@ -46,7 +46,7 @@ def test_options_that_cannot_be_read_are_named_when_they_are_asked_for(
     install("a-dist", "1.0", {"a": "fake_a"}, fake_a=source("a", options=options))
     provided = load().find_strategy("a")
     with pytest.raises(PluginError, match=rf"strategy 'a' of a-dist 1\.0: {told}"):
-        load_options(provided)
+        load_options(provided, "strategy")
 
 
 def test_options_are_named_as_a_factory_is(install, load):

@@ -86,6 +86,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
     fields: dict[str, Any] = {
         "name": NAME,
         "factory": "anygauge_mutant:make",
+        "options": "anygauge_cpu.options:CpuOptions",
         "probe": (lambda: probe()) if MUTATION == "spec does not pickle" else probe,
         "api_version": API_VERSION,
         "priority": -1000,
@@ -108,7 +109,7 @@ if MUTATION == "a kernel is wrong":
         ]
 
 
-def make(options: Mapping[str, Any] | None = None) -> Backend:
+def make(options: Any) -> Backend:
     if MUTATION.startswith(("drawn: ", "none, on")):
         return _drawn()
     if wrong() is not None:

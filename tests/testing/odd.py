@@ -62,6 +62,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
     spec = BackendSpec(
         name="odd",
         factory="anygauge_odd:make",
+        options="anygauge_cpu.options:CpuOptions",
         probe=probe,
         api_version=API_VERSION,
         priority=-1000,
@@ -69,7 +70,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
     return [spec]
 
 
-def make(options: Mapping[str, Any] | None = None) -> Backend:
+def make(options: Any) -> Backend:
     from anygauge_cpu.backend import CpuBackend, CpuCollectives
 
     if ODD == "aborts at exit":

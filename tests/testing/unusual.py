@@ -15,8 +15,8 @@ from anygauge.interface import (
     LaunchProfile,
     Level,
     NotAvailableError,
+    Options,
     Probe,
-    RunFileError,
     Support,
 )
 from tests.testing.wrong import ANY, SOUND, Mutant, Wrong
@@ -125,15 +125,19 @@ def _all(args: tuple[Any, ...]) -> bool:
     return not args or not args[0]
 
 
+class HalfOptions(Options):
+    """An option that switches a type on."""
+
+    float16: bool = False
+
+
 @sound("float16 is switched off by an option")
 def _(on: Wrong) -> None:
-    on.backend.known_options = ("float16",)
+    on.spec(options=f"{__name__}:HalfOptions")
 
     @on.made
     def made(backend: Any) -> None:
-        value = backend.options.get("float16", False)
-        if not isinstance(value, bool):
-            raise RunFileError(f"backend_options.float16: {value!r} is neither true nor false")
+        value = backend.options.float16
         off = Support(Level.SWITCHED_OFF, "set backend_options.float16: true to have it")
         backend.capabilities = {**on.backend.capabilities, "float16": FULL if value else off}
 

@@ -267,6 +267,7 @@ def changed(found: Mutant) -> Wrong:
         from anygauge_sim.probe import probe
 
         on = Wrong(SimBackend, probe)
+        on.spec(options="")
     else:
         from anygauge_cpu.backend import CpuBackend
 

@@ -15,17 +15,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import field_validator
+
 from anygauge.interface import (
     Backend,
     Check,
     Finding,
     LaunchProfile,
     Level,
+    Options,
     Probe,
     Scope,
     Setting,
     Support,
 )
+from anygauge_cpu.options import CpuOptions
 from tests.testing.wrong import Wrong, mutant
 
 Settings = list[Setting]
@@ -161,47 +165,38 @@ def _(on: Wrong) -> None:
 # -- options --------------------------------------------------------------------------------------
 
 
+class AnyBinding(CpuOptions):
+    """One option takes any value."""
+
+    bind_cores: Any = True
+
+
+class LevelOptions(Options):
+    """A wrong value of its option ends in a KeyError."""
+
+    level: Any = "low"
+
+    @field_validator("level")
+    @classmethod
+    def _read(cls, value: Any) -> int:
+        return {"low": 1, "high": 2}[str(value)]
+
+
 @mutant("an option takes any value", part="basic", check="wrong_values_are_refused")
 def _(on: Wrong) -> None:
-    @on.method("backend.__init__")
-    def make(self: Backend, usual: Any, options: Any = None) -> None:
-        Backend.__init__(self, options)
+    on.spec(options=f"{__name__}:AnyBinding")
 
 
 @mutant("a wrong value ends in a KeyError", part="basic", check="wrong_values_are_refused")
 def _(on: Wrong) -> None:
-    on.backend.known_options = ("level",)
+    on.spec(options=f"{__name__}:LevelOptions")
 
     @on.method("backend.__init__")
     def make(self: Backend, usual: Any, options: Any = None) -> None:
         Backend.__init__(self, options)
-        _ = {"low": 1, "high": 2}[str(self.options.get("level", "low"))]
 
 
-@mutant("a class has one dictionary of options", part="basic", check="options_are_its_own")
-def _(on: Wrong) -> None:
-    shared: dict[str, Any] = {}
-
-    @on.made
-    def made(backend: Backend) -> None:
-        shared.update(backend.options)
-        backend.options = shared
-
-
-@mutant(
-    "defaults are written into the options that were given",
-    part="basic",
-    check="options_are_its_own",
-)
-def _(on: Wrong) -> None:
-    @on.method("backend.__init__")
-    def make(self: Backend, usual: Any, options: Any = None) -> None:
-        usual(options)
-        if options is not None:
-            options["bind_cores"] = True
-
-
-@mutant("instances share a placement", part="basic", check="options_are_its_own")
+@mutant("instances share a placement", part="basic", check="facets_are_its_own")
 def _(on: Wrong) -> None:
     shared: list[Any] = []
 
@@ -217,7 +212,7 @@ def _(on: Wrong) -> None:
 def _(on: Wrong) -> None:
     @on.made
     def made(backend: Backend) -> None:
-        if backend.options.get("bind_cores") is False:
+        if backend.options.bind_cores is False:
             off = Support(Level.SWITCHED_OFF, "bind_cores is false")
             on.backend.capabilities = {**on.backend.capabilities, "float16": off}
 

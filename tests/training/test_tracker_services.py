@@ -12,23 +12,28 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import AnygaugeError, NotAvailableError, TrackerContext
+from anygauge.interface import AnygaugeError, NotAvailableError, Options, TrackerContext
 from anygauge.training.trackers.services import (
     JsonLinesFile,
+    JsonLinesOptions,
     KeptId,
     MLflow,
+    MLflowOptions,
     TensorBoard,
+    WandbOptions,
     WeightsAndBiases,
 )
 
 PARAMETERS = {"train.seed": 3, "adapter": None, "name": "tiny"}
 
 
-def context(folder: Path, *, resumed: int | None = None, **options: Any) -> TrackerContext:
+def context(
+    folder: Path, kind: type[Options] = Options, *, resumed: int | None = None, **options: Any
+) -> TrackerContext:
     return TrackerContext(
         run_directory=folder,
         run_name="tiny",
-        options=options,
+        options=kind(**options),
         parameters=PARAMETERS,
         resumed_from_step=resumed,
     )
@@ -40,7 +45,9 @@ def context(folder: Path, *, resumed: int | None = None, **options: Any) -> Trac
 def test_jsonl_appends_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "ship" / "lines.jsonl"
     for resumed in (None, 1):
-        tracker = JsonLinesFile(context(tmp_path, resumed=resumed, path=str(path)))
+        tracker = JsonLinesFile(
+            context(tmp_path, JsonLinesOptions, resumed=resumed, path=str(path))
+        )
         tracker.log(1, {"train/loss": 2.5, "train/grad_norm": math.inf})
         assert path.read_text().endswith("\n"), "a reader sees whole lines at once"
         tracker.close("finished", {"final_loss": 2.5})
@@ -52,14 +59,14 @@ def test_jsonl_appends_whole_lines(tmp_path: Path) -> None:
 
 
 def test_jsonl_is_in_the_run_directory_where_the_path_is_relative(tmp_path: Path) -> None:
-    JsonLinesFile(context(tmp_path, path="x.jsonl")).close("failed", {})
+    JsonLinesFile(context(tmp_path, JsonLinesOptions, path="x.jsonl")).close("failed", {})
     assert json.loads((tmp_path / "x.jsonl").read_text())["status"] == "failed"
 
 
 def test_jsonl_says_what_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AnygaugeError, match=r"jsonl\.path: cannot append to .*file/x"):
-        JsonLinesFile(context(tmp_path, path="file/x"))
+        JsonLinesFile(context(tmp_path, JsonLinesOptions, path="file/x"))
 
 
 # -- kept ids ---------------------------------------------------------------------------------
@@ -108,7 +115,7 @@ def test_mlflow_keeps_one_run_over_a_resume(
     from mlflow import MlflowClient
 
     options = {"tracking_uri": (tmp_path / "store").as_uri(), "experiment": "mine"}
-    first = MLflow(context(tmp_path, **options))
+    first = MLflow(context(tmp_path, MLflowOptions, **options))
     first.log(1, {"train/loss": 3.0, "system/host_busy_percent": 5.0})
     first.log(2, {"train/loss": 2.0})
     client = MlflowClient(tracking_uri=options["tracking_uri"])
@@ -117,7 +124,7 @@ def test_mlflow_keeps_one_run_over_a_resume(
     (running,) = client.search_runs([experiment.experiment_id])
     assert running.info.status == "RUNNING"
     first.close("stopped", {})
-    second = MLflow(context(tmp_path, resumed=1, **options))
+    second = MLflow(context(tmp_path, MLflowOptions, resumed=1, **options))
     second.log(2, {"train/loss": 1.5})
     second.log(3, {"train/loss": 1.0})
     second.close("finished", {"final_loss": 1.0})
@@ -127,7 +134,7 @@ def test_mlflow_keeps_one_run_over_a_resume(
     assert run.data.metrics["summary/final_loss"] == 1.0
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert sorted((m.step, m.value) for m in history) == [(1, 3.0), (2, 1.5), (2, 2.0), (3, 1.0)]
-    failed = MLflow(context(tmp_path, **options))
+    failed = MLflow(context(tmp_path, MLflowOptions, **options))
     failed.close("failed", {})
     assert client.get_run(run.info.run_id).info.status == "FAILED"
 
@@ -135,7 +142,7 @@ def test_mlflow_keeps_one_run_over_a_resume(
 def test_mlflow_without_a_store_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(NotAvailableError, match="no server or store is set"):
-        MLflow(context(tmp_path))
+        MLflow(context(tmp_path, MLflowOptions))
 
 
 # -- wandb ------------------------------------------------------------------------------------
@@ -174,12 +181,12 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 def test_wandb_offline_holds_everything(tmp_path: Path) -> None:
     options = {"mode": "offline", "project": "p", "tags": ["a", "b"], "name": "other"}
-    first = WeightsAndBiases(context(tmp_path, **options))
+    first = WeightsAndBiases(context(tmp_path, WandbOptions, **options))
     first.log(1, {"train/loss": 3.0})
     first.log(2, {"train/loss": 2.0, "system/host_busy_percent": 5.0})
     first.close("stopped", {})
     kept = KeptId(tmp_path, "wandb").read()
-    second = WeightsAndBiases(context(tmp_path, resumed=1, **options))
+    second = WeightsAndBiases(context(tmp_path, WandbOptions, resumed=1, **options))
     second.log(2, {"train/loss": 1.5})
     second.close("failed", {"final_loss": 1.5})
     # What finish() leaves to wandb's own process is on the disk a moment later.
@@ -217,4 +224,4 @@ def test_wandb_without_a_login_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(NotAvailableError, match=r"not logged in to api\.wandb\.ai"):
-        WeightsAndBiases(context(tmp_path))
+        WeightsAndBiases(context(tmp_path, WandbOptions))

@@ -7,30 +7,31 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import Field
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import (
     API_VERSION,
     AnygaugeError,
     NotAvailableError,
+    Options,
     RunFileError,
     RunStatus,
-    TrackerOption,
     TrackerSpec,
 )
-from anygauge.registry import Registry
+from anygauge.registry import Provided, Registry
+from anygauge.registry.registry import read_options
 from anygauge.training.trackers.group import (
     Trackers,
-    check_options,
     check_trackers,
     flat_parameters,
     no_trackers,
     open_trackers,
 )
-from anygauge.training.trackers.services import wandb_login
+from anygauge.training.trackers.services import WandbOptions, wandb_login
 
 
 def run(**fields: object) -> RunFile:
@@ -176,46 +177,60 @@ def test_an_error_while_closing_is_told() -> None:
 
 # -- what the run file says --------------------------------------------------------------------
 
+
+class BoardOptions(Options):
+    """Options of every kind."""
+
+    project: str = Field(description="Where to.")
+    tags: list[str] = Field(default_factory=list)
+    rate: float = 1.0
+    on: bool = False
+    mode: Literal["first", "second"] = "first"
+
+
 SPEC = TrackerSpec(
     name="board",
     factory="none:none",
     api_version=API_VERSION,
-    options=(
-        TrackerOption(name="project", description="Where to.", required=True),
-        TrackerOption(name="tags", description="", kind="list of text"),
-        TrackerOption(name="rate", description="", kind="number"),
-        TrackerOption(name="on", description="", kind="truth"),
-        TrackerOption(name="mode", description="", choices=("a", "b")),
-    ),
+    options=f"{__name__}:BoardOptions",
 )
+PROVIDED = Provided(distribution="d", version="1", spec=SPEC)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"projet": "x"}, "no option 'projet'; did you mean 'project'\\? valid: project, tags"),
-        ({}, "board.project: is required. Where to."),
-        ({"project": 3}, "board.project: got 3, expected a text"),
-        ({"project": "x", "tags": "x"}, "board.tags: got 'x', expected a list of text"),
-        ({"project": "x", "rate": True}, "board.rate: got True, expected a number"),
-        ({"project": "x", "on": 1}, "board.on: got 1, expected true or false"),
-        ({"project": "x", "mode": "c"}, "board.mode: got 'c', expected one of a, b"),
+        (
+            {"project": "x", "projet": "x"},
+            "board.projet: the board tracker has no such option; did you mean 'project'. it has: "
+            "project, tags",
+        ),
+        ({}, "board.project: the board tracker needs it: Where to."),
+        ({"project": 3}, "board.project: 3: input should be a valid string"),
+        ({"project": "x", "tags": "x"}, "board.tags: 'x': input should be a valid list"),
+        ({"project": "x", "rate": True}, "board.rate: True: input should be a valid number"),
+        ({"project": "x", "on": 1}, "board.on: 1: input should be a valid boolean"),
+        (
+            {"project": "x", "mode": "frist"},
+            "board.mode: 'frist': input should be 'first' or 'second'; did you mean 'first'",
+        ),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RunFileError, match=message):
-        check_options(SPEC, options)
+        read_options(PROVIDED, "tracker", options)
 
 
 def test_right_options() -> None:
-    check_options(SPEC, {"project": "x", "tags": ["a"], "rate": 0.5, "on": False, "mode": "b"})
+    given = {"project": "x", "tags": ["a"], "rate": 0.5, "on": False, "mode": "second"}
+    assert read_options(PROVIDED, "tracker", given) == BoardOptions(**given)
 
 
 def test_trackers_are_checked_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry.load()
     with pytest.raises(RunFileError, match="wandb is listed twice"):
         check_trackers(registry, run(trackers=["wandb", "wandb"]), None)
-    with pytest.raises(RunFileError, match=r"tracker_options\.tensorboard: no option 'x'; it has"):
+    with pytest.raises(RunFileError, match=r"tracker_options\.tensorboard\.x: .*it has none"):
         wrong = run(trackers=["tensorboard"], tracker_options={"tensorboard": {"x": 1}})
         check_trackers(registry, wrong, None)
     nowhere = run(trackers=["mlflow"])
@@ -229,16 +244,18 @@ def test_trackers_are_checked_before_ranks_start(monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_login_is_told_and_not_asked_for(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
-    assert "run `wandb login`" in str(wandb_login({}, home))
-    assert wandb_login({"mode": "offline"}, home) is None
-    assert wandb_login({}, {**home, "WANDB_MODE": "offline"}) is None
-    assert wandb_login({"mode": "online"}, {**home, "WANDB_MODE": "offline"}) is not None
-    assert wandb_login({}, {**home, "WANDB_API_KEY": "k"}) is None
+    assert "run `wandb login`" in str(wandb_login(WandbOptions(), home))
+    assert wandb_login(WandbOptions(mode="offline"), home) is None
+    assert wandb_login(WandbOptions(), {**home, "WANDB_MODE": "offline"}) is None
+    assert wandb_login(WandbOptions(mode="online"), {**home, "WANDB_MODE": "offline"}) is not None
+    assert wandb_login(WandbOptions(), {**home, "WANDB_API_KEY": "k"}) is None
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password p\n")
     (tmp_path / ".netrc").chmod(0o600)
-    assert wandb_login({}, home) is None
+    assert wandb_login(WandbOptions(), home) is None
     assert "to here.example:" in str(
-        wandb_login({}, {**home, "WANDB_BASE_URL": "http://here.example:80", "NETRC": "/none"})
+        wandb_login(
+            WandbOptions(), {**home, "WANDB_BASE_URL": "http://here.example:80", "NETRC": "/none"}
+        )
     )
 
 
@@ -287,5 +304,5 @@ def test_a_third_partys_tracker_gets_the_whole_context(
     )
     (context,) = seen
     assert (context.run_name, context.run_directory) == ("mine", tmp_path)
-    assert (context.options, context.resumed_from_step) == ({"path": "metrics"}, 7)
+    assert (context.options.path, context.resumed_from_step) == ("metrics", 7)
     assert context.parameters["name"] == "mine"

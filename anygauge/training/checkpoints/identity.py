@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.models.quantisation import quantisation
-from anygauge.training.checkpoints.sound import is_count, read_json
+from anygauge.training.checkpoints.sound import read_json
+from anygauge.util.schema import Count, Text
 from anygauge.util.text import short
 
 REPORT = "report.json"
@@ -200,14 +201,19 @@ class FinishedError(AnygaugeError):
         self.finished = finished
 
 
+class _Report(BaseModel):
+    """Of a run's report, what is read here."""
+
+    steps: Count
+    saved: Text
+
+
 def finished_run(run_directory: Path) -> Finished | None:
     """The run of a folder, if it is finished: the report is what a run writes last."""
     try:
         report = read_json(run_directory / REPORT)
-    except AnygaugeError:
-        return None
-    saved = report.get("saved")
-    if not is_count(report.get("steps")) or not isinstance(saved, str):
+        saved = _Report.model_validate(report).saved
+    except (AnygaugeError, ValidationError):
         return None
     if Path(saved).name not in _RESULTS:
         return None

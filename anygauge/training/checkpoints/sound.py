@@ -7,16 +7,17 @@ folder, and every field must have its type. Imports no torch.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_json as read_any_json
+from anygauge.util.schema import Count, Number, Text, first_fault
 from anygauge.util.text import short
 
 FORMAT = 1
@@ -30,8 +31,6 @@ RECORD_BYTES = 64 * 2**20
 _NAME = re.compile(r"step-([0-9]{1,18})")
 _HIDDEN = re.compile(r"\.step-[0-9]{1,18}\.(part|old)")
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-
-Test = Callable[[Any], bool]
 
 
 def step_of(folder: Path) -> int | None:
@@ -82,8 +81,9 @@ def complaint_about(folder: Path, *, contents: bool = True) -> str | None:
     """
     try:
         listed = _manifest(folder)
-        for name, (size, digest) in listed.items():
-            _check_file(folder, name, size, digest if contents or name == RECORD else None)
+        for name, file in listed.items():
+            digest = file.sha256 if contents or name == RECORD else None
+            _check_file(folder, name, file.bytes, digest)
         for name in (RECORD, RNG):
             if name not in listed:
                 return f"{MANIFEST} does not list {name}"
@@ -128,9 +128,15 @@ def read_record(folder: Path) -> dict[str, Any]:
             f"{path}: the format is {_short(record.get('format'))}; this version of anygauge "
             f"reads format {FORMAT}"
         )
-    _check_fields(path, "", record, _RECORD)
-    _check_fields(path, "counters.", record["counters"], _COUNTERS)
-    _check_fields(path, "history.", record["history"], _HISTORY)
+    try:
+        CheckpointRecord.model_validate(record)
+    except ValidationError as error:
+        place, kind, value = first_fault(error)
+        if kind == "missing":
+            raise AnygaugeError(f"{path} has no {place}") from None
+        unknown = f"{short(place)} is unknown to this version of anygauge"
+        wrong = f"{short(place)} cannot be {_short(value)}"
+        raise AnygaugeError(f"{path}: {unknown if kind == 'unknown' else wrong}") from None
     named = step_of(folder)
     if named is not None and named != record["step"]:
         raise AnygaugeError(f"{path}: step is {record['step']}, and its folder is {folder.name}")
@@ -182,8 +188,15 @@ def keys_of(path: Path) -> list[str]:
         raise AnygaugeError(f"{path} cannot be read: {error}") from error
 
 
-def _manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """Name -> (bytes, SHA-256); the names stay inside the folder."""
+class _File(BaseModel):
+    """One entry of the manifest."""
+
+    bytes: Count
+    sha256: Text
+
+
+def _manifest(folder: Path) -> dict[str, _File]:
+    """The files by their names, which stay inside the folder."""
     path = folder / MANIFEST
     _refuse_link(folder, MANIFEST)
     files = read_json(path).get("files")
@@ -194,11 +207,12 @@ def _manifest(folder: Path) -> dict[str, tuple[int, str]]:
         parts = PurePosixPath(name).parts
         if not parts or "\0" in name or PurePosixPath(name).is_absolute() or ".." in parts:
             raise AnygaugeError(f"{path} names {_short(name)}, which is outside the checkpoint")
-        size = entry.get("bytes") if isinstance(entry, dict) else None
-        digest = entry.get("sha256") if isinstance(entry, dict) else None
-        if size is None or not is_count(size) or not isinstance(digest, str):
-            raise AnygaugeError(f"{path} cannot be read ({_short(name)}: {_short(entry)})")
-        listed[name] = (int(size), digest)
+        try:
+            listed[name] = _File.model_validate(entry)
+        except ValidationError:
+            raise AnygaugeError(
+                f"{path} cannot be read ({_short(name)}: {_short(entry)})"
+            ) from None
     return listed
 
 
@@ -243,81 +257,51 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+class _Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid")
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value is a whole number from 0 to 2^63."""
-    return _whole(value) and 0 <= value < 2**63
+class RecordedCounters(_Closed):
+    """Of the optimizer."""
+
+    updates: Count
+    loss_scale: Number | None
+    good_steps: Annotated[int, Strict()]
 
 
-def _number(value: Any) -> bool:
-    return (
-        (_whole(value) and abs(value) < 2**63)
-        or (isinstance(value, float) and math.isfinite(value))
-    )  # fmt: skip
+class RecordedEvaluation(BaseModel):
+    """One evaluation of the run."""
+
+    step: Count
+    name: Text
+    eval_loss: Number | None = None
 
 
-def _number_or_none(value: Any) -> bool:
-    return value is None or _number(value)
+class RecordedHistory(_Closed):
+    """What the run has done."""
+
+    step: Count
+    first_loss: Number | None
+    last_loss: Number | None
+    tokens: Count
+    seconds: Number
+    evaluations: list[RecordedEvaluation]
+    timed_steps: Count
+    timed_tokens: Count
+    timed_seconds: Number
 
 
-def _object(value: Any) -> bool:
-    return isinstance(value, dict)
+class CheckpointRecord(BaseModel):
+    """``checkpoint.json``; a later version may have more fields."""
 
-
-def _evaluations(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, dict)
-        and is_count(one.get("step"))
-        and isinstance(one.get("name"), str)
-        and _number_or_none(one.get("eval_loss"))
-        for one in value
-    )
-
-
-_RECORD: Mapping[str, Test] = {
-    "step": is_count,
-    "steps": is_count,
-    "world_size": lambda value: is_count(value) and value > 0,
-    "loss": _number_or_none,
-    "counters": _object,
-    "identity": _object,
-    "settings": _object,
-    "history": _object,
-}
-_COUNTERS: Mapping[str, Test] = {
-    "updates": is_count,
-    "loss_scale": _number_or_none,
-    "good_steps": _whole,
-}
-_HISTORY: Mapping[str, Test] = {
-    "step": is_count,
-    "first_loss": _number_or_none,
-    "last_loss": _number_or_none,
-    "tokens": is_count,
-    "seconds": _number,
-    "evaluations": _evaluations,
-    "timed_steps": is_count,
-    "timed_tokens": is_count,
-    "timed_seconds": _number,
-}
-
-
-def _check_fields(
-    path: Path, prefix: str, found: Mapping[str, Any], tests: Mapping[str, Test]
-) -> None:
-    for name, test in tests.items():
-        if name not in found:
-            raise AnygaugeError(f"{path} has no {prefix}{name}")
-        if not test(found[name]):
-            raise AnygaugeError(f"{path}: {prefix}{name} cannot be {_short(found[name])}")
-    unknown = [] if not prefix else sorted(set(found) - set(tests))
-    if unknown:
-        raise AnygaugeError(
-            f"{path}: {prefix}{_short(unknown[0])} is unknown to this version of anygauge"
-        )
+    step: Count
+    steps: Count
+    world_size: Annotated[Count, Field(gt=0)]
+    loss: Number | None
+    counters: RecordedCounters
+    identity: dict[str, Any]
+    settings: dict[str, Any]
+    history: RecordedHistory
 
 
 def _short(value: Any) -> str:

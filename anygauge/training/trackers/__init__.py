@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable
 
-from anygauge.interface import API_VERSION, TrackerOption, TrackerSpec, hookimpl
+from anygauge.interface import API_VERSION, TrackerSpec, hookimpl
 from anygauge.training.trackers.services import mlflow_store, wandb_login
 
 _SERVICES = "anygauge.training.trackers.services"
@@ -34,32 +34,13 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
             name="jsonl",
             factory=f"{_SERVICES}:JsonLinesFile",
             api_version=API_VERSION,
-            options=(
-                TrackerOption(
-                    name="path",
-                    description="File to append to; a relative path is in the run directory.",
-                    required=True,
-                ),
-            ),
+            options=f"{_SERVICES}:JsonLinesOptions",
         ),
         TrackerSpec(
             name="wandb",
             factory=f"{_SERVICES}:WeightsAndBiases",
             api_version=API_VERSION,
-            options=(
-                TrackerOption(name="project", description="Left out: WANDB_PROJECT, or anygauge."),
-                TrackerOption(name="entity", description="User or team."),
-                TrackerOption(name="name", description="Left out: the run's name."),
-                TrackerOption(name="group", description="Group of runs."),
-                TrackerOption(name="notes", description="Longer description."),
-                TrackerOption(name="tags", description="Labels.", kind="list of text"),
-                TrackerOption(
-                    name="mode",
-                    description="online, or offline to send the run later with `wandb sync`. Left "
-                    "out: WANDB_MODE, or online.",
-                    choices=("online", "offline"),
-                ),
-            ),
+            options=f"{_SERVICES}:WandbOptions",
             missing=_needs("wandb", "pip install 'anygauge[wandb]'"),
             unready=wandb_login,
         ),
@@ -67,18 +48,7 @@ def anygauge_provide_trackers() -> Iterable[TrackerSpec]:
             name="mlflow",
             factory=f"{_SERVICES}:MLflow",
             api_version=API_VERSION,
-            options=(
-                TrackerOption(
-                    name="tracking_uri",
-                    description="Server or store. Left out: MLFLOW_TRACKING_URI.",
-                ),
-                TrackerOption(
-                    name="experiment",
-                    description="Created if missing. Left out: MLFLOW_EXPERIMENT_NAME, or "
-                    "anygauge.",
-                ),
-                TrackerOption(name="name", description="Left out: the run's name."),
-            ),
+            options=f"{_SERVICES}:MLflowOptions",
             missing=_needs("mlflow", "pip install 'anygauge[mlflow]'"),
             unready=mlflow_store,
         ),

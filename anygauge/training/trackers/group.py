@@ -24,13 +24,11 @@ from anygauge.interface import (
     RunStatus,
     Tracker,
     TrackerContext,
-    TrackerOption,
-    TrackerSpec,
 )
 from anygauge.registry import Registry
-from anygauge.registry.registry import refuse_if_missing
+from anygauge.registry.registry import read_options, refuse_if_missing
 from anygauge.util.hiding import is_secret
-from anygauge.util.text import describe, did_you_mean
+from anygauge.util.text import describe
 
 OPEN_S = 120.0
 """Seconds in which a tracker must open."""
@@ -215,10 +213,11 @@ def open_trackers(
 
     def maker(name: str) -> Callable[[], Tracker]:
         factory = registry.tracker(name)
+        provided = registry.find_tracker(name)
         context = TrackerContext(
             run_directory=run_directory,
             run_name=run.name,
-            options=run.tracker_options.get(name, {}),
+            options=read_options(provided, "tracker", run.tracker_options.get(name)),
             parameters=parameters,
             resumed_from_step=resumed_from_step,
         )
@@ -245,47 +244,13 @@ def check_trackers(registry: Registry, run: RunFile, environ: Mapping[str, str] 
         raise RunFileError(f"trackers: {', '.join(twice)} is listed twice; list it once")
     for name in run.trackers:
         provided = registry.find_tracker(name)
-        options = run.tracker_options.get(name, {})
-        check_options(provided.spec, options)
+        options = read_options(provided, "tracker", run.tracker_options.get(name))
         if environ is None:
             continue
         refuse_if_missing(provided, "tracker")
         reason = provided.spec.unready(options, environ)
         if reason is not None:
             raise NotAvailableError(f"tracker {name!r}: {reason}")
-
-
-def check_options(spec: TrackerSpec, options: Mapping[str, Any]) -> None:
-    """Raises: RunFileError: an option is unknown, of a wrong kind, or required and left out."""
-    where = f"tracker_options.{spec.name}"
-    known = {option.name: option for option in spec.options}
-    valid = f"valid: {', '.join(known)}" if known else "it has no options; remove them"
-    for name, value in options.items():
-        if name not in known:
-            raise RunFileError(
-                f"{where}: no option {name!r}{did_you_mean(name, known) or ';'} {valid}"
-            )
-        problem = _problem(known[name], value)
-        if problem:
-            raise RunFileError(f"{where}.{name}: got {value!r}, expected {problem}")
-    for option in spec.options:
-        if option.required and option.name not in options:
-            raise RunFileError(f"{where}.{option.name}: is required. {option.description}")
-
-
-def _problem(option: TrackerOption, value: Any) -> str | None:
-    """What was expected instead of a value, or None."""
-    fits = {
-        "text": isinstance(value, str) and bool(value),
-        "number": isinstance(value, int | float) and not isinstance(value, bool),
-        "truth": isinstance(value, bool),
-        "list of text": isinstance(value, list) and all(isinstance(item, str) for item in value),
-    }
-    if not fits[option.kind]:
-        return {"truth": "true or false", "text": "a text"}.get(option.kind, f"a {option.kind}")
-    if option.choices and value not in option.choices:
-        return "one of " + ", ".join(option.choices)
-    return None
 
 
 def flat_parameters(run: RunFile) -> dict[str, str | int | float | bool | None]:

@@ -14,10 +14,18 @@ import time
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from anygauge.interface import AnygaugeError, NotAvailableError, RunStatus, TrackerContext
+from pydantic import Field
+
+from anygauge.interface import (
+    AnygaugeError,
+    NotAvailableError,
+    Options,
+    RunStatus,
+    TrackerContext,
+)
 from anygauge.util.files import write_text
 from anygauge.util.text import finite
 
@@ -35,6 +43,44 @@ _MOST_PARAMETERS = 100
 """Parameters that one request to MLflow may carry (its REST API, runs/log-batch)."""
 _LONGEST_VALUE = 500
 """Characters of a parameter that MLflow servers of all versions accept."""
+
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class JsonLinesOptions(Options):
+    """Options of the tracker jsonl."""
+
+    path: Text = Field(description="File to append to; a relative path is in the run directory.")
+
+
+class WandbOptions(Options):
+    """Options of the tracker wandb."""
+
+    project: Text | None = Field(None, description="Left out: WANDB_PROJECT, or anygauge.")
+    entity: Text | None = Field(None, description="User or team.")
+    name: Text | None = Field(None, description="Left out: the run's name.")
+    group: Text | None = Field(None, description="Group of runs.")
+    notes: Text | None = Field(None, description="Longer description.")
+    tags: list[str] | None = Field(None, description="Labels.")
+    mode: Literal["online", "offline"] | None = Field(
+        None,
+        description="online, or offline to send the run later with `wandb sync`. Left out: "
+        "WANDB_MODE, or online.",
+    )
+
+
+class MLflowOptions(Options):
+    """Options of the tracker mlflow."""
+
+    tracking_uri: Text | None = Field(
+        None, description="Server or store. Left out: MLFLOW_TRACKING_URI."
+    )
+    experiment: Text | None = Field(
+        None,
+        description="Created if missing. Left out: MLFLOW_EXPERIMENT_NAME, or anygauge.",
+    )
+    name: Text | None = Field(None, description="Left out: the run's name.")
 
 
 class TensorBoard:
@@ -79,7 +125,7 @@ class JsonLinesFile:
     """
 
     def __init__(self, context: TrackerContext) -> None:
-        path = context.run_directory / Path(context.options["path"]).expanduser()
+        path = context.run_directory / Path(context.options.path).expanduser()
         self._run = context.run_name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,18 +160,18 @@ class WeightsAndBiases:
             raise NotAvailableError(f"tracker 'wandb': {reason}")
         import wandb
 
-        options = dict(context.options)
+        options = context.options
         kept = KeptId(context.run_directory, "wandb")
         known = kept.read()
         identity = known or secrets.token_hex(4)
-        mode: Any = options.get("mode") or os.environ.get("WANDB_MODE") or "online"
+        mode: Any = options.mode or os.environ.get("WANDB_MODE") or "online"
         self._run = wandb.init(
-            project=options.get("project") or os.environ.get("WANDB_PROJECT") or "anygauge",
-            entity=options.get("entity"),
-            name=options.get("name", context.run_name),
-            group=options.get("group"),
-            notes=options.get("notes"),
-            tags=options.get("tags"),
+            project=options.project or os.environ.get("WANDB_PROJECT") or "anygauge",
+            entity=options.entity,
+            name=options.name or context.run_name,
+            group=options.group,
+            notes=options.notes,
+            tags=options.tags,
             mode=mode,
             id=identity,
             # Offline there is no server to ask; `wandb sync` joins the parts by their id.
@@ -165,7 +211,7 @@ class MLflow:
         from mlflow import MlflowClient
 
         options = context.options
-        uri = options.get("tracking_uri") or os.environ["MLFLOW_TRACKING_URI"]
+        uri = options.tracking_uri or os.environ["MLFLOW_TRACKING_URI"]
         self._client = MlflowClient(tracking_uri=uri)
         self._last = context.resumed_from_step or 0
         kept = KeptId(context.run_directory, "mlflow")
@@ -175,14 +221,14 @@ class MLflow:
             self._client.update_run(self._id, status="RUNNING")
             return
         run = self._client.create_run(
-            self._experiment(options), run_name=options.get("name", context.run_name)
+            self._experiment(options), run_name=options.name or context.run_name
         )
         self._id = run.info.run_id
         kept.write(self._id)
         self._log_parameters(context.parameters)
 
-    def _experiment(self, options: Mapping[str, Any]) -> str:
-        name = options.get("experiment") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "anygauge"
+    def _experiment(self, options: MLflowOptions) -> str:
+        name = options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "anygauge"
         found = self._client.get_experiment_by_name(name)
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
@@ -229,9 +275,9 @@ class KeptId:
         write_text(self._path, json.dumps({"id": value}) + "\n")
 
 
-def wandb_login(options: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+def wandb_login(options: WandbOptions, environ: Mapping[str, str]) -> str | None:
     """Why Weights & Biases would ask for a login; None with a key, or where nothing is sent."""
-    mode = options.get("mode") or environ.get("WANDB_MODE") or "online"
+    mode = options.mode or environ.get("WANDB_MODE") or "online"
     if mode != "online":
         return None
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -245,9 +291,9 @@ def wandb_login(options: Mapping[str, Any], environ: Mapping[str, str]) -> str |
     )
 
 
-def mlflow_store(options: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+def mlflow_store(options: MLflowOptions, environ: Mapping[str, str]) -> str | None:
     """Why MLflow would not know where to write; None where it would."""
-    if options.get("tracking_uri") or environ.get("MLFLOW_TRACKING_URI"):
+    if options.tracking_uri or environ.get("MLFLOW_TRACKING_URI"):
         return None
     return (
         "no server or store is set: set tracker_options.mlflow.tracking_uri or "

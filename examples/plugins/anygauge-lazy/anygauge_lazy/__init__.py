@@ -18,6 +18,7 @@ def anygauge_provide_backends() -> Iterable[BackendSpec]:
         BackendSpec(
             name="lazy",
             factory="anygauge_lazy.backend:LazyBackend",
+            options="anygauge_lazy.options:LazyOptions",
             probe=probe,
             api_version=WRITTEN_FOR,
             priority=-100,  # only for whoever asks for it by name

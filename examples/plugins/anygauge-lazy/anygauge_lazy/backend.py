@@ -13,18 +13,14 @@ from anygauge.interface import (
     Level,
     MemoryStats,
     Placement,
-    RunFileError,
     Support,
     UnsupportedError,
 )
 from anygauge_lazy.graph import LazyGraph
+from anygauge_lazy.options import LazyOptions
 
 if TYPE_CHECKING:
     import torch
-
-
-DEFAULT_LIMIT = 1000
-"""Operations: a forward pass of a small model fits, a whole step does not."""
 
 
 class LazyPlacement(Placement):
@@ -79,14 +75,14 @@ class LazyPlacement(Placement):
 
 
 class LazyBackend(Backend):
-    """Lazy tensors. Options: ``graph_limit`` (operations per graph; default `DEFAULT_LIMIT`)."""
+    """Lazy tensors."""
 
     name = "lazy"
     device_type = "lazy"
     placement_class = LazyPlacement
     graph_class = LazyGraph
     graph: LazyGraph
-    known_options = ("graph_limit",)
+    options: LazyOptions
     capabilities: Mapping[str, Support] = {
         "bfloat16": FULL,
         "float16": Support(Level.PARTIAL, "as the host computes it"),
@@ -99,19 +95,9 @@ class LazyBackend(Backend):
         ),
     }
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        """Args: options: the run file's ``backend_options``.
-
-        Raises:
-            RunFileError: an option is unknown, or the limit no whole number of at least 1.
-        """
-        super().__init__(options)
-        limit = self.options.get("graph_limit", DEFAULT_LIMIT)
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise RunFileError(
-                f"backend_options.graph_limit: {limit!r} is not a whole number of at least 1"
-            )
-        self.graph.limit = limit
+    def __init__(self, options: LazyOptions | None = None) -> None:
+        super().__init__(options or LazyOptions())
+        self.graph.limit = self.options.graph_limit
 
     def open(self, local_rank: int = 0) -> torch.device:
         """Take the device; operations are counted from now on."""

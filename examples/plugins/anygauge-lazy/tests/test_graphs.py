@@ -105,8 +105,8 @@ def python(code: str) -> Any:
 
 OPEN = (
     "import json, torch\n"
-    "from anygauge_lazy.backend import LazyBackend\n"
-    "backend = LazyBackend({'graph_limit': 5})\n"
+    "from anygauge.registry import Registry\n"
+    "backend = Registry.load().create_backend('lazy', {'graph_limit': 5})\n"
     "device = backend.open()\n"
 )
 
@@ -137,9 +137,8 @@ def test_a_graph_ends_at_the_limit() -> None:
 
 @pytest.mark.parametrize("value", [0, -3, "many", True, 2.5])
 def test_a_limit_that_is_none_is_refused(value: object) -> None:
-    from anygauge_lazy.backend import LazyBackend
-
     from anygauge.interface import RunFileError
+    from anygauge.registry import Registry
 
     with pytest.raises(RunFileError, match="graph_limit"):
-        LazyBackend({"graph_limit": value})
+        Registry.load().create_backend("lazy", {"graph_limit": value})

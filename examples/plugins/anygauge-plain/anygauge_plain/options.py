@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+
+from anygauge.interface import Options
 
 
-class PlainOptions(BaseModel):
+class PlainOptions(Options):
     """Fields of ``strategy`` other than its name."""
 
     sums: Literal["float32", "float64"] = Field(
