@@ -72,7 +72,7 @@ def _measured(
     console = Console(stderr=True)
     if quiet or not console.is_terminal or console.is_dumb_terminal:
         return measure(backend, {}, ranks)
-    with console.status(f"measuring {ranks} rank{'s' if ranks > 1 else ''}, for a minute or two"):
+    with console.status(f"measuring {ranks} rank{'s' if ranks > 1 else ''}"):
         return measure(backend, {}, ranks)
 
 

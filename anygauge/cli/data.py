@@ -36,7 +36,10 @@ def data(
     set_: SetOption = None,
 ) -> None:
     """Show what a run trains on: counts, lengths, padding, and which are loss tokens."""
+    import secrets
+
     from anygauge.cli.fetch import fetched
+    from anygauge.cli.preflight import tokenise
     from anygauge.config.load import check_paths, load_run_file
     from anygauge.data import Layout, TokenizedRows, accumulation, advice, peek, prepare
     from anygauge.models.hub import wanted
@@ -63,7 +66,9 @@ def data(
     if section.streaming:
         console.print(f"streamed: the first {STREAMED_ROWS:,} rows of each source\n", style="dim")
         first = STREAMED_ROWS
-    prepared = prepare(section, tokenizer, run.train.seed, log=typer.echo, first=first)
+    start = secrets.token_hex(8)
+    tokenise(run, start, first=first)
+    prepared = prepare(section, tokenizer, run.train.seed, run=start, first=first)
     trained = prepared.train
     assert isinstance(trained, TokenizedRows)
     _show_counts(console, section, trained, "train")

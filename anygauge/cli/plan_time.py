@@ -73,6 +73,8 @@ def lines(trial: Trial, target: Target, rows: int | None) -> Iterator[str]:
     each = f" ({time.tokens_per_s / ranks:,.0f} each)" if ranks > 1 else ""
     yield f"Time: a step {seconds(time.step)}; {time.tokens_per_s:,.0f} tokens/s{each}{mfu}"
     yield f"  {', '.join(_parts(time))}"
+    if target.card is not None and target.card.shared_memory:
+        yield "  a rough estimate: a processor reaches other rates than those of large products"
     for one in sent(trial):
         if one["sent"] >= LEAST:
             where = "between machines" if one["link"] == "machines" else "in a machine"

@@ -74,7 +74,7 @@ def generate(
 
     quiet_libraries()
     loaded_tokenizer = load_tokenizer(origin.section)
-    ids, stop_ids = question_ids(origin.data, loaded_tokenizer, prompt, raw=raw)
+    ids, stop_ids = question_ids(origin, loaded_tokenizer, prompt, raw=raw)
     if not ids:
         raise UsageError("the prompt is empty: give --prompt TEXT, or text on standard input")
     with anygauge.open_backend(backend or "auto") as opened:
@@ -125,8 +125,9 @@ def merge(
         raise UsageError(f"{model} is not a run with an adapter: name one with --adapter FOLDER")
     fetch_wanted(origin.section)
 
+    from anygauge.cli.preflight import render
     from anygauge.cli.run_folder import merging
-    from anygauge.data.template import end_of_turn_ids, read_template
+    from anygauge.data.template import read_template
     from anygauge.models.merge import merge as fold
     from anygauge.models.quiet import quiet_libraries
     from anygauge.models.result_files import ResultFiles
@@ -134,10 +135,14 @@ def merge(
 
     quiet_libraries()
     loaded = load_tokenizer(origin.section)
-    template = None if origin.data is None else read_template(origin.data.chat_template)
-    ends = end_of_turn_ids(loaded, template)
+    given = None if origin.data is None else origin.data.chat_template
+    _, ends = render(origin.section, given, None)
     files = ResultFiles(
-        origin.section, loaded, chat_template=template, end_ids=ends, adapter=origin.adapter
+        origin.section,
+        loaded,
+        chat_template=read_template(given),
+        end_ids=ends,
+        adapter=origin.adapter,
     )
     with merging(output):
         report = fold(origin.section, origin.adapter, output, files)
@@ -274,7 +279,7 @@ def _refuse_no_folder(model: str, folder: Path) -> None:
 
 
 def question_ids(
-    data: DataSection | None, tokenizer: Any, prompt: str, *, raw: bool = False
+    origin: ModelOrigin, tokenizer: Any, prompt: str, *, raw: bool = False
 ) -> tuple[list[int], list[int]]:
     """The tokens of a question as training put it, and tokens other than EOS that end an answer.
 
@@ -284,11 +289,13 @@ def question_ids(
     Raises:
         DataError: the source that would show the format can no longer be read.
         ModelError: the tokenizer has no chat template.
+        AnygaugeError: see `anygauge.cli.preflight.render`.
     """
+    from anygauge.cli import preflight
     from anygauge.data import first_records, prompt_ids
     from anygauge.data.formats import prompt_template, render
-    from anygauge.data.template import ChatTemplate, read_template
 
+    data = origin.data
     if raw or (data is None and not getattr(tokenizer, "chat_template", None)):
         return prompt_ids(tokenizer, prompt), []
     if data is not None:
@@ -296,5 +303,4 @@ def question_ids(
         template = prompt_template(first_records(source, 1, "data.train")[0], source)
         if template is not None:
             return prompt_ids(tokenizer, render(template, prompt)), []
-    chat = ChatTemplate(tokenizer, None if data is None else read_template(data.chat_template))
-    return chat.question_ids(prompt), chat.stop_ids()
+    return preflight.render(origin.section, None if data is None else data.chat_template, prompt)

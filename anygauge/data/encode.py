@@ -18,7 +18,7 @@ from anygauge.data.chat import Chat
 from anygauge.data.formats import CHAT_FORMATS, Row, detect_format, parse_all
 from anygauge.data.records import Record
 from anygauge.data.spans import Aligner, bounded_parts, rendered, rendered_spans
-from anygauge.data.template import ChatTemplate, Span, read_template
+from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, unwatched
 from anygauge.interface import ModelError
 
 __all__ = ["Counts", "Encoded", "RowEncoder", "detect_format"]
@@ -124,6 +124,7 @@ class RowEncoder:
             ``source.model_copy(update={"format": detect_format(first_record, source, field)})``.
         tokenizer: a tokenizer of the transformers library.
         field: where the source stands in the run file, as ``data.train`` or ``data.train[1]``.
+        rendering: see `ChatTemplate`.
 
     Raises:
         ValueError: the format is still ``auto``.
@@ -132,7 +133,13 @@ class RowEncoder:
     """
 
     def __init__(
-        self, source: SourceSection, data: DataSection, tokenizer: Any, *, field: str
+        self,
+        source: SourceSection,
+        data: DataSection,
+        tokenizer: Any,
+        *,
+        field: str,
+        rendering: Rendering = unwatched,
     ) -> None:
         if source.format == "auto":
             raise ValueError("source.format is still 'auto'; call detect_format() first")
@@ -143,12 +150,12 @@ class RowEncoder:
                 "tokenizer"
             )
         self.source, self.data, self.tokenizer, self.field = source, data, tokenizer, field
-        self._given = read_template(data.chat_template)
+        self._given, self._rendering = read_template(data.chat_template), rendering
         self._start, self._end = start_ids(tokenizer), [int(tokenizer.eos_token_id)]
         self._template: ChatTemplate | None = None
         self._aligner = Aligner(tokenizer)
         if source.format in CHAT_FORMATS:
-            self._template = ChatTemplate(tokenizer, self._given)
+            self._template = ChatTemplate(tokenizer, self._given, rendering)
 
     def encode(self, records: Sequence[Record]) -> tuple[list[Encoded], Counts]:
         """Encode a batch; about 1000 records at once is fast.
@@ -207,7 +214,7 @@ class RowEncoder:
         if not chats:
             return
         if self._template is None:
-            self._template = ChatTemplate(self.tokenizer, self._given)
+            self._template = ChatTemplate(self.tokenizer, self._given, self._rendering)
         if self.data.loss_on == "last_turn":
             chats = [(index, replace(chat, answers=chat.answers[-1:])) for index, chat in chats]
         kept = [(index, chat) for index, chat in chats if not chat.is_blank]
@@ -218,6 +225,7 @@ class RowEncoder:
             batch.add(index, ids, loss_mask)
 
     def _text(self, chat: Chat, template: ChatTemplate) -> tuple[str, list[Span]]:
+        template.row = chat.origin
         if self.data.loss_on == "all":
             text = rendered(chat, template)
             return text, [(0, len(text))]

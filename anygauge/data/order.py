@@ -4,10 +4,6 @@ Since nothing else enters, a position in a run is one number, and a run resumes 
 ranks. Keys come straight from the bit generator, whose stream numpy promises never to change;
 the stream of `Generator.permutation` may change with numpy's version.
 
-Up to `ARRAY_LIMIT` items a permutation is an array, sorted by random keys. Beyond, it is a Feistel
-network over the next power of four, walked until it lands below n: a bijection that is worked out
-for one position alone, so that the order of a billion rows takes no memory and no time to make.
-
 `GroupedOrder` puts sequences of like length in one step, so that little is padding: the shuffled
 positions of an epoch are cut into blocks of `BLOCK_STEPS` steps; a block is sorted by length and
 cut into steps, whose order is shuffled again. A step's rows are random but for their length, and
@@ -27,9 +23,6 @@ from numpy.typing import NDArray
 
 from anygauge.interface import DataError
 
-ARRAY_LIMIT = 2**20
-"""From so many items on, no array is made; part of the order, so it must not change."""
-
 # SeedSequence pads with zeros, so a purpose must not be 0 to differ from none.
 SPLIT = 1
 PACKING = 2
@@ -38,60 +31,24 @@ GROUPS = 4
 BLOCKS = 5
 STREAM = 6
 
-_ROUNDS = 8
-_KEPT_EPOCHS = 4
+_KEPT_EPOCHS = 2
+"""A step may begin in one epoch and end in the next."""
 
 
-class Shuffle:
-    """A permutation of range(n), asked for by position.
+def permutation(n: int, *entropy: int) -> NDArray[np.int64]:
+    """A permutation of range(n), shape (n,): the order of n random keys.
 
     Args:
-        n: items.
-        entropy: what the permutation is a function of, in addition to n: seed, epoch, purpose, ...
+        entropy: what it is a function of, in addition to n: seed, epoch, purpose, ...
     """
-
-    def __init__(self, n: int, *entropy: int) -> None:
-        self.n = n
-        bits = np.random.PCG64(np.random.SeedSequence(entropy))
-        self._order: NDArray[np.int64] | None = None
-        if n < ARRAY_LIMIT:
-            keys = bits.random_raw(n)
-            self._order = np.argsort(keys, kind="stable").astype(np.int64)
-        else:
-            self._half = -(-(n - 1).bit_length() // 2)
-            self._keys = bits.random_raw(_ROUNDS)
-
-    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The items at positions from 0 to n - 1; int64 of the same shape."""
-        if self._order is not None:
-            return self._order[positions]
-        items = self._network(positions.astype(np.uint64))
-        beyond = np.flatnonzero(items >= self.n)
-        while len(beyond):
-            items[beyond] = self._network(items[beyond])
-            beyond = beyond[items[beyond] >= self.n]
-        return items.astype(np.int64)
-
-    def _network(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        half = np.uint64(self._half)
-        mask = np.uint64((1 << self._half) - 1)
-        left, right = values >> half, values & mask
-        for key in self._keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
-        return (left << half) | right
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finalizer (Steele, Lea and Flood, 2014): every bit depends on every other."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(n)
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
 def packing_order(n: int, seed: int, group: int = 0) -> NDArray[np.int64]:
     """The permutation of range(n), shape (n,), in which packing takes rows of equal length."""
     purpose = (seed, 0, PACKING, group) if group else (seed, 0, PACKING)
-    return Shuffle(n, *purpose).at(np.arange(n))
+    return permutation(n, *purpose)
 
 
 class Split:
@@ -119,7 +76,7 @@ class Split:
         count = min(n - 1, max(1, round(n * fraction))) if fraction else 0
         purpose = (seed, 0, SPLIT, source) if source else (seed, 0, SPLIT)
         places = np.arange(count)
-        held_out = Shuffle(n, *purpose).at(places) if count else places
+        held_out = permutation(n, *purpose)[:count] if count else places
         self.n = n
         self.held_out: NDArray[np.int64] = np.sort(held_out)
         # How many kept records stand before each that is held out.
@@ -175,8 +132,10 @@ class Order:
             Fraction(0),
         )
         self._offsets = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
-        self._epochs: OrderedDict[int, tuple[list[_Segment], Shuffle | None]] = OrderedDict()
-        self._passes: OrderedDict[tuple[int, int], Shuffle] = OrderedDict()
+        self._epochs: OrderedDict[int, tuple[list[_Segment], NDArray[np.int64] | None]] = (
+            OrderedDict()
+        )
+        self._passes: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
 
     def end(self, epochs: float | Fraction) -> int:
         """Items of so many epochs from the start of the run; need not be whole epochs."""
@@ -215,13 +174,13 @@ class Order:
     def _of_epoch(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
         if epoch not in self._epochs:
             segments, length = self._segments(epoch)
-            whole = Shuffle(length, self.seed, epoch) if self.shuffle else None
+            whole = permutation(length, self.seed, epoch) if self.shuffle else None
             self._epochs[epoch] = segments, whole
             if len(self._epochs) > _KEPT_EPOCHS:
                 self._epochs.popitem(last=False)
-        segments, shuffle = self._epochs[epoch]
-        if shuffle is not None:
-            places = shuffle.at(places)
+        segments, shuffled = self._epochs[epoch]
+        if shuffled is not None:
+            places = shuffled[places]
         starts = np.array([segment.start for segment in segments])
         which = np.searchsorted(starts, places, side="right") - 1
         items = np.empty(len(places), dtype=np.int64)
@@ -233,7 +192,7 @@ class Order:
             else:
                 inside += segment.place
                 if self.shuffle:
-                    inside = self._pass(segment.source, segment.part_of).at(inside)
+                    inside = self._pass(segment.source, segment.part_of)[inside]
             items[here] = self._offsets[segment.source] + inside
         return items
 
@@ -255,10 +214,10 @@ class Order:
                 length += count
         return segments, length
 
-    def _pass(self, source: int, number: int) -> Shuffle:
+    def _pass(self, source: int, number: int) -> NDArray[np.int64]:
         key = source, number
         if key not in self._passes:
-            self._passes[key] = Shuffle(self.sizes[source], self.seed, number, PASS, source)
+            self._passes[key] = permutation(self.sizes[source], self.seed, number, PASS, source)
             if len(self._passes) > 2 * len(self.sizes) + 2:
                 self._passes.popitem(last=False)
         return self._passes[key]
@@ -312,8 +271,9 @@ class GroupedOrder:
     def _sorted(self, first: int, start: int, end: int) -> NDArray[np.int64]:
         items, lengths = self._members(start, end)
         ranked = items[np.argsort(-lengths, kind="stable")].reshape(-1, self._batch)
-        shuffle = Shuffle(end - start, self._order.seed, first, GROUPS, start)
-        return ranked[shuffle.at(np.arange(end - start))] if self._order.shuffle else ranked
+        if not self._order.shuffle:
+            return ranked
+        return ranked[permutation(end - start, self._order.seed, first, GROUPS, start)]
 
     def _members(self, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         positions = np.arange(start * self._batch, end * self._batch)

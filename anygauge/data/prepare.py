@@ -39,7 +39,7 @@ from anygauge.data.streaming import (
     SumOnRanks,
 )
 from anygauge.data.streams import BlockOrder, Blocks
-from anygauge.data.template import read_template
+from anygauge.data.template import Rendering, read_template, unwatched
 from anygauge.interface import DataError
 
 PEEKED_ROWS = 20
@@ -132,6 +132,7 @@ def prepare(
     log: Log = lambda text: None,
     run: str = "",
     first: int | None = None,
+    rendering: Rendering = unwatched,
 ) -> Prepared:
     """Read and tokenise all rows, or take them from the cache; with streaming, open the sources.
 
@@ -145,6 +146,7 @@ def prepare(
         log: takes lines for the user: progress, and damage in the cache.
         run: what tells this start of a run from others; see `Cache`.
         first: prepare so many rows of each source alone, also with streaming; None: all.
+        rendering: see `ChatTemplate`.
 
     Raises:
         DataError: a source or row cannot be used, or no row is left.
@@ -153,12 +155,13 @@ def prepare(
     """
     folder = cache_folder(data.cache, os.environ if environ is None else environ)
     with Cache(folder, log, run) as cache:
-        train = _Preparer(data, "train", tokenizer, seed, cache, log, first)
+        shared = tokenizer, seed, cache, log, first, rendering
+        train = _Preparer(data, "train", *shared)
         part: _Part = "kept" if data.eval_fraction else "all"
         rows = train.stream() if data.streaming and first is None else train.rows(part)
         held_out = None
         if data.eval is not None:
-            held_out = _Preparer(data, "eval", tokenizer, seed, cache, log, first).rows("all")
+            held_out = _Preparer(data, "eval", *shared).rows("all")
         elif data.eval_fraction:
             held_out = train.rows("held out")
     return Prepared(train=rows, eval=held_out)
@@ -212,6 +215,7 @@ class _Preparer:
         cache: Cache,
         log: Log,
         first: int | None,
+        rendering: Rendering,
     ) -> None:
         self._data, self._seed, self._cache, self._log = data, seed, cache, log
         self._fraction = data.eval_fraction if which == "train" else 0.0
@@ -221,9 +225,8 @@ class _Preparer:
             row_format = detect_format(record, source, field)
             limit = min(source.limit or first, first) if first else source.limit
             resolved = source.model_copy(update={"format": row_format, "limit": limit})
-            self._sources.append(
-                (field, resolved, RowEncoder(resolved, data, tokenizer, field=field))
-            )
+            encoder = RowEncoder(resolved, data, tokenizer, field=field, rendering=rendering)
+            self._sources.append((field, resolved, encoder))
 
     def rows(self, part: _Part) -> TokenizedRows:
         """The tokenised rows of all sources, or of a part of each."""

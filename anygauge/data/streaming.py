@@ -39,7 +39,7 @@ from anygauge.data.batches import (
 )
 from anygauge.data.cache import key_of
 from anygauge.data.encode import Counts, RowEncoder
-from anygauge.data.order import BLOCKS, Order, Shuffle, Split
+from anygauge.data.order import BLOCKS, Order, Split, permutation
 from anygauge.data.records import Reader
 from anygauge.data.row_batches import pack
 from anygauge.data.rows import Tokens
@@ -376,7 +376,7 @@ class PackedStream(Batches):
         # What cannot be placed is the emptiest packs.
         ranked = np.argsort(-packs.sums(lengths), kind="stable")
         kept = ranked[: steps * self.global_batch]
-        kept = kept[Shuffle(len(kept), self.schedule.seed, number, BLOCKS).at(np.arange(len(kept)))]
+        kept = kept[permutation(len(kept), self.schedule.seed, number, BLOCKS)]
         sequences: list[list[list[Tokens]]] = [[] for _ in range(steps)]
         for place, index in enumerate(kept.tolist()):
             documents_of = [flat[row] for row in packs.group(index).tolist()]

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.data.lines import FilledLines
-from anygauge.data.order import STREAM, Shuffle
+from anygauge.data.order import STREAM, permutation
 from anygauge.data.records import INDEX_MARK, LINE_MARK, Record, parse_object
 from anygauge.data.remote import FEW, open_remote
 from anygauge.data.tables import batches_of, group_sizes, rows_of, table_mark
@@ -372,7 +372,7 @@ class BlockOrder:
 
 @lru_cache(maxsize=4)
 def _of_block(count: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
-    return Shuffle(count, seed, epoch, STREAM, number).at(np.arange(count))
+    return permutation(count, seed, epoch, STREAM, number)
 
 
 def first_of(stream: RowStream, count: int) -> list[Record]:

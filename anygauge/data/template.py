@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from anygauge.config.paths import CHAT_TEMPLATE, holds_template
 from anygauge.data.chat import Turn
-from anygauge.data.template_bounds import TemplateBoundError, bounded
 from anygauge.interface import DataError, ModelError, RunFileError
 from anygauge.util.files import read_text
 
 Span = tuple[int, int]
 Tools = Sequence[dict[str, Any]] | None
+Rendering = Callable[[str, str], None]
+"""Gets a template's name and the row that it is about to render; two empty texts once it has."""
+
+MOST_CHARACTERS = 2**24
+"""Of a chat's text: a tokenizer takes some 200 bytes of memory for each."""
 
 MOST_BYTES = 2**20
 """Of a template's file; long ones have some ten thousand."""
+
+TRIAL = "a trial chat"
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -96,21 +103,36 @@ def check_syntax(text: str, where: str) -> None:
         raise RunFileError(f"{where}: not a valid Jinja template: nested too deeply") from None
 
 
+def unwatched(template: str, row: str) -> None:
+    """Where nobody bounds what a template takes; see `Rendering`."""
+
+
 class ChatTemplate:
     """A tokenizer's chat template, or one given instead.
+
+    The library renders it in a sandbox, so it reads and runs nothing. Time and memory are bounded
+    by whoever starts the process that renders: see `anygauge.cli.preflight`.
 
     Args:
         tokenizer: a tokenizer of the transformers library.
         given: a template's text that wins over the tokenizer's own; from `read_template`.
+        rendering: called before and after each rendering.
+
+    Attributes:
+        row: what is rendered next, in words.
 
     Raises:
         ModelError: neither has a template, or the tokenizer cannot say where its tokens stand.
         RunFileError: the template is not valid, or its generation marks cannot be used.
     """
 
-    def __init__(self, tokenizer: Any, given: str | None) -> None:
+    def __init__(self, tokenizer: Any, given: str | None, rendering: Rendering = unwatched) -> None:
         self.tokenizer = tokenizer
-        self.name = "the tokenizer's chat template" if given is None else "data.chat_template"
+        self.row = TRIAL
+        self._rendering = rendering
+        self._name = "data.chat_template"
+        if given is None:
+            self._name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
         if given is None:
             try:
                 plain = tokenizer.get_chat_template(None, None)
@@ -151,19 +173,18 @@ class ChatTemplate:
         """
         if not turns:
             raise TemplateRefusal("there is no turn")
-        try:
-            with bounded():
-                return str(
-                    self.tokenizer.apply_chat_template(
-                        list(turns),
-                        tools=list(tools) if tools else None,
-                        chat_template=self._dated[tools is not None],
-                        add_generation_prompt=asks,
-                        tokenize=False,
-                    )
+        with self._watched():
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    list(turns),
+                    tools=list(tools) if tools else None,
+                    chat_template=self._dated[tools is not None],
+                    add_generation_prompt=asks,
+                    tokenize=False,
                 )
-        except Exception as error:
-            raise self._refusal(error) from None
+            )
+        _refuse_long(text)
+        return text
 
     def render_marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[Span]]:
         """The text of some turns, and the stretches of it that generation marks enclose.
@@ -173,17 +194,15 @@ class ChatTemplate:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
-            with bounded():
-                texts, spans = render_jinja_template(
-                    conversations=[list(turns)],
-                    tools=list(tools) if tools else None,
-                    chat_template=self._dated[tools is not None],
-                    return_assistant_tokens_mask=True,
-                    **self.tokenizer.special_tokens_map,
-                )
-        except Exception as error:
-            raise self._refusal(error) from None
+        with self._watched():
+            texts, spans = render_jinja_template(
+                conversations=[list(turns)],
+                tools=list(tools) if tools else None,
+                chat_template=self._dated[tools is not None],
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        _refuse_long(texts[0])
         return texts[0], [(start, end) for start, end in spans[0] if start < end]
 
     def end_of_turn(self, text: str) -> int | None:
@@ -226,10 +245,23 @@ class ChatTemplate:
             ) from None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _refusal(self, error: Exception) -> TemplateRefusal:
-        if isinstance(error, TemplateBoundError):
-            return TemplateRefusal(f"{self.name} is out of bounds: {error}")
-        return _refusal(error)
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Report one rendering, and make what it raises a refusal.
+
+        Raises:
+            MemoryError: as it is: the row counts as being rendered until somebody has named it.
+            TemplateRefusal: anything else.
+        """
+        self._rendering(self._name, self.row)
+        try:
+            yield
+        except MemoryError:
+            raise
+        except Exception as error:
+            self._rendering("", "")
+            raise _refusal(error) from None
+        self._rendering("", "")
 
     def _check_contents(self) -> None:
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
@@ -254,14 +286,16 @@ class ChatTemplate:
             )
 
 
-def end_of_turn_ids(tokenizer: Any, given: str | None) -> list[int]:
+def end_of_turn_ids(
+    tokenizer: Any, given: str | None, rendering: Rendering = unwatched
+) -> list[int]:
     """The token that ends a turn of the assistant; empty where no template can be used.
 
     Args:
-        given: see `ChatTemplate`.
+        given, rendering: see `ChatTemplate`.
     """
     try:
-        return ChatTemplate(tokenizer, given).stop_ids()
+        return ChatTemplate(tokenizer, given, rendering).stop_ids()
     except (ModelError, RunFileError):  # rows without turns need none
         return []
 
@@ -281,6 +315,11 @@ def _token_patterns(tokenizer: Any) -> tuple[re.Pattern[str], re.Pattern[str]]:
         return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
     return pattern(special), pattern(added)
+
+
+def _refuse_long(text: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise TemplateRefusal(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
 
 
 def _refusal(error: Exception) -> TemplateRefusal:

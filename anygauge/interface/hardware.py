@@ -28,8 +28,6 @@ class Rates:
     """What each of several ranks was measured to reach that share one card; see `Card`."""
 
     matmul: Mapping[str, float] = field(default_factory=dict)
-    attention: Mapping[str, float] = field(default_factory=dict)
-    feed: float | None = None
     copy: float | None = None
     exchange: float | None = None
     call: float | None = None
@@ -54,10 +52,6 @@ class Card:
             card together; 0 where cards cannot reach each other.
         host_link: to the memory of its host, bytes per second, one direction.
         matmul: type -> what large matrix products were measured to reach, operations per second.
-        attention: type -> what fused attention was measured to reach on a host, operations per
-            second, where it does not reach what other products do.
-        feed: what matrix products were measured to read and write on top of what `matmul` says they
-            take, bytes per second; None: nothing is added for it.
         copy: what large copies within its memory were measured to read and write, bytes per second.
         exchange: what was measured to leave each card where all of a machine gather large tensors,
             bytes per second.
@@ -81,8 +75,6 @@ class Card:
     link: float | None = None
     host_link: float | None = None
     matmul: Mapping[str, float] = field(default_factory=dict)
-    attention: Mapping[str, float] = field(default_factory=dict)
-    feed: float | None = None
     copy: float | None = None
     exchange: float | None = None
     call: float | None = None
@@ -104,13 +96,12 @@ class Card:
         known = min((n for n in self.ranks if n >= ranks), default=max(self.ranks, default=0))
         one = replace(self, **asdict(self.ranks[known])) if known else self
         share = max(1.0, ranks / known) if known else ranks
-        rates = ("feed", "copy", "exchange", *(() if known else ("bandwidth", "link")))
+        rates = ("copy", "exchange", *(() if known else ("bandwidth", "link")))
         divided = {name: getattr(one, name) / share for name in rates if getattr(one, name)}
         return replace(
             one,
             **divided,
             matmul={kind: rate / share for kind, rate in one.matmul.items()},
-            attention={kind: rate / share for kind, rate in one.attention.items()},
             flops={kind: rate / ranks for kind, rate in one.flops.items()},
         )
 

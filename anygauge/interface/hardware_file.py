@@ -16,7 +16,6 @@ __all__ = [
     "CARD_FIGURES",
     "FLOPS_TYPES",
     "MACHINE_FIGURES",
-    "MEASURED_BY_TYPE",
     "THIS_MACHINE",
     "read_hardware",
 ]
@@ -41,7 +40,6 @@ CARD_FIGURES: Mapping[str, Mapping[str, float]] = {
     "bandwidth": _RATES,
     "link": _RATES,
     "host_link": _RATES,
-    "feed": _RATES,
     "copy": _RATES,
     "exchange": _RATES,
     "call": _SECONDS,
@@ -50,12 +48,11 @@ CARD_FIGURES: Mapping[str, Mapping[str, float]] = {
 """Figures of a card other than those by type -> units that each may have, as bytes, bytes per
 second or seconds."""
 
-_MEASURED = ("feed", "copy", "exchange", "call", "issue")
+_MEASURED = ("copy", "exchange", "call", "issue")
 """Of them, those that ranks which share a card may have of their own."""
 
-BY_TYPE = ("flops", "matmul", "attention")
+BY_TYPE = ("flops", "matmul")
 """Rates of a card that have a figure for each type."""
-MEASURED_BY_TYPE = BY_TYPE[1:]
 
 MACHINE_FIGURES: Mapping[str, Mapping[str, float]] = {
     "cards": _PLAIN,
@@ -161,13 +158,13 @@ class _Reader:
             here = f"{place}.{count}"
             if not (count.isdecimal() and 0 < int(count) <= 1024):
                 raise self._wrong(place, count, f"a number of ranks, 1 to 1024: [{place}.2]")
-            self.known(self._table(rates, here), (*MEASURED_BY_TYPE, *_MEASURED), here)
+            self.known(self._table(rates, here), ("matmul", *_MEASURED), here)
             figures, found, _ = self._figures(
                 rates, {name: CARD_FIGURES[name] for name in _MEASURED}, here
             )
-            matmul, attention = (self._by_type(rates, n, here, found) for n in MEASURED_BY_TYPE)
+            matmul = self._by_type(rates, "matmul", here, found)
             sources |= {f"ranks.{count}.{name}": text for name, text in found.items()}
-            yield int(count), Rates(matmul=matmul, attention=attention, **figures)
+            yield int(count), Rates(matmul=matmul, **figures)
 
     def machine(self, name: str, table: Mapping[str, Any]) -> Machine:
         place = f"machine.{name}"

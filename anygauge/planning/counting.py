@@ -136,7 +136,7 @@ class Counter:
         self._add(("matrix_bytes",), size)
 
     def _attention(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Count that of a host, which has a rate of its own.
+        """Count that of a host.
 
         Its kernels leave out what a causal mask hides, half of the products.
         """
@@ -145,7 +145,7 @@ class Counter:
         shapes = [given[name].shape for name in ("grad_out", *_ATTENDED) if name in given]
         formula = _HOST_ATTENTION[func.overloadpacket]
         flops = formula(*shapes) / (2 if given.get("is_causal") else 1)
-        self._add(("attention", str(given["query"].dtype).removeprefix("torch.")), flops)
+        self.multiply(given["query"].dtype, flops)
 
     def multiply(self, dtype: torch.dtype, flops: float) -> None:
         """Count the matrix products of what is no single operation."""

@@ -128,15 +128,7 @@ def duration(
     card = card.of_ranks(ranks.per_machine)
     copied = _known(card.copy, COPIED, card.bandwidth, card, "bandwidth")
     multiplying = sum(count / _multiplied(card, kind) for kind, count in work.flops.items())
-    attending = sum(
-        count / (card.attention.get(kind) or _multiplied(card, kind))
-        for kind, count in work.attention.items()
-    )
-    if card.feed is None:
-        multiplying = max(multiplying, work.matrix_bytes / copied)
-    else:
-        multiplying += work.matrix_bytes / card.feed
-    multiplying += attending
+    multiplying = max(multiplying, work.matrix_bytes / copied)
     moving = work.other_bytes / copied
     issuing = work.operations * (ISSUE if card.issue is None else card.issue)
     computing = multiplying + moving

@@ -50,7 +50,6 @@ class Work:
 
     Attributes:
         flops: type -> floating point operations of matrix products, recomputed ones among them.
-        attention: type -> the same of fused attention on a host, in addition to `flops`.
         matrix_bytes: what these read and write.
         other_bytes: what all other operations read and write.
         copied_bytes: of them, what they copy to the host or from it.
@@ -60,7 +59,6 @@ class Work:
     """
 
     flops: Mapping[str, float]
-    attention: Mapping[str, float]
     matrix_bytes: float
     other_bytes: float
     copied_bytes: float
@@ -71,14 +69,12 @@ class Work:
     @classmethod
     def none(cls) -> Work:
         """Nothing at all."""
-        return cls(flops={}, attention={}, traffic=(), **dict.fromkeys(PLAIN, 0.0))
+        return cls(flops={}, traffic=(), **dict.fromkeys(PLAIN, 0.0))
 
     def flat(self) -> dict[tuple[Any, ...], float]:
         """Each figure by a name, for arithmetic; `of_flat` makes work of it again."""
         figures: dict[tuple[Any, ...], float] = {
-            (name, kind): count
-            for name, counts in (("flops", self.flops), ("attention", self.attention))
-            for kind, count in counts.items()
+            ("flops", kind): count for kind, count in self.flops.items()
         }
         figures |= {(name,): getattr(self, name) for name in PLAIN}
         for one in self.traffic:
@@ -104,7 +100,6 @@ class Work:
 
         return cls(
             flops={key[1]: value for key, value in figures.items() if key[0] == "flops"},
-            attention={key[1]: value for key, value in figures.items() if key[0] == "attention"},
             **{name: figures[name,] for name in PLAIN},
             traffic=tuple(traffic()),
         )

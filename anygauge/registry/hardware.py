@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar
 
 from anygauge.interface import (
     BY_TYPE,
-    MEASURED_BY_TYPE,
     AnygaugeError,
     BackendSpec,
     Card,
@@ -304,7 +303,7 @@ def _users(file: Path) -> tuple[Sequence[Card], Sequence[Machine]]:
 
 # -- what `anygauge plan --calibrate` measured -----------------------------------------------------
 
-_UNITS = {"feed": "GB/s", "copy": "GB/s", "exchange": "GB/s", "call": "us", "issue": "us"}
+_UNITS = {"copy": "GB/s", "exchange": "GB/s", "call": "us", "issue": "us"}
 _SIZES = {"GB/s": 1e9, "us": 1e-6}
 _toml = partial(json.dumps, ensure_ascii=False)  # JSON's texts, and lists of them, are TOML's too
 
@@ -378,10 +377,10 @@ def write_measured(card: Card, found: Mapping[int, Mapping[str, Any]], how: str)
 
 def shown_figures(figures: Mapping[str, Any]) -> dict[str, str]:
     """Figure -> number and unit."""
-    shown = {}
-    for name in MEASURED_BY_TYPE:
-        for kind, rate in figures.get(name, {}).items():
-            shown[f"{name}.{kind}"] = f"{rate / 1e9:.1f} GFLOPS"
+    shown = {
+        f"matmul.{kind}": f"{rate / 1e9:.1f} GFLOPS"
+        for kind, rate in figures.get("matmul", {}).items()
+    }
     for name, unit in _UNITS.items():
         if name in figures:
             shown[name] = f"{figures[name] / _SIZES[unit]:.2f} {unit}"

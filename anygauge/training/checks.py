@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
@@ -38,6 +38,9 @@ from anygauge.models.vocabulary import described, enlarge, new_tokens
 from anygauge.registry import Registry
 from anygauge.training.schedule import peak_advice
 from anygauge.training.strategy import create_strategy, share_of, workload_of
+
+if TYPE_CHECKING:
+    from anygauge.data.template import Rendering
 
 EIGHT_BIT_MISSING = (
     "train.optimizer.name: adamw_8bit needs the package bitsandbytes, which is not installed; "
@@ -144,6 +147,7 @@ def check_run(
     log: Callable[[str], None] = nothing,
     enter: Callable[[str], None] = nothing,
     hide: Callable[[], None] = nothing,
+    rendering: Rendering = nothing,
 ) -> Findings:
     """Check model, tokenizer, targets and rows; rows are then in the cache for the ranks.
 
@@ -151,6 +155,7 @@ def check_run(
         log: takes progress.
         enter: gets the part that begins: ``model`` or ``data``.
         hide: called where torch is of no use.
+        rendering: see `anygauge.data.template.Rendering`.
 
     Raises:
         AnygaugeError: what ranks would refuse.
@@ -187,7 +192,7 @@ def check_run(
         _settings(question, run, None, found)
     if tokenizer is not None:
         enter("data")
-        _rows(question, run, tokenizer, log, found)
+        _rows(question, run, tokenizer, log, rendering, found)
     steps, train = found.steps or run.train.steps, run.train
     if question.engine and steps:  # in a run, the ranks say it
         short = peak_advice(steps, train.optimizer.lr, train.schedule)
@@ -274,19 +279,31 @@ def _tokenizer(section: ModelSection, has_files: bool, found: Findings) -> Any:
 
 
 def _rows(
-    question: Question, run: RunFile, tokenizer: Any, log: Callable[[str], None], found: Findings
+    question: Question,
+    run: RunFile,
+    tokenizer: Any,
+    log: Callable[[str], None],
+    rendering: Rendering,
+    found: Findings,
 ) -> None:
-    from anygauge.config.paths import is_remote
+    from anygauge.config.paths import CHAT_TEMPLATE, holds_template, is_remote
     from anygauge.data import Layout, advice, prepare, training_batches
+    from anygauge.data.template import end_of_turn_ids, read_template
 
     sources = (*run.data.train_sources, *run.data.eval_sources)
+    given = run.data.chat_template
+    if question.has_files or given is None or holds_template(CHAT_TEMPLATE, given):
+        # Ranks render this too, for the result.
+        end_of_turn_ids(tokenizer, read_template(given), rendering)
     if not question.has_files:
         found.notes.append("the ranks will read the rows, on the job's machines")
         return
     if any(is_remote(source.path) for source in sources):
         found.notes.append("the ranks will read the rows of the hub and of other machines")
         return
-    data = prepare(run.data, tokenizer, run.train.seed, log=log, run=question.id)
+    data = prepare(
+        run.data, tokenizer, run.train.seed, log=log, run=question.id, rendering=rendering
+    )
     found.data = data.report
     found.advice = advice(data.train, run.data) or ""
     if question.engine and not run.data.streaming:

@@ -1,7 +1,8 @@
 """The process that checks a run before its ranks start: ``python -m anygauge.training.preflight``.
 
-It reads a `Question` from standard input (JSON) and answers with events on standard output;
-`anygauge.cli.preflight` starts it, for a run and for a dry run. No device is opened.
+It reads a question from standard input (JSON) and answers with events on standard output;
+`anygauge.cli.preflight` starts it, for a run and for a dry run; also to tokenise rows and to render
+a prompt, since chat templates are run nowhere else. No device is opened.
 
 torch alone takes longer to import than all else does here, and the model library imports much of it
 for a configuration. So it is hidden from that library, unless the model itself must be built.
@@ -9,16 +10,21 @@ for a configuration. So it is hidden from that library, unless the model itself 
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from anygauge.config.resolved import parse_run
+from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError
+from anygauge.models.quiet import quiet_libraries
+from anygauge.models.tokenizer import load_tokenizer
 from anygauge.training.checks import FINDINGS, QUESTION, check_run, nothing
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import die_with_parent
@@ -75,12 +81,104 @@ def begin_again_with_torch(text: str, answers: int) -> NoReturn:
         os.execv(sys.executable, argv)
 
 
-def bound_memory(limit: int) -> None:
-    """Let this process have so many bytes, or all that it may have if that is less."""
+def bound_memory(limit: int) -> int:
+    """Let this process have so many bytes, or all that it may have if that is less; returns it."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     if most != resource.RLIM_INFINITY:
         limit = min(limit, most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    return limit
+
+
+class PreflightEvents:
+    """What the process tells of its work, and the limits of that.
+
+    Args:
+        with_torch: hide nothing.
+
+    Attributes:
+        limit: bytes that this process may have.
+    """
+
+    def __init__(self, events: EventWriter, *, with_torch: bool) -> None:
+        self.hide = nothing if with_torch else hide_torch
+        self.log = events.message
+        self.limit = MODEL_LIMIT
+        self._events = events
+
+    def enter(self, part: str) -> None:
+        """Begin with ``model`` or ``data``."""
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        share = MODEL_LIMIT if part == "model" else int(installed * SHARE_OF_MEMORY)
+        self.limit = bound_memory(share)
+        self._events.send("part", name=part)
+
+    def rendering(self, template: str, row: str) -> None:
+        """See `anygauge.data.template.Rendering`."""
+        self._events.send("rendering", template=template, row=row)
+
+
+def check(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
+    """Check a run; `asked` has the fields of a `Question`."""
+    question = QUESTION.validate_python(asked)
+    found = check_run(
+        question,
+        parse_run(question.run),
+        reports.log,
+        reports.enter,
+        reports.hide,
+        reports.rendering,
+    )
+    return {"found": FINDINGS.dump_python(found, mode="json")}
+
+
+def tokenise(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
+    """Put a run's rows in the cache; `asked`: ``run``, and ``id`` and ``first`` of `prepare`."""
+    from anygauge.data import prepare
+
+    run = parse_run(asked["run"])
+    reports.enter("model")
+    reports.hide()
+    quiet_libraries()
+    tokenizer = load_tokenizer(run.model)
+    reports.enter("data")
+    prepare(
+        run.data,
+        tokenizer,
+        run.train.seed,
+        log=reports.log,
+        run=asked["id"],
+        first=asked["first"],
+        rendering=reports.rendering,
+    )
+    return {}
+
+
+def render(asked: Mapping[str, Any], reports: PreflightEvents) -> dict[str, Any]:
+    """The tokens of a prompt in its chat template, and those that end an answer.
+
+    `asked`: ``model`` (the section), ``chat_template`` (of the data section) and ``prompt``; where
+    that is None, a tokenizer without a template has no tokens that end an answer.
+    """
+    from anygauge.data.template import ChatTemplate, end_of_turn_ids, read_template
+
+    reports.enter("model")
+    reports.hide()
+    quiet_libraries()
+    tokenizer = load_tokenizer(ModelSection(**asked["model"]))
+    given = read_template(asked["chat_template"])
+    if asked["prompt"] is None:
+        return {"ids": [], "stop_ids": end_of_turn_ids(tokenizer, given, reports.rendering)}
+    template = ChatTemplate(tokenizer, given, reports.rendering)
+    template.row = "the prompt"
+    return {"ids": template.question_ids(asked["prompt"]), "stop_ids": template.stop_ids()}
+
+
+TASKS: Mapping[str, Callable[[Mapping[str, Any], PreflightEvents], dict[str, Any]]] = {
+    "check": check,
+    "tokenise": tokenise,
+    "render": render,
+}
 
 
 def main() -> int:
@@ -88,30 +186,22 @@ def main() -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process itself
     text = sys.stdin.read()
-    question = QUESTION.validate_json(text)
-    with_torch = WITH_TORCH in sys.argv[1:]
+    asked = json.loads(text)
     # What libraries print must not stand among the events.
     answers = os.dup(1)
     events = EventWriter(answers)
     os.dup2(2, 1)
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def enter(part: str) -> None:
-        bound_memory(MODEL_LIMIT if part == "model" else int(installed * SHARE_OF_MEMORY))
-        events.send("part", name=part)
-
+    reports = PreflightEvents(events, with_torch=WITH_TORCH in sys.argv[1:])
     try:
-        run = parse_run(question.run)
-        hide = nothing if with_torch else hide_torch
-        found = check_run(question, run, events.message, enter, hide)
+        answer = TASKS[asked["task"]](asked["fields"], reports)
     except MemoryError:
-        events.send("refused", error="AnygaugeError", message="out of memory")
+        events.send("out_of_memory", limit=reports.limit)
     except Exception as error:
         if sys.modules.get("torch", error) is None and misses_torch(error):
             begin_again_with_torch(text, answers)
         events.send(**failed(error))
     else:
-        events.send("checked", found=FINDINGS.dump_python(found, mode="json"))
+        events.send("answered", **answer)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from anygauge.cli import preflight
 from anygauge.cli import run as command
 from anygauge.cli.data import example
 from anygauge.cli.trained import model_origin, question_ids
+from anygauge.config.schema import ModelSection
 from anygauge.data import Encoded
 from anygauge.interface import DataError, RunFileError
 from tests.helpers.chats import make_chat_tokenizer
@@ -139,11 +142,11 @@ def test_a_run_on_chats_is_asked_through_the_chat_template(chats: Path) -> None:
     (folder / "adapter").mkdir(parents=True)
     (folder / "run.yaml").write_text(chats.read_text())
     tokenizer: Any = make_chat_tokenizer(chats.parent / "other")
-    origin = model_origin(str(folder), None, None)
-    ids, stops = question_ids(origin.data, tokenizer, "What?")
+    origin = model_origin(str(folder), None, str(chats.parent / "other"))
+    ids, stops = question_ids(origin, tokenizer, "What?")
     assert tokenizer.decode(ids) == "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.convert_ids_to_tokens(stops) == ["<|im_end|>"]
-    ids, stops = question_ids(None, tokenizer, "What?")
+    ids, stops = question_ids(replace(origin, data=None), tokenizer, "What?")
     assert (tokenizer.decode(ids), stops) == ("<s>What?", [])
 
 
@@ -153,5 +156,34 @@ def test_other_runs_are_asked_through_their_template(tmp_path: Path) -> None:
     path = run_file(tmp_path, data={"train": {"template": "Q: {prompt}\nA: "}})
     (folder / "run.yaml").write_text(path.read_text())
     tokenizer: Any = make_chat_tokenizer(tmp_path / "other")
-    ids, stops = question_ids(model_origin(str(folder), None, None).data, tokenizer, "What?")
+    ids, stops = question_ids(model_origin(str(folder), None, None), tokenizer, "What?")
     assert (tokenizer.decode(ids), stops) == ("<s>Q: What?\nA: ", [])
+
+
+FOR_EVER = (
+    "{% if 'to 7' in messages[0].content %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}{% endif %}"
+)
+
+
+def test_a_template_that_goes_on_for_ever_is_ended_and_its_row_named(
+    chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "RENDERING_LIMIT_S", 10.0)
+    path = chats.parent / "loop.jinja"
+    path.write_text(FOR_EVER + CHATML.read_text())
+    said = r"^data\.chat_template has not rendered .*chats\.jsonl:7 within 10 s, and may loop for"
+    with pytest.raises(DataError, match=said):
+        command(["data", str(chats), "--set", f"data.chat_template={path}"])
+
+
+def test_a_template_beyond_all_memory_is_ended_with_a_prompt(tmp_path: Path) -> None:
+    tokenizer: Any = make_chat_tokenizer(tmp_path)
+    tokenizer.chat_template = "{{ 'a' * 10**13 if messages | length == 1 }}" + CHATML.read_text()
+    tokenizer.save_pretrained(tmp_path)
+    section = ModelSection(name=str(tmp_path))
+    said = (
+        rf"^the chat template of {tmp_path} took more than 4\.0 GiB to render the prompt\. Correct"
+    )
+    with pytest.raises(DataError, match=said):
+        preflight.render(section, None, "What?")

@@ -158,6 +158,35 @@ def test_a_check_that_hangs_is_ended_and_its_part_named(
         preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
 
 
+RENDERING = {"event": "rendering", "template": "the chat template of t", "row": "x.jsonl:7"}
+RENDERED = {"event": "rendering", "template": "", "row": ""}
+
+
+def test_a_rendering_has_its_own_limit_and_what_follows_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "RENDERING_LIMIT_S", 0.2)
+    event = json.dumps(RENDERING)
+    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'; exec sleep 120")
+    said = r"^the chat template of t has not rendered x\.jsonl:7 within 0 s, and may loop"
+    with pytest.raises(DataError, match=said):
+        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+    lines = [json.dumps(one) for one in (RENDERING, RENDERED, {"event": "answered", "found": {}})]
+    echoes = f"echo '{lines[0]}'; echo '{lines[1]}'; sleep 1; echo '{lines[2]}'"
+    stub(tmp_path, monkeypatch, f"cat > /dev/null; {echoes}")
+    assert preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"}) == Findings()
+
+
+def test_a_rendering_that_is_killed_names_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = json.dumps(RENDERING)
+    stub(tmp_path, monkeypatch, f"cat > /dev/null; echo '{event}'; kill -KILL $$")
+    said = r"^the chat template of t was to render x\.jsonl:7, and its process ended with signal 9"
+    with pytest.raises(DataError, match=said):
+        preflight.ask(QUESTION, {"PATH": "/usr/bin:/bin"})
+
+
 @pytest.mark.slow
 def test_an_expression_that_would_take_for_ever_is_such_a_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

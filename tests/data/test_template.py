@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data import peek
-from anygauge.data.template import ChatTemplate, TemplateRefusal, read_template
+from anygauge.data import Record, RowEncoder, peek
+from anygauge.data import template as template_module
+from anygauge.data.template import ChatTemplate, TemplateRefusal, check_syntax, read_template
 from anygauge.interface import DataError, ModelError, RunFileError
 from tests.helpers.chats import make_chat_tokenizer, template
 from tests.helpers.tokenizer import FIXTURES
@@ -111,6 +112,57 @@ def test_a_refusal_has_the_templates_words(tokenizer):
         chat.render([], None)
     with pytest.raises(DataError, match="does not take a question: No user; give --raw"):
         chat.question_ids("q")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "SecurityError|is unsafe|access to attr",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: maximum recursion"),
+        ("{% for a in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
+        ("{{ 'a' * 1001 }}", "it makes a text of more than 1,000 characters"),
+        ("{% generation %}{{ 'a' * 1001 }}{% endgeneration %}", "a text of more than 1,000 char"),
+    ],
+)
+def test_what_a_template_may_not_do(tokenizer, text, why, monkeypatch):
+    monkeypatch.setattr(template_module, "MOST_CHARACTERS", 1000)
+    chat = ChatTemplate(tokenizer, text + ECHO)
+    rendered = chat.render_marked if chat.has_marks(None) else chat.render
+    with pytest.raises(TemplateRefusal, match=why):
+        rendered(TURNS, None)
+
+
+def test_a_template_nested_beyond_python_is_not_valid():
+    with pytest.raises(
+        RunFileError, match=r"data\.chat_template: not a valid Jinja template: nested"
+    ):
+        check_syntax("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "data.chat_template")
+
+
+def test_what_is_rendered_is_reported_before_and_after(tokenizer):
+    found = []
+    data = DataSection(train=SourceSection(path="x", format="messages"), chat_template=ECHO)
+    encoder = RowEncoder(
+        data.train_sources[0],
+        data,
+        tokenizer,
+        field="data.train",
+        rendering=lambda *names: found.append(names),
+    )
+    encoder.encode([Record({"messages": TURNS}, f"x.jsonl:{line}") for line in (1, 2)])
+    rows = [row for _, row in found]
+    assert list(dict.fromkeys(rows)) == ["a trial chat", "", "x.jsonl:1", "x.jsonl:2"]
+    assert set(rows[1::2]) == {""} and "" not in rows[::2]
+    assert {name for name, row in found if row} == {"data.chat_template"}
+    found.clear()
+    ChatTemplate(tokenizer, "{{ raise_exception('no') }}", encoder._rendering)
+    assert [row for _, row in found] == ["a trial chat", ""]
+    tokenizer.chat_template = ECHO
+    assert ChatTemplate(tokenizer, None, encoder._rendering).stop_ids()
+    assert found[-2] == ("the chat template of the tokenizer", "a trial chat")
 
 
 def test_a_template_that_writes_no_text_is_refused(tokenizer):

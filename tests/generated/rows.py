@@ -18,10 +18,6 @@ TEMPLATES = (
     "{{ eos_token }}{% endfor %}{{ tools|default('')|tojson }}",
     "{% for m in messages %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
     "{% endfor %}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(99) }}",
-    "{{ 'a' * 10**9 }}",
-    "{% for m in messages %}{{ m.content|center(10**9) }}{% endfor %}",
     "{{ ''.__class__.__mro__ }}",
     "{{ raise_exception('no') }}",
     "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",

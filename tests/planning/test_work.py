@@ -25,7 +25,6 @@ def work(layers: int, send: float = 0.0) -> Work:
         traffic.append(gathered(send, "send", (0, 1)))
     return Work(
         flops={"bfloat16": 10.0 * layers + 5, "float32": 1.0},
-        attention={"bfloat16": 6.0 * layers},
         matrix_bytes=3.0 * layers,
         other_bytes=4.0 * layers,
         copied_bytes=0.0,

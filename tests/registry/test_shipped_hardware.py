@@ -30,7 +30,6 @@ BOUNDS = {
     "cores": (4, 256),
     "disk": (60 * GIB, 40_000 * GB),
     "disk_rate": (1 * GB, 100 * GB),
-    "feed": (100 * GB, 10_000 * GB),
     "copy": (100 * GB, 10_000 * GB),
     "exchange": (5 * GB, 1_000 * GB),
     "call": (1e-6, 1e-2),
