@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import STOPPED
+from tests.helpers.processes import as_in_a_terminal
 from tests.helpers.runs import run_file, trained_here
 
 MARK = "MARK_OF_THIS_TEST"
@@ -35,6 +36,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=as_in_a_terminal,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment, name: text},
         )
 
