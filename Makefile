@@ -8,6 +8,8 @@
 #                    over the stand-in for Gaudi and over devices that are wrong; and docs/plugins.md
 #   make test-more   clouds, benchmarks, versions of images, and what Triton's compiler makes of kernels
 #   make test-slow   the slow tests of all of these
+#   make zoo         every causal architecture of transformers, tiny, and the tables of docs/models.md;
+#                    before a release (an hour)
 #   make test-launchers     ssh, Open MPI, Slurm and clouds' containers over emulated machines; as root, on
 #                    Debian; installs what is missing (20 minutes)
 #   make test-gaudi-stack   the tests of what touches transformers, peft and DeepSpeed, with the versions
@@ -59,7 +61,7 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: gpu gpu-full demo plugins test test-kit test-more test-slow test-launchers test-gaudi-stack test-core \
+.PHONY: gpu gpu-full demo plugins test test-kit test-more test-slow test-launchers test-gaudi-stack test-core zoo \
     image-cpu test-image clean-images lint format clean .venv
 
 demo: $(STAMP)
@@ -104,6 +106,9 @@ test-slow: $(STAMP) $(BUILT)
 	    echo "==> slow tests of $$plugin"; \
 	    (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest -m slow) || exit 1; \
 	done
+
+zoo: $(STAMP)
+	@$(BIN)/python -m tests.models.zoo
 
 CLUSTER := openssh-server openssh-client openmpi-bin slurmctld slurmd slurm-client munge iproute2
 
