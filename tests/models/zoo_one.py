@@ -180,12 +180,13 @@ def trained(
     apart = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
     assert apart <= SAME, f"losses differ from one rank's by {apart:.1e}: {found}, {wanted}"
     choices = json.loads((where / "report.json").read_text())["choices"]
-    loss = choices["kernels"].get("linear_cross_entropy", {})
+    kernel = choices["kernels"].get("linear_cross_entropy", {})
+    loss = kernel.get("name", "reference")
     return {
         strategy: {"steps": len(found)},
         "attention": choices["attention"]["name"],
-        "loss": loss.get("name", "reference"),
-        **({} if "name" in loss else {"loss because": loss.get("reason", "")}),
+        "loss": loss,
+        **({"loss because": kernel.get("reason", "")} if loss == "reference" else {}),
     }
 
 
